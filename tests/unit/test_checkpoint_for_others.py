@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocated_bytes import most_bytes
 from checkpoints import Model, fresh, save, train, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shoal.blocks.flat import views
+from shoal.checkpoint import importing, named
 from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.catalogue import resolve
+from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
@@ -126,9 +129,27 @@ def test_a_plain_model_is_imported_and_a_job_begins_with_it(capsys, tmp_path: Pa
         assert found and found.manifest.kind == "model" and found.manifest.step == 0
         state = fresh(seed=1)
         load_model(found.reader(), state, ())
+        state.begin_anew(state.everything)
         for name, tensor in model.state_dict().items():
             assert torch.equal(state.module.state_dict()[name], tensor), (file, name)
         assert run(capsys, "verify", tmp_path / f"to-{file}")[0] == 0
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_an_import_has_a_part_of_the_file_in_memory_at_a_time(
+    ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importing, "PART_BYTES", 1 << 20)
+    tensors = {str(number): torch.full((1 << 18,), float(number)) for number in range(15)}
+    tensors["large"] = torch.arange(1.0 * (1 << 20)).view(1 << 10, 1 << 10)
+    file = tmp_path / f"m.{ending}"
+    save_file(tensors, file) if ending == "safetensors" else torch.save(tensors, file)
+    mapped = file.stat().st_size
+    assert most_bytes(lambda: import_model(file, LocalStorage(tmp_path / "c"))) < mapped + (4 << 20)
+    found = resolve(None, str(tmp_path / "c"), print)
+    assert found is not None
+    for name, tensor in named.tensors(found.reader()):
+        assert torch.equal(tensor, tensors[name]), name
 
 
 def test_an_import_in_half_precision_is_widened_by_the_job(capsys, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -139,6 +160,7 @@ def test_an_import_in_half_precision_is_widened_by_the_job(capsys, tmp_path: Pat
     found, state = resolve(None, str(tmp_path / "c"), print), fresh(seed=1)
     assert found
     load_model(found.reader(), state, ())
+    state.begin_anew(state.everything)
     assert torch.equal(state.module.get_parameter("wide"), model.wide.double())
 
 

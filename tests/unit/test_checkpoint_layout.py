@@ -99,6 +99,7 @@ def test_what_matches_by_name_is_taken_where_that_is_allowed(found: Found) -> No
     before = model.extra.weight.clone()
     assert not fits(found.manifest, state, ("new",), "it")
     matched = load_model(found.reader(), state, ("new",))
+    state.begin_anew(state.everything)
     theirs = trained(2).module
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
@@ -133,7 +134,9 @@ def test_a_tensor_of_another_shape_is_both_new_and_missing(found: Found) -> None
 def test_another_dtype_is_converted(found: Found) -> None:
     model = Model()
     model.wide = nn.Parameter(torch.zeros(130, 50))
-    load_model(found.reader(), state_of(model), ("new",))
+    state = state_of(model)
+    load_model(found.reader(), state, ("new",))
+    state.begin_anew(state.everything)
     assert torch.equal(model.wide, trained(2).module.get_parameter("wide").float())
 
 
@@ -155,5 +158,6 @@ def test_other_buffers_and_frozen_parameters_than_the_models_get_a_sentence(foun
 def test_taking_by_name_gives_the_parameters_bits(found: Found) -> None:
     state = fresh(seed=5)
     load_model(found.reader(), state, ("new", "missing"))
+    state.begin_anew(state.everything)
     mine, theirs = (block_digests(one, one.everything) for one in (state, trained(2)))
     assert {number: digest[:32] for number, digest in mine.items()} == {n: d[:32] for n, d in theirs.items()}

@@ -19,6 +19,10 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, of, task
 from safetensors.torch import load_file, save_file
 from shoal.blocks.residency import Residency
+from shoal.checkpoint.catalogue import resolve
+from shoal.checkpoint.importing import import_model
+from shoal.checkpoint.restore import load_model
+from shoal.checkpoint.storage import LocalStorage
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -306,6 +310,35 @@ def test_tensors_that_are_taken_by_name_go_before_those_that_would_be_made(tmp_p
     assert right != undisturbed(with_model(task(0), built(Wider)))
     with Crew("ab", with_model(task(shoal=allowed), built(Wider))) as crew:
         assert crew.finish() == right
+
+
+def test_a_worker_reads_of_tensors_that_are_taken_by_name_what_it_keeps(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    eager = Wide()
+    save_file(eager.state_dict(), tmp_path / "a.safetensors")
+    import_model(tmp_path / "a.safetensors", LocalStorage(tmp_path / "c"))
+    found = resolve(None, str(tmp_path / "c"), print)
+    assert found is not None
+    with shoal.deferred():
+        model = Wide()
+    limits = Limits(4, 0.0, 1, residency=Residency.of(3))
+    state = TrainingState(model, torch.optim.SGD(model.parameters()), None, limits)
+    keeps = Runs([(0, state.layout.blocks // 4)])
+
+    def begin() -> None:
+        load_model(found.reader(), state, ())
+        state.begin_anew(keeps)
+
+    unit = 4 * 2 * 256 * 512
+    assert most_bytes(begin) <= state.weights.bytes + 1.1 * unit < 4 * unit
+    for stretch in state.layout.stretches(keeps):
+        slots = state.layout.buckets[stretch.bucket].slots
+        first, last = state.layout.elements(stretch)
+        flat = torch.zeros(state.layout.buckets[stretch.bucket].elements)
+        for slot in slots:
+            values = eager.get_parameter(slot.parameter.name).detach().reshape(-1)
+            flat[slot.start : slot.start + slot.parameter.elements] = values
+        assert torch.equal(state.weights.of(stretch), flat[first:last])
 
 
 def test_parts_that_were_built_with_values_keep_them() -> None:

@@ -2,13 +2,14 @@
 
 Masters begin with them, so that nothing is lost by the rounding to half precision. Where parameters are not rounded
 these are the parameters themselves and take no memory. Those of a model that was built within `shoal.deferred()` are
-made a unit at a time, where they are asked for.
+made a unit at a time, where they are asked for; those that are taken from a checkpoint by name are read so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Protocol
 
 import torch
 from shoal_protos.runs import Runs
@@ -16,6 +17,20 @@ from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
 from shoal.first_values.deferred_values import DeferredValues
+
+
+class GivenValues(Protocol):
+    """Values of some parameters, by name, that are not in memory."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of any dtype
+        """Elements of a parameter, flat."""
+        ...
+
+    def forget(self) -> None:
+        """What is kept in memory for the next part."""
+        ...
 
 
 class Originals:
@@ -32,6 +47,7 @@ class Originals:
         deferred: DeferredValues | None = None,
     ) -> None:
         self._layout, self._parameters, self.deferred = layout, parameters, deferred
+        self._taken: GivenValues | None = None
         self.named: dict[str, Tensor] = {}
         for (bucket, slot), parameter in zip(self._slots(), parameters, strict=True):
             name = slot.parameter.name
@@ -55,6 +71,8 @@ class Originals:
 
     def _part(self, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
         name = slot.parameter.name
+        if self._taken is not None and name in self._taken:
+            return self._taken.part(name, first, last)
         if name in self.named:
             return self.named[name].reshape(-1)[first:last]
         assert self.deferred is not None
@@ -62,7 +80,7 @@ class Originals:
 
     def portions(self, runs: Runs) -> Iterator[Runs]:
         """These blocks in parts that need few values in memory at one time: of a unit each, where values are made."""
-        if self.deferred is None:
+        if self.deferred is None and self._taken is None:
             yield runs
             return
         stretches = sorted(self._layout.stretches(runs), key=self._unit_of)
@@ -72,8 +90,17 @@ class Originals:
 
     def forget(self) -> None:
         """What was made last; it is made again where it is asked for."""
-        if self.deferred is not None:
-            self.deferred.forget()
+        for values in (self.deferred, self._taken):
+            if values is not None:
+                values.forget()
+
+    def take(self, values: GivenValues) -> None:
+        """What these have comes from there, from now on."""
+        self._taken = values
+
+    def own(self) -> dict[str, Tensor]:  # each of its parameter's shape
+        """Those that this worker's script has made, and that nothing stands in for."""
+        return {name: value for name, value in self.named.items() if self._taken is None or name not in self._taken}
 
     def _unit_of(self, stretch: Stretch) -> int:
         return self._layout.buckets[stretch.bucket].slots[0].parameter.unit
@@ -81,21 +108,14 @@ class Originals:
     @torch.no_grad()
     def put_back(self) -> None:
         """The parameters are these values again, rounded. For parameters that are all here."""
-        pairs = list(zip(self._slots(), self._parameters, strict=True))
+        pairs, own = list(zip(self._slots(), self._parameters, strict=True)), self.own()
         for (_, slot), parameter in sorted(pairs, key=lambda pair: pair[0][1].parameter.unit):
-            exact = self.named.get(slot.parameter.name)
+            exact = own.get(slot.parameter.name)
             if exact is None:
                 parameter.copy_(self._part(slot, 0, slot.parameter.elements).view(parameter.shape))
             elif exact.data_ptr() != parameter.data_ptr():
                 parameter.copy_(exact)
         self.forget()
-
-    def keep_all(self) -> None:
-        """From now on none is made any more, and `named` has all: what comes from elsewhere can be put there."""
-        for bucket, slot in self._slots():
-            if slot.parameter.name not in self.named:
-                values = self._part(slot, 0, slot.parameter.elements).to(bucket.wide_dtype, copy=True)
-                self.named[slot.parameter.name] = values.view(slot.parameter.shape)
 
     def fill(
         self,

@@ -6,7 +6,7 @@ the manifest says which they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,10 @@ from shoal.blocks.flat import views
 from shoal.blocks.held import MASTER
 from shoal.blocks.values import WholeValues
 from shoal.checkpoint.container import DTYPES
-from shoal.checkpoint.layout_check import Match, match
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
-from shoal.core.module_names import named_parameters, named_state
-from shoal.exchange.module_buffers import persistent_buffers
+from shoal.core.module_names import named_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +110,6 @@ def tied_names(module: nn.Module) -> dict[str, str]:
         if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]
     return tied
-
-
-@torch.no_grad()
-def load_by_name(reader: Reader, module: nn.Module, trained: Mapping[str, Tensor], allow: Sequence[str]) -> Match:
-    """Copies what matches by name into `trained` (parameters that get gradients) and the module's other tensors.
-
-    Raises `UserError` as `match` does.
-
-    A name that is tied in the module stands for the one under which the module knows the tensor.
-    """
-    ours: dict[str, Tensor] = {**dict(named_parameters(module)), **persistent_buffers(module), **trained}
-    tied = tied_names(module)
-    theirs = {tied.get(name, name): known.shape for name, known in names(reader.manifest).items()}
-    matched = match(theirs, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
-    wanted = set(matched.taken)
-    for name, tensor in tensors(reader, exact=True):
-        if tied.get(name, name) in wanted:
-            ours[tied.get(name, name)].copy_(tensor)
-    return matched
 
 
 _NOTHING = torch.empty(0)

@@ -19,16 +19,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.blocks.given_states import check_masters
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.state_home import WEIGHTS
+from shoal.checkpoint.by_name import take_by_name
 from shoal.checkpoint.draft import States
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.named import load_by_name
 from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.state_check import first_difference_in_kind
 from shoal.core.layout import Stretch
 from shoal.core.loss_scale import LossScale
+from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.training.state import (
@@ -201,10 +202,20 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     state.current = blocks
 
 
+@torch.no_grad()
 def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> Match:
-    """Takes parameters and buffers by name; what else there is stays as at step 0."""
+    """Takes parameters and buffers by name; what else there is stays as at step 0.
+
+    Parameters that are in blocks begin with what is read then, part by part (`TrainingState.begin_anew`).
+    """
     assert state.originals is not None
-    state.originals.keep_all()
-    matched = load_by_name(reader, state.module, state.originals.named, allow)
+    matched, taken = take_by_name(reader, state.module, allow)
+    whole = {**frozen_parameters(state), **persistent_buffers(state.module)}
+    for name in matched.taken:
+        if name in whole:
+            tensor = whole[name]
+            tensor.copy_(taken.part(name, 0, tensor.numel()).view(tensor.shape))
+    taken.forget()
+    state.originals.take(taken)
     state.buffers.refresh()
     return matched

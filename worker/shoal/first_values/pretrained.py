@@ -55,6 +55,10 @@ class Pretrained:
         """Of one of `names`."""
         return tuple(self._reader(self._file_of[name]).get_slice(name).get_shape())
 
+    def code(self, name: str) -> str:
+        """The format's name of the dtype of one of `names`."""
+        return str(self._reader(self._file_of[name]).get_slice(name).get_dtype())
+
     def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the file's dtype
         """Elements of a tensor, flat. Raises `UserError` where they cannot be read."""
         file = self._file_of[name]

@@ -25,7 +25,7 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     Called before the state begins with them.
     """
     tensors = {
-        **state.stand_at_the_start().named,
+        **state.stand_at_the_start().own(),
         **frozen_parameters(state),
         **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
     }

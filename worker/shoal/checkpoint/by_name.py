@@ -1,0 +1,99 @@
+"""A checkpoint's tensors by name, as values that parameters in another layout begin with: read in parts.
+
+So a worker has never more of them than of values that it makes: what it keeps, and a tensor or a stretch of blocks.
+Every part is verified. Names that are tied in the module stand for the one under which the module knows the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.blocks.held import MASTER
+from shoal.checkpoint.layout_check import Match, match
+from shoal.checkpoint.named import names, tied_names
+from shoal.checkpoint.reader import Reader
+from shoal.core.layout import Bucket, Slot, Stretch
+from shoal.core.module_names import named_parameters
+from shoal.exchange.module_buffers import persistent_buffers
+
+
+class TakenTensors:
+    """`GivenValues` of a checkpoint. `taken`: the model's names, each with the checkpoint's."""
+
+    def __init__(self, reader: Reader, taken: Mapping[str, str]) -> None:
+        self._reader, self._taken = reader, taken
+        buckets = reader.manifest.blocks.buckets
+        self._slots = {slot.parameter.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._whole: tuple[str, Tensor] | None = None
+        """A tensor beside the blocks, which can be read whole alone."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._taken
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the checkpoint's dtype, or wider
+        """Elements of a tensor, flat. Raises `CheckpointDamaged` where they are not what was written."""
+        theirs = self._taken[name]
+        if theirs in self._slots:
+            return self._of_blocks(*self._slots[theirs], first, last)
+        if self._whole is None or self._whole[0] != theirs:
+            self.forget()
+            self._whole = theirs, self._beside(theirs)
+        return self._whole[1].reshape(-1)[first:last]
+
+    def forget(self) -> None:
+        """What was read last."""
+        self._whole = None
+
+    def _of_blocks(self, bucket: Bucket, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
+        size = self._reader.manifest.blocks.block_elements
+        start, stop = slot.start + first, slot.start + last
+        stretch = Stretch(bucket.index, start // size, -(-stop // size))
+        values = self._masters(stretch) if bucket.has_masters else None
+        if values is None:
+            window = _Window(stretch, torch.empty(stretch.blocks * size, dtype=bucket.dtype), size)
+            self._reader.parameters([stretch], window)
+            values = window.values
+        return values[start - stretch.start * size : stop - stretch.start * size]
+
+    def _masters(self, stretch: Stretch) -> Tensor | None:  # (elements,), where there are such
+        states = self._reader.states([stretch], only=MASTER)
+        if not states or any(MASTER not in state for state in states.values()):
+            return None
+        return torch.cat([states[one][MASTER] for one in sorted(states)])
+
+    def _beside(self, name: str) -> Tensor:  # of its own shape
+        found = self._reader.frozen([name])
+        return found[name] if name in found else self._reader.tensors([f"buffer/{name}"])[f"buffer/{name}"]
+
+
+class _Window:
+    """`BlockValues` of the blocks that are read."""
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        values: Tensor,  # (elements,)
+        size: int,
+    ) -> None:
+        self._stretch, self.values, self._size = stretch, values, size
+
+    def of(self, stretch: Stretch) -> Tensor:  # (elements,)
+        return self.range(stretch.bucket, stretch.start * self._size, stretch.stop * self._size)
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        assert bucket == self._stretch.bucket
+        first = self._stretch.start * self._size
+        return self.values[start - first : stop - first]
+
+
+def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tuple[Match, TakenTensors]:
+    """What matches. Raises `UserError` as `match` does."""
+    ours = {**dict(named_parameters(module)), **persistent_buffers(module)}
+    tied = tied_names(module)
+    theirs = {tied.get(name, name): (name, known.shape) for name, known in names(reader.manifest).items()}
+    shapes = {name: shape for name, (_, shape) in theirs.items()}
+    matched = match(shapes, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
+    return matched, TakenTensors(reader, {name: theirs[name][0] for name in matched.taken})

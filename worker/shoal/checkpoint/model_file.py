@@ -1,0 +1,107 @@
+"""A plain model file: tensors by name, read in parts, from safetensors or from a torch state dict.
+
+Nothing of a file's code is run. A torch file is mapped, not read, where it is of today's format.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+from shoal.checkpoint.container import CODES, DTYPES
+from shoal.checkpoint.named import Known
+from shoal.first_values.pretrained import Pretrained
+
+WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training scripts keep a model's state dict among other things."""
+
+
+class ModelFile(Protocol):
+    """What a file holds. Tensors that are tied are there once."""
+
+    tied: Mapping[str, str]
+    """Their other names, each with the one under which they are there."""
+
+    @property
+    def known(self) -> Mapping[str, Known]:
+        """All tensors by name."""
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the tensor's dtype
+        """Elements of a tensor, flat."""
+        ...
+
+
+def open_model(file: Path) -> ModelFile:
+    """Raises `UserError` for a file that holds no model."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(9)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from None
+    try:
+        if head[8:9] == b"{":
+            return _Safetensors(file)
+        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except (UserError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(f"{file} is neither safetensors nor a torch state dict: {first}") from None
+    return _StateDict(content, file)
+
+
+class _Safetensors:
+    """Two names of one tensor are two tensors there."""
+
+    def __init__(self, file: Path) -> None:
+        self._source = Pretrained(file)
+        self.tied: Mapping[str, str] = {}
+        codes = {name: self._source.code(name) for name in sorted(self._source.names)}
+        for name, code in codes.items():
+            if code not in DTYPES:
+                raise UserError(f'it holds "{name}" with dtype {code}, which a checkpoint cannot hold.')
+        self.known = {name: Known(self._source.shape(name), DTYPES[code]) for name, code in codes.items()}
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,)
+        return self._source.part(name, first, last)
+
+
+class _StateDict:
+    def __init__(self, content: Any, file: Path) -> None:
+        self._tensors, self.tied = _once(_checked(content, file))
+        self.known = {name: Known(tuple(one.shape), one.dtype) for name, one in self._tensors.items()}
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,)
+        return self._tensors[name].reshape(-1)[first:last]
+
+
+def _checked(content: Any, file: Path) -> dict[str, Tensor]:
+    for key in WRAPPINGS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not isinstance(content, Mapping) or not content:
+        raise UserError(f"{file} holds a {type(content).__name__}; expected a state dict, names with tensors.")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise UserError(
+                f'{file} holds a {type(value).__name__} under "{name}"; expected a state dict, names with tensors.'
+            )
+        if value.dtype not in CODES:
+            raise UserError(f'{file} holds "{name}" with dtype {value.dtype}, which a checkpoint cannot hold.')
+    return dict(content)
+
+
+def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tied tensors once, and their other names."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        kept = first.setdefault((tensor.data_ptr(), tensor.shape), name) if tensor.numel() else name
+        if kept != name:
+            tied[name] = kept
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
