@@ -7,11 +7,13 @@ import io
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy
 import pytest
+import shoal
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from shoal.faults import Faults
@@ -224,13 +226,17 @@ def test_a_module_that_the_compiler_gives_up_has_the_same_bits_too() -> None:
 
 
 def test_cpu_checkpointing_is_said_to_change_nothing_where_it_does(capsys: pytest.CaptureFixture[str]) -> None:
-    def reasons(of: Task) -> list[str]:
+    def reasons(of: Task, deferred: bool = False) -> list[str]:
         settled = replace(activation_config(of), cpu_checkpointing=True)
-        activation_checkpointing.checkpoint_activations(Stack(), settled)
+        with shoal.deferred() if deferred else nullcontext():
+            model = Stack()
+        capsys.readouterr()
+        activation_checkpointing.checkpoint_activations(model, settled)
         lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
         return [line["reason"] for line in lines if "changes nothing" in line["event"]]
 
     assert reasons(task("units")) == ["the model is on the CPU: its activations are in host memory already"]
+    assert reasons(task("units"), deferred=True) == reasons(task("units"))
     assert reasons(PLAIN) == ["`shoal.activation_checkpointing` names no modules"]
 
 

@@ -21,7 +21,7 @@ from integration.scripts import VOCABULARY
 from safetensors.torch import save_file
 from shoal.blocks.residency import Residency
 from shoal.faults import Faults
-from shoal.first_values.deferred_values import deferred_values
+from shoal.first_values.deferred_values import checksum_of, deferred_values
 from shoal.first_values.pretrained import Pretrained
 from shoal.session.alone import AloneLink
 from shoal.training.state import Limits, TrainingState
@@ -257,6 +257,12 @@ def test_an_init_that_reaches_into_many_units_is_told(capsys: pytest.CaptureFixt
         deferred_values(model, 0, units)
         lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
         assert [line["module"] for line in lines if line["event"] == "initialised_together"] == named
+
+
+def test_a_checksum_of_many_tensors_is_one_that_a_message_can_carry() -> None:
+    many = [torch.full((8,), float(number)) for number in range(6_000)]
+    torch.zeros(1, dtype=torch.int64)[0] = checksum_of(many)
+    assert checksum_of(many) != checksum_of(many[::-1]) and checksum_of([]) != 0
 
 
 # ---- memory

@@ -153,7 +153,7 @@ class DeferredValues:
                 self._made[self._inits.component(place)][place.name] = value
         found = {name: value for some in self._made.values() for name, value in some.items()}
         if lacking:
-            self.sums[unit] = _checksum([found[name] for name in sorted(found) if self._unit_of.get(name) == unit])
+            self.sums[unit] = checksum_of([found[name] for name in sorted(found) if self._unit_of.get(name) == unit])
         return found
 
     def _make(self, components: set[int]) -> dict[TensorPlace, Tensor]:  # each of its place's form
@@ -207,7 +207,7 @@ def _put(place: TensorPlace, value: Tensor) -> None:
     torch.utils.swap_tensors(buffer, value)
 
 
-def _checksum(values: Sequence[Tensor]) -> int:  # each of its own shape and dtype
+def checksum_of(values: Sequence[Tensor]) -> int:  # each of its own shape and dtype
     """In 63 bits, never 0."""
     return sum(_words(value) * (2 * number + 1) for number, value in enumerate(values)) & (1 << 63) - 1 | 1
 
