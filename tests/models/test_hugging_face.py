@@ -205,3 +205,13 @@ def test_a_model_that_was_saved_is_read_by_its_workers_in_parts(
     right = undisturbed(loaded)
     with Crew("ab", built(name, 3, weights=tmp_path)) as crew:
         assert crew.finish() == right
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_begins_with_what_was_saved_of_its_body(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    saved: Any = gpt2()
+    saved.transformer.save_pretrained(tmp_path)
+    right = undisturbed(replace(built("GPT-2", 0), model=lambda: Trained(lambda: saved)))
+    with Crew("ab", built("GPT-2", 3, weights=tmp_path)) as crew:
+        assert crew.finish() == right

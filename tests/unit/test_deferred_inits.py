@@ -330,6 +330,28 @@ def test_weights_are_known_by_their_names_in_the_part_that_was_built_with_them(t
         assert crew.finish() == right
 
 
+def test_weights_of_a_models_body_are_those_of_the_body_and_the_other_way_round(tmp_path: Path) -> None:
+    class Body(nn.Module):
+        base_model_prefix = "body"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    class WithHead(nn.Module):
+        base_model_prefix = "body"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Body(), nn.Linear(3, 3)
+
+    for saved, model in ((Body, WithHead), (WithHead, Body)):
+        content = saved().state_dict()
+        save_file(content, tmp_path / "a.safetensors")
+        made = filled(model, weights=tmp_path / "a.safetensors").state_dict()
+        assert torch.equal(*(one[next(n for n in one if n.endswith("layers.1.weight"))] for one in (made, content)))
+
+
 def test_a_worker_whose_weights_have_another_content_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(3)
     content = FromAbove().state_dict()

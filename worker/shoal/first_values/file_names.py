@@ -1,7 +1,8 @@
 """Under which names a file of weights may have a tensor of the model.
 
-Its own names, all of them where it is tied; and where one part of the model was built in the context that names the
-file, and wrapped by the script later, the names that the tensor has in that part.
+Its own names, all of them where it is tied; where one part of the model was built in the context that names the file,
+and wrapped by the script later, the names that the tensor has in that part; and where that part says by what name a
+model of its family has the body (Hugging Face's `base_model_prefix`), the names in a file of the body, or of the whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ class FileNames:
         parts = self._parts.get(id(recipe), [])
         if len(parts) != 1:  # of two parts both may have such a name
             return names
-        return names + [one.removeprefix(parts[0]) for one in names if one.startswith(parts[0])]
+        start, body = parts[0]
+        inner = [one.removeprefix(start) for one in names if one.startswith(start)]
+        bodies = [other for one in inner for other in _of_a_body(one, body)] if body else []
+        return [*names, *inner, *bodies]
+
+
+def _of_a_body(name: str, body: str) -> list[str]:
+    start = f"{body}."
+    return [name.removeprefix(start)] if name.startswith(start) else [f"{start}{name}"]
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
@@ -38,15 +47,19 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     return {names[0]: names for names in by_id.values()}
 
 
-def _parts(model: nn.Module, known: Mapping[nn.Module, Recipe]) -> dict[int, list[str]]:
-    """The outermost modules that were built in one context, as beginnings of names, by the id of its recipe."""
-    found: dict[int, list[str]] = {}
+def _parts(model: nn.Module, known: Mapping[nn.Module, Recipe]) -> dict[int, list[tuple[str, str]]]:
+    """The outermost modules that were built in one context, by the id of its recipe: the beginning of their names, and
+    what they call the body of a model.
+    """
+    found: dict[int, list[tuple[str, str]]] = {}
     above: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parent = above.get(name.rpartition(".")[0]) if name else None
         recipe = known.get(module)
         if recipe is not None and (parent is None or known.get(parent) is not recipe):
             plain = module_name(name)
-            found.setdefault(id(recipe), []).append(f"{plain}." if plain else "")
+            body = getattr(module, "base_model_prefix", "")
+            start = f"{plain}." if plain else ""
+            found.setdefault(id(recipe), []).append((start, body if isinstance(body, str) else ""))
         above[name] = module
     return found
