@@ -74,6 +74,14 @@ def clip() -> nn.Module:
     return model
 
 
+def vit() -> nn.Module:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model: nn.Module = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**size, image_size=32, patch_size=4, num_labels=WORDS)
+    )
+    return model
+
+
 def recomputed(make: Callable[[], Any]) -> Callable[[], nn.Module]:
     """With its own activation checkpointing."""
 
@@ -109,6 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 BUILT = {"Llama": llama, "Mistral": mistral, "GPT-2": gpt2, "BERT": bert, "T5": t5, "CLIP": clip}
+ALL = {**BUILT, "ViT": vit}
 
 
 def task(name: str, stage: int, generated: list[Any], mirrors: int = 1) -> Task:
@@ -151,18 +160,18 @@ def test_a_model_has_the_same_bits_and_says_the_same_in_stage_3(name: str, monke
 def built(name: str, stage: int, mirrors: int = 0, weights: Path | None = None) -> Task:
     def model() -> nn.Module:
         with shoal.deferred(weights=weights):
-            inner = BUILT[name]()
+            inner = ALL[name]()
         return Trained(lambda: inner)
 
     return replace(task("", stage, [], mirrors), model=model)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", [*BUILT, "ViT"])
 def test_a_model_built_without_memory_begins_with_values_of_its_own_kind(name: str) -> None:
     """Those of a constructor come from another stream of random numbers."""
     torch.manual_seed(5)
-    right = Trained(BUILT[name]).state_dict()
+    right = Trained(ALL[name]).state_dict()
     with ONE_AT_A_TIME:
         made = engine_of(built(name, 0), AloneLink(), Faults([])).module.state_dict()
     assert made.keys() == right.keys()

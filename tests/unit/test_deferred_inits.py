@@ -20,6 +20,7 @@ from hard_units import WIDTH, Layers, of, task
 from integration.scripts import VOCABULARY
 from safetensors.torch import save_file
 from shoal.blocks.residency import Residency
+from shoal.core.units import unit_numbers
 from shoal.faults import Faults
 from shoal.first_values.deferred_values import checksum_of, deferred_values
 from shoal.first_values.pretrained import Pretrained
@@ -231,11 +232,34 @@ def test_what_an_init_writes_to_may_not_depend_on_values() -> None:
     def hidden(module: nn.Module) -> None:
         if isinstance(module, nn.Sequential):
             nn.init.zeros_(module[1].weight)
-            if not module[1].weight.is_meta:
+            if module[1].weight.device.type != "meta":
                 nn.init.zeros_(module[0].q.weight)
 
     with pytest.raises(UserError, match=r'Sequential\) .* wrote to "layers\.0\.0\.q\.weight", and did not when it was'):
         filled(Pairs, init=hidden)
+
+
+@pytest.mark.parametrize("init", [nn.init.orthogonal_, nn.init.trunc_normal_, nn.init.sparse_, nn.init.dirac_])
+def test_an_init_that_leaves_tensors_without_values_alone_fills_those_with_values(init: Callable[..., Tensor]) -> None:
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Conv1d):
+            init(module.weight.squeeze(2) if init is nn.init.sparse_ else module.weight, *given)
+
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv1d(8, 8, 1, bias=False) for _ in range(2))
+
+    given = (0.5,) if init is nn.init.sparse_ else ()
+    weight = filled(Convolved, init=fill).layers[0].weight.detach().squeeze(2)
+    if init is nn.init.orthogonal_:
+        assert torch.dist(weight @ weight.t(), torch.eye(8)) < 1e-5
+    elif init is nn.init.trunc_normal_:
+        assert 1 < weight.abs().max() <= 2  # far beyond a constructor's values
+    elif init is nn.init.sparse_:
+        assert (weight == 0).sum() == 32
+    else:
+        assert torch.equal(weight, torch.eye(8))
 
 
 def test_an_init_that_cannot_do_without_values_is_run_with_them() -> None:
@@ -249,12 +273,14 @@ def test_an_init_that_cannot_do_without_values_is_run_with_them() -> None:
 
 
 def test_an_init_that_reaches_into_many_units_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    for init, named in ((walk, ["Layers"]), (None, [])):
+    def truncated(module: nn.Module) -> None:
+        if isinstance(module, Layers):
+            nn.init.trunc_normal_(module.places)
+
+    for init, named in ((walk, ["Layers"]), (None, []), (truncated, [])):
         capsys.readouterr()
         model = built(FromAbove if init is None else Layers, init=init)()
-        numbers = {id(parameter): number for number, parameter in enumerate(model.parameters())}
-        units = numbers if init else {key: min(number, 1) for key, number in numbers.items()}
-        deferred_values(model, 0, units)
+        deferred_values(model, 0, unit_numbers(model))
         lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
         assert [line["module"] for line in lines if line["event"] == "initialised_together"] == named
 

@@ -10,12 +10,14 @@ together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +30,7 @@ RESETS = ("reset_parameters", "_reset_parameters")
 OWN_INIT = "_init_weights"
 """A model's own way to fill its modules, which its constructor calls for each of them: Hugging Face's, and others'."""
 
+TRUNCATED = "_no_grad_trunc_normal_"
 OVERWRITES = frozenset(
     f"aten::{name}_"
     for name in ("normal", "uniform", "fill", "zero", "copy", "random", "bernoulli", "exponential", "log_normal",
@@ -100,7 +103,8 @@ class Touches(TorchDispatchMode):
         for index, argument in enumerate(schema.arguments):
             value = args[index] if index < len(args) else named.get(argument.name)
             for tensor in tree_leaves(value):
-                place = self._places.get(_storage(tensor)) if isinstance(tensor, Tensor) else None
+                is_plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided
+                place = self._places.get(_storage(tensor)) if is_plain else None
                 if place is not None:
                     self._note(schema.name, argument, tensor, place)
         return func(*args, **named)
@@ -114,6 +118,29 @@ class Touches(TorchDispatchMode):
             self.touched.add(place)
             if place not in self.overwritten:
                 self._spoiled.add(place)
+
+
+class _AsWithValues(TorchFunctionMode):
+    """Functions of `torch.nn.init` leave tensors alone that say that they are on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            return False
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _drawn_once() -> Iterator[None]:
+    """torch draws a truncated normal until all values fit, which nobody can tell of tensors without values."""
+    own = vars(nn.init).get(TRUNCATED)
+    if own is None:
+        yield
+        return
+    setattr(nn.init, TRUNCATED, lambda tensor, *_, **__: tensor.normal_())
+    try:
+        yield
+    finally:
+        setattr(nn.init, TRUNCATED, own)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -199,12 +226,12 @@ def _rehearse(calls: Sequence[Call], places: TensorPlaces) -> set[TensorPlace]:
     tensors = {place: place.stand_in("meta") for place in places.all}
     random, touches = RandomState.save(), Touches(tensors)
     try:
-        with standing_in(tensors), torch.no_grad(), torch.device("meta"):
+        with standing_in(tensors), _drawn_once(), torch.no_grad(), torch.device("meta"):
             for call in calls:
                 inside = places.of(call.module.modules())
                 touches.begin()
                 try:
-                    with touches:
+                    with touches, _AsWithValues():
                         call.run()
                 except UserError:
                     raise
