@@ -26,8 +26,9 @@ WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")
 class ModelFile(Protocol):
     """What a file holds. Tensors that are tied are there once."""
 
-    tied: Mapping[str, str]
-    """Their other names, each with the one under which they are there."""
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Their other names, each with the one under which they are there."""
 
     @property
     def known(self) -> Mapping[str, Known]:
@@ -47,25 +48,25 @@ def open_model(file: Path) -> ModelFile:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from None
     try:
         if head[8:9] == b"{":
-            return _Safetensors(file)
-        content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            content: Any = Pretrained(file)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (UserError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(f"{file} is neither safetensors nor a torch state dict: {first}") from None
-    return _StateDict(content, file)
+    return _Safetensors(content) if isinstance(content, Pretrained) else _StateDict(content, file)
 
 
 class _Safetensors:
     """Two names of one tensor are two tensors there."""
 
-    def __init__(self, file: Path) -> None:
-        self._source = Pretrained(file)
-        self.tied: Mapping[str, str] = {}
-        codes = {name: self._source.code(name) for name in sorted(self._source.names)}
+    def __init__(self, source: Pretrained) -> None:
+        self._source, self.tied = source, dict[str, str]()
+        codes = {name: source.code(name) for name in sorted(source.names)}
         for name, code in codes.items():
             if code not in DTYPES:
-                raise UserError(f'it holds "{name}" with dtype {code}, which a checkpoint cannot hold.')
-        self.known = {name: Known(self._source.shape(name), DTYPES[code]) for name, code in codes.items()}
+                raise UserError(f'{source.path} holds "{name}" with dtype {code}, which a checkpoint cannot hold.')
+        self.known = {name: Known(source.shape(name), DTYPES[code]) for name, code in codes.items()}
 
     def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,)
         return self._source.part(name, first, last)

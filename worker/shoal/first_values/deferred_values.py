@@ -126,7 +126,7 @@ class DeferredValues:
                 "shoal.deferred(init=…)."
             )
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether a parameter has its first value from here."""
         return name in self._unit_of
 

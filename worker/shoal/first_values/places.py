@@ -50,8 +50,9 @@ class TensorPlace:
     @property
     def now(self) -> Tensor | None:
         """What the module has there at this moment."""
-        there = self.module._parameters if self.own in self.module._parameters else self.module._buffers
-        return there.get(self.own)
+        if self.is_parameter:
+            return self.module._parameters.get(self.own)
+        return self.module._buffers.get(self.own)
 
 
 class TensorPlaces:
