@@ -11,6 +11,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.piece_order import PieceOrder, portions
 from shoal.exchange.round_reduction import USER_STEPS, RoundReduction
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.exchange.traffic import Traffic
@@ -77,7 +78,7 @@ def plans(layout: Layout) -> list[Plan]:
 def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tuple[ShardSums, int]:
     """As a step does it; and the most bytes of gradients that there were at one time, without the reduced ones."""
     sums, most = ShardSums(layout, are_narrow=True), 0
-    rounds = RoundsTraffic.of(traffic, is_first)
+    rounds = RoundsTraffic.of(traffic, is_first, PieceOrder.of(portions(traffic.pieces)))
     reduction = RoundReduction(group, rounds, sums, 0, lambda: None)
     slots = [bucket.index for bucket in layout.buckets for _ in bucket.slots]
     for lanes in rounds.rounds:

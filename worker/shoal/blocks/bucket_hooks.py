@@ -1,8 +1,8 @@
 """Which buckets the last backward of a step has filled: so that they leave for their owners while it still runs.
 
-One hook per parameter, armed for one backward at a time. Buckets become ready in the layout's order only, the order in
-which every worker sends and receives. Gradients that are sharded or in half precision are taken from their parameters
-here.
+One hook per parameter, armed for one backward at a time. Buckets become ready in one order only, that in which every
+worker sends and receives: the layout's, or one that was agreed on. Gradients that are sharded or in half precision are
+taken from their parameters here.
 """
 
 from __future__ import annotations
@@ -35,17 +35,21 @@ class BucketHooks:
         self._is_half = [bucket.has_masters for bucket in layout.buckets]
         self._on_filled: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
+        self._order: Sequence[int] = range(len(self._slots))
         self._next = 0
+        self._is_filled: list[bool] = []
         owners = [(b, s) for b, count in enumerate(self._slots) for s in range(count)]
         for number, ((bucket, slot), parameter) in enumerate(zip(owners, parameters, strict=True)):
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, bucket, slot))
 
     @contextmanager
-    def armed(self, on_filled: Callable[[int], None]) -> Iterator[None]:
+    def armed(self, on_filled: Callable[[int], None], order: Sequence[int] | None = None) -> Iterator[None]:
         """Calls `on_filled(bucket)` for each bucket, in order, as soon as it and all before it are whole. Buckets with
-        unused parameters never come; whoever arms sees to them.
+        unused parameters never come; whoever arms sees to them. `order`: None: the layout's.
         """
         self._missing = [set(range(count)) for count in self._slots]
+        self._order = range(len(self._slots)) if order is None else order
+        self._is_filled = [False] * len(self._slots)
         self._next, self._on_filled = 0, on_filled
         try:
             yield
@@ -65,7 +69,7 @@ class BucketHooks:
     ) -> None:
         if self._on_filled is None:
             return
-        if bucket < self._next or (self._is_half[bucket] and slot not in self._missing[bucket]):
+        if self._is_filled[bucket] or (self._is_half[bucket] and slot not in self._missing[bucket]):
             raise UserError(
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
@@ -78,9 +82,10 @@ class BucketHooks:
         if missing:
             return
         self._on_whole(bucket)
-        while self._next < len(self._missing) and not self._missing[self._next]:
-            self._next += 1
-            self._on_filled(self._next - 1)
+        while self._next < len(self._order) and not self._missing[self._order[self._next]]:
+            filled = self._order[self._next]
+            self._next, self._is_filled[filled] = self._next + 1, True
+            self._on_filled(filled)
 
 
 def _dense(

@@ -1,10 +1,11 @@
 """The reduction where gradients are sharded (stages 2 and 3): every lane's gradient goes to the owners as it is made.
 
-Round by round (core/rounds.py), in a round piece by piece: owners add up what comes in on their shards, by the one tree
-over lanes, and keep what waits for its sibling; after the last round they divide, and send the mean to whoever replays
-the block. So no gradient is whole anywhere but in its piece. What a member has in flight is bounded: a backward that is
-ahead of it waits here. By the end of a lane's backward its round is over on this member, so that nobody waits for what
-stands behind user code. The same bits as canonical.py, in every world.
+Round by round (core/rounds.py), in a round piece by piece, in an order that was agreed on (piece_order.py): owners add
+up what comes in on their shards, by the one tree over lanes, and keep what waits for its sibling; after the last round
+they divide, and send the mean to whoever replays the block. So no gradient is whole anywhere but in its piece. What a
+member has in flight is bounded: a backward that is ahead of it waits here. By the end of a lane's backward its round is
+over on this member, so that nobody waits for what stands behind user code. The same bits as canonical.py, in every
+world.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ steps."""
 
 @dataclass(slots=True)
 class _InFlight:
-    """The messages of one position: a piece of a round."""
+    """The messages of one position: a place in the order of a round's pieces."""
 
     receives: list[Work] = field(default_factory=list)
     arrived: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class RoundReduction:
         self._traffic = traffic = rounds.traffic
         self._on_reduced, self._loss_scale = on_reduced, loss_scale
         self._pieces, self._mirrored = len(traffic.pieces), traffic.mirrored(boundaries)
-        self._last_bucket_of = [piece.last_bucket for piece in traffic.pieces]
+        self._order, self._until_filled = rounds.order, rounds.order.until
         self._positions = self._pieces * len(rounds.rounds)
         sums.keep(traffic.replays(boundaries)[traffic.rank])
         self._flight: dict[int, _InFlight] = {}
@@ -73,8 +74,8 @@ class RoundReduction:
         """By piece and message, the sums that wait for the next rounds."""
         self._filled = self._sent = self._posted = self._settled = 0
         """How many of the first positions have come so far."""
-        self._lane = self._bucket = 0
-        """Which of the lanes here is at hand, and its first bucket that is not filled."""
+        self._lane = self._complete = 0
+        """Which of the lanes here is at hand, and how many of the first buckets in the order it has filled."""
         self._waiting: Waiting | None = None
         self._mirror_sends: list[Posted] = []
         self._mirror_receives: list[PackedReceive] = []
@@ -86,20 +87,21 @@ class RoundReduction:
     # ---- a lane here
 
     def on_filled(self, bucket: int) -> None:
-        """The backward at hand has filled this bucket and all before it. Waits where too much is in flight; never
-        raises: `end_lane` will.
+        """The backward at hand has filled this bucket and all before it in the order. Waits where too much is in
+        flight; never raises: `end_lane` will.
         """
+        complete = self._order.places[bucket] + 1
         begin, filled = self._lane * self._pieces, self._filled
-        while filled < begin + self._pieces and self._last_bucket_of[filled - begin] <= bucket:
+        while filled < begin + self._pieces and self._until_filled[filled - begin] <= complete:
             filled += 1
         try:
             while not self._broken and self._settled < self._sent and filled > self._window():
                 self._settle()  # what it took serves this bucket
         except WorldChanged:
             self._broken = True
-        for complete in range(self._bucket, bucket + 1):
-            self._sums.live.complete(complete)
-        self._bucket, self._filled = bucket + 1, filled
+        for one in self._order.buckets[self._complete : complete]:
+            self._sums.live.complete(one)
+        self._complete, self._filled = complete, filled
         if self._broken:
             return
         try:
@@ -114,10 +116,10 @@ class RoundReduction:
         """The lane's backward is over, or it was skipped: what has no gradient has one of zeros. Then the round is over
         here.
         """
-        if self._bucket <= self._last_bucket_of[-1]:
-            self.on_filled(self._last_bucket_of[-1])
+        if self._complete < len(self._order.buckets):
+            self.on_filled(self._order.buckets[-1])
         self._check()
-        self._lane, self._bucket = self._lane + 1, 0
+        self._lane, self._complete = self._lane + 1, 0
         self._settle_up_to(self._lane * self._pieces)
         self._group.progress.reach(StepPhase.LANES, self._settled * USER_STEPS)
 
@@ -153,13 +155,19 @@ class RoundReduction:
         """So many at most while the next one is waited for."""
         if self._settled == self._positions:
             return self._positions
-        number, piece = divmod(self._settled, self._pieces)
+        number, place = divmod(self._settled, self._pieces)
         has_lane = number < self._rounds.lanes_here
-        return number * self._pieces + (self._rounds if has_lane else self._traffic).windows[piece]
+        windows = self._rounds.narrow_windows if has_lane else self._rounds.windows
+        return number * self._pieces + windows[place]
+
+    def _at(self, position: int) -> tuple[int, int]:
+        """A round, and a piece of it."""
+        number, place = divmod(position, self._pieces)
+        return number, self._order.pieces[place]
 
     def _post(self) -> None:
         while self._posted < self._until():
-            number, piece = divmod(self._posted, self._pieces)
+            number, piece = self._at(self._posted)
             flight = self._flight[self._posted] = _InFlight()
             dtype = sums_dtype(self._traffic, piece, are_leaves=True)
             for peer in self._rounds.sources(number):
@@ -176,7 +184,7 @@ class RoundReduction:
     def _send(self) -> None:
         """What is filled, within the window: so far owners have posted receives, as a rule."""
         while self._sent < min(self._filled, self._posted):
-            number, piece = divmod(self._sent, self._pieces)
+            number, piece = self._at(self._sent)
             for peer, extents in self._rounds.sends[piece] if number < self._rounds.lanes_here else ():
                 posted = send_packed(self._group, peer, PARTIALS, self._sums.live, extents)
                 self._flight[self._sent].sends.append(posted)
@@ -195,24 +203,24 @@ class RoundReduction:
 
     def _settle(self) -> None:
         """Waits for the next position, adds up what has come, and gives its memory back."""
-        number, piece = divmod(self._settled, self._pieces)
+        number, piece = self._at(self._settled)
         self._group.progress.reach(StepPhase.LANES, (self._settled + 1) * USER_STEPS - 1)
         self._wait().wait()
         self._waiting = None
         self._add_up(number, piece, self._flight.pop(self._settled).arrived)
         if number < self._rounds.lanes_here:
-            self._release(piece)
+            self._release(self._settled % self._pieces)
         self._settled += 1
         self._post()
         self._send()
 
-    def _release(self, piece: int) -> None:
-        """The buckets of which this piece was the last."""
-        last = self._last_bucket_of[piece]
-        if piece + 1 < self._pieces and self._last_bucket_of[piece + 1] == last:
+    def _release(self, place: int) -> None:
+        """The buckets of which the piece at this place was the last."""
+        until = self._until_filled
+        if place + 1 < self._pieces and until[place + 1] == until[place]:
             return
-        before = self._last_bucket_of[piece - 1] if piece else -1
-        for bucket in range(min(before + 1, last), last + 1):
+        before = until[place - 1] if place else 0
+        for bucket in self._order.buckets[min(before, until[place] - 1) : until[place]]:
             self._sums.live.release(bucket)
 
     # ---- sums

@@ -26,6 +26,7 @@ from shoal.core.tree import fold_numbers
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.copies import Comparison, compare
 from shoal.exchange.framing import as_bytes_tensor
+from shoal.exchange.piece_order import FillTimes
 from shoal.exchange.traffic import Traffic
 
 BALLOT_BYTES = 4_608
@@ -93,25 +94,33 @@ def cast(
     ballot: Ballot,
     norms: Tensor | None,  # (subtrees owned,) float64: sums of squares of the reduced gradient
     comparisons: Sequence[Comparison] = (),
+    times: FillTimes | None = None,
 ) -> Record:
     """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass.
 
     `norms`: where the step needs the norm.
-    `comparisons`: blocks whose copies are compared, the same on all members.
+    `comparisons`: blocks whose copies are compared, the same on all members. `times`: take in what all have seen.
     """
     most = max(len(spans) for spans in traffic.norm_spans) if norms is not None else 0
     room = _ballot_bytes(traffic)
     end = room + 8 * most
-    row = torch.zeros(end + 8 * sum(len(c.blocks) for c in comparisons), dtype=torch.uint8, device="cpu")
+    compared = end + 8 * sum(len(c.blocks) for c in comparisons)
+    seen = times.row.numel() if times is not None else 0
+    row = torch.zeros(compared + seen, dtype=torch.uint8, device="cpu")
     content = as_bytes_tensor(ballot.to_bytes())
     assert content.numel() <= room, f"a ballot of {content.numel()} bytes, though what it carries is limited to {room}"
     row[: content.numel()] = content
     if norms is not None:
         row[room:end].view(torch.float64)[: norms.numel()] = norms
     if comparisons:
-        row[end:].view(torch.int64).copy_(torch.cat([comparison.checksums for comparison in comparisons]))
+        row[end:compared].view(torch.int64).copy_(torch.cat([comparison.checksums for comparison in comparisons]))
+    if times is not None:
+        row[compared:] = times.row
     rows = gather(row)
-    return replace(_record(traffic, rows[:, :end], bool(most)), **_findings(traffic, rows[:, end:], comparisons))
+    if times is not None:
+        times.agree(rows[:, compared:])
+    found = _findings(traffic, rows[:, end:compared], comparisons)
+    return replace(_record(traffic, rows[:, :end], bool(most)), **found)
 
 
 def _findings(

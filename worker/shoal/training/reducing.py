@@ -15,6 +15,7 @@ from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.piece_order import FillTimes, PieceOrder
 from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.training.context import TrainingContext
@@ -23,6 +24,10 @@ from shoal.world import World
 
 class Reducing(Protocol):
     """The reduction of the step at hand, as the loop drives it."""
+
+    @property
+    def fill_times(self) -> FillTimes | None:
+        """What of it the vote of a step carries: the same kind on all members."""
 
     @property
     def is_next(self) -> bool:
@@ -64,6 +69,8 @@ def reducing_of(
 
 class WholeReducing:
     """All gradients are here until the step's last backward."""
+
+    fill_times = None
 
     def __init__(self, context: TrainingContext, sums: LaneSums, on_reduced: Callable[[], None]) -> None:
         self._context, self._sums, self._on_reduced = context, sums, on_reduced
@@ -125,9 +132,23 @@ class ShardReducing:
         on_gradients: Callable[[int], None],
     ) -> None:
         self._context, self._sums, self._on_reduced = context, sums, on_reduced
-        self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums, on_gradients)
+        self._on_gradients = on_gradients
+        self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums, self._on_whole)
         self._reduction: RoundReduction | None = None
-        self._rounds: tuple[World, bool, RoundsTraffic] | None = None
+        self._rounds: tuple[World, bool, PieceOrder, RoundsTraffic] | None = None
+        self._times: FillTimes | None = None
+
+    @property
+    def fill_times(self) -> FillTimes:
+        """Of the world at hand."""
+        if self._times is None:
+            self._times = FillTimes(_world(self._context).traffic.pieces)
+        return self._times
+
+    def _on_whole(self, bucket: int) -> None:
+        if self._times is not None:
+            self._times.on_whole(bucket)
+        self._on_gradients(bucket)
 
     @property
     def is_next(self) -> bool:
@@ -146,15 +167,19 @@ class ShardReducing:
         )  # fmt: skip
 
     def _rounds_of(self, world: World) -> RoundsTraffic:
-        is_first = self._context.is_first_step
-        if self._rounds is None or self._rounds[0] is not world or self._rounds[1] != is_first:
-            self._rounds = world, is_first, RoundsTraffic.of(world.traffic, is_first)
-        return self._rounds[2]
+        is_first, order = self._context.is_first_step, self.fill_times.order
+        known = self._rounds
+        if known is None or known[0] is not world or known[1] != is_first or known[2] is not order:
+            known = self._rounds = world, is_first, order, RoundsTraffic.of(world.traffic, is_first, order)
+        return known[3]
 
     def backward(self, loss: Tensor) -> None:
         assert self._reduction is not None
-        with self._hooks.armed(self._reduction.on_filled):
+        times = self.fill_times
+        times.begin_lane()
+        with self._hooks.armed(self._reduction.on_filled, times.order.buckets):
             self._context.loop.backward(loss, self._context.state)
+        times.end_lane()
         self._reduction.end_lane()
 
     def backward_here(self, loss: Tensor) -> None:
@@ -180,7 +205,7 @@ class ShardReducing:
         return reduction
 
     def forget(self) -> None:
-        self._reduction = None
+        self._reduction = self._times = None
 
 
 def _world(context: TrainingContext) -> World:

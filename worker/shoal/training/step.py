@@ -132,7 +132,8 @@ class Step:
 
     @fault_point("vote")
     def _vote(self, bad_gradient: str = "", norms: Tensor | None = None) -> Record:
-        return self._voting.vote(self._world, self.number, bad_gradient, norms)
+        times = self.reducing.fill_times if self.number > self._context.state.step else None
+        return self._voting.vote(self._world, self.number, bad_gradient, norms, times)
 
     @fault_point("optimizer")
     def _apply(self, record: Record, hand_out: HandOut) -> None:

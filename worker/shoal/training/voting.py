@@ -6,6 +6,7 @@ from shoal_protos.activity import StepPhase
 from torch import Tensor
 
 from shoal.exchange.ballot import Ballot
+from shoal.exchange.piece_order import FillTimes
 from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Record, cast
 from shoal.optim.hyper import digest
@@ -32,9 +33,10 @@ class Voting:
         self._context, self._corruption = context, corruption
         self._saving, self._evaluation, self._requests = saving, evaluation, requests
 
-    def vote(self, world: World, step: int, bad_gradient: str, norms: Tensor | None) -> Record:
+    def vote(self, world: World, step: int, bad_gradient: str, norms: Tensor | None, times: FillTimes | None) -> Record:
         """Returns once all members have voted. `step`: the one that it commits; the last committed one where it commits
-        none. `norms`: `(subtrees owned,)` float64, where the step needs the norm. Raises `WorldChanged`.
+        none. `norms`: `(subtrees owned,)` float64, where the step needs the norm. `times`: where the next step goes by
+        them. Raises `WorldChanged`.
         """
         context, group = self._context, world.group
         saving = self._saving.status
@@ -42,7 +44,7 @@ class Voting:
         ballot = self._ballot(step, bad_gradient, saving)
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
-        record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step))
+        record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step), times)
         refuse_others(group, record, context.state.optimizer, context.state.modes)
         context.begins = context.link.leave_vote(list(record.generations))
         return record
