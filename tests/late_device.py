@@ -47,6 +47,8 @@ class LateDevice:
     def __init__(self, seed: int = 0) -> None:
         self.copies = 0
         """That have begun."""
+        self.down = self.up = 0
+        """Bytes of those to the host, and of those to the device."""
         self.is_settled = True
         """Whether the host has waited for all that was given."""
         self._chance, self._lock = random.Random(seed), threading.RLock()
@@ -64,6 +66,9 @@ class LateDevice:
         self._pinned[self._key(memory)] = memory
         return memory
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return self._key(tensor) in self._pinned
+
     def give_back(self, pinned: Tensor) -> None:
         assert not self.holds(pinned), "this memory is not pinned"
         for copy in self._on_their_way:
@@ -73,6 +78,9 @@ class LateDevice:
         _spoil(pinned)
         del self._pinned[self._key(pinned)]
 
+    def mark(self) -> None:
+        """What is computed is computed at once."""
+
     def promise(self, target: Tensor) -> object:
         _spoil(target)
         return target
@@ -81,11 +89,13 @@ class LateDevice:
 
     def to_host(self, source: Tensor, target: Tensor) -> Late:
         assert self.holds(source) and not self.holds(target)
+        self.down += source.nbytes
         return self._begin(source, target)
 
     def to_device(self, source: Tensor, target: Tensor, promised: Any) -> Late:
         assert self.holds(target) and not self.holds(source)
         assert promised.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+        self.up += source.nbytes
         return self._begin(source, target)
 
     def _begin(self, source: Tensor, target: Tensor) -> Late:

@@ -102,7 +102,8 @@ class MemoryEstimate:
         """Whether this version trains so."""
         setup = self.setup
         is_built = setup.stage in BUILT_STAGES and setup.precision in BUILT_PRECISIONS
-        return is_built and setup.offload in BUILT_OFFLOADS and not setup.offload_parameters
+        has_place = not setup.offload_parameters or (setup.stage == 3 and setup.offload == "host")
+        return is_built and setup.offload in BUILT_OFFLOADS and has_place
 
 
 def estimate(setup: MemorySetup) -> MemoryEstimate:
@@ -146,7 +147,8 @@ def _state(setup: MemorySetup) -> list[MemoryItem]:
     held = setup.parameters * setup.copies
     location: Location = "device" if setup.offload == "none" else setup.offload
     masters = MASTER_BYTES[setup.precision]
-    copied = 0 if masters or setup.offload != "host" else PARAMETER_BYTES[setup.precision]
+    are_there = masters or setup.offload_parameters
+    copied = 0 if are_there or setup.offload != "host" else PARAMETER_BYTES[setup.precision]
     carried = min(OFFLOAD_BUFFERS * OFFLOAD_PIECE, held) if setup.offload == "file" else 0
     return [
         MemoryItem("optimizer state", round(setup.state_bytes * held), location),

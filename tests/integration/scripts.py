@@ -114,7 +114,8 @@ def _offload(options: dict[str, Any]) -> dict[str, Any]:
     """`offload`: the folder of the files that keep optimizer state; or "cpu"."""
     folder = options.get("offload")
     if folder == "cpu":
-        return {"offload_optimizer": {"device": "cpu"}}
+        parameters = {"offload_param": {"device": "cpu"}} if options.get("offload_param") else {}
+        return {"offload_optimizer": {"device": "cpu"}, **parameters}
     return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}} if folder else {}
 
 

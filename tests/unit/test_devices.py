@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import shoal.device
 import torch
-from shoal.device import HOST, device_of
+from shoal.device import HOST, HostDevice, device_of
 from shoal.exchange.norm import by_halves
+from shoal.offload.filed_blocks import StatePlace, held_blocks
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_protos.errors import UserError
@@ -70,3 +73,39 @@ def test_rows_are_added_up_by_halves_in_an_order_that_depends_on_nothing_else(ro
     values = torch.rand(64, 256) * 10.0 ** torch.randint(-6, 6, (64, 256))
     found: list[Any] = by_halves(values[:rows]).tolist()
     assert found == [plain(row) for row in values[:rows].tolist()]
+
+
+class Elsewhere(HostDevice):
+    kind = torch.device("cuda:0")
+    on_host = False
+
+
+def place_refused(**wanted: Any) -> str:
+    sharded = wanted.pop("sharded", True)
+    place = StatePlace(device=Elsewhere(), parameters_on_host=True, **wanted)
+    nothing: Any = None
+    with pytest.raises(UserError) as refused:
+        held_blocks(place, nothing, nothing, nothing, {}, sharded)
+    return str(refused.value)
+
+
+def test_parameters_are_in_host_memory_only_in_stage_3_and_with_their_state() -> None:
+    given = '`zero_optimization.offload_param.device` is "cpu" and the model is on cuda:0; '
+    assert place_refused(on_host=True, sharded=False) == (
+        f"{given}below ZeRO stage 3 every worker has all parameters there. Set `zero_optimization.stage`: 3, or leave "
+        "`offload_param` out."
+    )
+    assert place_refused() == (
+        f"{given}parameters are updated where they lie, so their optimizer state must be in host memory too: set "
+        '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
+    )
+
+
+def test_nothing_says_which_kind_of_accelerator_but_the_seam_and_the_groups() -> None:
+    package = Path(shoal.device.__file__).parent
+    wrong = [
+        str(file.relative_to(package))
+        for file in package.rglob("*.py")
+        if file.parent.name != "group" and file.name != "device.py" and "cuda" in file.read_text()
+    ]
+    assert not wrong

@@ -56,6 +56,12 @@ def test_what_is_not_supported_yet_has_an_asterisk(tmp_path: Path) -> None:
     assert [row.split()[0] for row in output.splitlines()[2:3]] == ["3*"]
 
 
+def test_parameters_on_the_host_are_supported_with_their_state(tmp_path: Path) -> None:
+    there = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    _, output, _ = ran("--params", "7e9", "--workers", "8", "--config", config(tmp_path, {"zero_optimization": there}))
+    assert [row.split()[0] for row in output.splitlines()[2:3]] == ["3"]
+
+
 def test_state_in_files_is_supported_and_counted_by_place() -> None:
     file = stages("--params", "7e9", "--workers", "8", "--offload", "file")[1]
     assert file["built"] and file["at_rest"] == {"device": 56 * GB, "host": 24 << 20, "file": 14 * GB}

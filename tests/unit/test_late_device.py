@@ -6,6 +6,7 @@ The bits are those of a world of one on the CPU, in every stage, through losses,
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from late_device import LateDevice
 from memory_group import MemoryGroup
 from shoal.device import HOST
 from shoal.offload.host_blocks import HostBlocks
+from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.training.engine import Engine
 
 BF16 = {"bf16": {"enabled": True}}
@@ -86,25 +88,65 @@ def test_state_in_host_memory_has_the_same_bits(stage: int, precision: dict[str,
     assert [type(held) for held in engine_state] == [HostBlocks]
 
 
+PARAMETERS_TOO: dict[str, Any] = {"stage": 3, "offload": "cpu", "offload_param": True}
+
+
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_parameters_in_host_memory_have_the_same_bits(precision: dict[str, Any]) -> None:
+    def look(engine: Engine) -> None:
+        state = engine.context.state
+        assert isinstance(state.held, HostParameterBlocks)
+        for segment in state.held.segments:
+            assert segment.weights is not None and state.device.is_pinned(segment.weights)
+
+    through_a_loss_and_a_join(late({**PARAMETERS_TOO, "precision": precision}, in_loop=look))
+
+
+def test_a_loss_in_a_gather_from_host_memory_changes_no_bit() -> None:
+    through_a_loss_and_a_join(late(PARAMETERS_TOO), "gather")
+
+
+def test_parameters_in_host_memory_are_filled_in_several_steps() -> None:
+    through_a_loss_and_a_join(late({**PARAMETERS_TOO, "max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}}))
+
+
+def test_an_update_on_the_host_copies_gradients_down_and_units_up_and_nothing_more() -> None:
+    device, seen = LateDevice(), list[tuple[int, int]]()
+    held: list[int] = []
+
+    def look(engine: Engine) -> None:
+        if engine.context.loop.place == (0, 0):
+            seen.append((device.down, device.up))
+        held[:] = [sum(bucket.elements * 4 for bucket in engine.context.state.layout.buckets)]
+
+    undisturbed(Task({"max_steps": 6, "lanes": 1, **PARAMETERS_TOO}, device=lambda: device, in_loop=look))
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
+    assert {down for down, _ in steps} == {held[0]}
+    assert all(held[0] <= up <= 3 * held[0] for _, up in steps)
+
+
 def test_workers_may_differ_in_where_they_keep_state() -> None:
-    beside, on_host = late({"stage": 1}), late({"stage": 1, "offload": "cpu"})
-    with Crew("abc", beside, odd={"b": on_host}) as crew:
-        crew.train_to(2)
-        crew.kill("a")
-        crew.train_to(4)
-        crew.add("d", on_host)
-        assert crew.finish() == right(beside)
+    for beside, on_host in (
+        (late({"stage": 1}), late({"stage": 1, "offload": "cpu"})),
+        (late({"stage": 3}), late(PARAMETERS_TOO)),
+    ):
+        with Crew("abc", beside, odd={"b": on_host}) as crew:
+            crew.train_to(2)
+            crew.kill("a")
+            crew.train_to(4)
+            crew.add("d", on_host)
+            assert crew.finish() == right(beside)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_goes_on_with_and_without_a_device(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{"stage": 1}, {"stage": 3}, PARAMETERS_TOO], ids=["1", "3", "parameters"])
+def test_a_checkpoint_goes_on_with_and_without_a_device(more: dict[str, Any], tmp_path: Path) -> None:
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}
-    with Crew("abc", late({"stage": stage, "max_steps": 3, "shoal": place})) as crew:
+    with Crew("abc", late({**more, "max_steps": 3, "shoal": place})) as crew:
         crew.finish()
-    with Crew("ab", replace(late({"stage": stage, "shoal": place}), device=lambda: HOST)) as crew:
-        assert crew.finish() == right(late({"stage": stage}))
-    with Crew("ab", late({"stage": stage, "max_steps": 9, "shoal": place})) as crew:
-        assert crew.finish() == right(late({"stage": stage, "max_steps": 9}))
+    with Crew("ab", replace(late({**more, "shoal": place}), device=lambda: HOST)) as crew:
+        assert crew.finish() == right(late(more))
+    with Crew("ab", late({**more, "max_steps": 9, "shoal": place})) as crew:
+        assert crew.finish() == right(late({**more, "max_steps": 9}))
 
 
 def test_an_evaluation_and_gathered_parameters_read_what_has_come() -> None:

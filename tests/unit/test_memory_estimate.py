@@ -68,7 +68,9 @@ def test_offload_moves_state_to_the_host_or_to_files() -> None:
     small = estimate(MemorySetup(P, workers=4, stage=1, lanes=4, offload="file"))
     assert (small.at_rest("file"), small.at_rest("host")) == (4 * P, 4 * P)
     parameters = estimate(MemorySetup(P, workers=4, stage=3, lanes=4, offload_parameters=True))
-    assert (parameters.at_rest("device"), parameters.at_rest("host")) == (4 * P, 2 * P)
+    assert (parameters.at_rest("device"), parameters.at_rest("host")) == (4 * P, 2 * P) and not parameters.built
+    both = estimate(MemorySetup(P, workers=4, stage=3, lanes=4, offload="host", offload_parameters=True))
+    assert (both.at_rest("device"), both.at_rest("host")) == (0, 6 * P) and both.built
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 A device works through what it is given in its own time: a call that returns has only given it something. What the host
 hands on (to a peer, to a file, into a vote) has to have landed first, and memory that the device still reads or writes
 must stay as it is. On the CPU all of it is over when the call returns: `HOST` waits for nothing and costs nothing.
-Everything else takes the device from the module's parameters. Knows no group; besides this file only groups may know
-what kind of device it is.
+Everything else takes the device from the module's parameters. Generators of random numbers and what makes kernels exact
+are here too. Knows no group; besides this file only groups may know what kind of device it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -47,8 +49,14 @@ class Device(Protocol):
     def pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         """`(elements,)` in host memory that the device copies to and from beside its work; without values."""
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in such memory."""
+
     def give_back(self, pinned: Tensor) -> None:
         """That memory is not needed any more: it serves others once the copies from it, which have begun, are over."""
+
+    def mark(self) -> Any:
+        """What this thread has given the device until now: whoever is given it comes after that."""
 
     def promise(self, target: Tensor) -> Any:
         """From now on `target` may be written at any time by a `to_device` that gets what this returns; what this
@@ -80,8 +88,14 @@ class HostDevice:
     def pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return host_memory(elements, dtype)
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
     def give_back(self, pinned: Tensor) -> None:
         """It goes with the last tensor that uses it."""
+
+    def mark(self) -> None:
+        """All of it is done."""
 
     def promise(self, target: Tensor) -> None:
         """Nothing reads it later."""
@@ -134,30 +148,36 @@ class Accelerator:
     def pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device="cpu", pin_memory=True)
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned()
+
     def give_back(self, pinned: Tensor) -> None:
         """torch's allocator of pinned memory waits for the copies that were begun from it and into it."""
 
+    def mark(self) -> torch.Event:
+        return self._current().record_event()
+
     def promise(self, target: Tensor) -> torch.Event:
         del target
-        return self._current().record_event()
+        return self.mark()
 
     def to_host(self, source: Tensor, target: Tensor) -> DeviceCopy:
         self._out.wait_event(self._current().record_event())
-        with _on(self._out):
+        with on_stream(self._out):
             target.copy_(source.detach(), non_blocking=True)
         source.record_stream(self._out)  # freed meanwhile, its memory serves nobody before the copy is over
         return _Copying(self, self._out.record_event())
 
     def to_device(self, source: Tensor, target: Tensor, promised: torch.Event) -> DeviceCopy:
         self._in.wait_event(promised)
-        with _on(self._in):
+        with on_stream(self._in):
             target.detach().copy_(source, non_blocking=True)
         target.record_stream(self._in)
         return _Copying(self, self._in.record_event())
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        with _on(self._home):
+        with on_stream(self._home):
             yield
 
     def settle(self) -> None:
@@ -190,7 +210,7 @@ class _Copying:
 
 
 @contextmanager
-def _on(stream: torch.Stream) -> Iterator[None]:
+def on_stream(stream: torch.Stream) -> Iterator[None]:
     """This thread's current stream, for a while. Not `with stream`, which one thread at a time can be in."""
     index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
@@ -229,3 +249,58 @@ def device_of(tensors: Iterable[tuple[str, Tensor]]) -> Device:
         here = "none here" if accelerator is None else f"{accelerator.type} here"
         raise UserError(f"{name} lies on {kind}; expected cpu or the accelerator of this machine ({here}).")
     return Accelerator(kind)
+
+
+# ---- what of an accelerator belongs to no tensor
+
+ACCELERATOR_PRECISIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
+"""Parts of `torch.backends` whose precision decides bits there."""
+WORKSPACE = ":4096:8"
+"""What deterministic cuBLAS needs (eight buffers of 4 MiB): docs.nvidia.com/cuda/cublas, "Results reproducibility"."""
+
+
+@cache
+def _backend() -> Any:
+    """torch's module of this machine's accelerators (`torch.cuda` and the like); None: there are none that draw random
+    numbers.
+    """
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    found = None if kind is None else torch.get_device_module(kind)
+    return found if hasattr(found, "get_rng_state_all") else None
+
+
+def make_accelerator_exact() -> None:
+    """Deterministic algorithms and no autotuning, where there are kernels that need it; before one is used."""
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over all memory that is found
+
+
+def described(device: torch.device) -> str:
+    """A kind of device, and what else of it decides bits: as a job's numeric identity has it."""
+    if device.type != "cuda":
+        return device.type
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+
+
+def seed_accelerators(word: int) -> None:
+    """Seeds their generators, also where none is in use yet: it takes the seed up then."""
+    backend = _backend()
+    if backend is not None:
+        backend.manual_seed_all(word)
+
+
+def accelerators_random_state() -> tuple[Tensor, ...]:  # each (bytes,) uint8
+    """Where their generators stand, one a device; empty where none is in use."""
+    backend = _backend()
+    return tuple(backend.get_rng_state_all()) if backend is not None and backend.is_initialized() else ()
+
+
+def restore_accelerators_random_state(
+    states: Sequence[Tensor],  # each (bytes,) uint8
+) -> None:
+    """As `accelerators_random_state` returned it."""
+    _backend().set_rng_state_all(list(states))

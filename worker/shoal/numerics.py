@@ -14,21 +14,17 @@ from typing import Any
 import torch
 from shoal_protos.errors import UserError
 
+from shoal.device import ACCELERATOR_PRECISIONS, described, make_accelerator_exact
+
 VARIABLES = ("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
-PRECISIONS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-WORKSPACE = ":4096:8"
-"""What deterministic cuBLAS needs (eight buffers of 4 MiB): docs.nvidia.com/cuda/cublas, "Results reproducibility"."""
+PRECISIONS = (*ACCELERATOR_PRECISIONS, "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
 def make_exact(exact: bool, torch_threads: int) -> None:
-    """Set the thread count; on CUDA, where `exact`, deterministic algorithms and no autotuning. Before CUDA is used."""
+    """Set the thread count; where `exact`, all that an accelerator needs, before it is used."""
     torch.set_num_threads(torch_threads)
-    if exact and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a pass over all memory that is found
+    if exact:
+        make_accelerator_exact()
 
 
 def check_threads(torch_threads: int) -> None:
@@ -48,7 +44,7 @@ def identity(
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "shoal": version("shoal"),
-        "device": _device_kind(torch.device(device)),
+        "device": described(torch.device(device)),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "denormals": "kept" if _keeps_denormals() else "flushed",
@@ -64,12 +60,6 @@ def identity(
     variables = os.environ if environ is None else environ
     found |= {name: value for name, value in sorted(variables.items()) if name.startswith(VARIABLES)}
     return {name: str(value) for name, value in found.items()}
-
-
-def _device_kind(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def _precision(name: str) -> str:

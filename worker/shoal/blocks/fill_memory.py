@@ -7,6 +7,8 @@ nothing has come into yet take no memory. Knows no group.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from shoal_protos.runs import Runs
@@ -15,12 +17,14 @@ from torch import Tensor
 from shoal.blocks.host_memory import memory_on
 from shoal.core.layout import Layout, Stretch
 
+FindMemory = Callable[[int, torch.dtype], Tensor]  # (elements,) of the dtype
+
 
 class FillMemory:
-    """`runs`: all blocks that are still to be filled. `device`: where, if not beside the parameters."""
+    """`runs`: all blocks that are still to be filled. `find`: where, if not beside the parameters."""
 
-    def __init__(self, layout: Layout, runs: Runs, device: torch.device | None = None) -> None:
-        self._layout, self._device = layout, device or layout.device
+    def __init__(self, layout: Layout, runs: Runs, find: FindMemory | None = None) -> None:
+        self._layout, self._find = layout, find or partial(memory_on, layout.device)
         self._wholes = layout.stretches(runs)
         self._found: dict[tuple[Stretch, str, torch.dtype], Tensor] = {}
 
@@ -30,7 +34,7 @@ class FillMemory:
         assert whole.bucket == stretch.bucket and stretch.stop <= whole.stop, f"{stretch} is not among {self._wholes}"
         size = self._layout.buckets[stretch.bucket].block_elements
         if (whole, key, dtype) not in self._found:
-            self._found[whole, key, dtype] = memory_on(self._device, whole.blocks * size, dtype)
+            self._found[whole, key, dtype] = self._find(whole.blocks * size, dtype)
         first, last = ((at - whole.start) * size for at in (stretch.start, stretch.stop))
         return self._found[whole, key, dtype][first:last]
 

@@ -19,7 +19,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
-from shoal.blocks.fill_memory import FillMemory
+from shoal.blocks.fill_memory import FillMemory, FindMemory
 from shoal.blocks.host_memory import memory_on
 from shoal.blocks.loaded_state import LoadedState, State, probe_state, twin_of
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
@@ -111,6 +111,8 @@ class HeldBlocks:
         """The blocks that are held."""
         self.bytes_per_second = 0.0
         """At which the last update's state came from a file and went back; 0: none did."""
+        self._find_weights: FindMemory | None = None
+        """Where parameters are received; None: beside those that forwards compute with."""
         self._expected = FillMemory(layout, NO_BLOCKS)
         self._home: BesideParameters | OnTheHost = BesideParameters(layout, optimizer)
 
@@ -151,7 +153,7 @@ class HeldBlocks:
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
-        self._expected = FillMemory(self.layout, runs)
+        self._expected = FillMemory(self.layout, runs, self._find_weights)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
         """Where a state of expected blocks is received, for `take`: whatever is taken of one stretch is one segment."""

@@ -42,11 +42,11 @@ class BesideParameters:
 
 
 class OnTheHost:
-    """The home of state that is updated on the CPU; parameters stay on the device."""
+    """The home of state that is updated on the CPU; parameters are on `weights`."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._device = layout.device
+    def __init__(self, weights: torch.device) -> None:
+        self._weights = weights
 
     def bring(self, _: Bucket, state: State) -> State:  # each (elements of a stretch,), or ()
         """The same, there."""
-        return {key: value.to(self._device if key == WEIGHTS else "cpu") for key, value in state.items()}
+        return {key: value.to(self._weights if key == WEIGHTS else "cpu") for key, value in state.items()}

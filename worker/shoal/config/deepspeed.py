@@ -150,9 +150,6 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("zero_optimization.offload_param", "buffer_count buffer_size pipeline pipeline_read pipeline_write fast_init "
      "ratio max_in_cpu super_offload cpuadam_cores_perc nvme_path", Ignored("parameters are in no file")),
     ("zero_optimization.offload_param", "pin_memory", _PINNED),
-    ("zero_optimization.offload_param", "device", Unsupported(
-        ("none", None), "others ask for a worker's parameters at any time; files are for optimizer state "
-        "(`offload_optimizer`)", ("cpu",))),
     ("bf16", "check_grad_overflow immediate_grad_update", Ignored("see `shoal.stop_on_nan`")),
     ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", Unsupported(why=_FLOAT32)),
     ("fp16", "fp16_master_weights_and_grads", Unsupported(why=_FLOAT32)),
@@ -194,7 +191,11 @@ FATES: Mapping[str, Fate] = dict(_fates())
 """By dotted key."""
 
 VALUES_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "communication_data_type": (("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"), ERROR_FEEDBACK)
+    "communication_data_type": (("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4"), ERROR_FEEDBACK),
+    "zero_optimization.offload_param.device": (
+        ("nvme",),
+        "others ask for a worker's parameters at any time; files are for optimizer state (`offload_optimizer`)",
+    ),
 }
 """Values of keys that are honoured otherwise, with the reason."""
 

@@ -83,6 +83,14 @@ class OffloadOptimizer(Section):
     process ends. Needed where `device` is "nvme"."""
 
 
+class OffloadParam(Section):
+    """`zero_optimization.offload_param`: the place of parameters that a worker keeps in stage 3 (docs/offload.md)."""
+
+    device: Annotated[Literal["none", "cpu"] | None, Allowed('"none" or "cpu"')] = "none"
+    """`none`: where the model is. `cpu`: host memory, from which a unit is copied up while it is gathered; it needs
+    stage 3 and `offload_optimizer.device` "cpu". With a model on the CPU it is the same."""
+
+
 class ZeroOptimization(Section):
     """`zero_optimization`: the state that is sharded over the workers."""
 
@@ -91,6 +99,7 @@ class ZeroOptimization(Section):
     2: and their gradients; a lane's gradient leaves while its backward runs. 3: and their parameters; a unit of the
     model is gathered while it is used (sharded_parameters.md). The bits are the same."""
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
 
 
 class Bf16(Section):

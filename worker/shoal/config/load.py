@@ -189,6 +189,7 @@ def _resolve(document: Document, faults: list[str], ignored: list[str], beside: 
         stage=document.zero_optimization.stage,
         state_folder=_state_folder(document.zero_optimization.offload_optimizer),
         state_on_host=document.zero_optimization.offload_optimizer.device == "cpu",
+        parameters_on_host=document.zero_optimization.offload_param.device == "cpu",
         host_only=tuple(key for key in ignored if isinstance(FATES.get(key), Unsupported)),
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         precision=Precision.of(document),

@@ -1,7 +1,7 @@
 """Random numbers of a micro-batch: the same whoever trains the lane, and whatever ran before in the process.
 
-Every generator that a dataset or a model may use (torch on the CPU and on CUDA, `random`, numpy's global one) is seeded
-from (seed, step, lane, micro-batch) by a hash, so that neighbours have nothing in common.
+Every generator that a dataset or a model may use (torch on the CPU and on accelerators, `random`, numpy's own) is
+seeded from (seed, step, lane, micro-batch) by a hash, so that neighbours have nothing in common.
 """
 
 from __future__ import annotations
@@ -9,23 +9,16 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy
 import torch
 
-
-@cache
-def _has_cuda() -> bool:
-    return torch.cuda.is_available()
+from shoal.device import accelerators_random_state, restore_accelerators_random_state, seed_accelerators
 
 
 def seed_everything(seed: int, step: int, lane: int, micro: int, *, purpose: str = "") -> None:
-    """Seed all generators for one micro-batch, or for one purpose in it.
-
-    CUDA's also where CUDA is not yet initialised: it takes it up then.
-    """
+    """Seed all generators for one micro-batch, or for one purpose in it."""
     seed_from(f"{seed} {step} {lane} {micro} {purpose}".rstrip())
 
 
@@ -34,8 +27,7 @@ def seed_from(place: str) -> None:
     digest = hashlib.blake2b(place.encode(), digest_size=32, person=b"shoal.seeds").digest()
     words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
     torch.default_generator.manual_seed(words[0])
-    if _has_cuda():
-        torch.cuda.manual_seed_all(words[1])
+    seed_accelerators(words[1])
     random.seed(words[2])
     numpy.random.seed([words[3] & 0xFFFFFFFF, words[3] >> 32])
 
@@ -45,19 +37,18 @@ class RandomState:
     """Where all generators of this process stand."""
 
     cpu: torch.Tensor
-    cuda: tuple[torch.Tensor, ...]
-    """One a device; empty where CUDA is not initialised."""
+    accelerators: tuple[torch.Tensor, ...]
+    """One a device; empty where none is in use."""
     python: tuple[Any, ...]
     numpy: Any
 
     @classmethod
     def save(cls) -> RandomState:
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-        return cls(torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state())
+        return cls(torch.get_rng_state(), accelerators_random_state(), random.getstate(), numpy.random.get_state())
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        if self.accelerators:
+            restore_accelerators_random_state(self.accelerators)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)

@@ -16,24 +16,26 @@ from shoal.blocks.flat import Flats
 from shoal.blocks.originals import Originals
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
+from shoal.device import DeviceCopy
 from shoal.exchange.packing import PackedReceive
 from shoal.exchange.traffic import GATHERED_UNIT
 from shoal.exchange.unit_server import Key, ask
 from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import Group, Work
 
-Own = tuple[list[Tensor], list[Tensor]]
-"""Places in the flats of a unit, and the values that go there, (elements,) each."""
+PutOwn = Callable[[int], list[DeviceCopy]]
+"""Begins to copy what is held here into the flats of a unit, by its number."""
 
 
 @dataclass(slots=True)
 class _Coming:
     receives: list[PackedReceive]
     asked: list[tuple[Work, Tensor]]
+    own: list[DeviceCopy]
 
 
 class UnitFetch:
-    """The gathering of units between two votes. `own`: by unit number, what is held here."""
+    """The gathering of units between two votes."""
 
     def __init__(
         self,
@@ -41,15 +43,15 @@ class UnitFetch:
         traffic: UnitTraffic,
         key: Key,
         flats: RangeValues,
-        own: Callable[[int], Own],
+        put_own: PutOwn,
     ) -> None:
-        self._group, self._traffic, self._key, self._flats, self._own = group, traffic, key, flats, own
+        self._group, self._traffic, self._key, self._flats, self._put_own = group, traffic, key, flats, put_own
         self._coming: dict[int, _Coming] = {}
 
     def begin(self, unit: Unit) -> None:
         """Raises `WorldChanged`."""
         unit.allocate()
-        coming = self._coming[unit.number] = _Coming([], [])
+        coming = self._coming[unit.number] = _Coming([], [], [])
         size, rank = self._group.size, self._group.rank
         for owner in ((rank + distance) % size for distance in range(1, size)):
             messages = self._traffic.messages(owner, rank, self._key[1])[unit.number]
@@ -59,9 +61,7 @@ class UnitFetch:
                 PackedReceive(self._group, owner, GATHERED_UNIT, self._flats, extents) for extents in messages
             ]
             coming.asked.append(ask(self._group, owner, self._key, unit.number))
-        places, values = self._own(unit.number)
-        if places:
-            torch._foreach_copy_(places, values)
+        coming.own = self._put_own(unit.number)
 
     def finish(self, unit: Unit) -> None:
         """Its values are here. Raises `WorldChanged`."""
@@ -70,8 +70,16 @@ class UnitFetch:
             self._group.wait([one.work for one in coming.receives] + [work for work, _ in coming.asked])
         for one in coming.receives:
             one.unpack()
+        for copy in coming.own:
+            copy.join()
         del self._coming[unit.number]
         unit.restore()
+
+    def give_up(self) -> None:
+        """Nothing is on its way from this worker's own memory any more: what was begun may be freed."""
+        for coming in self._coming.values():
+            for copy in coming.own:
+                copy.join()
 
 
 class FirstValuesFetch:
@@ -87,6 +95,9 @@ class FirstValuesFetch:
     def begin(self, unit: Unit) -> None:
         """Finds memory."""
         unit.allocate()
+
+    def give_up(self) -> None:
+        """Nothing is ever on its way."""
 
     @torch.no_grad()
     def finish(self, unit: Unit) -> None:

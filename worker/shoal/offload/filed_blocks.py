@@ -37,6 +37,7 @@ from shoal.device import HOST, Device
 from shoal.logs import get_logger
 from shoal.offload.held_piece import HeldPiece
 from shoal.offload.host_blocks import HostBlocks
+from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import StateFile
 from shoal.offload.transfers import Buffer
@@ -60,7 +61,9 @@ class StatePlace:
     on_host: bool = False
     """In host memory: where parameters are on the host, that is beside them."""
     device: Device = HOST
-    """Where the parameters are."""
+    """Where forwards compute."""
+    parameters_on_host: bool = False
+    """Whether the parameters of held blocks are in host memory too."""
 
 
 def held_blocks(
@@ -72,6 +75,9 @@ def held_blocks(
     keeps_weights: bool = False,
 ) -> HeldBlocks:
     """Of a worker that keeps its state there. Raises `UserError` where it cannot."""
+    if place.parameters_on_host and not place.device.on_host:
+        _check_parameters_on_host(place, keeps_weights)
+        return HostParameterBlocks(layout, optimizer, parameters, tensors, place.device)
     if place.folder is None:
         if place.on_host and not place.device.on_host:
             return HostBlocks(layout, optimizer, parameters, tensors, place.device, keeps_weights)
@@ -84,6 +90,21 @@ def held_blocks(
     check_steps_in_parts(optimizer)
     store = PieceStore(layout, StateFile(place.folder))
     return FiledBlocks(layout, optimizer, parameters, tensors, store, keeps_weights)
+
+
+def _check_parameters_on_host(place: StatePlace, keeps_weights: bool) -> None:
+    """Raises `UserError` where they cannot be there."""
+    given = f'`zero_optimization.offload_param.device` is "cpu" and the model is on {place.device.kind}'
+    if not keeps_weights:
+        raise UserError(
+            f"{given}; below ZeRO stage 3 every worker has all parameters there. Set `zero_optimization.stage`: 3, or "
+            "leave `offload_param` out."
+        )
+    if not place.on_host:
+        raise UserError(
+            f"{given}; parameters are updated where they lie, so their optimizer state must be in host memory too: set "
+            '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
+        )
 
 
 def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:

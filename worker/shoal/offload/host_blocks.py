@@ -26,11 +26,12 @@ from shoal.blocks.held import (
     trained_segments,
     unheard,
 )
+from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State
 from shoal.blocks.state_home import WEIGHTS, OnTheHost
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
-from shoal.device import HOST, Device, DeviceCopy
+from shoal.device import Device, DeviceCopy
 
 Coming = list[tuple[Tensor, list[DeviceCopy]]]
 """By segment, (elements,) of its gradient on the host, and what has to land before its update."""
@@ -50,8 +51,8 @@ class HostBlocks(HeldBlocks):
     ) -> None:
         super().__init__(layout, optimizer, parameters, tensors, keeps_weights)
         self._device = device
-        self._home = OnTheHost(layout)
-        self._expected_here = FillMemory(layout, NO_BLOCKS, HOST.kind)
+        self._home = OnTheHost(layout.device)
+        self._expected_here = FillMemory(layout, NO_BLOCKS, host_memory)
         self._going: list[DeviceCopy] = []
         """Parameters of the last update, on their way up."""
 
@@ -59,20 +60,21 @@ class HostBlocks(HeldBlocks):
 
     def expect(self, runs: Runs) -> None:
         super().expect(runs)
-        self._expected_here = FillMemory(self.layout, runs, HOST.kind)
+        self._expected_here = FillMemory(self.layout, runs, host_memory)
 
     def join(self) -> None:
         super().join()
-        self._expected_here = FillMemory(self.layout, NO_BLOCKS, HOST.kind)
+        self._expected_here = FillMemory(self.layout, NO_BLOCKS, host_memory)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
-        """Parameters stay on the device."""
+        """Parameters have a place of their own."""
         memory = self._expected if key == WEIGHTS else self._expected_here
         return memory.part(stretch, key, dtype)
 
     def _segment(self, stretch: Stretch, state: State) -> Segment:
         segment = super()._segment(stretch, state)
-        if segment.has_master or self.layout.buckets[stretch.bucket].is_frozen:
+        is_updated = not (segment.has_master or self.layout.buckets[stretch.bucket].is_frozen)
+        if not (is_updated and self._device.holds(segment.parameter)):
             return segment
         here = self._device.pinned(segment.parameter.numel(), segment.parameter.dtype)
         self._twin.state[here] = self._twin.state.pop(segment.parameter, {})
@@ -106,14 +108,14 @@ class HostBlocks(HeldBlocks):
         for segment in segments:
             gradient = gradients.of(segment.stretch)
             here = self._device.pinned(gradient.numel(), gradient.dtype)
-            copies = [self._device.to_host(gradient, here)]
-            if not segment.has_master:
-                copies.append(self._device.to_host(self._place_of(segment), segment.parameter))
+            copies, place = [self._device.to_host(gradient, here)], self._place_of(segment)
+            if not segment.has_master and self._device.holds(place):
+                copies.append(self._device.to_host(place, segment.parameter))
             found.append((here, copies))
         return found
 
     def _place_of(self, segment: Segment) -> Tensor:  # (elements,) of the bucket's dtype
-        """Its parameters on the device."""
+        """Its parameters, as others get them."""
         return self._parameters.of(segment.stretch) if segment.weights is None else segment.weights
 
     def _update(self, segments: list[Segment], coming: Coming, scale: float) -> None:
@@ -129,6 +131,10 @@ class HostBlocks(HeldBlocks):
 
     def _bring_up(self, segment: Segment) -> None:
         place, rounded = self._place_of(segment), segment.parameter
+        if not self._device.holds(place):
+            if segment.has_master:
+                place.copy_(rounded)
+            return
         if segment.has_master:
             rounded = self._device.pinned(place.numel(), place.dtype)
             rounded.copy_(segment.parameter)

@@ -15,13 +15,17 @@ from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.released import OnTouch
 from shoal.blocks.unit_flats import Presence, Unit, storage_key, units_of
 from shoal.core.layout import Stretch
-from shoal.exchange.unit_fetch import FirstValuesFetch, Own, UnitFetch
+from shoal.device import DeviceCopy
+from shoal.exchange.unit_fetch import FirstValuesFetch, UnitFetch
 from shoal.exchange.unit_server import Key, UnitServer
 from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import WorldChanged
 from shoal.out_of_memory import note_what, place_of
 from shoal.training.context import TrainingContext
 from shoal.world import World
+
+Own = tuple[list[Tensor], list[Tensor]]
+"""Places in the flats of a unit, and the values that go there, (elements,) each."""
 
 
 class GatheredUnits:
@@ -85,6 +89,8 @@ class GatheredUnits:
         if self._server is None or self._server.group is not world.group:
             self._server = UnitServer(world.group)
         self._own_as_of = (-1, -1)
+        if self._fetch is not None:
+            self._fetch.give_up()
         self.free_all()
         self.stand(world)
 
@@ -100,7 +106,7 @@ class GatheredUnits:
         traffic, server, held = self._traffic, self._server, self._context.state.held
         assert traffic is not None and server is not None
         key: Key = world.plan.generation, self._context.boundaries
-        self._fetch = UnitFetch(world.group, traffic, key, self._context.state.flats, self._own_of)
+        self._fetch = UnitFetch(world.group, traffic, key, self._context.state.flats, self._put_own)
 
         def answers(peer: int, unit: int) -> list[Tensor]:
             if not 0 <= unit < len(self._units):
@@ -129,6 +135,17 @@ class GatheredUnits:
                 places += context.state.flats.of(stretch).split([part.numel() for part in parts])
             self._own[unit] = places, values
         return self._own[unit]
+
+    def _put_own(self, unit: int) -> list[DeviceCopy]:
+        """Puts what is held here into a unit's flats; what lies on the host of a device comes beside its work."""
+        device, (places, values) = self._context.state.device, self._own_of(unit)
+        if not values:
+            return []
+        if device.holds(values[0]):
+            torch._foreach_copy_(places, values)
+            return []
+        pairs = zip(places, values, strict=True)
+        return [device.to_device(value, place, device.promise(place)) for place, value in pairs]
 
     # ---- units
 

@@ -80,6 +80,7 @@ class MemoryReport:
             precision=precision,
             state_bytes=by_parameter,
             offload=_offload(config, state),
+            offload_parameters=config.parameters_on_host and not state.device.on_host,
         )
 
 

@@ -73,6 +73,8 @@ class Limits:
     seed: int = 0
     state_on_host: bool = False
     """Whether host memory keeps them, wherever parameters are."""
+    parameters_on_host: bool = False
+    """Whether it keeps the parameters of held blocks too, where these are with the state."""
 
     @classmethod
     def of(cls, config: TrainingConfig, last_step: int) -> Limits:
@@ -81,7 +83,7 @@ class Limits:
         one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
-            precision.scaling, config.state_folder, config.seed, config.state_on_host,
+            precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
         )  # fmt: skip
 
 
@@ -135,7 +137,7 @@ class TrainingState:
         else:
             self.gradient_guard = GradientGuard(self.sums)
         tensors = {info.name: tensor for info, tensor in pairs}
-        place = StatePlace(limits.state_folder, limits.state_on_host, self.device)
+        place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
         self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
