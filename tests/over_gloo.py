@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -14,16 +14,29 @@ from shoal.group.rendezvous_server import RendezvousServer
 
 def over_gloo(size: int, act: Callable[[Group], object]) -> None:
     """Each member of a group of so many, in a thread of its own."""
+
+    def member(groups: Sequence[Group]) -> None:
+        (group,) = groups
+        act(group)
+        group.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    over_gloos(size, 1, member)
+
+
+def over_gloos(size: int, count: int, act: Callable[[Sequence[Group]], object]) -> None:
+    """Each member of `count` groups of so many, in a thread of its own."""
     servers = [RendezvousServer("127.0.0.1") for _ in range(size)]
     addresses = tuple(server.address for server in servers)
 
     def member(rank: int) -> None:
-        group = build_gloo(GroupSpec(1, rank, addresses, builder=0), Cancellation())
+        groups: list[Group] = []
         try:
-            act(group)
-            group.all_gather(torch.zeros(1, dtype=torch.uint8))
+            for number in range(count):
+                groups.append(build_gloo(GroupSpec(number + 1, rank, addresses, builder=0), Cancellation()))
+            act(groups)
         finally:
-            group.close()
+            for group in groups:
+                group.close()
 
     try:
         with ThreadPoolExecutor(size) as threads:

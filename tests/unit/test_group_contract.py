@@ -1,6 +1,7 @@
-"""What every group promises, whatever it is made of: gloo, one in memory, and both staged for a device that is late.
+"""What every group promises, whatever it is made of: gloo, one in memory, both staged for a device that is late, and
+one whose bulk goes by a wire that knows no tags.
 
-A NCCL group and one for a real accelerator are held to the same by tests/gpu.
+Groups for real accelerators are held to the same by tests/gpu.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import pytest
 import torch
 from late_device import LateDevice
 from memory_group import MemoryGroup, Wire
+from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
 from shoal.group.group import Group, WorldChanged
+from shoal.group.ordered import OrderedGroup
 from shoal.group.staged import StagedGroup
 from torch import Tensor
 
@@ -59,7 +62,7 @@ def staged_in_memory(size: int, act: Act) -> None:
 
 
 every_group = pytest.mark.parametrize(
-    "run", [over_gloo, in_memory, staged_over_gloo, staged_with_a_thread, staged_in_memory]
+    "run", [over_gloo, in_memory, staged_over_gloo, staged_with_a_thread, staged_in_memory, ordered_over_gloo]
 )
 Run = Callable[[int, Act], None]
 
@@ -142,7 +145,11 @@ def test_what_was_sent_may_be_changed_once_it_was_waited_for(run: Run) -> None:
 @every_group
 def test_a_message_of_the_host_keeps_its_place_among_those_of_the_device(run: Run) -> None:
     def act(group: Group) -> None:
-        pinned = group.device.pinned if isinstance(group, StagedGroup) else lambda n, dtype: torch.zeros(n, dtype=dtype)
+        pinned = (
+            group.device.pinned
+            if isinstance(group, StagedGroup | OrderedGroup)
+            else lambda n, dtype: torch.zeros(n, dtype=dtype)
+        )
         if group.rank == 0:
             here = pinned(1000, torch.float32)
             here.copy_(values(0, 1, 1))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
 from planning import World
 from shoal.blocks.flat import Flats
@@ -103,6 +106,16 @@ def test_owners_and_mirrors_have_the_bits_of_whole_gradients(
     number: int, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    has_the_bits(number, dtype, over_gloo)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_wire_without_tags_brings_the_same_bits(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 100_000)
+    has_the_bits(number, torch.float32, ordered_over_gloo)
+
+
+def has_the_bits(number: int, dtype: torch.dtype, run: Callable[[int, Callable[[Group], object]], None]) -> None:
     layout = layout_of(dtype)
     right, plan = whole(layout), plans(layout)[number]
 
@@ -117,7 +130,7 @@ def test_owners_and_mirrors_have_the_bits_of_whole_gradients(
                 assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
             assert not sums.live._flats
 
-    over_gloo(plan.world_size, member)
+    run(plan.world_size, member)
 
 
 def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:

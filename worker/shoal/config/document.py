@@ -267,6 +267,10 @@ class Shoal(Section):
     """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
     exact: Switch = True
     """On CUDA: deterministic algorithms on, autotuning off. False leaves PyTorch's settings alone."""
+    backend: Annotated[Literal["auto", "gloo"], Allowed('"auto" or "gloo"')] = "auto"
+    """What carries gradients and parameters between devices: `auto` is NCCL where every worker of a world has a CUDA
+    device of its own, else gloo by way of host memory; `gloo` is always that. Votes and all that is small go by gloo
+    (devices.md)."""
     corruption_steps: Natural = 1000
     """Steps within which the copies of every block, its owner's and its mirrors', are compared, a few blocks at each
     step; all blocks are compared at each save. 0: off, as in a job that is not bit-exact (`mixed_numerics`, or `exact`

@@ -184,6 +184,7 @@ def _resolve(document: Document, faults: list[str], ignored: list[str], beside: 
         stop_on_nan=shoal.stop_on_nan,
         mixed_numerics=shoal.mixed_numerics,
         exact=shoal.exact,
+        backend=shoal.backend,
         corruption_steps=shoal.corruption_steps,
         on_corruption=OnCorruption(shoal.on_corruption),
         stage=document.zero_optimization.stage,

@@ -42,6 +42,8 @@ class TrainingConfig:
     stop_on_nan: bool
     mixed_numerics: bool
     exact: bool
+    backend: str
+    """`auto` or `gloo`."""
     corruption_steps: int
     """0: off."""
     on_corruption: OnCorruption

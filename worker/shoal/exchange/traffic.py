@@ -35,6 +35,9 @@ from shoal.exchange.tree_sum import TreeSum
 ) = range(12)  # fmt: skip
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
+BULK = frozenset((PARTIALS, MIRRORED, HANDED, GATHERED, GATHERED_UNIT))
+"""Tags of messages between the devices of workers that compute on devices; others may begin or end on the host."""
+
 Messages = tuple[tuple[int, Extents], ...]
 """Message by message, the peer and what goes to it, or comes from it: several to a peer follow each other."""
 

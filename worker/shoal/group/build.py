@@ -29,6 +29,8 @@ class GroupSpec:
     """The rank at whose server the group is built."""
     incarnations: tuple[str, ...] = ()
     """Incarnations by rank: whoever else answers at a member's address is not that member."""
+    announces: bytes = b""
+    """What this process says to all others where they meet: which device it has for itself (of_device.py)."""
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
 
@@ -36,7 +38,7 @@ class GroupSpec:
     def of(cls, plan: Plan, rank: int, progress: GroupProgress) -> GroupSpec:
         addresses = tuple(member.address for member in plan.members)
         incarnations = tuple(member.incarnation for member in plan.members)
-        return cls(plan.generation, rank, addresses, plan.builder, incarnations, progress)
+        return cls(plan.generation, rank, addresses, plan.builder, incarnations, progress=progress)
 
     @property
     def size(self) -> int:

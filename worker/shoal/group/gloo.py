@@ -62,12 +62,13 @@ def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
     client = RendezvousClient(spec, cancellation)
     try:
         client.wait_for_all()
+        announced = client.announced()
         gloo = _connect(client, spec)
     except RuntimeError as error:
         raise WorldChanged(f"the group of generation {spec.generation} could not be built: {error}") from None
     finally:
         client.close()
-    group = GlooGroup(gloo, spec.rank, spec.size, spec.progress)
+    group = GlooGroup(gloo, spec.rank, spec.size, spec.progress, announced)
     if cancellation.is_cancelled:
         group.abort()
         group.close()
@@ -165,8 +166,11 @@ class _Waiting:
 class GlooGroup:
     """A `Group` of two or more over gloo."""
 
-    def __init__(self, gloo: _Gloo, rank: int, size: int, progress: GroupProgress) -> None:
-        self.rank, self.size, self.progress = rank, size, progress
+    def __init__(
+        self, gloo: _Gloo, rank: int, size: int, progress: GroupProgress, announced: tuple[bytes, ...] = ()
+    ) -> None:
+        """`announced`: by rank, what members have said of themselves where they met."""
+        self.rank, self.size, self.progress, self.announced = rank, size, progress, announced
         self.in_flight: set[_Posted] = set()
         self._gloo: _Gloo | None = gloo
         self._order = [(rank + distance) % size for distance in range(1, size)]
@@ -224,6 +228,19 @@ class GlooGroup:
             self.in_flight.add(posted)
             return posted
         raise self.on_failure(peer, failure)
+
+    def deliver(self, messages: Sequence[tuple[Tensor, int, int]]) -> None:
+        """Sends small messages (with peer and tag) that are taken at once, from a thread that nobody watches: says
+        nothing of progress. Raises `WorldChanged`.
+        """
+        posted = [self._post("send", *message) for message in messages]
+        try:
+            for one in posted:
+                for work in one.works:
+                    work.wait()
+                self.in_flight.discard(one)
+        except RuntimeError as error:
+            raise WorldChanged(str(error)) from None
 
     def wait(self, works: Sequence[Work]) -> None:
         self.begin_wait(works).wait()

@@ -2,7 +2,7 @@
 
 The engine waits plainly and reads as if nothing could fail; `abort()`, called from the session's thread, makes every
 operation of the group fail at once on the training thread. Knows nothing of plans. `gloo.py` is a group over gloo,
-`solo.py` the group of a world of one; another transport (NCCL) would stand behind the same class.
+`solo.py` the group of a world of one; for tensors of a device there are `staged.py` and `ordered.py`.
 """
 
 from __future__ import annotations

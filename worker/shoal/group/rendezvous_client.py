@@ -56,7 +56,7 @@ class RendezvousClient(Store):
         try:
             self._check_server()
             self._post(spec.room, str(spec.size).encode())
-            self._post(f"{HERE}{spec.rank}", b"")
+            self._post(f"{HERE}{spec.rank}", spec.announces)
         except WorldChanged:
             self.close()
             raise
@@ -85,6 +85,14 @@ class RendezvousClient(Store):
         while ALL not in self._entries:
             self._read_entry()
             self._progress.keep_waiting_for([rank for rank in ranks if f"{HERE}{rank}" not in self._entries])
+
+    def announced(self) -> tuple[bytes, ...]:
+        """By rank, what each says of itself."""
+        for rank in range(self._spec.size):
+            if rank != self._spec.rank:
+                self._read_until(f"{HERE}{rank}")  # everybody may be here before all have said so
+        entries = {**self._entries, f"{HERE}{self._spec.rank}": self._spec.announces}
+        return tuple(entries[f"{HERE}{rank}"] for rank in range(self._spec.size))
 
     # ---- what gloo asks
 

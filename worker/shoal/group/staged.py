@@ -19,20 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.device import LANDED, Device, DeviceCopy
-from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, Waiting, Work, WorldChanged
-
-
-def staged(transport: Transport, device: Device) -> Transport:
-    """Builds groups for tensors of `device`: on the host just what `transport` builds."""
-    if device.on_host:
-        return transport
-
-    def build(spec: GroupSpec, cancellation: Cancellation) -> Group:
-        group = transport(spec, cancellation)
-        return group if group.size == 1 else StagedGroup(group, device, posts_beside=True)
-
-    return build
 
 
 class _StagedWork:

@@ -5,27 +5,38 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import torch
 from shoal_protos.errors import UserError
 
 from shoal.device import HOST, Device
+from shoal.exchange.traffic import BULK
 from shoal.group.gloo import build_gloo
-from shoal.group.staged import staged
+from shoal.group.nccl import own_device
+from shoal.group.of_device import groups_of
 from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
 from shoal.session.link import Link
 from shoal.session.settings import SessionSettings
 
 
-def open_link(environment: Mapping[str, str] = os.environ, device: Device = HOST) -> tuple[Link, str]:
+def open_link(
+    environment: Mapping[str, str] = os.environ, device: Device = HOST, only_gloo: bool = False
+) -> tuple[Link, str]:
     """The link, with groups for tensors of `device`, and the faults that a test has planted (`SHOAL_FAULT`).
 
+    `only_gloo`: whatever devices could do.
     Raises `UserError` for bad settings.
     """
     settings = SessionSettings.from_environment(environment)
     if not settings.controller:
         _refuse_other_launchers(environment)
-    link: Link = ControllerLink(settings, staged(build_gloo, device)) if settings.controller else AloneLink()
-    return link, settings.fault
+        return AloneLink(), settings.fault
+    own = _says_nothing if only_gloo else own_device
+    return ControllerLink(settings, groups_of(build_gloo, device, BULK, own)), settings.fault
+
+
+def _says_nothing(_: torch.device) -> bytes:
+    return b""
 
 
 STARTERS = {"WORLD_SIZE": "torchrun", "SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}

@@ -102,7 +102,7 @@ def assemble(given: Given) -> Engine:
     state = TrainingState(model, optimizer, scheduler, limits)
     check_fits_device(settled, state.device)
     check_joiners_can_be_given(state)
-    link, fault_text = open_link(device=state.device)
+    link, fault_text = open_link(device=state.device, only_gloo=settled.backend == "gloo")
     fetcher = Fetcher(dataset, given.collate_fn, sampler, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)

@@ -1,0 +1,206 @@
+"""The one order of messages on a wire without tags: against a plain model, and groups that go by it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from late_device import LateDevice
+from ordered_wire import BULK, GlooWire, ordered_over_gloo
+from over_gloo import over_gloos
+from shoal.device import HOST
+from shoal.group.build import Cancellation, GroupSpec
+from shoal.group.gloo import build_gloo
+from shoal.group.group import Group, WorldChanged
+from shoal.group.of_device import all_have_their_own, groups_of
+from shoal.group.ordered import OrderedGroup
+from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.sequencer import MOST_IN_BATCH, Post, Sequencer
+from shoal.group.solo import SoloGroup
+from shoal.group.staged import StagedGroup
+
+RANDOM = settings(
+    max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
+)
+
+
+def random_posts(random: Random, members: int, messages: int) -> list[list[Post]]:
+    """By rank, what it posts, in an order of its own; of one pair and tag in the same order on both ends."""
+    posts: list[list[Post]] = [[] for _ in range(members)]
+    for _ in range(messages):
+        sender, receiver = random.sample(range(members), 2)
+        tag = random.randrange(3)
+        posts[sender].append(Post(True, receiver, tag))
+        posts[receiver].append(Post(False, sender, tag))
+    for mine in posts:
+        random.shuffle(mine)
+    return posts
+
+
+@given(st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 200))
+@RANDOM
+def test_all_carry_the_same_batches_and_every_message_once(number: int, members: int, messages: int) -> None:
+    random, sequencer = Random(number), Sequencer()
+    posts = random_posts(random, members, messages)
+    left = [deque(mine) for mine in posts]
+    open_posts: list[list[Post]] = [[] for _ in range(members)]
+    carried = 0
+    while any(left):
+        rank = random.choice([rank for rank, mine in enumerate(left) if mine])
+        posted = [left[rank].popleft() for _ in range(min(len(left[rank]), random.randint(1, 9)))]
+        open_posts[rank] += posted
+        sequencer.take(rank, posted)
+        for batch in sequencer.batches():
+            ends = [(rank, post.peer, post.tag) for rank, mine in batch.items() for post in mine if post.sends]
+            others = [(post.peer, rank, post.tag) for rank, mine in batch.items() for post in mine if not post.sends]
+            assert sorted(ends) == sorted(others)
+            assert 0 < len(ends) <= MOST_IN_BATCH
+            for one, mine in batch.items():
+                for post in mine:
+                    open_posts[one].remove(post)  # it was posted: nobody is posted to carry what he has not
+            carried += len(ends)
+    assert carried == messages and not any(open_posts)
+
+
+@given(st.booleans(), st.integers(0, (1 << 20) - 1), st.integers(0, 1 << 20))
+def test_a_post_survives_being_a_number(sends: bool, peer: int, tag: int) -> None:
+    assert Post.from_number(Post(sends, peer, tag).to_number()) == Post(sends, peer, tag)
+
+
+# ---- groups
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_messages_posted_in_any_order_by_all_members_come_as_they_were_meant(number: int) -> None:
+    """A wire without an order would hang here, or bring what was meant for another."""
+    posts = random_posts(Random(number), 3, 120)
+
+    def act(group: Group) -> None:
+        counts: dict[Post, int] = {}
+        sends, receives = [], []
+        for post in posts[group.rank]:
+            count = counts[post] = counts.get(post, 0) + 1
+            sender, receiver = (group.rank, post.peer) if post.sends else (post.peer, group.rank)
+            meant = torch.full((7 + count % 5,), float(sender * 10_000 + receiver * 1_000 + post.tag * 100 + count))
+            if post.sends:
+                sends.append(group.send(meant, post.peer, post.tag))
+            else:
+                came = torch.zeros_like(meant)
+                receives.append((group.receive(came, post.peer, post.tag), came, meant))
+        for work, came, meant in receives:
+            work.wait()
+            assert torch.equal(came, meant)
+        group.wait(sends)
+
+    ordered_over_gloo(3, act)
+
+
+def test_what_lies_on_the_host_is_brought_up_and_only_bulk_goes_by_the_wire() -> None:
+    def act(group: Group) -> None:
+        assert isinstance(group, OrderedGroup) and isinstance(group.device, LateDevice)
+        if group.rank == 0:
+            here = group.device.pinned(50, torch.float32).fill_(3.0)
+            group.wait([group.send(here, 1, 1), group.send(here, 1, 3)])
+        else:
+            there, host = torch.zeros(50), group.device.pinned(50, torch.float32)
+            group.wait([group.receive(there, 0, 1), group.receive(host, 0, 3)])
+            assert there.eq(3.0).all() and host.eq(3.0).all()
+        assert isinstance(group._wire, GlooWire) and group._wire.carried == 1
+
+    ordered_over_gloo(2, act)
+
+
+def test_an_abort_ends_what_waits_for_the_wire_and_the_wire_is_closed_before_buffers_serve_again() -> None:
+    closed: list[str] = []
+
+    def act(group: Group) -> None:
+        assert isinstance(group, OrderedGroup)
+        wire = group._wire
+        real = wire.close
+        wire.close = lambda: (closed.append("wire"), real())  # type: ignore[method-assign, assignment, func-returns-value]
+        if group.rank == 0:
+            group.abort()
+        else:
+            with pytest.raises(WorldChanged):
+                group.receive(torch.zeros(9), 0, 1).wait()
+        group.close()
+        with pytest.raises(WorldChanged):
+            group.send(torch.zeros(9), 1 - group.rank, 1)
+        raise WorldChanged("the test is over")
+
+    with pytest.raises(WorldChanged, match="the test is over"):
+        ordered_over_gloo(2, act)
+    assert closed
+
+
+# ---- which group a device gets
+
+
+def test_nccl_is_for_members_that_have_a_device_each() -> None:
+    assert all_have_their_own([b"a", b"b"])
+    assert not all_have_their_own([b"a", b"a"])
+    assert not all_have_their_own([b"a", b""])
+    assert not all_have_their_own([b"a", b"b", b"a"])
+
+
+def built(announced: Sequence[bytes]) -> list[type]:
+    """The class of group that each of so many members gets; what they say of their devices is given."""
+    servers = [RendezvousServer("127.0.0.1") for _ in announced]
+    addresses = tuple(server.address for server in servers)
+    found: list[type] = [object] * len(announced)
+
+    def member(groups: Sequence[Group]) -> None:
+        (other,) = groups
+        device = LateDevice()
+        build = groups_of(build_gloo, device, BULK, lambda _: announced[other.rank], lambda *_: GlooWire(other))
+        group = build(GroupSpec(7, other.rank, addresses, builder=0), Cancellation())
+        try:
+            found[other.rank] = type(group)
+            group.all_gather(torch.zeros(1, dtype=torch.uint8))
+            other.all_gather(torch.zeros(1, dtype=torch.uint8))
+        finally:
+            group.close()
+
+    try:
+        over_gloos(len(announced), 1, member)
+    finally:
+        for server in servers:
+            server.close()
+    return found
+
+
+def test_members_of_a_group_agree_by_what_each_has_said_where_they_met() -> None:
+    assert built([b"one", b"two"]) == [OrderedGroup] * 2
+    assert built([b"one", b"one"]) == [StagedGroup] * 2
+    assert built([b"one", b""]) == [StagedGroup] * 2
+
+
+def test_a_group_of_one_and_groups_of_the_host_are_what_they_were() -> None:
+    assert groups_of(build_gloo, HOST, BULK) is build_gloo
+    build = groups_of(build_gloo, LateDevice(), BULK)
+    assert isinstance(build(GroupSpec(1, 0, ("127.0.0.1:1",), 0), Cancellation()), SoloGroup)
+
+
+def test_members_that_cannot_connect_their_devices_have_no_group() -> None:
+    server = [RendezvousServer("127.0.0.1") for _ in range(2)]
+    addresses = tuple(one.address for one in server)
+
+    def fails(*_: object) -> GlooWire:
+        raise WorldChanged("no way between these devices")
+
+    def member(groups: Sequence[Group]) -> None:
+        (other,) = groups
+        build = groups_of(build_gloo, LateDevice(), BULK, lambda _: bytes([other.rank + 1]), fails)
+        with pytest.raises(WorldChanged, match="no way between"):
+            build(GroupSpec(7, other.rank, addresses, builder=0), Cancellation())
+
+    try:
+        over_gloos(2, 1, member)
+    finally:
+        for one in server:
+            one.close()
