@@ -101,6 +101,12 @@ def test_parameters_are_in_host_memory_only_in_stage_3_and_with_their_state() ->
     )
 
 
+def test_state_in_files_needs_a_model_on_the_cpu() -> None:
+    nothing: Any = None
+    with pytest.raises(UserError, match=r'device` is "nvme" and the model is on cuda:0; state in files needs'):
+        held_blocks(StatePlace(folder="/disk", device=Elsewhere()), nothing, nothing, nothing, {})
+
+
 def test_nothing_says_which_kind_of_accelerator_but_the_seam_and_the_groups() -> None:
     package = Path(shoal.device.__file__).parent
     wrong = [

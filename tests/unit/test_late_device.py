@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from crew import Crew, Task, Worker, undisturbed
 from late_device import LateDevice
 from memory_group import MemoryGroup
 from shoal.device import HOST
+from shoal.exchange.unit_fetch import UnitFetch
+from shoal.group.solo import SoloGroup
 from shoal.offload.host_blocks import HostBlocks
 from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.training.engine import Engine
@@ -123,6 +126,24 @@ def test_an_update_on_the_host_copies_gradients_down_and_units_up_and_nothing_mo
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
     assert {down for down, _ in steps} == {held[0]}
     assert all(held[0] <= up <= 3 * held[0] for _, up in steps)
+
+
+def test_what_was_copied_up_to_a_unit_has_landed_when_the_unit_is_given_up() -> None:
+    device, there = LateDevice(), torch.zeros(4)
+    here = device.pinned(4, torch.float32).fill_(3.0)
+    copies = []
+
+    def put_own(_: int) -> list[Any]:
+        copies.append(device.to_device(here, there, device.promise(there)))
+        return copies
+
+    unit: Any = SimpleNamespace(number=0, allocate=lambda: None)
+    nothing: Any = None
+    fetch = UnitFetch(SoloGroup(), nothing, (1, 0), nothing, put_own)
+    fetch.begin(unit)
+    assert not copies[0].landed
+    fetch.give_up()
+    assert copies[0].landed and there.eq(3.0).all()
 
 
 def test_workers_may_differ_in_where_they_keep_state() -> None:
