@@ -88,11 +88,7 @@ def test_a_config_as_people_have_it_loads_unchanged(file: Path) -> None:
 
 def test_old_names_are_those_of_today() -> None:
     old = load_config(TESTS / "deepspeed_configs" / "zero3_old_names.json", Beside({"epochs": 1}))
-    assert (old.precision.parameters, old.state_on_host, old.host_only) == (
-        "bfloat16",
-        True,
-        ("zero_optimization.offload_param.device",),
-    )
+    assert (old.precision.parameters, old.state_on_host, old.parameters_on_host) == ("bfloat16", True, True)
     assert load_config({**SMALLEST, "zero_optimization": True}).stage == 1
     assert "is an old name" in sentence({"bfloat16": {}, "bf16": {}})
     both = {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}}

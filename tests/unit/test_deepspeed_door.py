@@ -15,7 +15,7 @@ from crew_saves import saved
 from shoal.deepspeed.client_state import saved_in
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, is_within
 from shoal.deepspeed.elastic_loader import ElasticLoader
-from shoal.deepspeed.making import Made
+from shoal.deepspeed.initializing import Made
 from shoal.deepspeed.surface import ABSENT, ENGINE
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError

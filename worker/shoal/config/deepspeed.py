@@ -30,8 +30,6 @@ class Unsupported:
     """Values that leave it off."""
     why: str = ""
     """Where it is not merely missing."""
-    on_host: tuple[object, ...] = ()
-    """Values that change nothing where the model is on the CPU: all state is in host memory anyway."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,13 +43,8 @@ def _row(fate: Fate) -> str:
             return f"| nothing | {why} |"
         case Renamed(to):
             return f"| honoured | an old name of `{to}` |"
-        case Unsupported(off, why, on_host):
-            more = (
-                f" {_shown(on_host)} changes nothing where the model is on the CPU, and is accepted there."
-                if on_host
-                else ""
-            )
-            return f"| refused | off: {_shown(off)}.{more}{f' {why[0].upper()}{why[1:]}.' if why else ''} |"
+        case Unsupported(off, why):
+            return f"| refused | off: {_shown(off)}.{f' {why[0].upper()}{why[1:]}.' if why else ''} |"
 
 
 def _shown(values: tuple[object, ...]) -> str:

@@ -21,7 +21,7 @@ from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.validation import shown
 
 from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
-from shoal.config.deepspeed import FATES, VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
+from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.monitoring import Monitoring
 from shoal.config.old_names import with_todays_names
@@ -68,7 +68,7 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
         document = Document.model_validate(kept)
     except ValidationError as error:
         raise UserError(all_of([*faults, *sentences_of(error)])) from None
-    settled = _resolve(document, faults, ignored, beside)
+    settled = _resolve(document, faults, beside)
     if faults:
         raise UserError(all_of(faults))
     if ignored:
@@ -110,9 +110,7 @@ def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tupl
         name = f"{section}.{key}" if section else key
         fate = fate_of(name)
         if isinstance(fate, Unsupported):
-            if _is_among(value, fate.on_host):
-                ignored.append(name)
-            elif not _is_among(value, fate.off):
+            if not _is_among(value, fate.off):
                 faults.append(not_built(name, value, fate.why))
         elif name in VALUES_REFUSED and _is_among(value, VALUES_REFUSED[name][0]):
             faults.append(refused_value(name, value, VALUES_REFUSED[name][1]))
@@ -153,11 +151,8 @@ def _of_the_section_shoal(name: str, value: object) -> list[str]:
     ]
 
 
-def _resolve(document: Document, faults: list[str], ignored: list[str], beside: Beside) -> TrainingConfig | None:
-    """None where the sizes do not settle. What does not fit together is added to `faults`.
-
-    `ignored`: keys that were left alone.
-    """
+def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingConfig | None:
+    """None where the sizes do not settle. What does not fit together is added to `faults`."""
     shoal = document.shoal
     faults += _unfit(document, beside)
     try:
@@ -191,7 +186,6 @@ def _resolve(document: Document, faults: list[str], ignored: list[str], beside: 
         state_folder=_state_folder(document.zero_optimization.offload_optimizer),
         state_on_host=document.zero_optimization.offload_optimizer.device == "cpu",
         parameters_on_host=document.zero_optimization.offload_param.device == "cpu",
-        host_only=tuple(key for key in ignored if isinstance(FATES.get(key), Unsupported)),
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         precision=Precision.of(document),
         optimizer=document.optimizer,

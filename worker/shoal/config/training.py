@@ -54,8 +54,6 @@ class TrainingConfig:
     """Whether host memory keeps it (`offload_optimizer.device`): where parameters are on the host nothing changes."""
     parameters_on_host: bool
     """Whether it keeps parameters of held blocks too (`offload_param.device`), in stage 3; likewise."""
-    host_only: tuple[str, ...]
-    """Keys that were given, and that change nothing only where parameters are on the host."""
     gradient_clipping: float
     """0: off."""
     precision: Precision

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from shoal.deepspeed import zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
-from shoal.deepspeed.making import add_config_arguments, init_distributed, initialize
+from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
 from shoal.deepspeed.not_here import module_lacks
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]

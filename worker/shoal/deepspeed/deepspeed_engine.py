@@ -1,6 +1,6 @@
 """DeepSpeed's engine over Shoal's: what a script for DeepSpeed calls in its loop and at its checkpoints.
 
-Made by `initialize` (making.py). The loop's own rules are Shoal's (docs/loop.md), and so are their sentences.
+Made by `initialize` (initializing.py). The loop's own rules are Shoal's (docs/loop.md), and so are their sentences.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from shoal.core.module_names import named_buffers, named_parameters
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher, samples_of
 from shoal.data.given_data import check_batch_size, data_of
-from shoal.device import Device
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
@@ -100,7 +99,6 @@ def assemble(given: Given) -> Engine:
     optimizer = _optimizer(given)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)
-    check_fits_device(settled, state.device)
     check_joiners_can_be_given(state)
     link, fault_text = open_link(device=state.device, only_gloo=settled.backend == "gloo")
     fetcher = Fetcher(dataset, given.collate_fn, sampler, settled.seed, state.device.kind)
@@ -112,15 +110,6 @@ def assemble(given: Given) -> Engine:
     show(engine)
     serve_at_exit(engine)
     return engine
-
-
-def check_fits_device(config: TrainingConfig, device: Device) -> None:
-    """Raises `UserError` for keys that mean nothing on the CPU alone, where the model is on an accelerator."""
-    if config.host_only and not device.on_host:
-        raise UserError(
-            f"`{config.host_only[0]}` is given and the model is on {device.kind}, for which it is not supported. "
-            'Optimizer state can be in host memory: `zero_optimization.offload_optimizer: {"device": "cpu"}`.'
-        )
 
 
 def check_joiners_can_be_given(state: TrainingState) -> None:
