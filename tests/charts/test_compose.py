@@ -43,9 +43,18 @@ def test_images_have_versions_and_containers_no_rights() -> None:
     for name, service in SERVICES.items():
         assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
         if name != "job":
-            assert service["read_only"] and service["cap_drop"] == ["ALL"], name
+            assert service["cap_drop"] == ["ALL"] and service["read_only"] != ("secrets" in service), name
             assert service["security_opt"] == ["no-new-privileges:true"], name
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+
+
+def test_each_service_can_write_its_volumes_and_be_given_its_secrets() -> None:
+    """Compose cannot copy a secret into what is read-only; a new volume belongs to the image's user."""
+    for name, service in SERVICES.items():
+        secrets = [COMPOSE["secrets"][secret] for secret in service.get("secrets", [])]
+        assert not service.get("read_only") or all("file" in secret for secret in secrets), name
+        kept = [volume for volume in service.get("volumes", []) if not volume.startswith(".")]
+        assert "user" not in service or not kept, name
 
 
 def test_the_controller_can_be_started_with_its_settings() -> None:

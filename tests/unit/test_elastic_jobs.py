@@ -238,6 +238,18 @@ async def test_an_older_definition_is_named_with_what_it_drops(tmp_path: Path) -
 
 
 @asynchronous
+async def test_a_deleted_resource_ends_its_job_though_another_finalizer_than_ours_keeps_it(tmp_path: Path) -> None:
+    async with place(tmp_path) as one, one.term():
+        await one.apply()
+        await one.until(one.has_job, "the job")
+        await one.keep("example.org/other")
+        await one.delete()
+        await one.until(lambda: not one.has_job(), "the job's end")
+        assert one.item()["metadata"]["finalizers"] == ["example.org/other"]
+        await one.give_up()
+
+
+@asynchronous
 async def test_pods_of_a_deleted_job_are_gone_before_its_resource(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():
         await one.apply()

@@ -153,3 +153,22 @@ async def test_pods_are_adopted_late_where_the_cluster_was_away_when_a_controlle
         one.cluster.node("a", "karpenter.sh/disrupted")
         assert (await one.hears(Preempted, of="w0"))[0].notice
         await work.stop()
+
+
+@asynchronous
+async def test_a_secret_that_goes_while_it_is_taken_over_or_between_two_terms_is_made_anew(tmp_path: Path) -> None:
+    async with team(tmp_path, "a", "b") as one:
+        one.cluster.put(SECRETS, {"metadata": {"name": "demo-shoal-token"}, "stringData": {"token": "of another run"}})
+        gate = one.cluster.hold("PATCH", "/secrets")
+        await one.launcher.spawn("w0", SPEC)
+        await one.until(lambda: one.cluster.held, "the change")
+        one.cluster.remove(SECRETS, "demo-shoal-token")
+        gate.set()
+        await one.hears(Spawned, of="w0")
+        assert not [news for news in one.reports if isinstance(news, Waiting) and news.hopeless]
+        await one.launcher.release()
+        one.cluster.remove(SECRETS, "demo-shoal-token")
+        await one.launcher.adopt([], SPEC)
+        await one.launcher.spawn("w1", SPEC)
+        await one.hears(Spawned, of="w1")
+        assert "demo-shoal-token" in one.cluster.objects[SECRETS]

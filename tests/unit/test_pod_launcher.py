@@ -318,6 +318,19 @@ async def test_a_taint_announces_a_drain_and_its_end_takes_it_back(tmp_path: Pat
 
 
 @asynchronous
+async def test_a_node_that_goes_with_its_taint_has_taken_nothing_back(tmp_path: Path) -> None:
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", SPEC)
+        await one.hears(Spawned)
+        one.kubelets.silent.add("a")
+        one.cluster.node("a", "karpenter.sh/disrupted")
+        await one.hears(Preempted)
+        one.cluster.remove(NODES, "a")
+        await one.hears(Exited)
+        assert one.count(Spared) == 0
+
+
+@asynchronous
 async def test_cordon_condition_and_deletion_announce_a_drain_each_within_the_grace(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b", "c") as one:
         for worker in ("w0", "w1", "w2"):

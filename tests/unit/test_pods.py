@@ -216,6 +216,16 @@ def test_a_drain_whose_world_is_planned_goes_on_though_its_notice_is_taken_back(
     assert job.job.durable.roster["w1"].leaving is Leaving.PREEMPTION
 
 
+def test_a_notice_that_comes_after_one_was_taken_back_counts_alone() -> None:
+    job = training(3, mirrors=2, launcher="kubernetes")
+    job.feed(Preempted("w1", Notice.TAINTED, TAINT, 30.0))
+    job.feed(Spared("w1", "the taint is gone"))
+    job.now += 25
+    job.feed(Preempted("w1", Notice.TAINTED, TAINT, 30.0))
+    record = job.job.durable.roster["w1"]
+    assert (record.leaves_at - job.now, record.leaving_because, record.spared) == (30.0, TAINT, False)
+
+
 def test_an_operators_drain_is_not_cancelled_by_a_cluster_and_says_why() -> None:
     job = training(3, launcher="kubernetes")
     job.planner_answers = False

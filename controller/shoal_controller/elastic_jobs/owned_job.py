@@ -197,15 +197,16 @@ class OwnedJob:
     # ---- its end
 
     async def _on_deleted(self, item: Json, job: JobSpec | None) -> None:
-        if not has_finalizer(item):
-            return
+        """● The job ends without our finalizer, too: another one keeps the resource until the pods are gone, and a job
+        that goes on makes new ones.
+        """
         if job is not None and job.resource == uid_of(item):
             if self._deletion is None or self._deletion.run != job.run:
                 await self._writer.tell(item, ClusterEvent("Deleting", NORMAL, DELETING, 0, time.time()))
             await self._report(item, ACCEPTED)
             if not await self._end_job(job):
                 return
-        if await self._pods_are_gone():
+        if has_finalizer(item) and await self._pods_are_gone():
             for event in self._bursts.take_due(time.monotonic(), all_of_them=True):
                 await self._writer.tell(item, event)
             left = await self._writer.remove_finalizer(item)

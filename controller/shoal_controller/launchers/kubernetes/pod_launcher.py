@@ -143,6 +143,7 @@ class KubernetesLauncher:
         """Let go of everything; the pods live on, and whoever leads next adopts them."""
         await asyncio.gather(*map(end_task, [*self._watching, *self._writing]))
         self._watching.clear()
+        self._writer.release()
         self._tracked.clear()
         self._annotations.clear()
         self._untold.clear()
@@ -229,6 +230,7 @@ class KubernetesLauncher:
     def _judge(self, tracked: TrackedPod, pod: Json) -> None:
         """What a pod and its node say now."""
         node = node_of(pod)
+        tracked.sees_node = not node or not self._cluster.nodes or node in self._nodes.items
         tracked.state = state_of(pod, self._nodes.items.get(node), self._cluster.taints, time.time())
         if node not in ("", tracked.looked_for, *self._nodes.items) and self._nodes.synced.is_set():
             tracked.looked_for = node

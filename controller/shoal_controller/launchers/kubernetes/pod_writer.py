@@ -107,6 +107,11 @@ class PodWriter:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         return None
 
+    def release(self) -> None:
+        """What is there is others' to write now."""
+        self._written.clear()
+        self._writing.clear()
+
     async def settle(self, job: str) -> None:
         """● Wait for what is under way: a secret that is made after the job's was deleted would stay for ever."""
         for over in [event for event, name in self._under_way.items() if name == job]:
@@ -155,21 +160,29 @@ class PodWriter:
                 raise _GangRefused(terms.spec, self._api.namespace, error) from error
 
     async def _ensure(self, spec: JobSpec, path: str, wanted: Json, part: str) -> None:
-        """Written once in a controller's life; another run's is replaced. It is never read."""
+        """Written once in a term; another run's is replaced. It is never read."""
         key = spec.job, spec.run, path
         async with self._writing.setdefault(key, asyncio.Lock()):
             if key in self._written:
                 return
-            try:
-                await self._api.create(path, wanted)
-            except ClusterRefusal as error:
-                if error.why != "AlreadyExists":
-                    raise
-                metadata = {"labels": labels_of(spec), "ownerReferences": None, **owners(spec)}
-                await self._api.patch(
-                    f"{path}/{wanted['metadata']['name']}", {"metadata": metadata, part: wanted[part]}
-                )
+            metadata = {"labels": labels_of(spec), "ownerReferences": None, **owners(spec)}
+            await self._put(path, wanted, {"metadata": metadata, part: wanted[part]})
             self._written.add(key)
+
+    async def _put(self, path: str, wanted: Json, change: Json) -> None:
+        """● One that exists may go before it is changed: a cluster collects what an owner that is gone has left."""
+        try:
+            await self._api.create(path, wanted)
+            return
+        except ClusterRefusal as error:
+            if error.why != "AlreadyExists":
+                raise
+        try:
+            await self._api.patch(f"{path}/{wanted['metadata']['name']}", change)
+        except ClusterRefusal as error:
+            if error.code != 404:
+                raise
+            await self._api.create(path, wanted)
 
     # ---- deleting
 

@@ -31,6 +31,8 @@ class TrackedPod:
     """It is to end at once."""
     looked_for: str = ""
     """The node that was asked for by name, because it is not among those that are known."""
+    sees_node: bool = True
+    """Whether the node that it is on is known: what is not known has taken nothing back."""
     state: PodState | None = None
     refusal: Waiting | None = None
     """Why it is not made."""
@@ -65,7 +67,7 @@ class TrackedPod:
             and (before is None or before.notice is not announced.notice or state.deleted_at != self.told_deletion)
         ):
             return announced
-        if announced is None and before is not None:
+        if announced is None and before is not None and self.sees_node:
             return Spared(self.worker, f"that {before.why} is over")
         return Endangered(self.worker, state.hint) if state.hint != self.told_hint else None
 

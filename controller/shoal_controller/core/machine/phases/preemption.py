@@ -1,6 +1,7 @@
 """Workers whose machine or pod is to go: drained within what is left, and kept where it does not go after all.
 
-● Several signals for one worker are one drain, with the shortest of their graces. A drain is cancelled only while every
+● Several signals for one worker are one drain, with the shortest of their graces; one that comes after the others were
+taken back counts alone. A drain is cancelled only while every
 world that may train has the worker: what a plan without it has begun is not taken back, its replacement goes on.
 """
 
@@ -23,7 +24,11 @@ def on_preempted(turn: Turn, event: Preempted) -> None:
     if not record.leaving:
         turn.count("shoal_preemptions_total", signal=event.notice.value)
         scaling.drain(turn, event.worker, Leaving.PREEMPTION, event.grace_seconds, event.why)
-    elif (at := turn.now + event.grace_seconds) < record.leaves_at:
+        return
+    at = turn.now + event.grace_seconds
+    if record.spared:
+        turn.mark(event.worker, leaving_because=event.why)
+    if record.spared or at < record.leaves_at:
         turn.mark(event.worker, leaves_at=at, grace_seconds=event.grace_seconds)
 
 
