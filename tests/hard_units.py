@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import shoal
 import torch
 from crew import Task
 from integration.scripts import VOCABULARY
@@ -62,3 +64,18 @@ def of(one: Task) -> Task:
 def and_train(engine: Engine, batch: Any) -> None:
     engine.backward(engine.module(**batch))
     engine.step()
+
+
+def with_model(one: Task, model: Callable[[], nn.Module]) -> Task:
+    """The same task with another model, layout and all."""
+    return Task(**{**vars(of(one)), "model": model})
+
+
+def without_values(model: Callable[[], nn.Module], **given: Any) -> Callable[[], nn.Module]:
+    """What builds that model by `shoal.deferred` with these arguments."""
+
+    def build() -> nn.Module:
+        with shoal.deferred(**given):
+            return model()
+
+    return build

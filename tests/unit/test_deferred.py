@@ -16,7 +16,7 @@ import shoal.blocks.unit_flats
 import torch
 from allocated_bytes import most_bytes
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from hard_units import STEPS, WIDTH, Layers, and_train, of, task
+from hard_units import STEPS, WIDTH, Layers, and_train, task, with_model, without_values
 from safetensors.torch import load_file, save_file
 from shoal.blocks.residency import Residency
 from shoal.checkpoint.catalogue import resolve
@@ -56,15 +56,7 @@ class Filled(Layers):
 
 
 def built(model: Callable[[], nn.Module] = Filled, **given: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        with shoal.deferred(**given):
-            return model()
-
-    return build
-
-
-def with_model(one: Task, model: Callable[[], nn.Module]) -> Task:
-    return Task(**{**vars(of(one)), "model": model})
+    return without_values(model, **given)
 
 
 def engine(one: Task) -> Engine:

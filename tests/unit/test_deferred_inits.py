@@ -15,8 +15,8 @@ import shoal
 import shoal.blocks.unit_flats
 import torch
 from allocated_bytes import most_bytes
-from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from hard_units import WIDTH, Layers, of, task
+from crew import ONE_AT_A_TIME, Crew, engine_of, undisturbed
+from hard_units import WIDTH, Layers, task, with_model, without_values
 from integration.scripts import VOCABULARY
 from safetensors.torch import save_file
 from shoal.blocks.residency import Residency
@@ -116,15 +116,7 @@ class FromAbove(nn.Module):
 
 
 def built(model: Callable[[], nn.Module] = FromAbove, **given: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        with shoal.deferred(**given):
-            return model()
-
-    return build
-
-
-def with_model(one: Task, model: Callable[[], nn.Module]) -> Task:
-    return Task(**{**vars(of(one)), "model": model})
+    return without_values(model, **given)
 
 
 def filled(model: Callable[[], nn.Module], **given: Any) -> nn.Module:

@@ -25,6 +25,9 @@ class StepTimes:
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """A context whose time is that phase's."""
+        if not self._wanted:
+            yield
+            return
         began = time.monotonic()
         if self._forward_began is not None:
             self._seconds["forward"] += began - self._forward_began
