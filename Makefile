@@ -22,7 +22,7 @@ PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PACKAGES := nftables iproute2
+PACKAGES := nftables iproute2 chromium
 PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
@@ -60,10 +60,10 @@ imports: $(READY)
 generated: $(READY)
 	$(BIN)/python protos/generate.py --check
 
-# Network namespaces of the tests; only root can install them, and only root can use them. Prometheus is unpacked, not
+# Network namespaces and the browser of the tests; only root can install them, and only root can use the first. Prometheus is unpacked, not
 # installed: its package would start a server.
 packages: $(READY)
-	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v nft && command -v ip; } >/dev/null; then \
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v nft && command -v ip && command -v chromium; } >/dev/null; then \
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(PACKAGES) >/dev/null; \
 	fi
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! [ -x $(PROMETHEUS) ] && ! command -v promtool >/dev/null; then \
@@ -116,6 +116,7 @@ charts: $(READY) packages
 # Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 models: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
 	PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
 
 test-gpu: $(READY)
