@@ -39,6 +39,9 @@ THREADS_THAT_STAY = (
 GRPC_POLLER = "(_poll_wrapper)"
 """End of the name of grpc.aio's thread, which lives as long as any of its objects."""
 
+PROCESS_THAT_STAYS = "from multiprocessing.resource_tracker import main"
+"""Python's own, once something was spawned; it ends with the process."""
+
 TASKS_THAT_STAY = ("TestRunner._run_tests_and_fixtures",)
 """Of anyio's pytest plugin: it runs the test itself."""
 
@@ -78,7 +81,12 @@ def _processes() -> dict[str, str]:
             except OSError:
                 continue  # the process ended while it was looked at
             parents += map(int, children)
-            found |= {f"process {child}": f"process {child} ({_name(child)})" for child in children}
+            named = {child: _name(child) for child in children}
+            found |= {
+                f"process {child}": f"process {child} ({name})"
+                for child, name in named.items()
+                if PROCESS_THAT_STAYS not in name
+            }
     return found
 
 

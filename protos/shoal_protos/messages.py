@@ -213,6 +213,8 @@ class Inventory:
     """Blocks whose parameters are those of `step`; all, where parameters are sharded."""
     lane: int = -1
     """The lane in flight; -1: none."""
+    status: Status | None = None
+    """Where it stands when this is said; None: it has been said already."""
 
 
 class RequestKind(StrEnum):

@@ -382,6 +382,7 @@ class Inventory(_message.Message):
     PENDING_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
     answers: _builtins.int
     generation: _builtins.int
     step: _builtins.int
@@ -394,6 +395,8 @@ class Inventory(_message.Message):
     def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def current(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def status(self) -> Global___Status: ...
     def __init__(
         self,
         *,
@@ -406,10 +409,11 @@ class Inventory(_message.Message):
         pending: _abc.Iterable[_builtins.int] | None = ...,
         current: _abc.Iterable[_builtins.int] | None = ...,
         lane: _builtins.int = ...,
+        status: Global___Status | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "committed_in", b"committed_in", "current", b"current", "generation", b"generation", "holds", b"holds", "lane", b"lane", "pending", b"pending", "record", b"record", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "committed_in", b"committed_in", "current", b"current", "generation", b"generation", "holds", b"holds", "lane", b"lane", "pending", b"pending", "record", b"record", "status", b"status", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SHARE_OF_SEEDS = 0.4
 NEVER, NOW = float("-inf"), float("inf")
+SOON_SECONDS = 0.5
+"""So long after user code came on its worker may be ended for it: the news is on its way."""
 LATE_SECONDS = 6.0
 """So long after it was mended a link may be blamed: heartbeats are on their way, a controller is late."""
 
@@ -110,7 +112,9 @@ class Links:
             code = self.simulation.by_id(note.worker).training.code
             last_seen = self.clock.now - self.simulation.spec.stall_seconds
             it_came_on = last_seen + self.simulation.step_seconds  # and stuck within its next step
-            if code.stuck_since is None or min(code.stuck_since, code.inside_since) > it_came_on:
+            soon = SOON_SECONDS + 2 * self.simulation.host.late
+            stuck_since = code.stuck_since if self.clock.now > code.came_out_at + soon else code.was_stuck_since
+            if stuck_since is None or min(stuck_since, code.inside_since) > it_came_on:
                 self.simulation.watch.violated("user code that goes on was ended", note.message)
 
     def _pid_of(self, worker: str) -> int:
@@ -126,6 +130,8 @@ class UserCode:
         self._inside: list[tuple[Any, ...]] = []
         self._more = 0.0
         self.stuck_since: float | None = None
+        self.was_stuck_since: float | None = None
+        self.came_out_at = NEVER
         self.inside_since = NOW
         """When it was entered, slow or not."""
 
@@ -148,6 +154,7 @@ class UserCode:
     def unstick(self) -> None:
         if self.stuck_since is not None:
             self._worker.say("comes out of user code again")
+            self.was_stuck_since, self.came_out_at = self.stuck_since, self._worker.clock.now
         self.stuck_since = None
         inside, self._inside = self._inside, []
         for call, *args in inside:

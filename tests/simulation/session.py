@@ -130,7 +130,7 @@ class Session:
 
     def _claimed(self, message: ToController) -> ToController:
         """As a liar says it."""
-        if not isinstance(message, Hello | Heartbeat | Ready):
+        if not isinstance(message, Hello | Heartbeat | Ready | Inventory) or message.status is None:
             return message
         status = replace(self.claims, sequence=message.status.sequence) if self.claims is not None else message.status
         return replace(message, status=replace(status, **self._lies))  # type: ignore[arg-type]

@@ -51,6 +51,7 @@ class Watch:
         self.plans: dict[int, Plan] = {}
         self.top = 0
         self.shown = 0
+        self.ended_unheard = False
         self.freed: dict[int, set[int]] = {}
         self.incarnations: dict[str, str] = {}
         self.commits = 0
@@ -269,11 +270,12 @@ class Watch:
 
     def shows(self, job: Job) -> None:
         """What people see: the step never goes back, but with the job itself. Another life of the controller may know
-        an older one, until all members have said theirs.
+        an older one, until all members have said theirs; they never do where it ends the job before.
         """
         if not job.figures_known:
+            self.ended_unheard = job.durable.phase.over
             return
-        if job.durable.step < self.shown:
+        if job.durable.step < self.shown and not self.ended_unheard:
             self.violated("the shown step went back", self.shown, job.durable.step)
         self.shown = job.durable.step
 
@@ -333,10 +335,11 @@ class Watch:
         if freed:
             self.violated("a leaving worker was let go with the last copies", sorted(freed))
         copies: set[int] = set()
+        committed_in = max(before.durable.committed_in, attempt.committed_in)
         for worker in self.simulation.workers():
             name, t = worker.membership.worker, worker.training
             record = before.durable.roster.get(name)
-            if record is None or record.ending is not None or t.over or t.generation < before.durable.committed_in:
+            if record is None or record.ending is not None or t.over or t.generation < committed_in:
                 continue
             if after.durable.roster[name].ending is Ending.FAILED:
                 continue  # its own last word is what the machine has just heard

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from machine_driver import MADE_OF, NEW, Driver
-from shoal_controller.core.machine.effects import Note
-from shoal_controller.core.machine.events import Resume
+from shoal_controller.core.machine.effects import Note, Persist
+from shoal_controller.core.machine.events import PlannerAnswered, Resume, Tick
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.planning.question import answer
 from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.messages import Ending, Prepare
@@ -92,6 +93,37 @@ def test_all_go_back_to_the_newest_checkpoint_whose_copies_were_compared(restart
     plan = driver.planned()
     assert plan.recovery is not None
     assert (plan.recovery.checkpoint, plan.recovery.step, plan.reason) == (SOUND.path, 10, Reason.RESTORE)
+
+
+def test_the_step_from_which_all_go_back_is_written_before_anyone_is_asked_to() -> None:
+    driver = job()
+    driver.beat("w0", checkpoint=SOUND)
+    driver.feed(Tick())
+    driver.beat("w2", corrupt=(differ(3, "w0", "w1"),))
+    driver.planner_answers = False
+    for worker in ("w0", "w1"):
+        driver.stop(worker, driver.statuses[worker])
+    driver.beat("w2", step=32)
+    driver.stop("w2", driver.statuses["w2"])
+    assert driver.job.attempt is not None and driver.job.attempt.back_from == driver.job.durable.step == 32
+    assert driver.of(Persist) == driver.effects[:1]
+
+
+def test_a_better_checkpoint_that_is_told_of_while_the_planner_thinks_is_where_all_begin() -> None:
+    driver = job()
+    driver.beat("w0", checkpoint=SOUND)
+    driver.beat("w2", corrupt=(differ(3, "w0", "w1"),))
+    driver.planner_answers = False
+    for worker in ("w0", "w1", "w2"):
+        driver.stop(worker, driver.statuses[worker])
+    driver.planner_answers = True
+    driver.beat("w1", checkpoint=replace(NEWER, verified=True))
+    asked = driver.questions[-1]
+    driver.feed(PlannerAnswered(asked, answer(asked.question)))
+    plan = driver.planned()
+    assert plan.recovery is not None
+    assert (plan.recovery.checkpoint, plan.recovery.step) == (NEWER.path, NEWER.step)
+    assert len(driver.questions) == asked.number + 1
 
 
 def back_at_the_checkpoint(driver: Driver) -> None:

@@ -352,6 +352,7 @@ def _write_inventory(inventory: Inventory) -> pb.Inventory:
         pending=inventory.pending.encode(),
         current=inventory.current.encode(),
         lane=inventory.lane,
+        status=_write_status(inventory.status) if inventory.status is not None else None,
     )
 
 
@@ -366,6 +367,7 @@ def _read_inventory(message: pb.Inventory, blocks: int) -> Inventory:
         pending=bounds.runs("inventory.pending", message.pending, blocks),
         current=bounds.runs("inventory.current", message.current, blocks),
         lane=bounds.whole("inventory.lane", message.lane, least=-1, most=bounds.MAX_LANES - 1),
+        status=_read_status(message.status, blocks) if message.HasField("status") else None,
     )
 
 

@@ -131,12 +131,14 @@ class Dialogue:
         self._inventory: Inventory | None = None
         self._result: Result | None = None
         self._due: dict[type[ToController], None] = {}
+        self._has_news = False
+        """The status has changed since it was last said."""
 
     # ---- what goes out
 
     def say_hello(self) -> Hello:
         """The first message of every stream. What else must be known goes out again after it."""
-        self._due = {}
+        self._due, self._has_news = {}, False
         if self._result is not None:
             self._due[Result] = None
         if self._drain:
@@ -159,12 +161,18 @@ class Dialogue:
     @property
     def due(self) -> bool:
         """Whether there is something to say."""
-        return bool(self._due)
+        return bool(self._due) or self._has_news
 
     def take_outgoing(self) -> list[ToController]:
-        """What is due, in the order in which it became due; after that nothing is."""
+        """What is due, in the order in which it became due; after that nothing is. A status that has changed is news
+        for a heartbeat of its own only where nothing else of this has said it.
+        """
         due, self._due = self._due, {}
-        return [message for kind in due if (message := self._compose(kind)) is not None]
+        has_news, self._has_news = self._has_news, False
+        outgoing = [self._compose(kind) for kind in due]
+        if has_news and _is_news(self._current_status(), self._last_sent):
+            outgoing.append(self._compose(Heartbeat))
+        return [message for message in outgoing if message is not None]
 
     def beat(self) -> None:
         """A heartbeat is due."""
@@ -181,7 +189,9 @@ class Dialogue:
             return Ready(self.membership.promised, self._number_status()) if is_ready else None
         if kind is Request:
             return Request(RequestKind.DRAIN, self.process.grace_seconds, self.membership.generation)
-        return self._inventory if kind is Inventory else self._result
+        if kind is Inventory and self._inventory is not None:
+            return replace(self._inventory, status=self._number_status())
+        return self._result if kind is Result else None
 
     def _number_status(self) -> Status:
         """The status now, with the next number."""
@@ -204,9 +214,8 @@ class Dialogue:
         )
 
     def notice(self) -> None:
-        """Something may have changed: a heartbeat is due at once if more than the step did."""
-        if _without_progress(self._current_status()) != _without_progress(self._last_sent):
-            self.beat()
+        """Something may have changed: it is said at once if more than the step did."""
+        self._has_news = _is_news(self._current_status(), self._last_sent)
 
     @property
     def script_has_ended(self) -> bool:
@@ -346,7 +355,11 @@ class Dialogue:
 
 _PROGRESS = frozenset({"sequence", "step", "boundaries"})
 _without_progress = attrgetter(*(field.name for field in fields(Status) if field.name not in _PROGRESS))
-"""Of a status, what is worth a heartbeat of its own when it changes."""
+
+
+def _is_news(status: Status, last_sent: Status) -> bool:
+    """Whether it says what is worth a heartbeat of its own."""
+    return bool(_without_progress(status) != _without_progress(last_sent))
 
 
 def _is_final(refusal: Refusal, generation: int, cluster: str, run: str) -> bool:

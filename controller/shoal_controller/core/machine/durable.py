@@ -51,7 +51,7 @@ class Leaving(StrEnum):
     """What it runs on is to go."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `replaced`
 class WorkerRecord:
     """One worker of the roster. An id belongs to one process for ever."""
 
@@ -178,7 +178,7 @@ class Corruption:
     """The highest step that was shown when all went back for that the last time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `replaced`
 class Durable:
     """What a controller must remember of a job. Replaced whole; the shell writes it whenever the machine says
     `Persist`.

@@ -56,7 +56,7 @@ class PingSent:
     """It has missed its heartbeats since, and the history says so."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `replaced`
 class Process:
     """What a worker that has said hello in this controller's life last said of itself."""
 
@@ -173,7 +173,7 @@ class Attempt:
     """The last such sentence that went into the history."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: `replaced`
 class Job:
     """One job as the machine knows it."""
 

@@ -7,7 +7,6 @@ durable is written before anything is said: [Note: stored first] in `effects_in_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from shoal_protos.messages import ToWorker
@@ -18,6 +17,7 @@ from shoal_controller.core.machine.effects import Effect, Note, Persist, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.replaced import replaced
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.transitions import ALLOWED
 
@@ -69,18 +69,19 @@ class Turn:
 
     def change(self, **fields: Any) -> None:
         """Volatile fields of the job."""
-        self.job = replace(self.job, **fields)
+        self.job = replaced(self.job, fields)
 
     def enter(self, phase: Phase, reason: str = "") -> None:
         """Go to another phase, or stay in this one for another reason. `reason`: why it is stalled or over."""
         before = self.job.durable.phase
         assert phase is before or (before, phase) in ALLOWED, f"a job that is {before} cannot become {phase}"
-        self.job = replace(self.job, durable=replace(self.job.durable, phase=phase, reason=reason))
+        durable = replaced(self.job.durable, {"phase": phase, "reason": reason})
+        self.job = replaced(self.job, {"durable": durable})
 
     def keep(self, **fields: Any) -> None:
         """Durable fields of the job, but its phase: `enter`."""
         assert "phase" not in fields, "a phase is entered"
-        self.job = replace(self.job, durable=replace(self.job.durable, **fields))
+        self.job = replaced(self.job, {"durable": replaced(self.job.durable, fields)})
 
     def enlist(self, record: WorkerRecord) -> None:
         """A new or changed record. The roster is copied once a turn, whatever it was before stays as it is."""
@@ -95,7 +96,7 @@ class Turn:
         """Durable fields of one worker, where they differ."""
         record = self.record(worker)
         if any(getattr(record, name) != value for name, value in fields.items()):
-            self.enlist(replace(record, **fields))
+            self.enlist(replaced(record, fields))
 
     def enlist_new(self, worker: WorkerId, launched: bool = False) -> WorkerRecord:
         """The record of the youngest worker."""
@@ -117,7 +118,7 @@ class Turn:
 
     def see(self, worker: WorkerId, **fields: Any) -> None:
         """Volatile fields of one process."""
-        self.put("processes", worker, replace(self.job.processes[worker], **fields))
+        self.put("processes", worker, replaced(self.job.processes[worker], fields))
 
     def put(self, mapping: str, key: object, value: object) -> None:
         """One entry of one of the job's volatile mappings."""
@@ -163,10 +164,12 @@ class Turn:
         So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
         started; and a controller that dies between two effects has only left something unsaid, which it will say again.
         The shown step alone is no reason to write: workers know where they are, and the figures of its steps are
-        written once a minute (`phases/step_figures.py`).
+        written once a minute (`phases/step_figures.py`). It is one where a phase has asked for the write (`Persist`).
         """
         before, after = self.before.durable, self.job.durable
-        return self.effects if after == replace(before, step=after.step) else [Persist(), *self.effects]
+        others: list[Effect] = [effect for effect in self.effects if not isinstance(effect, Persist)]
+        is_due = len(others) < len(self.effects) or after != replaced(before, {"step": after.step})
+        return [Persist(), *others] if is_due else others
 
 
 # ---- what would cost the square of the workers

@@ -70,17 +70,25 @@ def false_claim(turn: Turn, worker: WorkerId, message: Heartbeat | Ready | Inven
     """● Why a message of an accepted worker cannot be true; empty where it can."""
     match message:
         case Heartbeat(status) | Ready(status=status):
+            return _false_standing(turn, worker, status)
+        case Inventory(status=status):
             return (
-                _false_sequence(turn, worker, status)
-                or _false_status(turn, status, turn.durable.last_generation)
-                or _false_world(turn, worker, status.generation)
+                _false_inventory(turn, message)
+                or _false_world(turn, worker, message.generation)
+                or (_false_standing(turn, worker, status) if status is not None else "")
             )
-        case Inventory():
-            return _false_inventory(turn, message) or _false_world(turn, worker, message.generation)
         case Result():
             return _false_step(turn, message.step)
         case Request():
             return ""
+
+
+def _false_standing(turn: Turn, worker: WorkerId, status: Status) -> str:
+    return (
+        _false_sequence(turn, worker, status)
+        or _false_status(turn, status, turn.durable.last_generation)
+        or _false_world(turn, worker, status.generation)
+    )
 
 
 def _false_sequence(turn: Turn, worker: WorkerId, status: Status) -> str:

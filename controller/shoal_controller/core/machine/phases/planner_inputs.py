@@ -35,10 +35,20 @@ LEAST_FILL_BYTES = 1 << 20
 def start_question(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> StartQuestion:
     """A world in which nobody holds anything: all begin from the newest checkpoint, or with the initial state."""
     candidates = tuple(_joiner_candidate(turn, worker, trains=True) for worker in workers)
-    found = checkpoints.latest(turn.durable)
     reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
     request = _request(turn, candidates, attempt.generation, reason, attempt.avoided_builders)
-    return StartQuestion(request, candidates, found.step, found.path) if found else StartQuestion(request, candidates)
+    return StartQuestion(request, candidates, *_beginning(turn))
+
+
+def begins_where_all_would(turn: Turn, question: StartQuestion) -> bool:
+    """Whether nobody has told of a better checkpoint since it was asked, nor of one that cannot be read."""
+    return (question.step, question.checkpoint) == _beginning(turn)
+
+
+def _beginning(turn: Turn) -> tuple[int, str]:
+    """The step at which a world that holds nothing begins, and its checkpoint."""
+    found = checkpoints.latest(turn.durable)
+    return (found.step, found.path) if found is not None else (0, "")
 
 
 def recovery_question(turn: Turn, counting: Mapping[WorkerId, Inventory], attempt: Attempt) -> RecoveryQuestion | None:

@@ -14,6 +14,7 @@ from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 
 from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import PlannerAnswered
 from shoal_controller.core.machine.goal import Goal
@@ -40,7 +41,7 @@ from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
-from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion
+from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, StartQuestion
 
 LONG_WAIT_SECONDS = 1.0
 MOST_NAMES = 8
@@ -202,6 +203,8 @@ def _is_right_now(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> bool:
         return False
     if isinstance(question, RecoveryQuestion) and (attempt.start or turn.durable.corruption.restoring):
         return False  # all are to go back to a checkpoint
+    if isinstance(question, StartQuestion) and not planner_inputs.begins_where_all_would(turn, question):
+        return False
     if isinstance(answer, Runs):  # whoever has come since an earlier question may hold them
         return asked.asked.number == turn.job.planner.asked
     return not planner_questions.has_lost_a_member(turn, answer)
@@ -245,6 +248,7 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     if turn.durable.phase.over:
         return None
     turn.keep(step=max(turn.durable.step, known_step(turn)))  # a later life must see that all have gone back
+    turn.do(Persist())
     attempt = replace(
         attempt,
         reason=Reason.RESTORE,

@@ -70,6 +70,8 @@ def on_ready(turn: Turn, worker: WorkerId, ready: Ready) -> bool:
 def on_inventory(turn: Turn, worker: WorkerId, inventory: Inventory) -> bool:
     """What a worker that has stopped holds. One that answers another PREPARE says nothing."""
     note_alive(turn, worker)
+    if inventory.status is not None:
+        on_status(turn, worker, inventory.status)
     attempt = turn.job.attempt
     if attempt is not None and inventory.answers == attempt.generation:
         turn.see(worker, inventory=inventory)
