@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from crew import Crew, Task, engine_of, undisturbed
+from crew import Crew, Killed, Task, engine_of, undisturbed
 from integration.scripts import Samples
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -38,6 +38,32 @@ def test_on_step_is_called_once_for_every_step_wherever_a_worker_dies(name: str,
         crew.train_to(1)
         crew.plant(name, 3, point)
         assert crew.finish() == undisturbed(Task({**OPTIONS, "stage": stage}))
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_each_step_is_told_of_once_where_rank_0_dies_around_its_callbacks(when: str, stage: int) -> None:
+    """Within them it had not told of it yet: as a process that is killed while it writes a line."""
+    seen: list[int] = []
+
+    def watch(engine: Engine) -> None:
+        crew_worker = engine.context.link.worker
+
+        def on_step(engine: Engine) -> None:
+            dies = engine.global_step == 3 and crew_worker == "a"
+            if dies and when == "within":
+                raise Killed
+            seen.append(engine.global_step)
+
+        engine.on_step(on_step)
+
+    options = {**OPTIONS, "stage": stage}
+    with Crew("abc", Task(options, prepare=watch)) as crew:
+        crew.train_to(1)
+        if when != "within":
+            crew.plant("a", *((3, "hand_out") if when == "before" else (4, "forward")))
+        assert crew.finish() == undisturbed(Task(options))
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
@@ -84,11 +110,11 @@ def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> li
 
     def member(rank: int) -> tuple[bool, int, int]:
         boundary = standing()
-        boundary._settled, boundary._called = passed[rank]
+        boundary._passed, boundary._called.last = passed[rank]
         plan = SimpleNamespace(recovery=Recovery(step, b"", counted, ()))
         world: Any = SimpleNamespace(plan=plan, rank=rank, group=gathering.of(rank))
         assert boundary.agree(world) == [True] * len(counted)
-        return boundary.is_owed, boundary._settled, boundary._called
+        return boundary.is_owed, boundary._passed, boundary._called.last
 
     with ThreadPoolExecutor(len(counted)) as members:
         return list(members.map(member, range(len(counted))))
@@ -102,7 +128,11 @@ def test_who_does_not_count_has_no_say_in_what_is_owed() -> None:
 
 def test_one_member_that_has_not_passed_a_boundary_owes_it_on_all() -> None:
     assert agreed(5, (True, True), (5, 5), (4, 0)) == [(True, 5, 5), (True, 4, 5)]
-    assert agreed(5, (True, True), (5, 4), (5, 0)) == [(False, 5, 4)] * 2
+    assert agreed(5, (True, True), (5, 4), (5, 5)) == [(False, 5, 5)] * 2
+
+
+def test_callbacks_that_nobody_knows_to_be_called_are_owed_though_all_have_passed() -> None:
+    assert agreed(5, (True, True), (5, 4), (5, 4)) == [(True, 5, 4)] * 2
 
 
 def test_who_begins_elsewhere_owes_nothing_of_where_it_was() -> None:
@@ -121,7 +151,7 @@ def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:
     assert seen == list(range(1, 13))
 
 
-@pytest.mark.parametrize("point", ["in_vote", "hand_out"])
+@pytest.mark.parametrize("point", ["in_vote", "hand_out", "arrival"])
 def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: str, tmp_path: Path) -> None:
     options = {"max_steps": 5, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}}
     with Crew("abc", Task(options)) as crew:

@@ -54,6 +54,8 @@ class Ballot:
     """1 where the loss is scaled, so that a gradient that is not finite asks for a smaller scale; else 0."""
     not_finite_before: int = 0
     """Steps before this one that had either."""
+    calls_back: int = 0
+    """1 where this member has callbacks for committed steps; else 0."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     """Evaluations by name: sum over the lanes that it evaluated, and their number."""
     requests: tuple[Request, ...] = ()
@@ -83,6 +85,7 @@ class Ballot:
 
 _NUMBERS_OF = (
     "step", "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
+    "calls_back",
 )  # fmt: skip
 _TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving")
 _NUMBERS = struct.Struct(f"<{len(_NUMBERS_OF)}q")

@@ -67,6 +67,8 @@ class Record:
     """What loss and gradient of this step are not finite; empty where all are."""
     not_finite_steps: int = 0
     """Steps up to this one that had such."""
+    calls_back: bool = False
+    """Whether rank 0 has callbacks, and so tells the others once it has called them."""
     overflow: str = ""
     """What of this step is not finite where the loss is scaled: the step updates nothing, and the scale may fall."""
 
@@ -211,6 +213,7 @@ def _record(
         saved=max(ballot.saved for ballot in ballots),
         updates=bool(counted) and not overflow,
         overflow=overflow,
+        calls_back=bool(ballots[0].calls_back),
         skipped_micro_batches=max(b.skipped_before for b in ballots) + sum(b.skipped for b in ballots),
         not_finite=not_finite,
         not_finite_steps=max(ballot.not_finite_before for ballot in ballots) + bool(not_finite),

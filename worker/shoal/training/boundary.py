@@ -2,8 +2,8 @@
 
 Saves begin, requests are carried out, callbacks are called, a planned generation begins. A world that breaks between
 the vote and the boundary leaves it owed: the new world settles it by a vote without a step before it trains on, so that
-no committed step is without its callback or its checkpoint. Only a rank 0 that dies when all others have passed the
-boundary takes what its callbacks have done, or not done, with it. Called by step.py and resize.py.
+no committed step is without its callback or its checkpoint. Which callbacks were called is known to all that survive
+(called_steps.py). Called by step.py and resize.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from shoal.exchange.vote import Record
+from shoal.training.called_steps import CalledSteps
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
@@ -41,24 +42,26 @@ class Boundary:
         self._observers: list[Callable[[], None]] = []
         self.bring_parameters: Callable[[], None] = _nothing
         """What callbacks find done: all parameters are here. Raises `WorldChanged`."""
-        self._passed = self._settled = 0
-        """The last step whose boundary this member has passed, and the last that it knows all to pass."""
-        self._called = 0
-        """The last step whose callbacks were called here, or before this worker was there."""
+        self._passed = 0
+        """The last step whose boundary this member has passed."""
+        self._called = CalledSteps()
         self._owed = False
         """The world that is being built begins by settling its step."""
 
     def add_callback(self, callback: Callable[[], None]) -> None:
         """Called once per committed step, on whoever is rank 0 then."""
         self._callbacks.append(callback)
+        self._context.calls_back = True
 
     def add_observer(self, observer: Callable[[], None]) -> None:
         """Called where callbacks are, and reads no parameters: those of the step may still be coming."""
         self._observers.append(observer)
+        self._context.calls_back = True
 
     def stand_at(self, step: int) -> None:
         """This worker begins at `step`, whose boundary it does not owe."""
-        self._passed = self._settled = self._called = step
+        self._called.look()
+        self._passed = self._called.last = step
         self._owed = False
 
     def go_back_to(self, step: int, saved: int) -> None:
@@ -83,7 +86,7 @@ class Boundary:
     def pass_step(self, record: Record) -> None:
         """After a commit and its hand-out. Raises `WorldChanged`; then it is owed."""
         self._carry_out(record, stepped=True)
-        self._call_back(record.step)
+        self._call_back(record)
 
     def pass_vote(self, record: Record) -> None:
         """After a vote without a step."""
@@ -103,26 +106,42 @@ class Boundary:
         self._requests.carry_out(record.requests)
         self._status.publish()
 
-    def _call_back(self, step: int) -> None:
-        if self._context.rank == 0 and self._called < step:
-            if self._callbacks:
-                self.bring_parameters()
-            self._called = step
-            for observer in self._observers:
-                observer()
-            with self._evaluation.anywhere():
-                for callback in self._callbacks:
-                    callback()
+    def _call_back(self, record: Record) -> None:
+        context, step = self._context, record.step
+        if self._called.last < step:
+            group = context.world.group if context.world is not None else None
+            others = group if record.calls_back and group is not None and group.size > 1 else None
+            if context.rank == 0:
+                self._call_all(step)
+                if others is not None and context.world is not None and context.world.group is others:
+                    self._called.tell(others, step)  # where the world has changed meanwhile, all know it by that
+            elif others is not None:
+                self._called.expect(others)
+            else:
+                self._called.last = step
         self._passed = step
-        if self._context.are_parameters_here:
-            self._settled = step
+
+    def _call_all(self, step: int) -> None:
+        if self._callbacks:
+            self.bring_parameters()
+        self._called.last = step
+        for observer in self._observers:
+            observer()
+        with self._evaluation.anywhere():
+            for callback in self._callbacks:
+                callback()
+
+    def before_vote(self) -> None:
+        """Also before this world is left: all know whether the last step's callbacks were called. Raises
+        `WorldChanged`.
+        """
+        self._called.settle()
 
     def on_all_here(self) -> None:
-        """What was handed out after the last step has come: nobody's boundary can be lost with him any more."""
+        """What was handed out after the last step has come: the user's code is next."""
         context = self._context
         assert context.world is not None
         context.world.group.progress.begin_boundary(context.boundaries)
-        self._settled = self._passed
 
     # ---- over a change
 
@@ -134,12 +153,13 @@ class Boundary:
         assert recovery is not None
         counts, step = recovery.counted[world.rank], recovery.step
         in_place = int(self._context.state.frozen_in_place)
-        mine = [in_place, self._settled if counts else step, self._called if counts else -1]
+        self._called.look()
+        mine = [in_place, self._passed if counts else step, self._called.last if counts else -1]
         rows = world.group.all_gather(torch.tensor(mine, dtype=torch.int64, device="cpu"))
-        self._owed = int(rows[:, 1].min()) < step
-        self._called = int(rows[:, 2].max())
+        self._called.last = int(rows[:, 2].max())
+        self._owed = int(rows[:, 1].min()) < step or self._called.last < step
         if not self._owed:
-            self._passed = self._settled = step
+            self._passed = step
         return [bool(there) for there in rows[:, 0].tolist()]
 
     @property
@@ -153,7 +173,7 @@ class Boundary:
         asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
         self._owed = False
-        self._call_back(record.step)
+        self._call_back(record)
 
 
 def _nothing() -> None:

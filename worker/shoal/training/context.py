@@ -36,6 +36,8 @@ class TrainingContext:
         """Whether all that was handed out after the last step is."""
         self.is_reading = False
         """Whether the dataset is asked for a batch: a change of the world waits until it has answered."""
+        self.calls_back = False
+        """Whether the script, or the configuration, has callbacks for committed steps."""
         self.is_first_step = True
         """Whether no step has been committed in this world."""
         self.begins: Prepared | None = None

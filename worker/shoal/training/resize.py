@@ -209,6 +209,7 @@ class Resize:
         if prepared is None:
             return
         assert old is not None
+        self._boundary.before_vote()
         self._step.parameters.before_leaving(old)
         self._clock.start()
         context.faults.at("begin", context.state.step)

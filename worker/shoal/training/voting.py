@@ -66,6 +66,7 @@ class Voting:
             bad_gradient=bad_gradient,
             is_scaled=int(state.loss_scale is not None),
             not_finite_before=before.not_finite_steps if before else 0,
+            calls_back=int(context.calls_back),
             evaluations=self._evaluation.take_to_vote(),
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=saving,
