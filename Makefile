@@ -13,7 +13,7 @@
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
-#   make docs       regenerate pages of docs/ (phases, events, controller, configuration, chart) and what the chart
+#   make docs       regenerate pages of docs/ (phases, events, controller, REST, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
 #   make pictures   draw docs/pictures/*.png of a real run; needs npm and chromium, and 650 MB of packages
 #   make format     format all files as `make lint` expects them
@@ -133,6 +133,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate/phases.py
 	$(BIN)/python docs/generate/events.py
 	$(BIN)/python docs/generate/controller.py
+	$(BIN)/python docs/generate/rest.py
 	$(BIN)/python docs/generate/chart.py
 	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python docs/generate/dashboards.py

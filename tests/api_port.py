@@ -69,4 +69,5 @@ async def serving(directory, settings=None, machine=None, token=None, tls=None, 
         await store.close()
 
 
+NO_JOBS = {"jobs": [], "next": None}
 TRAIN = {"job": "train", "workers": {"wanted": 3, "min": 2, "max": 6}, "lanes": 8}

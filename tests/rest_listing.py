@@ -39,7 +39,7 @@ def listing() -> str:
 def _operations(models: dict[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
     from fastapi import FastAPI
 
-    app = FastAPI()
+    app = FastAPI(separate_input_output_schemas=False)
     app.include_router(router)
     document = app.openapi()
     models |= {name: schema for name, schema in document["components"]["schemas"].items() if "Validation" not in name}

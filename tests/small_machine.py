@@ -74,13 +74,14 @@ class SmallMachine:
         view = JobView(
             job=job.spec.job, phase=job.durable.phase, generation=1, wanted=job.durable.wanted, active=0,
             min_workers=bounds.least, max_workers=bounds.most, lanes=job.spec.lanes, step=0,
-            max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be",
+            max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be", run=job.spec.run,
+            version=job.durable.version, created_at=job.durable.figures.created,
         )  # fmt: skip
         return replace(view, **self.shown)
 
 
 def _kept(job: Job, **fields: object) -> Job:
-    return replace(job, durable=replace(job.durable, **fields))
+    return replace(job, durable=replace(job.durable, **fields, version=job.durable.version + 1))
 
 
 class Written:

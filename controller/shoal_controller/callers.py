@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused
 
 
@@ -40,3 +41,4 @@ class Unauthorized(Refused):
 
     http_status = HTTPStatus.UNAUTHORIZED
     grpc_status = "UNAUTHENTICATED"
+    problem_code = ErrorCode.UNAUTHORIZED

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import ShoalError
 
 from shoal_controller.peer_address import network_of
@@ -33,6 +34,7 @@ class TooManyFailures(ShoalError):
 
     http_status = HTTPStatus.TOO_MANY_REQUESTS
     grpc_status = "RESOURCE_EXHAUSTED"
+    problem_code = ErrorCode.TOO_MANY_FAILURES
 
 
 @dataclass(slots=True)

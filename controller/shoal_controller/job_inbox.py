@@ -14,6 +14,7 @@ from shoal_protos.errors import StoreError
 from shoal_controller.backlog import Backlog
 from shoal_controller.callers import Caller
 from shoal_controller.core.machine.events import Event, OperatorRequest, Tick, first_batch
+from shoal_controller.only_if import OnlyIf
 from shoal_controller.recent_most import RecentMost
 
 INBOX = 1024
@@ -32,6 +33,8 @@ class Submission:
     """None: nobody waits for it."""
     by: Caller | None = None
     """Who asked for it; None: no operator."""
+    only_if: OnlyIf | None = None
+    """None: whatever the job's version is."""
 
     @property
     def is_request(self) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Refusal, Shutdown
 
@@ -50,6 +51,7 @@ from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.job_inbox import JobInbox, Submission, settle
 from shoal_controller.job_repository import JobRepository
 from shoal_controller.job_streams import JobStreams
+from shoal_controller.only_if import OnlyIf, version_of
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.store.store import Unfit, UnknownOutcome
@@ -188,12 +190,12 @@ class Runner:
         """Let go of the streams of a job that another run replaces."""
         self._streams.close_all()
 
-    async def submit(self, event: Event, by: Caller | None = None) -> None:
+    async def submit(self, event: Event, by: Caller | None = None, only_if: OnlyIf | None = None) -> None:
         """Returns when its effects are carried out, or, while the store fails, when it was heard. Raises the
         `UserError` that refuses an operator's request, and a `StoreError` where that could not be stored in time.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        submission = Submission(event, done, by)
+        submission = Submission(event, done, by, only_if)
         if self.trouble:
             if isinstance(event, OperatorRequest):
                 raise _not_now(self)
@@ -265,6 +267,8 @@ class Runner:
             return settle(batch, self._halted)
         self._in_hand = batch
         try:
+            if (only_if := batch[0].only_if) is not None:
+                only_if.check(self.spec.job, version_of(self.view()))
             await self._handle([submission.event for submission in batch], batch[0].by)
         except UserError as error:
             settle(batch, error)
@@ -353,7 +357,7 @@ class Runner:
         elif isinstance(event, Connected):
             self._streams.send_last(event.connection, Shutdown(Ending.FAILED, self._broken))
         elif isinstance(event, OperatorRequest) and not (self._broken and isinstance(event, Cancel)):
-            raise Conflict(self._broken or self._unserved)
+            raise Conflict(self._broken or self._unserved).coded(ErrorCode.JOB_UNSERVED)
 
 
 def _recorded(effects: Sequence[Effect], job: Job, now: float) -> list[JobEvent]:
@@ -393,5 +397,5 @@ def _blank_view(spec: JobSpec) -> JobView:
     return JobView(
         job=spec.job, phase=Phase.WAITING, generation=0, wanted=spec.wanted, active=0, min_workers=spec.min_workers,
         max_workers=spec.max_workers, lanes=spec.lanes, step=0, max_steps=None, loss=None, last_checkpoint_step=None,
-        reason="",
+        reason="", run=spec.run,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 import structlog
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
 from shoal_controller.callers import Caller
@@ -25,6 +26,7 @@ from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.event_bounds import EVENTS_KEPT, bound_events
 from shoal_controller.job_repository import JobRepository, new_repository, stored_jobs
 from shoal_controller.named_locks import NamedLocks
+from shoal_controller.only_if import OnlyIf, is_repeated, version_of
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
@@ -171,17 +173,21 @@ class Shell:
         return self.runner(job).spec
 
     async def create(self, spec: JobSpec, by: Caller | None = None) -> JobView:
-        """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay."""
+        """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay. A
+        request that comes once more, by its key, gets the run that it has made.
+        """
         spec = replace(spec, run=secrets.token_hex(8))
         async with self._changing.of(spec.job), self._creating:
             before = self._runners.get(spec.job)
+            if any(is_repeated(spec, runner.spec) for runner in self._runners.values()):
+                return self.view(spec.job)
             if before is not None and before.unserved:
-                raise Conflict(before.unserved)
+                raise Conflict(before.unserved).coded(ErrorCode.JOB_UNSERVED)
             if before is not None and not before.view().phase.over:
                 raise Conflict(
                     f"job {spec.job} exists and is {before.view().phase}; "
                     "delete it first or give the new one another name"
-                )
+                ).coded(ErrorCode.JOB_EXISTS)
             if before is None:
                 await self._make_room()
                 repository = self._begun.setdefault(spec.job, new_repository(self._store, spec, self._writer))
@@ -202,23 +208,27 @@ class Shell:
         idle = [runner for name, runner in self._runners.items() if not self._changing.is_held(name)]
         over = [runner for runner in idle if runner.over and not runner.unserved]
         if not over:
-            raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first")
+            raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first").coded(
+                ErrorCode.TOO_MANY_JOBS
+            )
         oldest = min(over, key=lambda runner: runner.repository.modified)
         async with self._changing.of(oldest.spec.job):  # nobody has it, so there is no wait for one who waits for us
             await self._forget(oldest)
 
-    async def delete(self, job: str, by: Caller | None = None) -> JobView:
+    async def delete(self, job: str, by: Caller | None = None, only_if: OnlyIf | None = None) -> JobView:
         """Stop it; it stays visible, with its events. One that is over is forgotten, its events and logs too."""
         async with self._changing.of(job):
             runner = self.runner(job)
             if runner.unserved:
-                raise Conflict(runner.unserved)
+                raise Conflict(runner.unserved).coded(ErrorCode.JOB_UNSERVED)
             view = runner.view()
             if view.phase.over:
+                if only_if is not None:
+                    only_if.check(job, version_of(view))
                 await self._forget(runner)
                 log.info("an operator had a job forgotten", job=job, token=by.token if by else "")
                 return view
-        await self.submit(job, Cancel(), by)
+        await self.submit(job, Cancel(), by, only_if)
         return self.view(job)
 
     async def _forget(self, runner: Runner) -> None:
@@ -263,11 +273,11 @@ class Shell:
             except StoreError as error:
                 log.warning("old events could not be dropped", error=str(error))
 
-    async def submit(self, job: str, event: Event, by: Caller | None = None) -> None:
+    async def submit(self, job: str, event: Event, by: Caller | None = None, only_if: OnlyIf | None = None) -> None:
         """Feed an event to a job; returns when its effects are carried out. Raises what refuses a request. `by`: the
-        operator who asks, for the history.
+        operator who asks, for the history. `only_if`: what the job's version must be by then.
         """
-        await self.runner(job).submit(event, by)
+        await self.runner(job).submit(event, by, only_if)
 
     def hear(self, job: str, event: Event) -> None:
         """The same for what may wait for the job's next tick, and for which nobody waits."""
@@ -303,7 +313,9 @@ class Shell:
         try:
             return self._runners[job]
         except KeyError:
-            raise NotFound(f"there is no job {job}; {_names(sorted(self._runners))}") from None
+            raise NotFound(f"there is no job {job}; {_names(sorted(self._runners))}").coded(
+                ErrorCode.JOB_UNKNOWN
+            ) from None
 
     def _new_runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
         assert self._outside is not None, "connect comes before start"

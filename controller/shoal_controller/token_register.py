@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import structlog
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, StoreError
 
 from shoal_controller.callers import Caller, Role, Unauthorized
@@ -131,16 +132,22 @@ class TokenRegister:
         if self._root is None:
             raise Conflict(
                 "this controller was started without SHOAL_TOKEN; start it with one, or a lost token could lock all out"
-            )
+            ).coded(ErrorCode.NO_TOKENS_HERE)
         if name == ROOT:
-            raise Conflict(f"{ROOT} is the name of the controller's own SHOAL_TOKEN; choose another name")
+            raise Conflict(f"{ROOT} is the name of the controller's own SHOAL_TOKEN; choose another name").coded(
+                ErrorCode.TOKEN_EXISTS
+            )
         if len(self._tokens) >= MOST_TOKENS:
-            raise Conflict(f"there are {MOST_TOKENS} tokens, the most that are kept; revoke some first")
+            raise Conflict(f"there are {MOST_TOKENS} tokens, the most that are kept; revoke some first").coded(
+                ErrorCode.TOO_MANY_TOKENS
+            )
         shown, now = _new_secret(name), self._clock()
         token = NamedToken(name, role, _digest(shown), now, by, None if seconds is None else now + seconds)
         outcome = await self._store.transact([Compare(_key(name))], [Put(_key(name), token.encoded())])
         if not outcome.succeeded:
-            raise Conflict(f"there is a token {name} already; revoke it first, or rotate it")
+            raise Conflict(f"there is a token {name} already; revoke it first, or rotate it").coded(
+                ErrorCode.TOKEN_EXISTS
+            )
         self._tokens[name] = token
         log.info("a token was created", token=name, role=str(role), by=by)
         return token, shown
@@ -169,13 +176,17 @@ class TokenRegister:
         entry = await self._store.get(_key(name))
         guard = Compare(_key(name), entry.modified if entry is not None else 0)
         if entry is None or not (await self._store.transact([guard], [operation])).succeeded:
-            raise Conflict(f"the token {name} has just been changed by somebody else; look at it again")
+            raise Conflict(f"the token {name} has just been changed by somebody else; look at it again").coded(
+                ErrorCode.TOKEN_CHANGED
+            )
 
     def _of(self, name: str) -> NamedToken:
         try:
             return self._tokens[name]
         except KeyError:
-            raise NotFound(f"there is no token {name}; `shoal token list` shows those there are") from None
+            raise NotFound(f"there is no token {name}; `shoal token list` shows those there are").coded(
+                ErrorCode.TOKEN_UNKNOWN
+            ) from None
 
     # ---- the store
 

@@ -1,7 +1,7 @@
 """Writes docs/controller.md from the code: `python docs/generate/controller.py` (`make docs`).
 
-Settings and job specification come from their pydantic models, routes from the API's own schema, metrics from what a
-controller without jobs exposes.
+Settings and job specification come from their pydantic models, metrics from what a controller without jobs exposes.
+REST has a page of its own (`rest.py`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from shoal_controller.api.models import JobBody, WorkersBody
-from shoal_controller.api.routes import router
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.settings import Settings
@@ -29,7 +27,7 @@ OPENING = """\
 
 <!-- Written by `make docs` from the code; do not edit. -->
 
-`shoal controller` serves jobs; `shoal run` and `shoal demo` bring one of their own.
+`shoal controller` serves jobs; `shoal run` and `shoal demo` bring one of their own. Its API: [REST](rest.md).
 """
 SETTINGS = """\
 ## Settings
@@ -57,12 +55,6 @@ JOB = """\
 
 The body of `POST /v1/jobs`, and what `shoal submit` reads from a YAML or JSON file.
 """
-REST = """\
-## REST
-
-Lists are `{"jobs": […]}` and the like; changes answer 202; errors are `application/problem+json` with one sentence in
-`detail`. A running controller shows its schema at `/docs`.
-"""
 METRICS = """\
 ## Metrics
 
@@ -72,7 +64,7 @@ At `/metrics`, for Prometheus. What belongs to a job has the label `job_name`.
 
 def page() -> str:
     """The whole page."""
-    parts = [OPENING, SETTINGS, *settings(), "", DOOR, JOB, *job(), "", REST, *routes(), "", METRICS, *metrics(), ""]
+    parts = [OPENING, SETTINGS, *settings(), "", DOOR, JOB, *job(), "", METRICS, *metrics(), ""]
     return "\n".join(parts)
 
 
@@ -97,19 +89,6 @@ def fields(model: type[BaseModel], above: str) -> Iterator[str]:
             yield from fields(KubernetesSection, f"{above}{name}.")
         else:
             yield row(f"`{above}{name}`", default(field), meaning(field))
-
-
-def routes() -> Iterator[str]:
-    yield from header("request", "what it does")
-    app = FastAPI()
-    app.include_router(router)
-    for path, methods in app.openapi()["paths"].items():
-        for method, operation in methods.items():
-            yield row(f"`{method.upper()} {path}`", " ".join(operation["description"].split()))
-    yield row(
-        "`GET /healthz`, `GET /readyz`, `GET /metrics`",
-        "Check that it runs, that it is ready; show metrics.",
-    )
 
 
 def metrics() -> Iterator[str]:

@@ -9,10 +9,15 @@
     ├── StoreError       503        the store refused, failed or is held by another controller
     └── JobFailed        500        training cannot go on; the sentence says why
 
-A sentence names the thing, what was found, what was expected and what to do. Standard library only.
+A sentence names the thing, what was found, what was expected and what to do; a code says the same to a program.
+Standard library only.
 """
 
 from __future__ import annotations
+
+from typing import Self
+
+from shoal_protos.error_codes import ErrorCode
 
 
 class ShoalError(Exception):
@@ -20,6 +25,12 @@ class ShoalError(Exception):
 
     http_status = 500
     grpc_status = "INTERNAL"
+    problem_code = ErrorCode.BUG
+
+    def coded(self, code: ErrorCode) -> Self:
+        """The error, with a nearer code than its class has."""
+        self.problem_code = code
+        return self
 
 
 class UserError(ShoalError):
@@ -27,6 +38,7 @@ class UserError(ShoalError):
 
     http_status = 400
     grpc_status = "INVALID_ARGUMENT"
+    problem_code = ErrorCode.INVALID_REQUEST
 
 
 class NotFound(UserError):
@@ -34,6 +46,7 @@ class NotFound(UserError):
 
     http_status = 404
     grpc_status = "NOT_FOUND"
+    problem_code = ErrorCode.NOT_FOUND
 
 
 class Conflict(UserError):
@@ -41,6 +54,7 @@ class Conflict(UserError):
 
     http_status = 409
     grpc_status = "FAILED_PRECONDITION"
+    problem_code = ErrorCode.CONFLICT
 
 
 class Refused(UserError):
@@ -48,6 +62,7 @@ class Refused(UserError):
 
     http_status = 403
     grpc_status = "PERMISSION_DENIED"
+    problem_code = ErrorCode.FORBIDDEN
 
 
 class PeerError(ShoalError):
@@ -55,6 +70,7 @@ class PeerError(ShoalError):
 
     http_status = 502
     grpc_status = "UNAVAILABLE"
+    problem_code = ErrorCode.CLUSTER_UNAVAILABLE
 
 
 class StoreError(ShoalError):
@@ -62,6 +78,7 @@ class StoreError(ShoalError):
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
+    problem_code = ErrorCode.STORE_UNAVAILABLE
 
 
 class JobFailed(ShoalError):
@@ -69,3 +86,4 @@ class JobFailed(ShoalError):
 
     http_status = 500
     grpc_status = "ABORTED"
+    problem_code = ErrorCode.JOB_FAILED

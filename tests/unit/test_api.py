@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from api_port import TRAIN, serving
+from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.api.guard import MOST_BODY_BYTES
@@ -31,15 +32,18 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
             "workers": {"wanted": 3, "active": 0, "min": 2, "max": 6}, "lanes": 8, "step": 0,
             "max_steps": None, "loss": None, "samples": None, "last_checkpoint_step": None, "reason": "as it should be",
         }  # fmt: skip
-        assert await api.ask("GET", "/v1/jobs") == {"jobs": []}
-        assert await api.ask("POST", "/v1/jobs", 202, json=TRAIN) == shown
+        assert await api.ask("GET", "/v1/jobs") == NO_JOBS
+        made = await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        run = made["version"].removesuffix("-0")
+        shown |= {"created": made["created"], "started": None, "ended": None, "version": f"{run}-0"}
+        assert made == shown and time.time() - 60 < made["created"] <= time.time()
         assert await api.ask("GET", "/v1/jobs/train") == shown
-        assert await api.ask("GET", "/v1/jobs") == {"jobs": [shown]}
-        scaled = shown | {"workers": shown["workers"] | {"wanted": 4}}
+        assert await api.ask("GET", "/v1/jobs") == {"jobs": [shown], "next": None}
+        scaled = shown | {"workers": shown["workers"] | {"wanted": 4}, "version": f"{run}-1"}
         assert await api.ask("POST", "/v1/jobs/train/scale", 202, json={"workers": 4}) == scaled
-        scaled = shown | {"workers": {"wanted": 4, "active": 0, "min": 1, "max": 8}}
+        scaled = shown | {"workers": {"wanted": 4, "active": 0, "min": 1, "max": 8}, "version": f"{run}-2"}
         assert await api.ask("POST", "/v1/jobs/train/scale", 202, json={"min": 1, "max": 8}) == scaled
-        assert await api.ask("DELETE", "/v1/jobs/train", 202) == scaled | {"phase": "cancelled"}
+        assert await api.ask("DELETE", "/v1/jobs/train", 202) == scaled | {"phase": "cancelled", "version": f"{run}-3"}
         assert (await api.ask("GET", "/v1/jobs/train/events"))["events"][-1]["message"] == "cancelled by an operator"
 
 
@@ -124,6 +128,7 @@ async def test_workers_are_shown_with_these_keys(tmp_path):
                 "mirrored_blocks": 4, "step": 9, "step_seconds": 0.25, "memory_bytes": 1000, "log": "/logs/w0.log",
                 "pod": "", "node": "", "why": "",
             }],
+            "next": None,
         }  # fmt: skip
 
 
@@ -137,7 +142,8 @@ async def test_checkpoints_are_listed_newest_first(tmp_path):
             "checkpoints": [
                 {"step": 40, "generation": 3, "path": "/c/step-40", "bytes": 99},
                 {"step": 20, "generation": 1, "path": "/c/step-20", "bytes": 0},
-            ]
+            ],
+            "next": None,
         }
         assert (await api.ask("GET", "/v1/jobs/train"))["last_checkpoint_step"] == 40
 
@@ -276,7 +282,7 @@ async def test_every_attack_gets_its_sentence_and_harms_nothing(tmp_path):
 async def test_a_problem_has_all_that_the_rfc_names(tmp_path):
     async with serving(tmp_path) as api:
         assert await api.ask("GET", "/v1/jobs/nope", 404) == {
-            "type": "about:blank", "title": "Not Found", "status": 404,
+            "type": "about:blank", "code": "job_unknown", "title": "Not Found", "status": 404,
             "detail": "there is no job nope; there are none yet", "instance": "/v1/jobs/nope",
         }  # fmt: skip
 
@@ -334,7 +340,7 @@ async def test_a_launcher_that_is_not_allowed_starts_nothing(tmp_path):
             403,
             "`launcher` is local; this controller allows none (its SHOAL_LAUNCHERS)",
         )
-        assert await api.ask("GET", "/v1/jobs") == {"jobs": []}
+        assert await api.ask("GET", "/v1/jobs") == NO_JOBS
 
 
 @asynchronous

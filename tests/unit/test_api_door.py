@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import httpx
 import pytest
-from api_port import TRAIN, serving
+from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings
@@ -49,7 +49,7 @@ async def test_without_the_token_only_health_and_documentation_answer(tmp_path, 
 async def test_with_the_token_everything_answers_under_any_host_name(tmp_path):
     async with serving(tmp_path, token="secret") as api:
         headers = {"authorization": "Bearer secret", "host": "shoal.example:7070"}
-        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
+        assert await api.ask("GET", "/v1/jobs", headers=headers) == NO_JOBS
 
 
 READS = [("GET", "/v1/jobs"), ("GET", "/v1/jobs/train"), ("GET", "/v1/jobs/train/events"), ("GET", "/metrics")]
@@ -135,7 +135,7 @@ async def test_tokens_are_made_listed_rotated_and_revoked(tmp_path):
         assert (made["name"], made["role"], made["created_by"]) == ("ci", "operate", "root")
         assert made["expires"] - made["created"] == 7 * 86_400
         shown = {key: value for key, value in made.items() if key != "token"}
-        assert await api.ask("GET", "/v1/tokens") == {"tokens": [shown]}
+        assert await api.ask("GET", "/v1/tokens") == {"tokens": [shown], "next": None}
         again = await api.ask("POST", "/v1/tokens/ci/rotate", json={"keep_seconds": 0})
         old, new = ({"authorization": f"Bearer {one['token']}"} for one in (made, again))
         assert (await api.client.get("/v1/jobs", headers=old)).status_code == 401
@@ -223,13 +223,13 @@ async def test_a_token_in_a_url_opens_nothing_and_reaches_no_log(tmp_path, capfd
 @asynchronous
 async def test_this_machine_has_several_names(tmp_path, host):
     async with serving(tmp_path) as api:
-        assert await api.ask("GET", "/v1/jobs", headers={"host": host}) == {"jobs": []}
+        assert await api.ask("GET", "/v1/jobs", headers={"host": host}) == NO_JOBS
 
 
 @asynchronous
 async def test_a_port_that_is_open_to_others_answers_to_any_name(tmp_path):
     async with serving(tmp_path, ApiSettings(2, here_only=False)) as api:
-        assert await api.ask("GET", "/v1/jobs", headers={"host": "node7.cluster"}) == {"jobs": []}
+        assert await api.ask("GET", "/v1/jobs", headers={"host": "node7.cluster"}) == NO_JOBS
 
 
 ELSEWHERE = {"origin": "https://example.org"}
@@ -280,7 +280,7 @@ async def test_a_name_that_anybody_can_give_this_address_makes_no_page_its_own(t
 @asynchronous
 async def test_its_own_pages_and_programs_are_answered(tmp_path, headers):
     async with serving(tmp_path) as api:
-        assert await api.ask("GET", "/v1/jobs", headers=headers) == {"jobs": []}
+        assert await api.ask("GET", "/v1/jobs", headers=headers) == NO_JOBS
 
 
 HALF_REQUESTS = {

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from api_port import serving
+from api_port import NO_JOBS, serving
 from asynchronous import asynchronous
 from shoal_controller import failed_logins
 from shoal_controller.failed_logins import (
@@ -91,7 +91,7 @@ async def test_a_right_token_is_answered_at_once_beside_wrong_ones(
     async with serving(tmp_path, token="secret") as api:
         wrong, right = ({"authorization": f"Bearer {token}"} for token in ("guess", "secret"))
         guesses = [asyncio.ensure_future(api.client.get("/v1/jobs", headers=wrong))]
-        assert await api.ask("GET", "/v1/jobs", headers=right) == {"jobs": []}
+        assert await api.ask("GET", "/v1/jobs", headers=right) == NO_JOBS
         guesses.append(asyncio.ensure_future(api.client.get("/v1/jobs", headers=wrong)))
         async with asyncio.timeout(10):
             answer = await api.client.get("/v1/jobs", headers=right)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from api_port import TRAIN, figures, serving
+from api_port import NO_JOBS, TRAIN, figures, serving
 from asynchronous import asynchronous
 from ports import free_port
 from shoal_controller.api import forwarding
@@ -146,7 +146,7 @@ async def test_a_change_waits_for_the_next_leader_where_the_last_one_says_that_i
     async with answering(ended) as port, following(tmp_path, port) as follower:
         asked = asyncio.create_task(follower.client.post("/v1/jobs", json=TRAIN))
         await answers.acquire()
-        assert (await follower.client.get("/v1/jobs")).json() == {"jobs": []}, "what the store has"
+        assert (await follower.client.get("/v1/jobs")).json() == NO_JOBS, "what the store has"
         forwarded = await follower.client.post("/v1/jobs", json=TRAIN, headers={"shoal-forwarded": "1"})
         assert forwarded.status_code == 503 and forwarded.headers["shoal-not-leading"], "it does not lead either"
         assert not asked.done()
@@ -169,11 +169,11 @@ async def test_a_follower_whose_leader_seems_to_be_itself_asks_itself_once(tmp_p
     monkeypatch.setattr(forwarding, "ELECTION_SECONDS", 0.3)
     async with following(tmp_path, free_port()) as follower:
         await follower.follow(follower.client.base_url.port)
-        assert (await follower.client.get("/v1/jobs")).json() == {"jobs": []}, "what the store has"
+        assert (await follower.client.get("/v1/jobs")).json() == NO_JOBS, "what the store has"
         refused = await follower.client.post("/v1/jobs", json=TRAIN)
         assert refused.status_code == 503 and "this controller does not lead" in refused.json()["detail"]
         assert refused.json()["type"] == "about:blank"
-        assert (await follower.client.get("/v1/jobs")).json() == {"jobs": []}, "nothing was done"
+        assert (await follower.client.get("/v1/jobs")).json() == NO_JOBS, "nothing was done"
 
 
 @asynchronous
@@ -194,7 +194,7 @@ async def test_a_leader_that_is_frozen_is_waited_for_until_another_one_leads(tmp
         assert not done
         await follower.store.transact([], [Delete(LEADER)])
         async with asyncio.timeout(10):
-            assert (await read).json() == {"jobs": []}
+            assert (await read).json() == NO_JOBS
             refused = await change
             assert refused.status_code == 503 and "it may have been done" in refused.json()["detail"]
             assert (refused.json()["type"], refused.headers["retry-after"]) == ("urn:shoal:outcome-unknown", "5")

@@ -44,6 +44,7 @@ PURE_VOCABULARY = {
         "checkpoint",
         "corruption",
         "description",
+        "error_codes",
         "errors",
         "memory_estimate",
         "messages",

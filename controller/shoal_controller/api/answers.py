@@ -7,9 +7,11 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.error_codes import ErrorCode
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.only_if import version_of
 from shoal_controller.records import JobEvent
 
 
@@ -46,6 +48,14 @@ class JobAnswer(Answer):
     last_checkpoint_step: int | None
     reason: str
     """Why it is in this phase, in one sentence."""
+    created: float
+    """Seconds since the epoch."""
+    started: float | None
+    """When its first world began, in seconds since the epoch; None: none has."""
+    ended: float | None
+    """When it was over, in seconds since the epoch; None: it is not."""
+    version: str
+    """Changes with whatever is asked of the job, not with its progress: to be sent as `If-Match`."""
 
     @classmethod
     def of(cls, view: JobView) -> Self:
@@ -55,12 +65,15 @@ class JobAnswer(Answer):
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
             step=view.step, max_steps=view.max_steps, loss=view.loss, samples=view.samples,
-            last_checkpoint_step=view.last_checkpoint_step, reason=view.reason,
+            last_checkpoint_step=view.last_checkpoint_step, reason=view.reason, created=view.created_at,
+            started=view.started_at, ended=view.ended_at, version=version_of(view),
         )  # fmt: skip
 
 
 class JobsAnswer(Answer):
     jobs: list[JobAnswer]
+    next: str | None
+    """`after` of the next page; None: there is none."""
 
 
 class WorkerAnswer(Answer):
@@ -99,6 +112,8 @@ class WorkerAnswer(Answer):
 
 class WorkersAnswer(Answer):
     workers: list[WorkerAnswer]
+    next: str | None
+    """`after` of the next page; None: there is none."""
 
 
 class EventAnswer(Answer):
@@ -126,6 +141,8 @@ class EventAnswer(Answer):
 
 class EventsAnswer(Answer):
     events: list[EventAnswer]
+    next: int | None
+    """`after` of the next page; None: there is none yet."""
 
 
 class CheckpointAnswer(Answer):
@@ -145,6 +162,8 @@ class CheckpointAnswer(Answer):
 
 class CheckpointsAnswer(Answer):
     checkpoints: list[CheckpointAnswer]
+    next: str | None
+    """`after` of the next page; None: there is none."""
 
 
 class MovedBytes(Answer):
@@ -215,6 +234,8 @@ class Problem(Answer):
     """An error, as RFC 9457 has it. `detail` is the one sentence that matters."""
 
     type: str = "about:blank"
+    code: ErrorCode
+    """What a program goes by; docs/rest.md says what each means."""
     title: str
     status: int
     detail: str

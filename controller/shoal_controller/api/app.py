@@ -53,7 +53,13 @@ def build_app(
     neighbours: Neighbours,
 ) -> ASGIApp:
     """The whole API, guarded. What a follower is asked goes to its neighbours."""
-    app = FastAPI(title="Shoal", version=version("shoal"), redoc_url=None)
+    app = FastAPI(
+        title="Shoal",
+        version=version("shoal"),
+        redoc_url=None,
+        generate_unique_id_function=lambda route: route.name,
+        separate_input_output_schemas=False,
+    )
     app.state.controller = controller
     app.state.settings = settings
     app.state.tokens = tokens
@@ -62,21 +68,21 @@ def build_app(
     openapi.install(app)
     app.include_router(router)
 
-    @app.get("/healthz")
-    async def healthz() -> HealthAnswer:
+    @app.get("/healthz", tags=["controller"])
+    async def get_health() -> HealthAnswer:
         """The process answers; `trouble` says what it waits for."""
         return HealthAnswer(status="ok", trouble=controller.trouble, term=controller.term)
 
-    @app.get("/readyz")
-    async def readyz(store: str | None = None) -> HealthAnswer:
+    @app.get("/readyz", tags=["controller"])
+    async def get_readiness(store: str | None = None) -> HealthAnswer:
         """This controller serves requests. With `?store`, only while its store can be used."""
         controller.check()  # what keeps it from that is the problem's detail
         if store is not None:
             await controller.check_store()
         return HealthAnswer(status="ready", trouble=controller.trouble, term=controller.term)
 
-    @app.get("/metrics", response_class=Response, responses=METRICS)
-    async def metrics() -> Response:
+    @app.get("/metrics", tags=["controller"], response_class=Response, responses=METRICS)
+    async def get_metrics() -> Response:
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)
 

@@ -31,7 +31,7 @@ from shoal_controller.store.store import UnknownOutcome
 NOT_LEADING = "shoal-not-leading"
 """The header of an answer to such a request by a controller that does not lead: nothing has come of it."""
 
-PASSED_ON = ("authorization", "accept", "content-type", "last-event-id", "if-match")
+PASSED_ON = ("authorization", "accept", "content-type", "last-event-id", "if-match", "idempotency-key")
 """What the leader hears of a request's headers."""
 
 HANDED_BACK = ("allow", "content-type", "cache-control", "retry-after", "location", "etag", "age", "www-authenticate")

@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 
 import structlog
 from shoal_protos.addresses import is_here
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, ShoalError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.api.problems import BUG, TooLarge, problem, problem_of
+from shoal_controller.api.problems import BUG, CODES, TooLarge, problem, problem_of
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.failed_logins import FailedLogins
 from shoal_controller.leadership.controller_state import ControllerState
@@ -73,13 +74,14 @@ class Guard:
         except ShoalError as error:
             await problem_of(scope["path"], error)(scope, receive, send)
         except HTTPException as error:
-            await problem(scope["path"], error.status_code, error.detail)(scope, receive, send)
+            code = CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
+            await problem(scope["path"], error.status_code, error.detail, code)(scope, receive, send)
         except Exception as error:
             log.error("a request failed", path=scope["path"], error=str(error), exc_info=error)
             if begun and not finished:
                 raise  # only the end of the connection can say so now
             if not begun:
-                await problem(scope["path"], ShoalError.http_status, BUG)(scope, receive, send)
+                await problem(scope["path"], ShoalError.http_status, BUG, ErrorCode.BUG)(scope, receive, send)
 
     def _check(self, headers: Headers, scope: Scope) -> Caller | None:
         """Who asks; None where anybody may."""
@@ -87,7 +89,7 @@ class Guard:
             raise Refused(
                 f"the request names the host {headers.get('host', '')!r}; a controller without a token answers only "
                 "to localhost. Set SHOAL_TOKEN to let others in."
-            )
+            ).coded(ErrorCode.HOST_REFUSED)
         if scope["path"] in OPEN_PATHS:
             return None
         self._check_page(headers)
@@ -127,7 +129,7 @@ class Guard:
             raise Refused(
                 f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
                 "and to its own pages only"
-            )
+            ).coded(ErrorCode.PAGE_REFUSED)
 
 
 def needed_role(method: str, path: str) -> Role:
@@ -143,7 +145,7 @@ def _check_role(caller: Caller, method: str, path: str) -> None:
         raise Refused(
             f"the token {caller.token} has the role {caller.role}; {method} {path} needs {needed}. Ask an admin for a "
             "token with that role"
-        )
+        ).coded(ErrorCode.ROLE_TOO_LOW)
 
 
 def _shown(authorization: str) -> str:

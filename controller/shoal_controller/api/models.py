@@ -7,7 +7,7 @@ wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from shoal_protos.validation import Allowed, Unshown, wrong_value
@@ -21,6 +21,8 @@ MOST_LANES = 65_536
 POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
 """Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 LONGEST_SECONDS = 7 * 24 * 3600.0
+HIDDEN = "***"
+"""In place of a value that the caller may not read."""
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 HOW_MANY = Allowed(f"a whole number from 1 to {MOST_WORKERS}")
@@ -165,6 +167,35 @@ class JobBody(Body):
             stall_seconds=self.stall_seconds, max_restarts=self.max_restarts, resume=self.resume,
             kubernetes=self.kubernetes.model_dump_json(exclude_unset=True) if self.kubernetes is not None else "",
         )  # fmt: skip
+
+
+def body_of(spec: JobSpec, shows_values: bool) -> dict[str, object]:
+    """The body that asks for this very job: the inverse of `JobBody.spec`. `shows_values`: else the values of
+    variables, which may be secrets, are left out.
+    """
+    section = KubernetesSection.model_validate_json(spec.kubernetes) if spec.kubernetes else None
+    wanted = None if spec.wanted_by_default else spec.wanted
+    body = JobBody.model_construct(
+        job=spec.job, workers=WorkersBody.model_construct(wanted=wanted, min=spec.min_workers, max=spec.max_workers),
+        launcher=spec.launcher, command=list(spec.command), env=dict(spec.env), lanes=spec.lanes,
+        heartbeat_seconds=spec.heartbeat_seconds, suspect_after=spec.suspect_after,
+        reconnect_seconds=spec.reconnect_seconds, progress_seconds=spec.progress_seconds,
+        stall_seconds=spec.stall_seconds, max_restarts=spec.max_restarts, resume=spec.resume, kubernetes=section,
+    ).model_dump(mode="json")  # fmt: skip
+    if not shows_values:
+        body["env"] = dict.fromkeys(spec.env, HIDDEN)
+        body["kubernetes"] = _without_values(body["kubernetes"])
+    return body
+
+
+def _without_values(part: Any) -> Any:
+    """Whatever has a name and a value, as a variable of a pod, keeps its name."""
+    if isinstance(part, list):
+        return [_without_values(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    hidden = {"value": HIDDEN} if "name" in part and "value" in part else {}
+    return {name: _without_values(one) for name, one in part.items()} | hidden
 
 
 class ScaleBody(Body):

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.validation import first_sentence
 from starlette.exceptions import HTTPException
@@ -17,7 +18,7 @@ from starlette.routing import compile_path
 from shoal_controller.api.answers import Problem
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.token_routes import RotateBody, TokenBody
-from shoal_controller.store.store import UnknownOutcome
+from shoal_controller.only_if import VersionMismatch
 
 BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "create_job": ("the job spec", JobBody),
@@ -38,6 +39,12 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 }
 """By the status that needs them."""
 
+CODES: Mapping[int, ErrorCode] = {
+    HTTPStatus.NOT_FOUND: ErrorCode.PATH_UNKNOWN,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: ErrorCode.BODY_TOO_LARGE,
+}
+"""Of what the framework itself refuses."""
+
 PROBLEM_TYPE = "application/problem+json"
 
 BUG = "this is a bug in Shoal; see the controller's log"
@@ -47,23 +54,27 @@ class TooLarge(UserError):
     """The body is larger than anything that could be meant."""
 
     http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    problem_code = ErrorCode.BODY_TOO_LARGE
 
 
 OUTCOME_UNKNOWN = "urn:shoal:outcome-unknown"
 """Type of a problem after which a change may have been made: who sends it again without a look may make it twice."""
 
 
-def problem(path: str, status: int, sentence: str, kind: str = "about:blank") -> JSONResponse:
+def problem(path: str, status: int, sentence: str, code: ErrorCode) -> JSONResponse:
     """The answer for an error."""
-    body = Problem(type=kind, title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
+    kind = OUTCOME_UNKNOWN if code is ErrorCode.OUTCOME_UNKNOWN else "about:blank"
+    body = Problem(type=kind, code=code, title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
     headers = HEADERS.get(status, {})
     return JSONResponse(body.model_dump(), status, headers, media_type=PROBLEM_TYPE)
 
 
 def problem_of(path: str, error: ShoalError) -> JSONResponse:
     """The answer for an error of Shoal's own."""
-    kind = OUTCOME_UNKNOWN if isinstance(error, UnknownOutcome) else "about:blank"
-    return problem(path, error.http_status, str(error), kind)
+    answer = problem(path, error.http_status, str(error), error.problem_code)
+    if isinstance(error, VersionMismatch):
+        answer.headers["ETag"] = f'"{error.version}"'
+    return answer
 
 
 def install(app: FastAPI) -> None:
@@ -88,20 +99,20 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         sentence = f"{whole} came without the header `Content-Type: application/json`; send it as JSON, and say so"
     else:
         sentence = first_sentence(faults, whole, model)
-    return problem(request.url.path, UserError.http_status, sentence)
+    return problem(request.url.path, UserError.http_status, sentence, UserError.problem_code)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     """What the framework itself refuses: unknown paths, wrong methods, bodies it cannot read."""
     assert isinstance(error, HTTPException)
-    sentence = str(error.detail)
+    sentence, code = str(error.detail), CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     if error.status_code == HTTPStatus.NOT_FOUND:
         sentence = f"there is nothing at {request.url.path}; /docs lists what there is"
     elif error.status_code == HTTPStatus.BAD_REQUEST:
         sentence = "the body cannot be read as JSON; it is not UTF-8, or nested too deeply"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return _not_allowed(request, (error.headers or {}).get("Allow", ""))
-    return problem(request.url.path, error.status_code, sentence)
+    return problem(request.url.path, error.status_code, sentence, code)
 
 
 def _not_allowed(request: Request, allowed: str) -> JSONResponse:
@@ -110,11 +121,11 @@ def _not_allowed(request: Request, allowed: str) -> JSONResponse:
         if compile_path(path)[0].match(request.url.path):
             allowed = ", ".join(sorted(map(str.upper, operations)))
     sentence = f"{request.method} is not allowed at {request.url.path}; expected {allowed}"
-    answer = problem(request.url.path, HTTPStatus.METHOD_NOT_ALLOWED, sentence)
+    answer = problem(request.url.path, HTTPStatus.METHOD_NOT_ALLOWED, sentence, ErrorCode.METHOD_NOT_ALLOWED)
     answer.headers["Allow"] = allowed
     return answer
 
 
 async def _defect(request: Request, _: Exception) -> JSONResponse:
     """Our own bug. The guard, to which it is raised again after this, logs it."""
-    return problem(request.url.path, ShoalError.http_status, BUG)
+    return problem(request.url.path, ShoalError.http_status, BUG, ErrorCode.BUG)

@@ -5,6 +5,7 @@ Called by `routes.py` for all jobs; those that were submitted over REST are the 
 
 from __future__ import annotations
 
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 
 from shoal_controller.callers import Caller
@@ -13,24 +14,27 @@ from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.spec import JobSpec, JobView, WorkerBounds
 from shoal_controller.elastic_jobs.resource_kind import FULL_NAME
 from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.only_if import OnlyIf, version_of
 from shoal_controller.shell import Shell
 
 
 async def create(shell: Shell, spec: JobSpec, by: Caller) -> JobView:
     """A new run. ● A resource's job is made anew by its resource only."""
     if _is_owned(shell, spec.job) and shell.view(spec.job).phase.over:
-        raise Conflict(f"{_belongs(spec.job)}, and give the new job this name then, or another one now")
+        raise Conflict(f"{_belongs(spec.job)}, and give the new job this name then, or another one now").coded(
+            ErrorCode.JOB_OF_A_RESOURCE
+        )
     return await shell.create(spec, by)
 
 
-async def delete(shell: Shell, job: str, by: Caller) -> JobView:
+async def delete(shell: Shell, job: str, by: Caller, only_if: OnlyIf | None) -> JobView:
     """Stop a job; forget one that is over, unless a resource still shows it."""
     if _is_owned(shell, job) and shell.view(job).phase.over:
-        raise Conflict(f"{_belongs(job)}, and the job is forgotten with it")
-    return await shell.delete(job, by)
+        raise Conflict(f"{_belongs(job)}, and the job is forgotten with it").coded(ErrorCode.JOB_OF_A_RESOURCE)
+    return await shell.delete(job, by, only_if)
 
 
-async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller) -> JobView:
+async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller, only_if: OnlyIf | None) -> JobView:
     """● One writer of the size: a job's resource is asked first, and the job becomes what the resource is."""
     shell = controller.leading()
     view = shell.view(job)
@@ -40,9 +44,12 @@ async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller)
             raise Conflict(
                 f"job {job} has its size from the resource {FULL_NAME}/{job}, which this controller cannot write: it "
                 "has no launcher kubernetes"
-            )
+            ).coded(ErrorCode.JOB_OF_A_RESOURCE)
+        if only_if is not None:
+            only_if.check(job, version_of(view))
         await controller.sizes.write_size(view, asked)
-    await shell.submit(job, asked, by)
+        only_if = None  # the resource has the size now, and the job may follow it already
+    await shell.submit(job, asked, by, only_if)
     return shell.view(job)
 
 

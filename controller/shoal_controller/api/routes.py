@@ -6,10 +6,12 @@ the store, or refused. Nothing is decided here. Errors are raised as they are an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused
 
 from shoal_controller.api import resource_rules, token_routes
@@ -25,10 +27,24 @@ from shoal_controller.api.answers import (
     WorkerAnswer,
     WorkersAnswer,
 )
-from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
+from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
+from shoal_controller.api.pages import (
+    After,
+    Limit,
+    by_number,
+    checkpoint_place,
+    cursor_of,
+    page,
+    place_of,
+    workers_in_order,
+)
+from shoal_controller.api.preconditions import AKey, AnOnlyIf, keyed, tag
 from shoal_controller.api.stream import Follower, event_stream, wants_stream
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
+from shoal_controller.callers import Role
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_controller.core.machine.spec import JobView
+from shoal_controller.event_bounds import EVENTS_KEPT
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.shell import Shell
 
@@ -58,122 +74,183 @@ def shell_to_change(request: Request) -> Shell:
 
 
 Readable = Annotated[Shell, Depends(shell_to_read)]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWorker:
+    """The worker that a path names."""
+
+    job: str
+    worker: str
+
+
 Leading = Annotated[Shell, Depends(shell_to_change)]
 
 
-@router.get("/jobs")
-async def list_jobs(shell: Readable) -> JobsAnswer:
-    """List all jobs, including finished ones."""
-    return JobsAnswer(jobs=[JobAnswer.of(view) for view in shell.jobs()])
+def after_revision(
+    after: Annotated[int, Query(ge=0, description="Revision of the last event that is not wanted.")] = 0,
+    last_event_id: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
+) -> int:
+    """Of a reader that comes again, the header says what it has had."""
+    return max(after, last_event_id)
 
 
-@router.post("/jobs", status_code=202)
-async def create_job(body: JobBody, shell: Leading, caller: ACaller, request: Request, response: Response) -> JobAnswer:
+AnAfterRevision = Annotated[int, Depends(after_revision)]
+AWorker = Annotated[NamedWorker, Depends(NamedWorker)]
+
+
+def _answer(response: Response, view: JobView) -> JobAnswer:
+    """A job, with its version in the header."""
+    tag(response, view)
+    return JobAnswer.of(view)
+
+
+@router.get("/jobs", tags=["jobs"])
+async def list_jobs(shell: Readable, limit: Limit = None, after: After = None) -> JobsAnswer:
+    """List all jobs by name, including finished ones."""
+    begin = None if after is None else (after,)
+    found, more = page(shell.jobs(), lambda view: (view.job,), begin, limit)
+    return JobsAnswer(jobs=[JobAnswer.of(view) for view in found], next=found[-1].job if more else None)
+
+
+@router.post("/jobs", tags=["jobs"], status_code=202)
+async def create_job(
+    body: JobBody, shell: Leading, caller: ACaller, key: AKey, request: Request, response: Response
+) -> JobAnswer:
     """Create a job. A finished job with the same name is replaced."""
     settings = request.app.state.settings
     if body.launcher not in settings.launchers:
         raise Refused(
             f"`launcher` is {body.launcher}; this controller allows {', '.join(sorted(settings.launchers))} "
             "(its SHOAL_LAUNCHERS)"
-        )
-    view = await resource_rules.create(shell, body.spec(settings.default_workers), caller)
+        ).coded(ErrorCode.LAUNCHER_NOT_ALLOWED)
+    spec = keyed(body.spec(settings.default_workers), body, key)
+    view = await resource_rules.create(shell, spec, caller)
+    tag(response, view)
     response.headers["Location"] = f"/v1/jobs/{view.job}"
     return JobAnswer.of(view)
 
 
-@router.get("/jobs/{job}")
-async def get_job(job: str, shell: Readable) -> JobAnswer:
+@router.get("/jobs/{job}", tags=["jobs"])
+async def get_job(job: str, shell: Readable, response: Response) -> JobAnswer:
     """Show a job."""
-    return JobAnswer.of(shell.view(job))
+    return _answer(response, shell.view(job))
 
 
-@router.delete("/jobs/{job}", status_code=202)
-async def delete_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
+@router.get("/jobs/{job}/spec", tags=["jobs"], response_model=JobBody)
+async def get_job_spec(job: str, shell: Readable, caller: ACaller) -> JSONResponse:
+    """Show what a job was made with, defaults filled in, as it could be made again.
+
+    A role that may only view sees the names of environment variables, not their values.
+    """
+    spec, view = shell.spec(job), shell.view(job)
+    answer = JSONResponse(body_of(spec, shows_values=caller.role.includes(Role.OPERATE)))
+    tag(answer, view)
+    return answer
+
+
+@router.delete("/jobs/{job}", tags=["jobs"], status_code=202)
+async def delete_job(job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response) -> JobAnswer:
     """Stop a job; its events stay. Forget a finished job, with its events and logs; its checkpoints stay."""
-    return JobAnswer.of(await resource_rules.delete(shell, job, caller))
+    return _answer(response, await resource_rules.delete(shell, job, caller, only_if))
 
 
-@router.post("/jobs/{job}/scale", status_code=202)
-async def scale_job(job: str, body: ScaleBody, caller: ACaller, request: Request) -> JobAnswer:
+@router.post("/jobs/{job}/scale", tags=["jobs"], status_code=202)
+async def scale_job(
+    job: str, body: ScaleBody, caller: ACaller, only_if: AnOnlyIf, request: Request, response: Response
+) -> JobAnswer:
     """Set the number of workers, or its bounds, in the job's resource where it was made from one."""
     asked = Scale(body.workers, body.min, body.max)
-    return JobAnswer.of(await resource_rules.scale(controller_of(request), job, asked, caller))
+    return _answer(response, await resource_rules.scale(controller_of(request), job, asked, caller, only_if))
 
 
-@router.post("/jobs/{job}/pause", status_code=202)
-async def pause_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
+@router.post("/jobs/{job}/pause", tags=["jobs"], status_code=202)
+async def pause_job(job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response) -> JobAnswer:
     """Pause training; workers stay connected."""
-    await shell.submit(job, Pause(), caller)
-    return JobAnswer.of(shell.view(job))
+    await shell.submit(job, Pause(), caller, only_if)
+    return _answer(response, shell.view(job))
 
 
-@router.post("/jobs/{job}/resume", status_code=202)
-async def resume_job(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
+@router.post("/jobs/{job}/resume", tags=["jobs"], status_code=202)
+async def resume_job(job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response) -> JobAnswer:
     """Resume a paused job."""
-    await shell.submit(job, Resume(), caller)
-    return JobAnswer.of(shell.view(job))
+    await shell.submit(job, Resume(), caller, only_if)
+    return _answer(response, shell.view(job))
 
 
-@router.get("/jobs/{job}/workers")
-async def list_workers(job: str, shell: Readable) -> WorkersAnswer:
-    """List the job's workers, including those that are lost or have left."""
-    return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in shell.view(job).workers])
+@router.get("/jobs/{job}/workers", tags=["workers"])
+async def list_workers(job: str, shell: Readable, limit: Limit = None, after: After = None) -> WorkersAnswer:
+    """List the job's workers by their numbers, including those that are lost or have left."""
+    begin = None if after is None else by_number(after)
+    workers = workers_in_order(shell.view(job).workers)
+    found, more = page(workers, lambda view: by_number(view.worker), begin, limit)
+    return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in found], next=found[-1].worker if more else None)
 
 
-@router.post("/jobs/{job}/workers/{worker}/drain", status_code=202)
+@router.post("/jobs/{job}/workers/{worker}/drain", tags=["workers"], status_code=202)
 async def drain_worker(
-    job: str, worker: str, shell: Leading, caller: ACaller, body: DrainBody | None = None
+    at: AWorker, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response, body: DrainBody | None = None
 ) -> JobAnswer:
     """Drain a worker: copy its blocks elsewhere, then let it go."""
     asked = body or DrainBody()
-    await shell.submit(job, DrainWorker(worker, asked.grace_seconds, asked.why), caller)
-    return JobAnswer.of(shell.view(job))
+    await shell.submit(at.job, DrainWorker(at.worker, asked.grace_seconds, asked.why), caller, only_if)
+    return _answer(response, shell.view(at.job))
 
 
-@router.post("/jobs/{job}/workers/{worker}/lost", status_code=202)
-async def lose_worker(job: str, worker: str, shell: Leading, caller: ACaller) -> JobAnswer:
+@router.post("/jobs/{job}/workers/{worker}/lost", tags=["workers"], status_code=202)
+async def confirm_worker_lost(
+    at: AWorker, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response
+) -> JobAnswer:
     """Confirm that a silent worker is dead, so that nobody waits for it."""
-    await shell.submit(job, ConfirmLost(worker), caller)
-    return JobAnswer.of(shell.view(job))
+    await shell.submit(at.job, ConfirmLost(at.worker), caller, only_if)
+    return _answer(response, shell.view(at.job))
 
 
-@router.get("/jobs/{job}/events", response_model=EventsAnswer, responses=A_STREAM)
+@router.get("/jobs/{job}/events", tags=["events"], response_model=EventsAnswer, responses=A_STREAM)
 async def list_events(
     job: str,
     shell: Readable,
     caller: ACaller,
     request: Request,
-    after: Annotated[int, Query(ge=0)] = 0,
-    last_event_id: Annotated[int, Header(ge=0, include_in_schema=False)] = 0,
+    after: AnAfterRevision,
+    limit: Limit = None,
 ) -> EventsAnswer | StreamingResponse:
     """List the job's events after a revision. With `Accept: text/event-stream`, stream them as they happen."""
-    after = max(after, last_event_id)
     if wants_stream(request):
         follower = Follower(caller.token, request.state.is_let_in)
         return event_stream(shell_to_change(request), job, after, follower, request.app.state.followers)
-    return EventsAnswer(events=[EventAnswer.of(event) for event in await shell.events(job, after)])
+    most = limit or EVENTS_KEPT
+    found = await shell.events(job, after, most + 1)
+    following = found[most - 1].revision if len(found) > most else None
+    return EventsAnswer(events=[EventAnswer.of(event) for event in found[:most]], next=following)
 
 
-@router.get("/jobs/{job}/report")
+@router.get("/jobs/{job}/report", tags=["jobs"])
 async def get_report(job: str, shell: Readable) -> ReportAnswer:
     """Show the run report, as `--json` writes it."""
     return ReportAnswer.of(shell.view(job))
 
 
-@router.get("/jobs/{job}/checkpoints")
-async def list_checkpoints(job: str, shell: Readable) -> CheckpointsAnswer:
+@router.get("/jobs/{job}/checkpoints", tags=["checkpoints"])
+async def list_checkpoints(job: str, shell: Readable, limit: Limit = None, after: After = None) -> CheckpointsAnswer:
     """List the job's checkpoints, newest first."""
-    return CheckpointsAnswer(checkpoints=[CheckpointAnswer.of(one) for one in shell.view(job).checkpoints])
+    begin = None if after is None else checkpoint_place(after)
+    found, more = page(sorted(shell.view(job).checkpoints, key=place_of), place_of, begin, limit)
+    return CheckpointsAnswer(
+        checkpoints=[CheckpointAnswer.of(one) for one in found], next=cursor_of(found[-1]) if more else None
+    )
 
 
-@router.post("/jobs/{job}/checkpoints", status_code=202)
-async def save_checkpoint(job: str, shell: Leading, caller: ACaller) -> JobAnswer:
+@router.post("/jobs/{job}/checkpoints", tags=["checkpoints"], status_code=202)
+async def save_checkpoint(
+    job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response
+) -> JobAnswer:
     """Save a checkpoint after the next step; it is listed once it is complete."""
-    await shell.submit(job, Save(), caller)
-    return JobAnswer.of(shell.view(job))
+    await shell.submit(job, Save(), caller, only_if)
+    return _answer(response, shell.view(job))
 
 
-@router.post("/jobs/{job}/token")
+@router.post("/jobs/{job}/token", tags=["tokens"])
 async def get_join_token(
     job: str, shell: Leading, caller: ACaller, request: Request, response: Response
 ) -> JoinTokenAnswer:

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import UserError
 
 from shoal_controller.api.answers import EventAnswer
@@ -36,6 +37,7 @@ class Busy(UserError):
     """There are as many of something as can be served."""
 
     http_status = HTTPStatus.SERVICE_UNAVAILABLE
+    problem_code = ErrorCode.TOO_MANY_READERS
 
 
 @dataclass(frozen=True, slots=True)

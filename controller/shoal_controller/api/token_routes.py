@@ -11,11 +11,13 @@ from typing import Annotated, Literal, Self
 import structlog
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict
 from shoal_protos.validation import Allowed
 
 from shoal_controller.api.answers import Answer
 from shoal_controller.api.models import LONGEST_SECONDS, Body
+from shoal_controller.api.pages import After, Limit, page
 from shoal_controller.callers import Caller, Role
 from shoal_controller.token_register import NamedToken, TokenRegister
 
@@ -24,7 +26,7 @@ DAY_SECONDS = 86_400.0
 
 log = structlog.get_logger("shoal.tokens")
 
-router = APIRouter(prefix="/tokens")
+router = APIRouter(prefix="/tokens", tags=["tokens"])
 
 
 class TokenBody(Body):
@@ -80,6 +82,8 @@ class NewTokenAnswer(TokenAnswer):
 
 class TokensAnswer(Answer):
     tokens: list[TokenAnswer]
+    next: str | None
+    """`after` of the next page; None: there is none."""
 
 
 class JoinTokenAnswer(Answer):
@@ -94,7 +98,9 @@ def join_token(request: Request, response: Response, caller: Caller, job: str, r
     """Raises `Conflict` where workers need no token."""
     tokens = request.app.state.settings.worker_tokens
     if tokens is None:
-        raise Conflict("this controller was started without SHOAL_TOKEN: its workers need no token")
+        raise Conflict("this controller was started without SHOAL_TOKEN: its workers need no token").coded(
+            ErrorCode.NO_TOKENS_HERE
+        )
     response.headers["Cache-Control"] = "no-store"
     log.info("a join token was shown", job=job, run=run, token=caller.token, address=caller.address)
     return JoinTokenAnswer(job=job, run=run, token=tokens.join(job, run))
@@ -119,9 +125,11 @@ ACaller = Annotated[Caller, Depends(caller_of)]
 
 
 @router.get("")
-async def list_tokens(register: Register) -> TokensAnswer:
-    """List the named tokens, without their secrets."""
-    return TokensAnswer(tokens=[TokenAnswer.of(token) for token in register.tokens()])
+async def list_tokens(register: Register, limit: Limit = None, after: After = None) -> TokensAnswer:
+    """List the named tokens, without their secrets, by name."""
+    begin = None if after is None else (after,)
+    found, more = page(register.tokens(), lambda token: (token.name,), begin, limit)
+    return TokensAnswer(tokens=[TokenAnswer.of(token) for token in found], next=found[-1].name if more else None)
 
 
 @router.post("", status_code=201)

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 
 import structlog
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, PeerError, ShoalError, StoreError, UserError
 
 from shoal_controller.core.machine.events import Scale
@@ -174,9 +175,13 @@ class Reconciler:
             self.copy.learn(await self._writer.write_size(item, asked))
         except ClusterRefusal as error:
             if error.code == 409:
-                raise Conflict(f"the resource {FULL_NAME}/{view.job} has changed meanwhile; try again") from error
+                raise Conflict(f"the resource {FULL_NAME}/{view.job} has changed meanwhile; try again").coded(
+                    ErrorCode.JOB_OF_A_RESOURCE
+                ) from error
             if error.code in (400, 422):
-                raise UserError(f"the resource {FULL_NAME}/{view.job} does not take this size: {error}") from error
+                raise UserError(f"the resource {FULL_NAME}/{view.job} does not take this size: {error}").coded(
+                    ErrorCode.SIZE_IMPOSSIBLE
+                ) from error
             raise
 
 

@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
 
 import structlog
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import StoreError
 
 from shoal_controller.store.following import follow
@@ -41,6 +42,8 @@ log = structlog.get_logger("shoal.leadership")
 
 class NotLeading(StoreError):
     """This controller does not lead, and does what only a leader may do for nobody."""
+
+    problem_code = ErrorCode.NOT_LEADING
 
     def __init__(self, sentence: str, leader: str = "") -> None:
         super().__init__(sentence)

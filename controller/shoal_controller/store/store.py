@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import StoreError
 
 Revision = int
@@ -132,6 +133,8 @@ class Damaged(StoreError):
 
 class UnknownOutcome(StoreError):
     """The transaction was sent and not answered: it may have been carried out, or still be. Read to know."""
+
+    problem_code = ErrorCode.OUTCOME_UNKNOWN
 
 
 class Compacted(StoreError):

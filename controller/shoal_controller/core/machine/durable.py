@@ -258,8 +258,12 @@ class Durable:
     """Only leaving members are left, and nobody has come: no steps run any more, and their state is to be saved."""
     spawn_after: float = 0.0
     """No process is started before this time: the back-off after failures."""
+    started_at: float | None = None
+    """When the first world of this run began."""
     ended_at: float | None = None
     """When the job was over, or its workers were asked to stop."""
+    version: int = 0
+    """How often what is asked of the job was changed: `version.py` says what counts."""
 
     @property
     def bounds(self) -> WorkerBounds:

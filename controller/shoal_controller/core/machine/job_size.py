@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import UserError
 from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import WorkerBounds
+
+
+class ImpossibleSize(UserError):
+    """A job cannot have so many workers."""
+
+    problem_code = ErrorCode.SIZE_IMPOSSIBLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +38,25 @@ class JobSize:
 
 
 def resized(size: JobSize, asked: Scale) -> JobSize:
-    """The size that is asked for. Raises `UserError` where the job cannot have it."""
+    """The size that is asked for. Raises `ImpossibleSize` where the job cannot have it."""
     least = size.bounds.least if asked.least is None else asked.least
     most = size.bounds.most if asked.most is None else asked.most or None
     wanted = size.wanted if asked.workers is None else asked.workers
     found = JobSize(size.job, wanted, WorkerBounds(least, most), size.lanes)
     if size.lanes is not None and most is not None and most > size.lanes and most != size.bounds.most:
-        raise UserError(
+        raise ImpossibleSize(
             f"job {size.job} cannot have up to {plural(most, 'worker')}: it has {plural(size.lanes, 'lane')}, and "
             "every worker trains at least one."
         )
     if found.top is not None and least > found.top:
-        raise UserError(f"job {size.job} cannot have at least {plural(least, 'worker')}; expected 1 to {found.top}.")
+        raise ImpossibleSize(
+            f"job {size.job} cannot have at least {plural(least, 'worker')}; expected 1 to {found.top}."
+        )
     if wanted < least or (found.top is not None and wanted > found.top):
         bounds = f"from {least} to {found.top}" if found.top is not None else f"at least {least}"
         if asked.workers is None:
-            raise UserError(
+            raise ImpossibleSize(
                 f"job {size.job} wants {plural(wanted, 'worker')}, not {bounds}; scale it in the same request."
             )
-        raise UserError(f"job {size.job} cannot be scaled to {plural(wanted, 'worker')}; expected {bounds}.")
+        raise ImpossibleSize(f"job {size.job} cannot be scaled to {plural(wanted, 'worker')}; expected {bounds}.")
     return found

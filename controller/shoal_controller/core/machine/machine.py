@@ -61,6 +61,7 @@ from shoal_controller.core.machine.phases import (
 )
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn, forget_surplus
+from shoal_controller.core.machine.version import count_version
 from shoal_controller.core.machine.view import view
 
 __all__ = ["Durable", "Job", "new_job", "restore", "step", "view"]
@@ -165,6 +166,7 @@ def step(job: Job, events: Sequence[Event], now: float) -> tuple[Job, list[Effec
     if any(matters is not False for matters in recorded):
         _conclude(turn, any(isinstance(event, Probed) and event.refused for event in events))
     forget_surplus(turn)
+    count_version(turn, events)
     return turn.job, turn.effects_in_order()
 
 

@@ -81,6 +81,10 @@ class JobSpec:
     """Uid of the ElasticJob that the job was made from, which has the job's size; empty: it was submitted over REST."""
     run: str = ""
     """Which run of the job this is: random, given by the shell when the job is made, and kept as long as it lives."""
+    request_key: str = ""
+    """The Idempotency-Key of the request that made it; empty: it had none."""
+    request_digest: str = ""
+    """SHA-256 of that request: with the same key another one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,12 @@ class JobView:
     loss: float | None
     last_checkpoint_step: int | None
     reason: str
+    run: str = ""
+    version: int = 0
+    """How often what is asked of it was changed (`version.py`)."""
+    created_at: float = 0.0
+    started_at: float | None = None
+    """When its first world began; None: none has."""
     ended_at: float | None = None
     """When the job was over; None while it is not."""
     workers: tuple[WorkerView, ...] = ()

@@ -95,6 +95,8 @@ def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
     count_fills(turn)
     resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps, began_at=turn.now)
     turn.keep(history=(*turn.durable.history, resize)[-HISTORY:])
+    if turn.durable.started_at is None:
+        turn.keep(started_at=turn.now)
     turn.change(changes={})
     count_resize(turn, plan.reason, "done")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
@@ -61,12 +62,12 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
     if record.standing is Standing.LOST:
         return scaling.give_up(turn, event.worker, "an operator drained it while it was silent")
     if record.leaving:
-        raise Conflict(f"worker {event.worker} is already being drained.")
+        raise Conflict(f"worker {event.worker} is already being drained.").coded(ErrorCode.WORKER_DRAINING)
     if _is_last(turn, record) and not _can_checkpoint(turn):
         raise Conflict(
             f"worker {event.worker} is the last one of job {turn.spec.job}: its state would be lost. "
             "Start another worker first, or set checkpoint.path."
-        )
+        ).coded(ErrorCode.LAST_WORKER)
     return scaling.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds, event.why)
 
 
@@ -78,7 +79,7 @@ def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
         raise Conflict(
             f"worker {record.worker} is not lost: it was heard {turn.now - process.heard_at:.1f} s ago. "
             f'To let it go: "shoal drain {turn.spec.job} {record.worker}".'
-        )
+        ).coded(ErrorCode.WORKER_ALIVE)
     failure_detector.confirm_death(
         turn, record.worker, "an operator confirmed that its process is gone", noticed_by="an operator"
     )
@@ -89,9 +90,11 @@ def _named(turn: Turn, worker: WorkerId) -> WorkerRecord:
     record = turn.durable.roster.get(worker)
     if record is None:
         names = ", ".join(r.worker for r in turn.durable.roster.values() if r.serves) or "none"
-        raise NotFound(f"job {turn.spec.job} has no worker {worker}; its workers are: {names}.")
+        raise NotFound(f"job {turn.spec.job} has no worker {worker}; its workers are: {names}.").coded(
+            ErrorCode.WORKER_UNKNOWN
+        )
     if record.ending is not None or record.standing is Standing.DEAD:
-        raise Conflict(f"worker {worker} is already gone: {record.why or 'it has left'}.")
+        raise Conflict(f"worker {worker} is already gone: {record.why or 'it has left'}.").coded(ErrorCode.WORKER_GONE)
     return record
 
 
@@ -112,7 +115,7 @@ def _can_checkpoint(turn: Turn) -> bool:
 def on_pause(turn: Turn, _: Pause) -> None:
     """Commit no steps from the next planned change on."""
     if turn.durable.paused:
-        raise Conflict(f"job {turn.spec.job} is already paused.")
+        raise Conflict(f"job {turn.spec.job} is already paused.").coded(ErrorCode.ALREADY_PAUSED)
     turn.keep(paused=True)
     turn.note(EventKind.PAUSED, "the job is being paused")
 
@@ -120,7 +123,9 @@ def on_pause(turn: Turn, _: Pause) -> None:
 def on_resume(turn: Turn, _: Resume) -> None:
     """Commit steps again from the next planned change on."""
     if not turn.durable.paused:
-        raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.")
+        raise Conflict(f"job {turn.spec.job} is not paused; it is {turn.durable.phase.value}.").coded(
+            ErrorCode.NOT_PAUSED
+        )
     turn.keep(paused=False, paused_because="")
     turn.note(EventKind.RESUMED, "the job continues")
 
@@ -140,11 +145,13 @@ def on_save(turn: Turn, _: Save) -> None:
     """Ask for a checkpoint after the next step."""
     world = turn.world
     if world is not None and not _can_checkpoint(turn):
-        raise Conflict(f"job {turn.spec.job} has no checkpoint folder; set checkpoint.path in its config.")
+        raise Conflict(f"job {turn.spec.job} has no checkpoint folder; set checkpoint.path in its config.").coded(
+            ErrorCode.NO_CHECKPOINT_PATH
+        )
     members = [turn.process(member.worker) for member in world.members] if world is not None else []
     connected = [process for process in members if process is not None and process.connection is not None]
     if not connected or world is None:
-        raise Conflict(f"job {turn.spec.job} is not training; nothing can be saved now.")
+        raise Conflict(f"job {turn.spec.job} is not training; nothing can be saved now.").coded(ErrorCode.NOT_TRAINING)
     checkpoints.request_save(turn)
     send_if_due(turn, connected[0].worker)
     turn.note(EventKind.SAVING, "a checkpoint was requested")
@@ -152,7 +159,9 @@ def on_save(turn: Turn, _: Save) -> None:
 
 def refuse(turn: Turn, _: OperatorRequest) -> None:
     """Refuse a request to a job that is over."""
-    raise Conflict(f"job {turn.spec.job} is over ({turn.durable.phase.value}): {turn.durable.reason}.")
+    raise Conflict(f"job {turn.spec.job} is over ({turn.durable.phase.value}): {turn.durable.reason}.").coded(
+        ErrorCode.JOB_OVER
+    )
 
 
 def settle_cancelled(turn: Turn) -> None:
