@@ -106,7 +106,7 @@ def test_the_step_from_which_all_go_back_is_written_before_anyone_is_asked_to() 
     driver.beat("w2", step=32)
     driver.stop("w2", driver.statuses["w2"])
     assert driver.job.attempt is not None and driver.job.attempt.back_from == driver.job.durable.step == 32
-    assert driver.of(Persist) == driver.effects[:1]
+    assert driver.of(Persist) == driver.effects[:1] == [Persist()]
 
 
 def test_a_better_checkpoint_that_is_told_of_while_the_planner_thinks_is_where_all_begin() -> None:
