@@ -1,11 +1,19 @@
 """Imported by the warm process: torch's compiler, which takes two seconds to import, is there in every fork of it.
 
-It imports its parts when it first compiles, so it compiles something, and forgets that.
+It imports its parts when it first compiles, so it compiles something, and forgets that. Where tqdm is installed, which
+the data sets of tests bring, torch shows a bar with it, and its first bar would start a thread.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
+
+if find_spec("tqdm") is not None:
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0
 
 torch.compile(lambda value: value + 1, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
 torch.compiler.reset()
