@@ -20,7 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 import shoal  # noqa: F401  (before gRPC: it makes forks of this process safe)
+import tqdm
 from hypothesis import HealthCheck, settings
+
+# torch shows a bar where it compiles and tqdm is installed, and the first bar would start a thread for good.
+tqdm.tqdm.monitor_interval = 0
 
 # How fast an example is made and tried says how busy the machine is, and nothing of the code.
 settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,14 +6,10 @@ the data sets of tests bring, torch shows a bar with it, and its first bar would
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
+import tqdm
 
-if find_spec("tqdm") is not None:
-    import tqdm
-
-    tqdm.tqdm.monitor_interval = 0
+tqdm.tqdm.monitor_interval = 0
 
 torch.compile(lambda value: value + 1, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
 torch.compiler.reset()

@@ -19,6 +19,7 @@ from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.elastic_jobs import owned_job, size_settling
 from shoal_controller.elastic_jobs.resource_kind import FINALIZER
+from shoal_controller.only_if import OnlyIf, VersionMismatch
 from shoal_protos.errors import Conflict, UserError
 
 SOMEBODY = Caller("kim", Role.OPERATE)
@@ -95,11 +96,11 @@ async def test_the_bounds_of_a_running_job_follow_its_resource_and_rest_writes_t
         assert one.shell.view("train").max_workers is None and one.wanted() == 3, "`min`, until somebody scales"
         await one.until(lambda: one.status()["workers"]["min"] == 3, "the status")
         assert one.condition("Accepted")["status"] == "True" and one.shell.spec("train").run == run
-        view = await resource_rules.scale(controller, "train", Scale(least=2, most=6), SOMEBODY)
+        view = await resource_rules.scale(controller, "train", Scale(least=2, most=6), SOMEBODY, None)
         assert (view.min_workers, view.max_workers) == (2, 6)
         await one.until(lambda: one.item()["spec"]["workers"] == {"min": 2, "max": 6}, "the resource's bounds")
         with pytest.raises(UserError, match="cannot have at least 7 workers; expected 1 to 6"):
-            await resource_rules.scale(controller, "train", Scale(least=7), SOMEBODY)
+            await resource_rules.scale(controller, "train", Scale(least=7), SOMEBODY, None)
 
 
 @asynchronous
@@ -108,18 +109,21 @@ async def test_rest_scales_the_resource_and_a_job_without_one_alone(tmp_path: Pa
         controller: Any = SimpleNamespace(leading=lambda: one.shell, sizes=sizes)
         await one.apply()
         await one.until(one.has_job, "the job")
-        view = await resource_rules.scale(controller, "train", Scale(4), SOMEBODY)
+        view = await resource_rules.scale(controller, "train", Scale(4), SOMEBODY, None)
         assert view.wanted == 4
         await one.until(lambda: one.item()["spec"]["workers"]["wanted"] == 4, "the resource's size")
         with pytest.raises(UserError, match="cannot be scaled to 9 workers; expected from 2 to 8"):
-            await resource_rules.scale(controller, "train", Scale(9), SOMEBODY)
+            await resource_rules.scale(controller, "train", Scale(9), SOMEBODY, None)
+        with pytest.raises(VersionMismatch, match="job train was changed"):
+            await resource_rules.scale(controller, "train", Scale(5), SOMEBODY, OnlyIf(("of-before",)))
+        assert one.item()["spec"]["workers"]["wanted"] == 4, "nothing of a change that depends on another version"
         await one.shell.create(JobSpec("other", wanted=2))
         before = dict(one.cluster.objects[RESOURCES])
-        assert (await resource_rules.scale(controller, "other", Scale(3), SOMEBODY)).wanted == 3
+        assert (await resource_rules.scale(controller, "other", Scale(3), SOMEBODY, None)).wanted == 3
         assert list(before) == list(one.cluster.objects[RESOURCES]) == ["train"]
         without: Any = SimpleNamespace(leading=lambda: one.shell, sizes=None)
         with pytest.raises(Conflict, match="has no launcher kubernetes"):
-            await resource_rules.scale(without, "train", Scale(5), SOMEBODY)
+            await resource_rules.scale(without, "train", Scale(5), SOMEBODY, None)
 
 
 @asynchronous
@@ -175,11 +179,11 @@ async def test_a_job_that_is_over_is_not_run_again_and_rest_leaves_it_to_its_res
         async with one.term():
             await one.apply()
             await one.until(one.has_job, "the job")
-            await resource_rules.delete(one.shell, "train", SOMEBODY)
+            await resource_rules.delete(one.shell, "train", SOMEBODY, None)
             await one.until(lambda: one.status().get("phase") == "cancelled", "the end")
             assert one.condition("Failed")["status"] == "True"
         with pytest.raises(Conflict, match=r"belongs to the resource elasticjobs\.shoal\.dev/train"):
-            await resource_rules.delete(one.shell, "train", SOMEBODY)
+            await resource_rules.delete(one.shell, "train", SOMEBODY, None)
         with pytest.raises(Conflict, match="belongs to the resource"):
             await resource_rules.create(one.shell, JobSpec("train", wanted=2), SOMEBODY)
         await one.shell.delete("train")

@@ -63,7 +63,7 @@ class Storm:
 
     async def cancel_over_rest(self) -> None:
         with suppress(ShoalError):
-            await resource_rules.delete(self.one.shell, self.name(), SOMEBODY)
+            await resource_rules.delete(self.one.shell, self.name(), SOMEBODY, None)
 
     async def fault(self) -> None:
         method, status = self.chance.choice(["GET", "PATCH", "POST"]), self.chance.choice([0, 409, 429, 500])
