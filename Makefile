@@ -10,6 +10,7 @@
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
+#   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
@@ -27,7 +28,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models test-gpu mutants protos docs pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -119,6 +120,15 @@ models: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
 	PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
 
+# DeepSpeed is built without its kernels; the original of its script compiles one when it runs, and needs a C++ compiler.
+scripts: $(READY)
+	@[ -d $(VENV)/models/transformers ] || $(BIN)/pip install --quiet --target $(VENV)/models "transformers>=5.20,<6"
+	@[ -d $(VENV)/models/peft ] || $(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
+	@[ -d $(VENV)/deepspeed/deepspeed ] || { DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation --no-deps --target $(VENV)/deepspeed "deepspeed>=0.18,<0.20" \
+		&& $(BIN)/pip install --quiet --upgrade --no-deps --target $(VENV)/deepspeed hjson py-cpuinfo einops msgpack ninja tqdm; }
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m scripts.run $(ARGS)
+	$(BIN)/python docs/generate/script_table.py
+
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/gpu $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
@@ -134,6 +144,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate/events.py
 	$(BIN)/python docs/generate/controller.py
 	$(BIN)/python docs/generate/rest.py
+	$(BIN)/python docs/generate/script_table.py
 	$(BIN)/python docs/generate/chart.py
 	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python docs/generate/dashboards.py

@@ -33,7 +33,7 @@ def example(result: str) -> None:
 def plain_loss() -> float:
     """The same script in PyTorch's own words: the mean loss of the last step."""
     given = runpy.run_path(str(EXAMPLE), run_name="imported")
-    rings, sampler = given["Rings"](), Sampler(2048, lanes=4, micro_batch_size=8, micro_batches_per_lane=2, seed=0)
+    rings, sampler = given["Rings"](), Sampler(2048, lanes=8, micro_batch_size=8, micro_batches_per_lane=1, seed=0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
@@ -41,12 +41,11 @@ def plain_loss() -> float:
     total = 0.0
     for step in range(EPOCHS * sampler.steps_per_epoch):
         total = 0.0
-        for lane in range(4):
-            for micro in range(2):
-                points, labels = zip(*(rings[number] for number in sampler.indices(step, lane, micro)), strict=True)
-                loss = nn.functional.cross_entropy(model(torch.stack(points)), torch.stack(labels)) / 8
-                loss.backward()
-                total += loss.item()
+        for lane in range(8):
+            points, labels = zip(*(rings[number] for number in sampler.indices(step, lane, 0)), strict=True)
+            loss = nn.functional.cross_entropy(model(torch.stack(points)), torch.stack(labels)) / 8
+            loss.backward()
+            total += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warm_up.step()
