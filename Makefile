@@ -16,6 +16,7 @@
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, controller, REST, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
+#   make page-library  fetch the chart library of the controller's page from npm: VERSION=1.6.33 for another one
 #   make pictures   draw docs/pictures/*.png of a real run; needs npm and chromium, and 650 MB of packages
 #   make format     format all files as `make lint` expects them
 
@@ -28,7 +29,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -150,6 +151,9 @@ docs: $(READY)
 	$(BIN)/python docs/generate/dashboards.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 	$(BIN)/python -m shoal.deepspeed.doc_page > docs/deepspeed.md
+
+page-library: $(READY)
+	$(BIN)/python controller/page_library.py $(if $(VERSION),--version $(VERSION))
 
 pictures: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/python docs/pictures/draw.py

@@ -1,0 +1,151 @@
+// The changes of the world as a list, and the timeline of the one that is chosen: who noticed what when, whom the others
+// waited for, seconds per phase. Called by the job's view.
+
+import { bytes, count, duration, moment, plural } from "./amounts.js";
+import { element, foreign, foreignText, keyed, setText } from "./elements.js";
+import { kindBadge, reasonBadge } from "./phases.js";
+import { Problem, get } from "./rest.js";
+
+const SHOWN = 12; // changes before the list is folded
+const PHASE_WORDS = {
+  detect: "noticing it",
+  prepare: "stopping the others",
+  plan: "planning",
+  group: "building the process group",
+  promote: "promoting copies",
+  open: "opening",
+  first_step: "first step",
+  fill: "copying",
+  switch: "switching",
+};
+
+export class Changes {
+  constructor(place, job, signal) {
+    this.job = job;
+    this.signal = signal;
+    this.worlds = [];
+    this.chosen = null;
+    this.isWhole = false;
+    this.panel = element("section", { class: "timeline card", "aria-label": "The chosen change", tabindex: "-1", hidden: true });
+    this.body = element("tbody");
+    this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() }, "Show all changes");
+    const titles = ["When", "Why", "Workers", "Pause", "Bytes moved", "Steps lost", "What it was"];
+    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
+    this.table = element("table", { class: "changes" }, element("caption", { class: "unseen" }, "Changes of the world, newest first"), element("thead", {}, head), this.body);
+    place.append(this.panel, element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Changes of the world" }, this.table), this.more);
+  }
+
+  onChosen(listener) {
+    this.listener = listener;
+  }
+
+  show(worlds) {
+    this.worlds = worlds;
+    const newest = [...worlds].reverse();
+    this.more.hidden = this.isWhole || newest.length <= SHOWN;
+    keyed(this.body, this.isWhole ? newest : newest.slice(0, SHOWN), (world) => world.generation, (world) => this.line(world), updateLine);
+    this.mark();
+  }
+
+  unfold() {
+    this.isWhole = true;
+    this.show(this.worlds);
+  }
+
+  line(world) {
+    const button = element("button", { type: "button", class: "link", onclick: () => this.choose(world) }, moment(world.began));
+    const cells = Array.from({ length: 5 }, () => element("td"));
+    const line = element("tr", {}, element("th", { scope: "row" }, button), element("td", {}, reasonBadge(world.reason)), ...cells);
+    line.cells5 = cells;
+    return line;
+  }
+
+  mark() {
+    for (const [generation, line] of this.body.keyedChildren ?? []) line.classList.toggle("chosen", generation === this.chosen);
+  }
+
+  async choose(world) {
+    this.chosen = world.generation;
+    this.mark();
+    this.listener?.(world.generation);
+    try {
+      const found = await get(`/v1/jobs/${encodeURIComponent(this.job)}/worlds/${world.generation}`, this.signal);
+      if (this.chosen === world.generation) this.panel.replaceChildren(...timeline(found, () => this.close()));
+    } catch (error) {
+      if (!(error instanceof Problem)) throw error;
+      this.panel.replaceChildren(element("p", { class: "problem" }, error.message));
+    }
+    this.panel.hidden = false;
+    this.panel.focus({ preventScroll: true });
+    this.panel.scrollIntoView({ block: "nearest" });
+  }
+
+  close() {
+    this.panel.hidden = true;
+    this.chosen = null;
+    this.mark();
+    this.listener?.(null);
+  }
+}
+
+function updateLine(line, world) {
+  const [workers, pause, moved, lost, sentence] = line.cells5;
+  setText(workers, count(world.workers));
+  setText(pause, duration(world.pause_seconds));
+  setText(moved, movedBytes(world.bytes));
+  setText(lost, count(world.lost_steps));
+  if (sentence.shown !== world.sentence) sentence.replaceChildren(foreignText(world.sentence));
+  sentence.shown = world.sentence;
+}
+
+export function movedBytes(moved) {
+  const parts = [["in the pause", moved.pause], ["beside training", moved.fill], ["from a checkpoint", moved.checkpoint]].filter(([, size]) => size);
+  return parts.length ? parts.map(([words, size]) => `${bytes(size)} ${words}`).join(", ") : "none";
+}
+
+function timeline(world, close) {
+  const title = element("h3", {}, reasonBadge(world.reason), ` Generation ${world.generation}, `, moment(world.began));
+  const facts = element(
+    "dl", { class: "facts" },
+    fact("Pause", duration(world.pause_seconds), "pause"),
+    fact("Bytes moved", movedBytes(world.bytes)),
+    fact("Steps lost", count(world.lost_steps)),
+    fact("Blocks promoted", count(world.promoted_blocks)),
+    world.noticed_by ? fact("Noticed by", foreign(world.noticed_by)) : null,
+    world.waited_for.length ? fact("Waited for", foreign(world.waited_for.join(", "))) : null,
+    world.slowest ? fact("Slowest", foreign(world.slowest)) : null,
+  );
+  return [
+    element("div", { class: "panel-head" }, title, element("button", { type: "button", class: "small", onclick: close }, "Close")),
+    element("p", { class: "sentence-line", "data-role": "sentence" }, foreign(world.sentence)),
+    facts,
+    phaseBars(world.phases),
+    entries(world.timeline),
+  ];
+}
+
+const fact = (name, value, role = null) => element("div", {}, element("dt", {}, name), element("dd", { "data-role": role }, value));
+
+function phaseBars(phases) {
+  const named = Object.entries(phases).filter(([, seconds]) => seconds > 0);
+  const whole = named.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (!named.length) return element("p", { class: "quiet" }, "No time was spent in any phase.");
+  let before = 0;
+  const items = named.map(([name, seconds]) => {
+    const bar = element("span", { class: "phase-bar", "aria-hidden": "true" });
+    bar.style.marginInlineStart = `${(100 * before) / whole}%`;
+    bar.style.inlineSize = `${Math.max(0.5, (100 * seconds) / whole)}%`;
+    before += seconds;
+    return element("li", {}, element("span", { class: "phase-name" }, PHASE_WORDS[name] ?? name.replaceAll("_", " ")), element("span", { class: "phase-seconds" }, duration(seconds)), element("span", { class: "phase-track" }, bar));
+  });
+  return element("div", {}, element("h4", {}, `Seconds per phase, from the cause to the first step: ${duration(whole)}`), element("ol", { class: "phases" }, items));
+}
+
+function entries(events) {
+  if (!events.length) return element("p", { class: "quiet" }, "The events of this change are not kept any more.");
+  const began = events[0].time;
+  const items = events.map((event) =>
+    element("li", {}, moment(event.time, `+${duration(event.time - began)}`), kindBadge(event.kind), element("span", {}, foreignText(event.message))),
+  );
+  return element("div", {}, element("h4", {}, `What happened, ${plural(events.length, "event")}`), element("ol", { class: "entries" }, items));
+}

@@ -1,0 +1,51 @@
+// A job's checkpoints: step, age, size, verified or not. Called by the job's view.
+
+import { bytes, count, since } from "./amounts.js";
+import { element, foreign, keyed, setText } from "./elements.js";
+import { icon } from "./phases.js";
+
+const SHOWN = 20;
+
+export class Checkpoints {
+  constructor(place) {
+    this.none = element("p", { class: "quiet" }, "No checkpoint yet.");
+    this.body = element("tbody");
+    const titles = ["Step", "Saved", "Size", "Verified", "Path"];
+    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
+    const table = element("table", {}, element("caption", { class: "unseen" }, "Checkpoints, newest first"), element("thead", {}, head), this.body);
+    this.frame = element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "Checkpoints" }, table);
+    place.append(this.none, this.frame);
+  }
+
+  show(checkpoints) {
+    this.none.hidden = checkpoints.length > 0;
+    this.frame.hidden = !checkpoints.length;
+    keyed(this.body, checkpoints.slice(0, SHOWN), (one) => `${one.step} ${one.path}`, checkpointLine, updateLine);
+  }
+}
+
+function checkpointLine(saved) {
+  const verified = element("td");
+  const when = saved.saved === null || saved.saved === undefined ? element("span", { class: "quiet" }, "before this history") : since(saved.saved);
+  const line = element(
+    "tr", {},
+    element("th", { scope: "row" }, count(saved.step)),
+    element("td", {}, when),
+    element("td", {}, bytes(saved.bytes)),
+    verified,
+    element("td", { class: "path" }, foreign(saved.path)),
+  );
+  line.verified = verified;
+  return line;
+}
+
+const WORDS = new Map([[true, ["good", "check", "verified"]], [false, ["bad", "warning", "damaged"]]]);
+
+function updateLine(line, saved) {
+  const key = String(saved.verified);
+  if (line.verified.shown === key) return;
+  line.verified.shown = key;
+  const [tone, shape, word] = WORDS.get(saved.verified) ?? ["quiet", "circle", "not verified"];
+  if (WORDS.has(saved.verified)) line.verified.replaceChildren(element("span", { class: `badge ${tone}` }, icon(shape), word));
+  else setText(line.verified, word);
+}

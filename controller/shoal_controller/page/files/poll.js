@@ -1,0 +1,42 @@
+// Something that is asked again and again while its view is shown: at once, then every so often, sooner when an event
+// says so, and not while the tab is hidden. A failure is shown by the view or by the banner; asking goes on.
+// Called by the views.
+
+import { Problem } from "./rest.js";
+
+/**
+ * Ask `ask()` every `seconds()` until `signal`; `soon()` of what is returned asks now. `onProblem(problem)` hears what
+ * the controller refuses (4xx); what it does not answer is the banner's business.
+ */
+export function poll({ ask, seconds, signal, onProblem }) {
+  let timer = null;
+  let busy = false;
+  let again = false;
+
+  async function run() {
+    clearTimeout(timer);
+    if (signal.aborted) return;
+    if (busy) return void (again = true);
+    busy = true;
+    try {
+      if (!document.hidden) await ask();
+    } catch (error) {
+      if (signal.aborted) return;
+      if (!(error instanceof Problem)) throw error;
+      if (error.status >= 400 && error.status < 500) onProblem(error);
+    } finally {
+      busy = false;
+      timer = signal.aborted ? null : setTimeout(run, again ? 150 : 1000 * seconds());
+      again = false;
+    }
+  }
+
+  const shown = () => !document.hidden && run();
+  document.addEventListener("visibilitychange", shown);
+  signal.addEventListener("abort", () => {
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", shown);
+  });
+  run();
+  return { soon: run };
+}

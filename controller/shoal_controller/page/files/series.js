@@ -1,0 +1,72 @@
+// The controller's own history of one job as columns: the last hour at 1 s, the last day at 30 s. Knows no picture.
+// Called by the job's view and the charts.
+
+import { get } from "./rest.js";
+
+const COLUMNS = ["step", "loss", "step_seconds", "samples_per_second", "goodput_ratio", "active", "wanted"];
+const KEPT = { hour: 3700, day: 2900 };
+const GAP = 3.5; // so many missing points are a gap, not a line
+
+class Columns {
+  constructor(span) {
+    this.span = span;
+    this.clear();
+  }
+
+  clear() {
+    this.times = [];
+    this.run = null;
+    for (const name of COLUMNS) this[name] = [];
+  }
+
+  add(answer) {
+    const every = answer.every_seconds;
+    answer.times.forEach((time, index) => {
+      const before = this.times.at(-1);
+      if (before !== undefined && time <= before) return;
+      if (before !== undefined && time - before > GAP * every) this.push(before + every, () => null);
+      this.push(time, (name) => answer[name][index] ?? null);
+    });
+    const surplus = this.times.length - KEPT[this.span];
+    if (surplus > 0) for (const name of ["times", ...COLUMNS]) this[name].splice(0, surplus);
+  }
+
+  push(time, value) {
+    this.times.push(time);
+    for (const name of COLUMNS) this[name].push(value(name));
+  }
+}
+
+export class Series {
+  constructor(job) {
+    this.job = job;
+    this.hour = new Columns("hour");
+    this.day = new Columns("day");
+    this.sentence = "";
+    this.since = null;
+  }
+
+  /** Ask for what is new since the last time. */
+  async refresh(span, signal) {
+    const columns = this[span];
+    const last = columns.times.at(-1);
+    const after = last === undefined ? "" : `&after=${last}`;
+    const answer = await get(`/v1/jobs/${encodeURIComponent(this.job)}/series?span=${span}${after}`, signal);
+    if (columns.run !== null && columns.run !== `${answer.run} ${answer.since}`) {
+      columns.clear(); // another run of that name, or another leader: its history begins anew
+      columns.run = `${answer.run} ${answer.since}`;
+      return this.refresh(span, signal);
+    }
+    columns.run = `${answer.run} ${answer.since}`;
+    columns.add(answer);
+    this.sentence = answer.sentence;
+    this.since = answer.since;
+    return undefined;
+  }
+
+  /** The columns that show this time best. */
+  between(from, to) {
+    const within = to - from <= 3700 && (this.hour.times[0] ?? Infinity) <= from + 60;
+    return within || !this.day.times.length ? this.hour : this.day;
+  }
+}

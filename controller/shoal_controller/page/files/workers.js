@@ -1,0 +1,90 @@
+// The workers of a job: state, host, step time, what the training thread does or waits for, memory; and what may be done
+// with one. Called by the job's view.
+
+import { bytes, count, duration, plural } from "./amounts.js";
+import { element, foreign, foreignText, keyed, setText } from "./elements.js";
+import { showLanes } from "./holdings.js";
+import { stateBadge } from "./phases.js";
+
+const GONE = new Set(["lost", "left"]);
+const SHOWN = 200; // rows before the rest is folded
+const STALE_SECONDS = 3;
+
+export class Workers {
+  /** `onLog(worker)`, `onAct(act, worker)`: what the buttons do. */
+  constructor(place, job, { onLog, onAct, mayAct }) {
+    Object.assign(this, { job, onLog, onAct, mayAct, workers: [], isWhole: false });
+    this.gone = element("input", { type: "checkbox", id: "show-gone", onchange: () => this.draw() });
+    this.summary = element("span", { class: "quiet" });
+    this.body = element("tbody");
+    this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() }, "Show all workers");
+    const titles = ["Worker", "State", "Does", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
+    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
+    this.table = element("table", { class: "workers" }, element("caption", { class: "unseen" }, "Workers by number"), element("thead", {}, head), this.body);
+    place.append(
+      element("div", { class: "filters" }, this.summary, element("label", {}, this.gone, " Show those that are gone")),
+      element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Workers" }, this.table),
+      this.more,
+    );
+  }
+
+  show(workers) {
+    this.workers = workers;
+    this.draw();
+  }
+
+  unfold() {
+    this.isWhole = true;
+    this.draw();
+  }
+
+  draw() {
+    const gone = this.workers.filter((worker) => GONE.has(worker.state)).length;
+    const rows = this.gone.checked ? this.workers : this.workers.filter((worker) => !GONE.has(worker.state));
+    setText(this.summary, `${plural(this.workers.length - gone, "worker")} here, ${count(gone)} gone`);
+    this.more.hidden = this.isWhole || rows.length <= SHOWN;
+    const medians = rows.map((worker) => worker.step_seconds).filter((seconds) => seconds > 0).sort((one, other) => one - other);
+    const median = medians[Math.floor(medians.length / 2)] ?? 0;
+    keyed(this.body, this.isWhole ? rows : rows.slice(0, SHOWN), (worker) => worker.worker, (worker) => this.line(worker), (line, worker) => updateLine(line, worker, median));
+  }
+
+  line(worker) {
+    const cells = Object.fromEntries(["state", "does", "lanes", "step", "memory", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
+    const press = (label, words, act) => element("button", { type: "button", class: "small", onclick: act, "aria-label": words }, label);
+    const name = worker.worker;
+    const acts = this.mayAct()
+      ? [press("Drain…", `Drain ${name}`, () => this.onAct("drain", name)), press("Lost…", `Confirm that ${name} is lost`, () => this.onAct("lost", name))]
+      : [];
+    const log = press("Log", `Log of ${name}`, () => this.onLog(name));
+    const line = element("tr", { "data-worker": name }, element("th", { scope: "row" }, foreign(name)), ...Object.values(cells), element("td", { class: "acts" }, log, ...acts));
+    line.parts = cells;
+    line.acts = acts;
+    return line;
+  }
+}
+
+function updateLine(line, worker, median) {
+  const { parts } = line;
+  once(parts.state, worker.state, () => [stateBadge(worker.state)]);
+  const does = worker.why || worker.activity?.sentence || "";
+  once(parts.does, does, () => [foreignText(does || "–")]);
+  showLanes(parts.lanes, worker.lanes);
+  const slow = median > 0 && worker.step_seconds > 1.5 * median;
+  setText(parts.step, worker.step_seconds > 0 ? `${duration(worker.step_seconds)}${slow ? " (slow)" : ""}` : "–");
+  parts.step.classList.toggle("warn", slow);
+  setText(parts.memory, worker.memory_bytes ? bytes(worker.memory_bytes) : "–");
+  const host = worker.domain && worker.domain !== worker.host ? `${worker.host} · ${worker.domain}` : worker.host;
+  once(parts.host, host + worker.pid, () => [foreign(host || "–"), worker.pid ? element("span", { class: "quiet" }, ` pid ${worker.pid}`) : ""]);
+  const heard = worker.heartbeat_age_seconds;
+  setText(parts.heartbeat, heard === null || heard === undefined ? "–" : heard < STALE_SECONDS ? "fresh" : `${duration(heard)} ago`);
+  parts.heartbeat.classList.toggle("warn", heard > STALE_SECONDS);
+  const isGone = GONE.has(worker.state);
+  line.classList.toggle("gone", isGone);
+  for (const button of line.acts) button.hidden = isGone || (worker.state === "draining" && button.textContent === "Drain…");
+}
+
+function once(place, key, make) {
+  if (place.shown === key) return;
+  place.shown = key;
+  place.replaceChildren(...make());
+}
