@@ -17,6 +17,7 @@
 #   make docs       regenerate pages of docs/ (phases, events, controller, REST, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
 #   make page-library  fetch the chart library of the controller's page from npm: VERSION=1.6.33 for another one
+#   make site       build the documentation as a site, in .site
 #   make pictures   draw docs/pictures/*.png of a real run; needs npm and chromium, and 650 MB of packages
 #   make format     format all files as `make lint` expects them
 
@@ -29,7 +30,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs page-library pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs site page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -155,6 +156,9 @@ docs: $(READY)
 page-library: $(READY)
 	$(BIN)/python controller/page_library.py $(if $(VERSION),--version $(VERSION))
 
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 pictures: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/python docs/pictures/draw.py
 
@@ -163,4 +167,4 @@ format: $(READY)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .site .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -40,12 +40,12 @@ def places(order: Order) -> Iterator[Place]:
 def order_loaders(order: Order) -> None:
     """Let every DataLoader that shuffles read the port's samples."""
     plain = DataLoader.__iter__
+    begun: dict[int, Iterator[Place]] = {}  # by dataset, as some make a loader of their own for each epoch
 
     def ordered(loader: DataLoader[Any]) -> Iterator[Any]:
         if not isinstance(loader.sampler, RandomSampler | DistributedSampler):
             return iter(plain(loader))
-        given = loader.__dict__.setdefault("_places", places(order))
-        return _epoch(loader, order, given)
+        return _epoch(loader, order, begun.setdefault(id(loader.dataset), places(order)))
 
     DataLoader.__iter__ = ordered  # type: ignore[method-assign,assignment]
 
