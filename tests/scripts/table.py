@@ -37,7 +37,7 @@ class Script:
     """None: the original's own order is the port's too, nothing needs to be given."""
     limit: int = MOST_CHANGED_LINES
     packages: tuple[str, ...] = ()
-    """Folders of `.venv` that both need beside what `make test` installs: `models` is made by `make models`."""
+    """Folders, seen from `.venv`, that both need in PYTHONPATH: `models` is made by `make models`."""
     arguments: tuple[str, ...] = ()
     """Of the original."""
     files: tuple[str, ...] = ()
@@ -66,7 +66,12 @@ SCRIPTS = (
     Script("nanogpt_loop", "Loop in the manner of nanoGPT", Order(lanes=4, micro_batch_size=4, draws=True), limit=12),
     Script("hf_loop", "Loop over a Hugging Face model", Order(lanes=4, micro_batch_size=4), packages=("models",)),
     Script("hf_trainer", "Hugging Face Trainer", None, packages=("models",)),
-    Script("torchvision_cnn", "torchvision CNN with augmentation", Order(lanes=4, micro_batch_size=8)),
+    Script(
+        "torchvision_cnn",
+        "torchvision CNN with augmentation",
+        Order(lanes=4, micro_batch_size=8),
+        packages=("../tests/scripts/torchvision_without_cuda",),
+    ),
     Script("recommender", "Recommender with EmbeddingBag", Order(lanes=4, micro_batch_size=32)),
     Script("lora_peft", "LoRA with PEFT", Order(lanes=4, micro_batch_size=4), packages=("models",)),
     Script("streamed_corpus", "Streamed corpus", None),
