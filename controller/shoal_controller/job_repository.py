@@ -86,6 +86,8 @@ class JobRepository:
         self.trouble: Trouble | None = None
         self.on_trouble: Callable[[], None] = lambda: None
         """Called when it begins."""
+        self.on_events: Callable[[Sequence[JobEvent]], None] = lambda _: None
+        """Called with events that were written."""
 
     @property
     def spec(self) -> JobSpec:
@@ -222,6 +224,7 @@ class JobRepository:
         if events:
             self._news.set()
             self._news = asyncio.Event()
+            self.on_events(numbered)
 
     async def _change(self, head: Head, operations: Sequence[Operation], changed: Mapping[str, str | None]) -> None:
         """Write the head, with these operations; records that do not fit before. See [Note: the state is last]."""

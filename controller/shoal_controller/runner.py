@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 from shoal_protos.error_codes import ErrorCode
@@ -47,6 +48,7 @@ from shoal_controller.core.machine.events import (
 from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
 from shoal_controller.core.machine.phases.rest import CALM_TICKS, rests_until
+from shoal_controller.core.machine.sample import sample
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.job_inbox import JobInbox, Submission, settle
 from shoal_controller.job_repository import JobRepository
@@ -54,6 +56,7 @@ from shoal_controller.job_streams import JobStreams
 from shoal_controller.only_if import OnlyIf, version_of
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
+from shoal_controller.series.job_series import JobSeries
 from shoal_controller.store.store import Unfit, UnknownOutcome
 from shoal_controller.tasks import end_task, guarded
 
@@ -83,6 +86,8 @@ class Life:
     """Why nothing may be decided at present, as a sentence; empty while it may."""
     cluster: str = ""
     """The store's own id."""
+    on_events: Callable[[str, Sequence[JobEvent]], None] = lambda _job, _events: None
+    """Hears of a job's events once they are in the store."""
 
 
 class Runner:
@@ -104,8 +109,11 @@ class Runner:
         self._rests_until = 0.0
         """Before this time a job that waits needs no tick."""
         repository.on_trouble = self._on_trouble
+        repository.on_events = partial(life.on_events, spec.job)
         self._shown = _blank_view(spec)
         self._background = BackgroundWork(spec, life.outside, self.submit)
+        self.series = JobSeries(life.clock())
+        """Its course, as far as this life has seen it."""
         self._loop: asyncio.Task[None] | None = None
         self._halted: ShoalError | None = None
 
@@ -131,6 +139,13 @@ class Runner:
             return ""
         seconds = asyncio.get_running_loop().time() - trouble.since
         return f"the store has accepted no write for {seconds:.0f} s ({trouble.why}); nothing is decided until it does"
+
+    def preview(self, request: OperatorRequest) -> JobView:
+        """The job as it would be if this were asked now; nothing is changed. Raises what would refuse it."""
+        if refused := self._broken or self._unserved:
+            raise Conflict(refused).coded(ErrorCode.JOB_UNSERVED)
+        now = self._life.clock()
+        return self._life.view(self._life.step(self._carried_out, [request], now)[0], now)
 
     @property
     def unserved(self) -> str:
@@ -241,6 +256,13 @@ class Runner:
         self._ticked_at = now
         self._inbox.put_tick()
 
+    def record(self) -> None:
+        """Look at the job for its series; at one that is over, that they are not kept for ever."""
+        if self.over:
+            self.series.forget_the_old(self._life.clock())
+        else:
+            self.series.record(sample(self._carried_out, self._life.clock()), self._life.clock())
+
     async def _run(self) -> None:
         if not (self._broken or self._unserved):
             await self._handle([Started()])
@@ -293,6 +315,8 @@ class Runner:
             self._carried_out = self._job
             self._rests_until = rests_until(self._job)
             self._background.show(self._job.durable.current)
+            self.series.see_world(self._job.durable.current)
+            self.series.see_checkpoints(self._job.durable.checkpoints, self._life.clock())
         except StoreError as error:
             if not isinstance(error, Unfit):
                 raise
@@ -314,19 +338,16 @@ class Runner:
             if isinstance(effect, Persist) and lasting:
                 await self.repository.write(events, self._job.durable)
                 events, lasting = [], False
-            elif not isinstance(effect, Note | Persist):
-                self._act(effect)
+                continue
+            match effect:
+                case Send(connection, message):
+                    self._streams.send(connection, message)
+                case Close(connection):
+                    self._streams.close(connection)
+                case Probe() | Adopt() | Spawn() | Kill() | AskPlanner():
+                    self._background.run(effect)
         if events:
             await self.repository.write(events)
-
-    def _act(self, effect: Send | Close | Probe | Adopt | Spawn | Kill | AskPlanner) -> None:
-        match effect:
-            case Send(connection, message):
-                self._streams.send(connection, message)
-            case Close(connection):
-                self._streams.close(connection)
-            case Probe() | Adopt() | Spawn() | Kill() | AskPlanner():
-                self._background.run(effect)
 
     def _audit(self, request: Event | Create, by: Caller | None) -> list[JobEvent]:
         """What the history says of a request of an operator, before what came of it."""

@@ -38,6 +38,7 @@ from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.leadership.term import Means, leading
 from shoal_controller.loop_lag import LoopLag
 from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.page.site import Site
 from shoal_controller.ports import SizeWriter
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
@@ -76,11 +77,18 @@ class Server:
     """`http` or `https`, of REST."""
     controller: ControllerState
     launcher: LocalLauncher
+    serves_page: bool = False
 
     @property
     def url(self) -> str:
         """Of REST."""
         return f"{self.scheme}://{self.http}"
+
+    @property
+    def page(self) -> str:
+        """Where a browser finds the page; empty: none is served."""
+        host, port = split_address(self.http)
+        return f"{self.scheme}://{join_address(EVERYWHERE.get(host, host), port)}/" if self.serves_page else ""
 
     @property
     def shell(self) -> Shell:
@@ -146,7 +154,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(end_task, electing, END_SECONDS)
         await controller.settled()
         await sessions.serve()
-        yield Server(join_address(http_host, web.port), grpc, settings.http_scheme, controller, launcher)
+        http = join_address(http_host, web.port)
+        yield Server(http, grpc, settings.http_scheme, controller, launcher, settings.page)
 
 
 def _place_of(settings: Settings, http_port: int, grpc: str) -> ControllerPlace:
@@ -176,7 +185,9 @@ def _session_settings(settings: Settings) -> SessionSettings:
 
 def _api_settings(settings: Settings, tokens: WorkerTokens | None) -> ApiSettings:
     here_only = is_here(split_address(settings.http)[0])
-    return ApiSettings(settings.default_workers, here_only, settings.allowed_launchers, tokens)
+    site = Site() if settings.page else None
+    launchers, folder = settings.allowed_launchers, settings.folder
+    return ApiSettings(settings.default_workers, here_only, launchers, tokens, folder, site)
 
 
 def _secret(settings: Settings) -> str | None:

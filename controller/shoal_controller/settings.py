@@ -54,6 +54,8 @@ class Settings(BaseSettings):
     authentication; `run` and `demo` create a token."""
     open: bool = False
     """Listen beyond this machine without a token or certificates. Default: false."""
+    page: bool = True
+    """Whether the controller shows its page at `/`; REST stays as it is. Default: true."""
     launchers: str = "local,none"
     """Launchers that jobs may use to start processes, separated by commas."""
     kubernetes_namespace: str = ""

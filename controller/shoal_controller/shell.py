@@ -24,12 +24,14 @@ from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.event_bounds import EVENTS_KEPT, bound_events
+from shoal_controller.event_feed import EventFeed
 from shoal_controller.job_repository import JobRepository, new_repository, stored_jobs
 from shoal_controller.named_locks import NamedLocks
 from shoal_controller.only_if import OnlyIf, is_repeated, version_of
 from shoal_controller.ports import Outside, Step, View
 from shoal_controller.records import JobEvent
 from shoal_controller.runner import Life, Runner
+from shoal_controller.series.recording import record_series
 from shoal_controller.store.store import Fenced, Put, Store
 from shoal_controller.tasks import end_task, guarded
 
@@ -84,7 +86,8 @@ class Shell:
         self._step = step
         self._view = view
         self._lapsed = lapsed
-        self._clock = clock or steady_clock()
+        self.clock = clock or steady_clock()
+        """The time by which all jobs go, in seconds since the epoch."""
         self._forget_after_seconds = forget_after_seconds
         self._writer = secrets.token_hex(8)
         self._outside: Outside | None = None
@@ -94,7 +97,11 @@ class Shell:
         """Held by whoever makes or forgets that job: a cluster that is slow to forget one keeps nobody from others."""
         self._begun: dict[str, JobRepository] = {}
         """Repositories of new jobs that may or may not be stored, because the store failed."""
+        self.feed = EventFeed(self._writer)
+        """The newest events of all jobs."""
         self._cluster = ""
+        self.since: float | None = None
+        """Since when it leads, and remembers every job's course; None: it is a copy that is only shown."""
         self._tasks: list[asyncio.Task[None]] = []
         self.stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -105,6 +112,7 @@ class Shell:
     async def start(self) -> None:
         """Restore every job and go on with it."""
         self._cluster = await ensure_cluster_id(self._store)
+        self.since = self.clock()
         for half_forgotten in await self.look():
             await half_forgotten.forget()
         for runner in self._runners.values():
@@ -114,6 +122,7 @@ class Shell:
             guarded("ticks", self._tick(), self.give_up),
             guarded("forgetting", self._forget_the_old(), self.give_up),
             guarded("events", self._bound_events(), self.give_up),
+            guarded("series", record_series(self._runners.values), self.give_up),
         ]
 
     async def look(self) -> list[JobRepository]:
@@ -130,6 +139,7 @@ class Shell:
     async def stop(self, why: StoreError | None = None) -> None:
         """Decide nothing any more. Workers train on."""
         why = why or StoreError("this controller is stopping; try again")
+        self.feed.close()
         for task in self._tasks:
             await end_task(task)
         await asyncio.gather(*(runner.stop(why) for runner in self._runners.values()))
@@ -253,7 +263,7 @@ class Shell:
             await asyncio.sleep(FORGET_LOOK_SECONDS)
             for runner in list(self._runners.values()):
                 ended_at = runner.view().ended_at
-                if ended_at is None or runner.unserved or self._clock() - ended_at < self._forget_after_seconds:
+                if ended_at is None or runner.unserved or self.clock() - ended_at < self._forget_after_seconds:
                     continue
                 try:
                     async with self._changing.of(runner.spec.job):
@@ -319,7 +329,10 @@ class Shell:
 
     def _new_runner(self, spec: JobSpec, repository: JobRepository) -> Runner:
         assert self._outside is not None, "connect comes before start"
-        life = Life(self._step, self._view, self._outside, self._clock, self.give_up, self._lapsed, self._cluster)
+        life = Life(
+            self._step, self._view, self._outside, self.clock, self.give_up, self._lapsed, self._cluster,
+            self.feed.put,
+        )  # fmt: skip
         return Runner(spec, repository, life)
 
     async def _tick(self) -> None:

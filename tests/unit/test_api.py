@@ -126,7 +126,11 @@ async def test_workers_are_shown_with_these_keys(tmp_path):
             "workers": [{
                 "worker": "w0", "host": "h", "pid": 7, "state": "active", "rank": 0, "lanes": [0, 2], "blocks": 5,
                 "mirrored_blocks": 4, "step": 9, "step_seconds": 0.25, "memory_bytes": 1000, "log": "/logs/w0.log",
-                "pod": "", "node": "", "why": "",
+                "pod": "", "node": "", "why": "", "domain": "", "heartbeat_age_seconds": 0.5, "waited_for_seconds": 0.0,
+                "activity": {
+                    "phase": "", "seconds": 0.0, "waits_for": [],
+                    "sentence": "has not been heard of since this controller leads",
+                },
             }],
             "next": None,
         }  # fmt: skip
@@ -134,14 +138,14 @@ async def test_workers_are_shown_with_these_keys(tmp_path):
 
 @asynchronous
 async def test_checkpoints_are_listed_newest_first(tmp_path):
-    found = (CheckpointRef(3, 40, "/c/step-40", 99), CheckpointRef(1, 20, "/c/step-20"))
+    found = (CheckpointRef(3, 40, "/c/step-40", 99), CheckpointRef(1, 20, "/c/step-20", verified=True))
     shown = {"checkpoints": found, "last_checkpoint_step": 40}
     async with serving(tmp_path, machine=SmallMachine(shown=shown)) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         assert await api.ask("GET", "/v1/jobs/train/checkpoints") == {
             "checkpoints": [
-                {"step": 40, "generation": 3, "path": "/c/step-40", "bytes": 99},
-                {"step": 20, "generation": 1, "path": "/c/step-20", "bytes": 0},
+                {"step": 40, "generation": 3, "path": "/c/step-40", "bytes": 99, "saved": None, "verified": False},
+                {"step": 20, "generation": 1, "path": "/c/step-20", "bytes": 0, "saved": None, "verified": True},
             ],
             "next": None,
         }

@@ -35,9 +35,12 @@ SHOAL = str(Path(sys.executable).with_name("shoal"))
 HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uvicorn", "yaml")
 
 FLAGS = {
-    "demo": "--data --grpc --http --steps --store --text",
-    "run": "--data --grpc --http --job --json --max-workers --min-workers --quiet --store --workers SCRIPT ARGUMENTS",
-    "controller": "--data --grpc --http --open --store",
+    "demo": "--data --grpc --http --no-page --open-page --steps --store --text",
+    "run": (
+        "--data --grpc --http --job --json --max-workers --min-workers --no-page --open-page --quiet --store --workers "
+        "SCRIPT ARGUMENTS"
+    ),
+    "controller": "--data --grpc --http --no-page --open --store",
     "worker": "--controller --job COMMAND",
     "submit": "--url FILE",
     "jobs": "--output --url",

@@ -11,6 +11,7 @@ from shoal_protos.error_codes import ErrorCode
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.core.overview.activities import activity_sentence
 from shoal_controller.only_if import version_of
 from shoal_controller.records import JobEvent
 
@@ -76,6 +77,28 @@ class JobsAnswer(Answer):
     """`after` of the next page; None: there is none."""
 
 
+class ActivityAnswer(Answer):
+    """What a worker's training thread does, as its last heartbeat said."""
+
+    phase: str
+    """Part of a step, such as `lanes` or `vote`; empty: not known."""
+    seconds: float
+    """For how long by now."""
+    waits_for: list[str]
+    """Workers without which it cannot go on."""
+    sentence: str
+
+    @classmethod
+    def of(cls, view: WorkerView) -> Self:
+        known = view.activity
+        return cls(
+            phase=known.phase.name.lower() if known is not None else "",
+            seconds=known.seconds + view.activity_age_seconds if known is not None else 0.0,
+            waits_for=list(known.waits_for) if known is not None else [],
+            sentence=activity_sentence(view),
+        )
+
+
 class WorkerAnswer(Answer):
     """A worker."""
 
@@ -98,6 +121,13 @@ class WorkerAnswer(Answer):
     """The machine that its pod runs on; empty until it has started."""
     why: str
     """Why it has not started, leaves or is gone; empty while it is as it should be."""
+    domain: str
+    """Its failure domain; empty until it has said hello."""
+    heartbeat_age_seconds: float | None
+    """Since it was last heard; None: it is gone, or has not been heard of."""
+    waited_for_seconds: float
+    """How long others have waited for it, while nothing goes on."""
+    activity: ActivityAnswer
 
     @classmethod
     def of(cls, view: WorkerView) -> Self:
@@ -106,7 +136,8 @@ class WorkerAnswer(Answer):
             worker=view.worker, host=view.host, pid=view.pid, state=view.state, rank=view.rank,
             lanes=list(view.lanes), blocks=view.blocks, mirrored_blocks=view.mirrored_blocks, step=view.step,
             step_seconds=view.step_seconds, memory_bytes=memory, log=view.log, pod=view.pod,
-            node=view.node, why=view.why,
+            node=view.node, why=view.why, domain=view.domain, heartbeat_age_seconds=view.heartbeat_age_seconds,
+            waited_for_seconds=view.waited_for_seconds, activity=ActivityAnswer.of(view),
         )  # fmt: skip
 
 
@@ -139,6 +170,24 @@ class EventAnswer(Answer):
         )  # fmt: skip
 
 
+class EventOfJobAnswer(EventAnswer):
+    """One entry of the history of some job."""
+
+    job: str
+
+    @classmethod
+    def made(cls, job: str, event: JobEvent) -> Self:
+        return cls(job=job, **EventAnswer.of(event).model_dump())
+
+
+class NewestEventsAnswer(Answer):
+    events: list[EventOfJobAnswer]
+    anew: bool
+    """Whether events between `after` and these are not here any more."""
+    next: str
+    """`after` of the next request, or `Last-Event-ID` of a stream."""
+
+
 class EventsAnswer(Answer):
     events: list[EventAnswer]
     next: int | None
@@ -154,10 +203,17 @@ class CheckpointAnswer(Answer):
     """The generation in which it was saved."""
     path: str
     bytes: int
+    saved: float | None
+    """When it became known, in seconds since the epoch; None: before this controller began to lead."""
+    verified: bool
+    """Whether the copies of all its blocks were compared when it was saved, and agreed."""
 
     @classmethod
-    def of(cls, reference: CheckpointRef) -> Self:
-        return cls(step=reference.step, generation=reference.generation, path=reference.path, bytes=reference.bytes)
+    def of(cls, reference: CheckpointRef, saved: float | None) -> Self:
+        return cls(
+            step=reference.step, generation=reference.generation, path=reference.path, bytes=reference.bytes,
+            saved=saved, verified=reference.verified,
+        )  # fmt: skip
 
 
 class CheckpointsAnswer(Answer):
@@ -173,6 +229,10 @@ class MovedBytes(Answer):
     fill: int
     """Of a generation that still trains: as of a minute ago at most."""
     checkpoint: int
+
+    @classmethod
+    def of(cls, resize: ResizeView) -> Self:
+        return cls(pause=resize.pause_bytes, fill=resize.fill_bytes, checkpoint=resize.checkpoint_bytes)
 
 
 class GenerationAnswer(Answer):
@@ -190,11 +250,10 @@ class GenerationAnswer(Answer):
 
     @classmethod
     def of(cls, resize: ResizeView) -> Self:
-        moved = MovedBytes(pause=resize.pause_bytes, fill=resize.fill_bytes, checkpoint=resize.checkpoint_bytes)
         return cls(
             generation=resize.generation, workers=resize.workers, reason=resize.reason, from_step=resize.from_step,
             pause_seconds=resize.pause_seconds, phases=dict(resize.phases), promoted_blocks=resize.promoted_blocks,
-            bytes=moved, lost_steps=resize.lost_steps,
+            bytes=MovedBytes.of(resize), lost_steps=resize.lost_steps,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The REST API as one ASGI app; `server.py` serves it.
 
-`/healthz` says that the process answers, `/readyz` that it serves requests, whether it leads or follows (and
-`/readyz?store` that its store can be written), `/metrics` what it has counted.
+The page is at `/` (`page/site.py`). `/healthz` says that the process answers, `/readyz` that it serves requests,
+whether it leads or follows (and `/readyz?store` that its store can be written), `/metrics` what it has counted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.types import ASGIApp
 
 from shoal_controller.api import openapi, problems
@@ -22,6 +24,7 @@ from shoal_controller.api.guard import Guard
 from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.neighbours import Neighbours
+from shoal_controller.page.site import Site
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_tokens import WorkerTokens
 
@@ -43,6 +46,10 @@ class ApiSettings:
     """Launchers that jobs may use."""
     worker_tokens: WorkerTokens | None = None
     """What makes the join tokens; None: workers need none."""
+    folder: Path | None = None
+    """Where the logs of local workers are; None: none are shown."""
+    site: Site | None = None
+    """The page's files; None: no page is served."""
 
 
 def build_app(
@@ -64,6 +71,7 @@ def build_app(
     app.state.settings = settings
     app.state.tokens = tokens
     app.state.followers = Counter[str]()
+    app.state.site = settings.site
     problems.install(app)
     openapi.install(app)
     app.include_router(router)
@@ -86,4 +94,19 @@ def build_app(
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)
 
+    if settings.site is not None:
+        _serve(app, settings.site)
     return Guard(Forwarding(app, controller, neighbours), tokens, settings.here_only, controller)
+
+
+def _serve(app: FastAPI, site: Site) -> None:
+    """Show the page. Its files are no part of the API, and no requests of theirs are in the document."""
+
+    async def get_page(request: Request) -> Response:
+        answer = site.answer(request.url.path, request.headers)
+        if answer is None:
+            raise HTTPException(HTTPStatus.NOT_FOUND)
+        return answer
+
+    for path in ("/", "/page/{name:path}"):
+        app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)

@@ -24,6 +24,7 @@ from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.failed_logins import FailedLogins
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
+from shoal_controller.page.site import is_of_the_page
 from shoal_controller.token_register import TokenRegister
 
 MOST_BODY_BYTES = 256 * 1024
@@ -90,7 +91,7 @@ class Guard:
                 f"the request names the host {headers.get('host', '')!r}; a controller without a token answers only "
                 "to localhost. Set SHOAL_TOKEN to let others in."
             ).coded(ErrorCode.HOST_REFUSED)
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or is_of_the_page(scope["path"]):
             return None
         self._check_page(headers)
         address = self._address(scope)

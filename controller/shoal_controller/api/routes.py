@@ -6,7 +6,6 @@ the store, or refused. Nothing is decided here. Errors are raised as they are an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
@@ -14,7 +13,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused
 
-from shoal_controller.api import resource_rules, token_routes
+from shoal_controller.api import event_routes, page_routes, resource_rules, token_routes
 from shoal_controller.api.answers import (
     CheckpointAnswer,
     CheckpointsAnswer,
@@ -27,7 +26,11 @@ from shoal_controller.api.answers import (
     WorkerAnswer,
     WorkersAnswer,
 )
+from shoal_controller.api.dependencies import AWorker, Leading, Readable, controller_of, shell_to_change
+from shoal_controller.api.event_filter import AFilter
+from shoal_controller.api.event_routes import A_STREAM
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
+from shoal_controller.api.page_answers import saved_at
 from shoal_controller.api.pages import (
     After,
     Limit,
@@ -45,46 +48,10 @@ from shoal_controller.callers import Role
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.event_bounds import EVENTS_KEPT
-from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.shell import Shell
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
 
-A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-"""What else events may come as."""
-
 router = APIRouter(prefix="/v1", responses=ERRORS)
-
-
-def controller_of(request: Request) -> ControllerState:
-    """What `app.py` was given."""
-    controller = request.app.state.controller
-    assert isinstance(controller, ControllerState)
-    return controller
-
-
-async def shell_to_read(request: Request) -> Shell:
-    """All jobs, as far as this controller knows them."""
-    return await controller_of(request).readable()
-
-
-def shell_to_change(request: Request) -> Shell:
-    """All jobs, of the controller that leads."""
-    return controller_of(request).leading()
-
-
-Readable = Annotated[Shell, Depends(shell_to_read)]
-
-
-@dataclass(frozen=True, slots=True)
-class NamedWorker:
-    """The worker that a path names."""
-
-    job: str
-    worker: str
-
-
-Leading = Annotated[Shell, Depends(shell_to_change)]
 
 
 def after_revision(
@@ -96,7 +63,6 @@ def after_revision(
 
 
 AnAfterRevision = Annotated[int, Depends(after_revision)]
-AWorker = Annotated[NamedWorker, Depends(NamedWorker)]
 
 
 def _answer(response: Response, view: JobView) -> JobAnswer:
@@ -210,17 +176,17 @@ async def confirm_worker_lost(
 async def list_events(
     job: str,
     shell: Readable,
-    caller: ACaller,
     request: Request,
     after: AnAfterRevision,
+    only: AFilter,
     limit: Limit = None,
 ) -> EventsAnswer | StreamingResponse:
     """List the job's events after a revision. With `Accept: text/event-stream`, stream them as they happen."""
     if wants_stream(request):
-        follower = Follower(caller.token, request.state.is_let_in)
-        return event_stream(shell_to_change(request), job, after, follower, request.app.state.followers)
+        return event_stream(shell_to_change(request), job, after, Follower.of(request), only)
     most = limit or EVENTS_KEPT
-    found = await shell.events(job, after, most + 1)
+    kept = await shell.events(job, after, most + 1 if only.admits_all else EVENTS_KEPT)
+    found = [event for event in kept if only.admits(event)][: most + 1]
     following = found[most - 1].revision if len(found) > most else None
     return EventsAnswer(events=[EventAnswer.of(event) for event in found[:most]], next=following)
 
@@ -235,10 +201,11 @@ async def get_report(job: str, shell: Readable) -> ReportAnswer:
 async def list_checkpoints(job: str, shell: Readable, limit: Limit = None, after: After = None) -> CheckpointsAnswer:
     """List the job's checkpoints, newest first."""
     begin = None if after is None else checkpoint_place(after)
-    found, more = page(sorted(shell.view(job).checkpoints, key=place_of), place_of, begin, limit)
-    return CheckpointsAnswer(
-        checkpoints=[CheckpointAnswer.of(one) for one in found], next=cursor_of(found[-1]) if more else None
-    )
+    view, series = shell.view(job), shell.runner(job).series
+    found, more = page(sorted(view.checkpoints, key=place_of), place_of, begin, limit)
+    times = [saved_at(one, view, series) for one in found]
+    answers = [CheckpointAnswer.of(one, saved) for one, saved in zip(found, times, strict=True)]
+    return CheckpointsAnswer(checkpoints=answers, next=cursor_of(found[-1]) if more else None)
 
 
 @router.post("/jobs/{job}/checkpoints", tags=["checkpoints"], status_code=202)
@@ -259,3 +226,5 @@ async def get_join_token(
 
 
 router.include_router(token_routes.router)
+router.include_router(event_routes.router)
+router.include_router(page_routes.router)

@@ -1,5 +1,5 @@
-"""A job's events as server-sent events: what was, then what happens, until the reader or the controller goes, or the
-reader's token opens nothing any more.
+"""Events as server-sent events, of a job or of all: what was, then what happens, until the reader or the controller
+goes, or the reader's token opens nothing any more.
 
 A comment every few seconds keeps the connection alive, and tells a reader that a quiet job is not a dead controller.
 One that stops reading is cut off by `web.py`.
@@ -8,10 +8,11 @@ One that stops reading is cut off by `web.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Self
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -19,7 +20,8 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import UserError
 
-from shoal_controller.api.answers import EventAnswer
+from shoal_controller.api.answers import EventAnswer, EventOfJobAnswer
+from shoal_controller.api.event_filter import EventFilter
 from shoal_controller.shell import Shell
 
 IDLE_SECONDS = 10.0
@@ -32,6 +34,9 @@ MOST_OF_TOKEN = 128
 
 MEDIA_TYPE = "text/event-stream"
 
+ANEW = "anew"
+"""Name of the server-sent event that says: what lay between is not here, look at everything again."""
+
 
 class Busy(UserError):
     """There are as many of something as can be served."""
@@ -42,12 +47,38 @@ class Busy(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """Whoever follows a job's events."""
+    """Whoever follows events."""
 
     token: str
     """Name of its token; empty where none is asked for."""
     is_let_in: Callable[[], bool]
     """Whether its token opens anything at this moment: it may be revoked, or expire, while it reads."""
+    readers: Counter[str]
+    """How many streams there are of each token."""
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Raises `Busy` where there would be one too many."""
+        token, readers = request.state.caller.token, request.app.state.followers
+        if readers.total() >= MOST_FOLLOWERS:
+            raise Busy(f"{MOST_FOLLOWERS} readers follow events already; ask without Accept: {MEDIA_TYPE}")
+        if readers[token] >= MOST_OF_TOKEN:
+            raise Busy(
+                f"{MOST_OF_TOKEN} readers with the token {token} follow events already; ask without Accept: "
+                f"{MEDIA_TYPE}, or give programs tokens of their own"
+            )
+        return cls(token, request.state.is_let_in, readers)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """One stream more for as long as the context lasts."""
+        self.readers[self.token] += 1
+        try:
+            yield
+        finally:
+            self.readers[self.token] -= 1
+            if not self.readers[self.token]:
+                del self.readers[self.token]
 
 
 def wants_stream(request: Request) -> bool:
@@ -55,37 +86,49 @@ def wants_stream(request: Request) -> bool:
     return MEDIA_TYPE in request.headers.get("accept", "")
 
 
-def event_stream(shell: Shell, job: str, after: int, follower: Follower, followers: Counter[str]) -> StreamingResponse:
-    """The stream. An unknown job is refused before it begins, and one reader too many (`followers`: how many there are
-    of each token).
-    """
+def event_stream(shell: Shell, job: str, after: int, follower: Follower, only: EventFilter) -> StreamingResponse:
+    """A job's. An unknown job is refused before it begins."""
     shell.view(job)
-    if followers.total() >= MOST_FOLLOWERS:
-        raise Busy(f"{MOST_FOLLOWERS} readers follow events already; ask without Accept: {MEDIA_TYPE}")
-    if followers[follower.token] >= MOST_OF_TOKEN:
-        raise Busy(
-            f"{MOST_OF_TOKEN} readers with the token {follower.token} follow events already; ask without Accept: "
-            f"{MEDIA_TYPE}, or give programs tokens of their own"
-        )
+    return _streaming(_of_job(shell, job, after, follower, only))
+
+
+def feed_stream(
+    shell: Shell, cursor: str | None, job: str | None, follower: Follower, only: EventFilter
+) -> StreamingResponse:
+    """Those of all jobs, or of one that there may not be yet. `cursor`: id of the last one that the reader has had."""
+    return _streaming(_of_all(shell, cursor, job, follower, only))
+
+
+def _streaming(parts: AsyncGenerator[bytes]) -> StreamingResponse:
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_written(shell, job, after, follower, followers), headers=headers, media_type=MEDIA_TYPE)
+    return StreamingResponse(parts, headers=headers, media_type=MEDIA_TYPE)
 
 
-async def _written(
-    shell: Shell, job: str, after: int, follower: Follower, followers: Counter[str]
-) -> AsyncGenerator[bytes]:
-    followers[follower.token] += 1
-    try:
+async def _of_job(shell: Shell, job: str, after: int, follower: Follower, only: EventFilter) -> AsyncGenerator[bytes]:
+    with follower.counted():
         async with aclosing(shell.follow(job, after, IDLE_SECONDS)) as events:
             async for event in events:
                 if not follower.is_let_in():
                     return
                 if event is None:
                     yield KEEPALIVE_COMMENT
-                else:
+                elif only.admits(event):
                     answer = EventAnswer.of(event)
                     yield format_sse_event(data_str=answer.model_dump_json(), id=str(event.revision))
-    finally:
-        followers[follower.token] -= 1
-        if not followers[follower.token]:
-            del followers[follower.token]
+
+
+async def _of_all(
+    shell: Shell, cursor: str | None, job: str | None, follower: Follower, only: EventFilter
+) -> AsyncGenerator[bytes]:
+    with follower.counted():
+        async with aclosing(shell.feed.follow(cursor, IDLE_SECONDS)) as entries:
+            async for entry in entries:
+                if not follower.is_let_in():
+                    return
+                if entry is None:
+                    yield KEEPALIVE_COMMENT
+                elif entry.event is None:
+                    yield format_sse_event(data_str="{}", event=ANEW, id=entry.id)
+                elif job in (None, entry.job) and only.admits(entry.event):
+                    answer = EventOfJobAnswer.made(entry.job, entry.event)
+                    yield format_sse_event(data_str=answer.model_dump_json(), id=entry.id)

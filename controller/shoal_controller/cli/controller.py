@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from shoal_protos.channel import CONTROLLER_GRPC_VARIABLES
 
-from shoal_controller.cli.options import Data, Grpc, Http, Store
+from shoal_controller.cli.options import Data, Grpc, Http, NoPage, Store
 
 Open = typer.Option("--open", envvar="SHOAL_OPEN", help="Listen beyond this machine without a token.")
 
@@ -19,6 +19,7 @@ async def controller(
     store: Store = None,
     data: Data = None,
     open_to_all: Annotated[bool, Open] = False,
+    no_page: NoPage = False,
 ) -> int:
     """Serve jobs and their workers.
 
@@ -35,7 +36,7 @@ async def controller(
         os.environ.setdefault(name, value)  # before gRPC, which reads them when it is first used
 
     async def serve() -> None:
-        async with serving(Places(http, grpc, store, data, open_to_all), own=False):
+        async with serving(Places(http, grpc, store, data, open_to_all, no_page), own=False):
             spare_what_lasts()
             begun.set()
             await signals.first.wait()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.errors import JobFailed, NotFound
 
-from shoal_controller.cli.options import Data, Grpc, Http, Store
+from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, Store
+from shoal_controller.cli.page import check_flags, show_page
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client, Json
@@ -38,6 +39,8 @@ async def demo(
     grpc: Grpc = None,
     store: Store = None,
     data: Data = None,
+    no_page: NoPage = False,
+    open_page: OpenPage = False,
 ) -> int:
     """Run a job through failures and verify that the result is bit-identical.
 
@@ -52,11 +55,13 @@ async def demo(
     from shoal_controller.cli.verdict import conclude
 
     check_machine()
+    check_flags(no_page, open_page)
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder:
         store, data = store or f"embedded:{folder}", data or Path(folder)
-        places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store, data)
+        places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store, data, no_page=no_page)
         with interrupts() as signals:
             async with serving(places, own=True) as here:
+                show_page(here.server, data, open_page)
                 reports = await until_interrupted(here, script(text, steps), signals)
     return conclude(*reports)
 

@@ -65,6 +65,8 @@ Data = Annotated[
         show_default=False,
     ),
 ]
+NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the page. Default: it is at `/` (SHOAL_PAGE).")]
+OpenPage = Annotated[bool, typer.Option("--open-page", help="Open the page in a browser.")]
 ReportFile = Annotated[
     Path | None,
     typer.Option(

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.errors import NotFound, UserError
 
-from shoal_controller.cli.options import Data, Grpc, Http, ReportFile, Store
+from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
+from shoal_controller.cli.page import check_flags, show_page
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client
@@ -49,6 +50,8 @@ async def run(
     grpc: Grpc = None,
     store: Store = None,
     data: Data = None,
+    no_page: NoPage = False,
+    open_page: OpenPage = False,
 ) -> int:
     """Train a script on this machine.
 
@@ -56,6 +59,7 @@ async def run(
     Ctrl-C saves a checkpoint if checkpoint.path is set, ends the job and reports; the second kills its workers.
     """
     check_machine()
+    check_flags(no_page, open_page)
     name = job or name_of(script)
     wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
     command = [sys.executable, str(script.resolve()), *own(arguments or [])]
@@ -72,7 +76,8 @@ async def run(
 
     printed = None if quiet else Printed(lengths(data_folder(data) / "jobs" / name))
     with interrupts() as signals:
-        async with serving(Places(http, grpc, store, data), own=True) as here:
+        async with serving(Places(http, grpc, store, data, no_page=no_page), own=True) as here:
+            show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
             if warning := keeps_another(name, here.server.shell.spec(name).command, command):
                 typer.echo(warning, err=True)

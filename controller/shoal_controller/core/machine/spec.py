@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from shoal_protos.activity import Activity
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.plan import Plan
 
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.pending import PendingReason
@@ -129,6 +131,19 @@ class JobView:
     """Whether its training config names a folder for checkpoints."""
     pending: Mapping[PendingReason, int] = field(default_factory=dict)
     """How many workers wait to start, by reason."""
+    launcher: str = "none"
+    paused: bool = False
+    """An operator, or Shoal itself, has paused it."""
+    stopping: bool = False
+    """It was cancelled, and its workers end after their step."""
+    world: Plan | None = None
+    """The world that may train."""
+    stage: int | None = None
+    """ZeRO's; None: not known."""
+    copies_wanted: int | None = None
+    """Of every block, the owner's among them; None: not known, or as many as there are members."""
+    block_bytes: int | None = None
+    """Bytes of one block's state: what a fill sends; None: not known."""
     deepest_inbox: int = 0
     """Most events that stood in line at a time, in the last minute. The shell knows it."""
 
@@ -158,6 +173,16 @@ class WorkerView:
     node: str = ""
     why: str = ""
     """Why it has not started, leaves or is gone; empty while it is as it should be."""
+    domain: str = ""
+    """Its failure domain; empty until it has said hello."""
+    activity: Activity | None = None
+    """What its training thread does, as it last said; None: nothing is known of it now."""
+    activity_age_seconds: float = 0.0
+    """How long ago it said so."""
+    member_state: str = ""
+    """Where it stands in a change of the world, as it says; empty: it has said nothing."""
+    boundaries: int = 0
+    """Votes passed in the world that may train."""
 
 
 @dataclass(frozen=True, slots=True)

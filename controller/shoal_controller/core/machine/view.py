@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shoal_protos.messages import Ending, MemberState
-from shoal_protos.plan import Plan
+from shoal_protos.plan import EVERYONE, Plan
 from shoal_protos.runs import NO_BLOCKS, every, union
 
-from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
+from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
@@ -15,7 +15,7 @@ from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State
 
 def view(job: Job, now: float) -> JobView:
     durable, spec = job.durable, job.durable.spec
-    members = _members(job)
+    active = active_members(job)
     description = durable.description
     lanes = description.lanes if description is not None else spec.lanes
     return JobView(
@@ -23,7 +23,7 @@ def view(job: Job, now: float) -> JobView:
         phase=shown_phase(job),
         generation=durable.current.generation if durable.current is not None else 0,
         wanted=durable.wanted,
-        active=len(members),
+        active=len(active),
         min_workers=durable.bounds.least,
         max_workers=durable.bounds.most or lanes,
         lanes=lanes,
@@ -39,15 +39,22 @@ def view(job: Job, now: float) -> JobView:
         started_at=durable.started_at,
         ended_at=durable.ended_at if durable.phase.over else None,
         workers=_workers(job, now),
-        unmirrored_blocks=_unmirrored(durable.current),
+        unmirrored_blocks=unmirrored(durable.current),
         figures=durable.figures,
-        samples=_samples(job),
-        goodput_ratio=_goodput(job, now),
+        samples=samples_read(job),
+        goodput_ratio=goodput(job, now),
         last_commit=job.figures.last_commit,
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
         can_checkpoint=description is not None and description.can_checkpoint,
         pending=starts.counted(job) if not durable.phase.over else {},
+        launcher=spec.launcher,
+        paused=durable.paused,
+        stopping=durable.stopping,
+        world=durable.current,
+        stage=description.stage if description is not None else None,
+        copies_wanted=_copies_wanted(durable),
+        block_bytes=description.state_bytes if description is not None else None,
         resizes=tuple(map(_resize, durable.history)),
     )
 
@@ -98,13 +105,13 @@ def exactness(job: Job) -> str:
     return "not bit-exact: mixed_numerics is true" if description is not None and description.mixed_numerics else ""
 
 
-def _members(job: Job) -> list[Process]:
+def active_members(job: Job) -> list[Process]:
     world = job.durable.current
     found = (job.processes.get(member.worker) for member in world.members) if world is not None else ()
     return [process for process in found if process is not None and job.durable.roster[process.worker].serves]
 
 
-def _samples(job: Job) -> int | None:
+def samples_read(job: Job) -> int | None:
     """Samples in committed steps. None: a controller that was started again has not heard yet how many they are."""
     if not job.figures_known:
         return None
@@ -113,7 +120,7 @@ def _samples(job: Job) -> int | None:
     return per_step * min(job.figures.steps, job.durable.figures.steps_bound)
 
 
-def _goodput(job: Job, now: float) -> float:
+def goodput(job: Job, now: float) -> float:
     """Share of the time since the first step began that went into committed steps. It ends with the job."""
     figures = job.figures
     if figures.training_began is None or figures.last_commit is None:
@@ -123,10 +130,16 @@ def _goodput(job: Job, now: float) -> float:
     return min(1.0, figures.trained_seconds / wall) if wall > 0 else 0.0
 
 
-def _unmirrored(world: Plan | None) -> int:
+def unmirrored(world: Plan | None) -> int:
     if world is None:
         return 0
     return len(every(world.blocks) - union(share.mirrored for share in world.shares))
+
+
+def _copies_wanted(durable: Durable) -> int | None:
+    """Of every block; None: not known, or one with every member."""
+    description = durable.description
+    return None if description is None or description.mirrors >= EVERYONE else description.mirrors + 1
 
 
 def _resize(resize: Resize) -> ResizeView:
@@ -183,8 +196,20 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         pod=record.place.pod if record.place is not None else "",
         node=record.place.node if record.place is not None else "",
         why=_why(job, record),
+        domain=record.domain,
+        activity=process.activity if process is not None and process.connection is not None else None,
+        activity_age_seconds=now - process.heard_at if process is not None else 0.0,
+        member_state=process.status.state.value if process is not None else "",
+        boundaries=_boundaries(process, world),
         heartbeat_age_seconds=now - process.heard_at if process is not None and record.serves else None,
     )
+
+
+def _boundaries(process: Process | None, world: Plan | None) -> int:
+    """Votes that it has passed in this world."""
+    if process is None or world is None or process.status.generation != world.generation:
+        return 0
+    return process.status.boundaries
 
 
 def _why(job: Job, record: WorkerRecord) -> str:

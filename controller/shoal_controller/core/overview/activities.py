@@ -1,0 +1,43 @@
+"""What a worker's training thread does, or for whom it waits, as a sentence. Pure."""
+
+from __future__ import annotations
+
+from shoal_protos.activity import Activity, StepPhase
+
+from shoal_controller.core.machine.spec import State, WorkerView
+from shoal_controller.core.overview.amounts import duration, listed
+
+LONG_SECONDS = 1.0
+"""What is shorter than this is not told."""
+
+DOES = {
+    StepPhase.BUILDING: "builds the group of generation {generation}",
+    StepPhase.BUILT: "has built the group of generation {generation}, which has not begun",
+    StepPhase.CATCHING_UP: "catches up with the others",
+    StepPhase.LANES: "runs the script: forward and backward",
+    StepPhase.REDUCTION: "adds up gradients",
+    StepPhase.FILLS: "receives or sends blocks",
+    StepPhase.BUFFERS: "shares buffers",
+    StepPhase.SENDS: "sends what the last step left",
+    StepPhase.VOTE: "votes",
+    StepPhase.HAND_OUT: "hands out parameters",
+}
+GONE = (State.LOST, State.LEFT)
+
+
+def activity_sentence(worker: WorkerView) -> str:
+    """One for every worker; where nothing is known of it, that."""
+    if worker.state in GONE:
+        return worker.why or "is gone"
+    activity = worker.activity
+    if activity is None:
+        return worker.why or "has not been heard of since this controller leads"
+    does = DOES[activity.phase].format(generation=activity.generation)
+    if activity.waits_for:
+        does = f"{does}, waits for {listed(list(activity.waits_for))}"
+    return f"{does}{_since(activity, worker.activity_age_seconds)}"
+
+
+def _since(activity: Activity, age: float) -> str:
+    seconds = activity.seconds + age
+    return f" ({duration(seconds)})" if seconds >= LONG_SECONDS else ""

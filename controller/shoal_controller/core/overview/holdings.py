@@ -1,0 +1,143 @@
+"""Who holds what: lanes, blocks and mirrors of each member, which copies are missing, what a failure domain would take.
+
+Read from the plan of the world that may train, and from the votes that its members have passed: what is on its way to
+whom. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plural import plural
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+
+from shoal_controller.core.machine.spec import JobView, WorkerView
+from shoal_controller.core.overview.amounts import listed, size
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHoldings:
+    """What one member of the world has."""
+
+    worker: WorkerId
+    rank: int
+    host: str
+    domain: str
+    lanes: tuple[int, ...]
+    owned: Runs
+    mirrored: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class FillProgress:
+    """Blocks on their way from one member to another."""
+
+    source: WorkerId
+    target: WorkerId
+    blocks: int
+    filled: int
+    """Of these: how many the target has received."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """Who holds what in the world that may train."""
+
+    members: tuple[MemberHoldings, ...]
+    fills: tuple[FillProgress, ...]
+    missing: Runs
+    """Blocks with fewer copies than wanted."""
+    domains: Mapping[str, tuple[WorkerId, ...]]
+    """Members by failure domain."""
+    sentence: str
+
+
+NOBODY = Holdings((), (), NO_BLOCKS, {}, "no world trains: what workers hold counts again when one is made")
+
+
+def holdings(view: JobView) -> Holdings:
+    """Nobody's where there is no world."""
+    world = view.world
+    if world is None:
+        return NOBODY
+    workers = {worker.worker: worker for worker in view.workers}
+    members = tuple(_members(world, workers))
+    fills = tuple(_fills(world, workers))
+    missing = missing_copies(world, view.copies_wanted)
+    domains: dict[str, tuple[WorkerId, ...]] = {}
+    for member in members:
+        domains[member.domain] = (*domains.get(member.domain, ()), member.worker)
+    sentences = [_copies(view, world, missing), _on_their_way(view, fills), *_exposed(world, members, domains)]
+    return Holdings(members, fills, missing, domains, "; ".join(filter(None, sentences)))
+
+
+def missing_copies(world: Plan, copies_wanted: int | None) -> Runs:
+    """Blocks with fewer copies than wanted, the owner's among them. `copies_wanted`: None: one with every member."""
+    if copies_wanted is None:
+        return union(every(world.blocks) - share.keeps for share in world.shares)
+    enough = [every(world.blocks), *[NO_BLOCKS] * copies_wanted]
+    for share in world.shares:
+        for copies in range(copies_wanted, 0, -1):
+            enough[copies] |= enough[copies - 1] & share.keeps
+    return every(world.blocks) - enough[copies_wanted]
+
+
+def exposed_blocks(world: Plan, inside: frozenset[WorkerId]) -> Runs:
+    """Blocks of which only these members have copies."""
+    shares = zip(world.members, world.shares, strict=True)
+    return every(world.blocks) - union(share.keeps for member, share in shares if member.worker not in inside)
+
+
+def _members(world: Plan, workers: Mapping[WorkerId, WorkerView]) -> Iterator[MemberHoldings]:
+    for rank, (member, share) in enumerate(zip(world.members, world.shares, strict=True)):
+        known = workers.get(member.worker)
+        host, domain = (known.host, known.domain) if known is not None else ("", "")
+        yield MemberHoldings(member.worker, rank, host, domain, share.lanes, share.owned, share.mirrored)
+
+
+def _fills(world: Plan, workers: Mapping[WorkerId, WorkerView]) -> Iterator[FillProgress]:
+    filled: dict[int, Runs] = {}
+    for fill in world.fills:
+        source, target = world.members[fill.source].worker, world.members[fill.target].worker
+        if fill.target not in filled:
+            known = workers.get(target)
+            filled[fill.target] = world.filled(fill.target, known.boundaries if known is not None else 0)
+        yield FillProgress(source, target, len(fill.blocks), len(fill.blocks & filled[fill.target]))
+
+
+def _copies(view: JobView, world: Plan, missing: Runs) -> str:
+    if world.world_size == 1:
+        return f"{world.members[0].worker} has the only copy of every block"
+    if not missing:
+        copies = "every worker has every block" if view.copies_wanted is None else ""
+        return copies or f"every block has {'its copy' if view.copies_wanted == 1 else f'{view.copies_wanted} copies'}"
+    fewer = "are not with every worker" if view.copies_wanted is None else "have fewer copies than wanted"
+    return f"{plural(len(missing), 'block')} {fewer}"
+
+
+def _on_their_way(view: JobView, fills: Sequence[FillProgress]) -> str:
+    left = {fill.target: 0 for fill in fills if fill.filled < fill.blocks}
+    for fill in fills:
+        if fill.target in left:
+            left[fill.target] += fill.blocks - fill.filled
+    if not left:
+        return ""
+    blocks = sum(left.values())
+    amount = f" ({size(blocks * view.block_bytes)})" if view.block_bytes else ""
+    return f"{plural(blocks, 'block')}{amount} on the way to {listed(list(left))}"
+
+
+def _exposed(
+    world: Plan, members: Sequence[MemberHoldings], domains: Mapping[str, tuple[WorkerId, ...]]
+) -> Iterator[str]:
+    """What the loss of a whole failure domain would take, where there is more than one and it has several members."""
+    if len(domains) < 2:
+        if len(members) > 1:
+            yield "all are in one failure domain"
+        return
+    for domain, inside in domains.items():
+        lost = exposed_blocks(world, frozenset(inside)) if len(inside) > 1 else NO_BLOCKS
+        if lost:
+            yield f"{plural(len(lost), 'block')} only in the failure domain {domain or '(unnamed)'}"

@@ -1,0 +1,159 @@
+"""What a request of an operator would do, as one sentence, before it is made. Pure.
+
+The machine itself is asked, on a copy of the job (`Runner.preview`): what it refuses is refused here with its own
+sentence, and what it would change is read from the job before and after. Only the lanes are shared out here as the
+planner would, which is asked later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plural import plural
+from shoal_protos.runs import Runs
+
+from shoal_controller.core.machine.events import (
+    Cancel,
+    ConfirmLost,
+    DrainWorker,
+    OperatorRequest,
+    Pause,
+    Resume,
+    Save,
+    Scale,
+)
+from shoal_controller.core.machine.spec import JobView, State
+from shoal_controller.core.overview.amounts import duration, listed
+from shoal_controller.core.overview.holdings import exposed_blocks
+from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, share_rounds
+
+ROUNDS_FROM_STAGE = 2
+"""From this stage of ZeRO on lanes are shared out in rounds."""
+
+
+def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
+    """`before`, `after`: the job as it is, and as it would be at once."""
+    match request:
+        case DrainWorker(worker, grace_seconds):
+            return f"drain {worker}: {_drained(before, after, worker, grace_seconds)}"
+        case ConfirmLost(worker):
+            return f"confirm that {worker} is dead: {_given_up(before, after, worker)}"
+        case Scale():
+            return _scaled(before, after)
+        case Pause():
+            return f"pause: no step runs after step {before.step}, about; workers stay, and keep what they hold"
+        case Resume():
+            return f"resume: training goes on from step {before.step} with the same workers"
+        case Save():
+            return "save a checkpoint: after the next step, beside training; it is listed once it is complete"
+        case Cancel():
+            return f"cancel: {_cancelled(before, after)}"
+        case _:
+            raise AssertionError(f"no operator asks for {type(request).__name__}")
+
+
+# ---- one worker
+
+
+def _drained(before: JobView, after: JobView, worker: WorkerId, grace_seconds: float) -> str:
+    world = before.world
+    if world is None or worker not in world.workers:
+        return ", ".join(filter(None, ("it has no lanes and no blocks", _replaced(before, after))))
+    stays = [member.worker for member in world.members if member.worker != worker and _serves(after, member.worker)]
+    if not stays:
+        saved = "its state is saved in a checkpoint first" if before.can_checkpoint else "nobody has its state then"
+        return f"it is the last one: no step runs without it, {saved}"
+    only = _only_with(world, {worker})
+    copied = f"{plural(len(only), 'block')} copied from it first (at most {duration(grace_seconds)})" if only else ""
+    return ", ".join(
+        filter(None, (_lanes_go(before, worker, stays), copied, "nothing is lost", _replaced(before, after)))
+    )
+
+
+def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
+    world = before.world
+    if world is None or worker not in world.workers:
+        return "nobody waits for it any more"
+    stays = [member.worker for member in world.members if _serves(after, member.worker)]
+    lost = exposed_blocks(world, world.workers - set(stays))
+    if not lost:
+        parts = [_lanes_go(before, worker, stays), "its blocks go on with their mirrors", "no step is lost"]
+        return ", ".join(filter(None, (*parts, _replaced(before, after))))
+    back = before.last_checkpoint_step
+    where = f"all go back to the checkpoint of step {back}" if back is not None else "the job starts again from step 0"
+    return f"{plural(len(lost), 'block')} have no other copy: {where}"
+
+
+def _lanes_go(view: JobView, worker: WorkerId, stays: Sequence[WorkerId]) -> str:
+    """To whom its lanes go, as the planner will share them out among those who stay."""
+    world = view.world
+    assert world is not None
+    lanes = next(s.lanes for m, s in zip(world.members, world.shares, strict=True) if m.worker == worker)
+    if not lanes:
+        return "it has no lanes"
+    shared = lanes_among(view, world, stays)
+    takers = [name for name in stays if set(shared[name]) & set(lanes)]
+    return f"its {plural(len(lanes), 'lane')} {'goes' if len(lanes) == 1 else 'go'} to {listed(takers)}"
+
+
+def lanes_among(view: JobView, world: Plan, stays: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, ...]]:
+    """The lanes of each, in a planned change."""
+    domains = {worker.worker: worker.domain for worker in view.workers}
+    numbers = {domain: number for number, domain in enumerate(sorted({domains[name] for name in stays}))}
+    share = share_rounds if (view.stage or 0) >= ROUNDS_FROM_STAGE else share_lanes
+    hosts = [numbers[domains[name]] for name in stays]
+    return dict(zip(stays, share(world.lanes, [NONE_IN_FLIGHT] * len(stays), hosts), strict=True))
+
+
+def _only_with(world: Plan, workers: Collection[WorkerId]) -> Runs:
+    return exposed_blocks(world, frozenset(workers))
+
+
+# ---- the job
+
+
+def _scaled(before: JobView, after: JobView) -> str:
+    if after.wanted == before.wanted:
+        most = "its lanes" if after.max_workers is None else f"{after.max_workers}"
+        return f"the job may have from {after.min_workers} to {most} workers; it goes on with {before.active}"
+    change = f"scale from {before.wanted} to {plural(after.wanted, 'worker')}"
+    leaving = [worker.worker for worker in after.workers if worker.state is State.DRAINING]
+    known = {worker.worker for worker in before.workers if worker.state is State.DRAINING}
+    if gone := [worker for worker in leaving if worker not in known]:
+        leave = "leaves" if len(gone) == 1 else "leave"
+        return f"{change}: {listed(gone)} {leave} once their lanes and blocks are with others, nothing is lost"
+    if after.wanted < before.wanted:
+        return f"{change}: nobody has to leave"
+    missing = after.wanted - before.active
+    if started := _started(before, after):
+        are = "is" if len(started) == 1 else "are"
+        return f"{change}: {listed(started)} {are} started, while training goes on"
+    if before.launcher == "none" and missing > 0:
+        return f"{change}: {plural(missing, 'worker')} may join (`shoal worker`); training goes on meanwhile"
+    return f"{change}: training goes on meanwhile"
+
+
+def _cancelled(before: JobView, after: JobView) -> str:
+    if before.phase.over:
+        return "the job is over: it is forgotten, with its events and logs; its checkpoints stay"
+    if after.phase.over:
+        return f"no world trains: the job is over at once, at step {before.step}"
+    kept = f"; the last checkpoint is of step {before.last_checkpoint_step}" if before.last_checkpoint_step else ""
+    none = "; it has no checkpoint" if before.last_checkpoint_step is None else ""
+    return f"{plural(before.active, 'worker')} end after their step, at about step {before.step}{kept}{none}"
+
+
+def _serves(view: JobView, worker: WorkerId) -> bool:
+    """Whether it stays in the job."""
+    return any(w.worker == worker and w.state not in (State.LOST, State.LEFT, State.DRAINING) for w in view.workers)
+
+
+def _started(before: JobView, after: JobView) -> list[WorkerId]:
+    known = {worker.worker for worker in before.workers}
+    return [worker.worker for worker in after.workers if worker.worker not in known]
+
+
+def _replaced(before: JobView, after: JobView) -> str:
+    started = _started(before, after)
+    return f"{listed(started)} {'is' if len(started) == 1 else 'are'} started in its place" if started else ""

@@ -1,0 +1,60 @@
+"""What a change of the world was and what it cost, in one sentence: the same on the page, in `shoal top`, over REST.
+
+Made from what the job's history has of it, and from whom it took away and added where that is known. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from shoal_protos.plan import Reason, WorkerId
+from shoal_protos.plural import plural
+
+from shoal_controller.core.machine.spec import ResizeView
+from shoal_controller.core.overview.amounts import duration, listed, size
+
+
+def resize_sentence(resize: ResizeView, gone: Collection[WorkerId] = (), came: Collection[WorkerId] = ()) -> str:
+    """`gone`, `came`: members of the world before only, and of this one only; empty: not known, or none."""
+    return f"{_cause(resize, gone, came)}: {_cost(resize)}"
+
+
+def changes_of(
+    before: Mapping[WorkerId, object] | None, after: Mapping[WorkerId, object] | None
+) -> tuple[list[WorkerId], list[WorkerId]]:
+    """Who went and who came between two worlds of these members; nobody where one of them is not known."""
+    if before is None or after is None:
+        return [], []
+    return sorted(set(before) - set(after)), sorted(set(after) - set(before))
+
+
+def _cause(resize: ResizeView, gone: Collection[WorkerId], came: Collection[WorkerId]) -> str:
+    who_went, who_came = listed(sorted(gone)) or "a worker", listed(sorted(came)) or "a worker"
+    world = plural(resize.workers, "worker")
+    causes = {
+        Reason.START: f"the job began with {world}",
+        Reason.KILL: f"{who_went} {_was(gone)} lost",
+        Reason.JOIN: f"{who_came} joined",
+        Reason.DRAIN: f"{who_went} {_was(gone)} drained",
+        Reason.SCALE_UP: f"scaled up to {world}",
+        Reason.SCALE_DOWN: f"scaled down to {world}",
+        Reason.BALANCE: "filled blocks got their owners, lanes were balanced",
+        Reason.RESTORE: f"all went back to step {resize.from_step}",
+    }
+    return causes.get(Reason(resize.reason), resize.reason)
+
+
+def _was(workers: Collection[WorkerId]) -> str:
+    return "were" if len(workers) > 1 else "was"
+
+
+def _cost(resize: ResizeView) -> str:
+    if not resize.phases:
+        return "what it cost is not known yet"
+    paused = f"training paused for {duration(resize.pause_seconds)}"
+    lost = f"{plural(resize.lost_steps, 'step')} lost" if resize.lost_steps else "no step lost"
+    moved = f"{size(resize.pause_bytes)} moved in the pause" if resize.pause_bytes else "nothing moved in the pause"
+    parts = [paused, lost, moved]
+    if resize.checkpoint_bytes:
+        parts.append(f"{size(resize.checkpoint_bytes)} read from a checkpoint")
+    return ", ".join(parts)

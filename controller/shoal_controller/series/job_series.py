@@ -1,0 +1,175 @@
+"""What a controller remembers of a job's course: its last hour and day, and the lanes of its last worlds. Pure.
+
+In memory and bounded: whoever leads next begins anew, and says so. A job's `Runner` has one and feeds it with what it
+knows anyway; REST reads it. Times are the shell's, in seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isfinite
+
+from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.plan import Plan, WorkerId
+
+from shoal_controller.core.machine.sample import Sample
+from shoal_controller.core.machine.view import unmirrored
+from shoal_controller.series.ring import POINT_BYTES, TIME, Point, Ring, Value
+
+HOUR_SECONDS, HOUR_EVERY = 3600, 1
+DAY_SECONDS, DAY_EVERY = 86_400, 30
+
+MOST_WORLDS = 200
+"""Worlds whose lanes are remembered, as many as a job's history has."""
+MOST_LANES = 1 << 16
+"""Lanes that are remembered over all worlds: those of the oldest worlds go first."""
+
+RATE_SECONDS = 10.0
+"""Over how long samples per second are counted: a step may take longer than the second between two points."""
+
+MOST_BYTES = (HOUR_SECONDS // HOUR_EVERY + DAY_SECONDS // DAY_EVERY) * POINT_BYTES
+"""Memory of a job's two rings, when they are full."""
+
+
+class Span(StrEnum):
+    """How far back a series goes."""
+
+    HOUR = "hour"
+    DAY = "day"
+
+    @property
+    def seconds(self) -> int:
+        return HOUR_SECONDS if self is Span.HOUR else DAY_SECONDS
+
+    @property
+    def every_seconds(self) -> int:
+        """From one point to the next."""
+        return HOUR_EVERY if self is Span.HOUR else DAY_EVERY
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSeen:
+    """A world that began while this controller led."""
+
+    generation: int
+    lanes: Mapping[WorkerId, tuple[int, ...]]
+    """Of every member."""
+
+
+class JobSeries:
+    """See the module's text. `record` about once a second, `see_world` whenever another world may train."""
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        """Since when it is recorded."""
+        self._rings = {span: Ring(span.seconds // span.every_seconds) for span in Span}
+        self._worlds: deque[WorldSeen] = deque(maxlen=MOST_WORLDS)
+        self._unmirrored = 0
+        self._checkpoints: tuple[CheckpointRef, ...] | None = None
+        self._saved: dict[CheckpointRef, float] = {}
+        """When those became known that were not there at the beginning."""
+        self._samples: deque[tuple[float, int]] = deque()
+        """The samples read by some time, of the last `RATE_SECONDS`; the first may be older."""
+        self._newest_rate: float | None = None
+        self._fewest_active: int | None = None
+        """Since the last point of the day: a dip is not to be missed there."""
+
+    # ---- feeding
+
+    def record(self, sample: Sample, now: float) -> None:
+        """A look at the job."""
+        self._newest_rate = self._rate(sample.samples, now)
+        point: Point = {
+            TIME: now, "step": sample.step, "loss": sample.loss, "step_seconds": sample.step_seconds,
+            "samples_per_second": self._newest_rate, "goodput_ratio": sample.goodput_ratio,
+            "active": sample.active, "wanted": sample.wanted, "unmirrored_blocks": self._unmirrored,
+        }  # fmt: skip
+        self._rings[Span.HOUR].put(point)
+        active = sample.active if self._fewest_active is None else min(self._fewest_active, sample.active)
+        newest = self._rings[Span.DAY].newest
+        if newest is None or now - newest >= DAY_EVERY:
+            self._rings[Span.DAY].put({**point, "active": active})
+            self._fewest_active = None
+        else:
+            self._fewest_active = active
+
+    def see_world(self, world: Plan | None) -> None:
+        """The world that may train now."""
+        if world is None or (self._worlds and self._worlds[-1].generation == world.generation):
+            return
+        shares = zip(world.members, world.shares, strict=True)
+        self._worlds.append(WorldSeen(world.generation, {member.worker: share.lanes for member, share in shares}))
+        self._unmirrored = unmirrored(world)
+        while len(self._worlds) > 1 and len(self._worlds) * world.lanes > MOST_LANES:
+            self._worlds.popleft()
+
+    def see_checkpoints(self, found: tuple[CheckpointRef, ...], now: float) -> None:
+        """All checkpoints that there are now."""
+        if found is self._checkpoints:
+            return
+        if self._checkpoints is not None:
+            new = set(found) - set(self._checkpoints)
+            kept = {one: self._saved[one] for one in found if one in self._saved}
+            self._saved = kept | dict.fromkeys(new, now)
+        self._checkpoints = found
+
+    def forget_the_old(self, now: float) -> None:
+        """Of a job that is over nothing new comes: what is older than its span goes."""
+        for span in Span:
+            newest = self._rings[span].newest
+            if newest is not None and now - newest > span.seconds:
+                self._rings[span] = Ring(span.seconds // span.every_seconds)
+
+    def _rate(self, samples: int | None, now: float) -> float | None:
+        """Samples per second lately; None: not known, or fewer than before, as after a loss of steps."""
+        recent = self._samples
+        if samples is None:
+            recent.clear()
+            return None
+        while len(recent) > 1 and recent[1][0] <= now - RATE_SECONDS:
+            recent.popleft()
+        recent.append((now, samples))
+        seconds = now - recent[0][0]
+        read = samples - recent[0][1]
+        return read / seconds if seconds > 0 and read >= 0 else None
+
+    # ---- reading
+
+    def points(self, span: Span, after: float, now: float) -> dict[str, list[Value]]:
+        """Columns of equal length, oldest first, of the points beyond `after` within the span."""
+        begin = max(after, now - span.seconds) if isfinite(after) else now
+        return self._rings[span].after(begin)
+
+    def minutes(self, now: float, count: int = 60) -> dict[str, list[Value]]:
+        """Of the last minutes, oldest first, the fewest active workers, the last wanted ones, the last loss."""
+        columns = self.points(Span.HOUR, now - 60.0 * count, now)
+        shown: dict[str, list[Value]] = {name: [None] * count for name in ("active", "wanted", "loss")}
+        for index, time in enumerate(columns[TIME]):
+            assert time is not None
+            minute = min(count - 1, max(0, int((time - now) / 60.0 + count)))
+            active, fewest = columns["active"][index], shown["active"][minute]
+            shown["active"][minute] = active if fewest is None or active is None else min(active, fewest)
+            for name in ("wanted", "loss"):
+                shown[name][minute] = columns[name][index] if columns[name][index] is not None else shown[name][minute]
+        return shown
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over the last seconds; None: not known."""
+        return self._newest_rate
+
+    def saved_at(self, checkpoint: CheckpointRef) -> float | None:
+        """When it became known; None: before this was recorded."""
+        return self._saved.get(checkpoint)
+
+    def lanes_of(self, generation: int) -> Mapping[WorkerId, tuple[int, ...]] | None:
+        """Who trained which lanes in a world; None: it began before this was recorded, or too long ago."""
+        return next((world.lanes for world in self._worlds if world.generation == generation), None)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the rings."""
+        return sum(ring.bytes for ring in self._rings.values())

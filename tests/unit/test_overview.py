@@ -1,0 +1,261 @@
+"""What the page and `shoal top` say of a job: its place, its holdings, what a request would do; from a real machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from machine_driver import Driver, training
+from shoal_controller.core.machine.events import (
+    Cancel,
+    ConfirmLost,
+    Disconnected,
+    DrainWorker,
+    OperatorRequest,
+    Pause,
+    Scale,
+)
+from shoal_controller.core.machine.machine import step
+from shoal_controller.core.machine.sample import sample
+from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.core.machine.view import view
+from shoal_controller.core.overview.activities import activity_sentence
+from shoal_controller.core.overview.amounts import duration, listed, size
+from shoal_controller.core.overview.attention import Level, attention, by_attention
+from shoal_controller.core.overview.holdings import holdings, missing_copies
+from shoal_controller.core.overview.previews import lanes_among, preview
+from shoal_controller.core.overview.resize_sentences import changes_of, resize_sentence
+from shoal_protos.activity import Activity, StepPhase
+from shoal_protos.errors import UserError
+from shoal_protos.plan import EVERYONE, Reason
+from shoal_protos.runs import Runs
+
+IDLE = JobView(
+    job="train", phase=Phase.RUNNING, generation=1, wanted=2, active=2, min_workers=1, max_workers=8, lanes=8, step=40,
+    max_steps=120, loss=2.5, last_checkpoint_step=None, reason="", step_seconds_median=0.5,
+)  # fmt: skip
+ACTIVE = WorkerView(
+    worker="w0", host="h", pid=7, state=State.ACTIVE, rank=0, lanes=(0,), blocks=1, mirrored_blocks=1, step=1,
+    step_seconds=0.1, memory_bytes={}, log="",
+)  # fmt: skip
+RESIZE = ResizeView(
+    generation=2, workers=2, reason="kill", from_step=6, pause_seconds=0.063, phases={"plan": 0.01}, promoted_blocks=5,
+    pause_bytes=0, fill_bytes=0, checkpoint_bytes=0, lost_steps=0,
+)  # fmt: skip
+
+
+def asked(job: Driver, request: OperatorRequest) -> str:
+    """The sentence of a preview."""
+    before = view(job.job, job.now)
+    return preview(request, before, view(step(job.job, [request], job.now)[0], job.now))
+
+
+# ---- amounts
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-1.0, "0 ms"), (0.0634, "63 ms"), (1.5, "1.5 s"), (59.6, "60 s"), (180.0, "3 min"), (7500.0, "2 h 5 min"),
+     (7200.0, "2 h"), (400_000.0, "5 d")],
+)  # fmt: skip
+def test_a_duration_has_the_unit_that_people_would_use(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sizes_and_names_are_short() -> None:
+    assert [size(n) for n in (0, 999, 5_600_000, 10**17)] == ["0 B", "999 B", "5.6 MB", "100000.0 TB"]
+    names = [f"w{n}" for n in range(9)]
+    assert [listed(names[:n]) for n in (0, 1, 2, 3)] == ["", "w0", "w0 and w1", "w0, w1 and w2"]
+    assert listed(names) == "w0, w1, w2, w3, w4, w5, w6 and 2 more"
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "sentence"),
+    [
+        ({}, Level.FINE, "trains: step 40 of 120, 40 s left"),
+        ({"active": 1}, Level.WATCH, "trains: step 40 of 120, 40 s left, with 1 of 2 workers"),
+        (
+            {"unmirrored_blocks": 1, "max_steps": None}, Level.WATCH,
+            "trains: step 40; 1 block with fewer copies than wanted",
+        ),
+        ({"phase": Phase.PAUSED, "reason": "paused by an operator"}, Level.WATCH, "paused: paused by an operator"),
+        ({"phase": Phase.RESIZING, "reason": "w1 is dead"}, Level.WATCH, "changes its world: w1 is dead"),
+        ({"phase": Phase.WAITING, "reason": "1 of 2"}, Level.WATCH, "waits: 1 of 2"),
+        ({"phase": Phase.STALLED, "reason": "blocks are lost"}, Level.ACT, "stands still: blocks are lost"),
+        ({"phase": Phase.FAILED, "reason": "no\nTrace", "ended_at": 90.0}, Level.ACT, "failed at step 40: no"),
+        ({"phase": Phase.FAILED, "reason": "no", "ended_at": -1e6}, Level.OVER, "failed 12 d ago at step 40: no"),
+        ({"phase": Phase.SUCCEEDED, "ended_at": 70.0}, Level.OVER, "succeeded 30 s ago at step 40"),
+        ({"max_steps": None, "step_seconds_median": None}, Level.FINE, "trains: step 40"),
+    ],
+)  # fmt: skip
+def test_a_job_stands_where_it_does_for_a_reason(changed: dict[str, object], level: Level, sentence: str) -> None:
+    found = attention(replace(IDLE, **changed), 100.0)
+    assert (found.level, found.sentence) == (level, sentence)
+
+
+def test_a_worker_of_which_nothing_is_heard_is_named() -> None:
+    late = replace(ACTIVE, state=State.SUSPECTED)
+    assert attention(replace(IDLE, workers=(late,)), 0.0).sentence.endswith("; nothing is heard of w0")
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.booleans(), st.integers(0, 3)), max_size=12))
+def test_every_job_has_a_place_and_levels_come_in_order(jobs: list[tuple[Phase, bool, int]]) -> None:
+    views = [
+        replace(IDLE, job=f"j{n}", phase=phase, reason="why" * why, active=active, ended_at=5.0 if phase.over else None)
+        for n, (phase, why, active) in enumerate(jobs)
+    ]
+    found = by_attention(views, 10.0)
+    levels = [list(Level).index(why.level) for _, why in found]
+    assert levels == sorted(levels) and {one.job for one, _ in found} == {one.job for one in views}
+    assert by_attention(reversed(views), 10.0) == found
+
+
+# ---- resizes
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_reason_has_a_sentence_with_its_cost(reason: Reason) -> None:
+    sentence = resize_sentence(replace(RESIZE, reason=reason.value))
+    assert sentence.endswith(": training paused for 63 ms, no step lost, nothing moved in the pause")
+
+
+def test_a_resize_names_whom_it_took_and_what_it_moved() -> None:
+    gone, came = changes_of({"w0": (), "w1": (), "w2": ()}, {"w0": (), "w3": ()})
+    assert (gone, came) == (["w1", "w2"], ["w3"]) and changes_of(None, {"w0": ()}) == ([], [])
+    moved = replace(RESIZE, pause_bytes=5_600_000, lost_steps=1, checkpoint_bytes=7)
+    assert resize_sentence(moved, gone) == (
+        "w1 and w2 were lost: training paused for 63 ms, 1 step lost, 5.6 MB moved in the pause, 7 B read from a "
+        "checkpoint"
+    )
+    assert resize_sentence(replace(RESIZE, phases={})) == "a worker was lost: what it cost is not known yet"
+
+
+# ---- activities
+
+
+def test_a_worker_says_what_it_does_or_for_whom_it_waits() -> None:
+    waits = Activity(3, 5, StepPhase.VOTE, 0, ("w1", "w2"), 2.0)
+    assert (
+        activity_sentence(replace(ACTIVE, activity=waits, activity_age_seconds=1.0))
+        == "votes, waits for w1 and w2 (3.0 s)"
+    )
+    assert activity_sentence(replace(ACTIVE, activity=Activity(3, 5, StepPhase.LANES))) == (
+        "runs the script: forward and backward"
+    )
+    assert activity_sentence(replace(ACTIVE, state=State.LOST, why="it is dead")) == "it is dead"
+    assert "not been heard of" in activity_sentence(ACTIVE)
+
+
+def test_every_phase_of_a_step_has_words() -> None:
+    assert all(activity_sentence(replace(ACTIVE, activity=Activity(1, 1, phase))) for phase in StepPhase)
+
+
+# ---- holdings
+
+
+def test_in_a_world_of_three_every_block_has_the_copies_that_are_wanted() -> None:
+    job = training()
+    found = holdings(view(job.job, job.now))
+    assert [member.worker for member in found.members] == ["w0", "w1", "w2"]
+    assert sorted(lane for member in found.members for lane in member.lanes) == list(range(8))
+    assert not found.missing and "every block has 2 copies" in found.sentence
+
+
+def test_after_a_loss_copies_are_missing_until_they_are_filled() -> None:
+    job = training()
+    job.die("w2")
+    job.recover()
+    found = holdings(view(job.job, job.now))
+    assert found.missing and f"{len(found.missing)} block" in found.sentence
+
+
+def test_nobody_holds_anything_before_a_world_is_there() -> None:
+    assert holdings(view(Driver().job, 0.0)).members == ()
+
+
+@given(
+    st.lists(st.tuples(st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7))), min_size=1, max_size=5),
+    st.integers(1, 4),
+)
+def test_missing_copies_are_those_that_a_count_finds(kept: list[tuple[set[int], set[int]]], wanted: int) -> None:
+    world = training(1).job.durable.current
+    assert world is not None
+    shares = tuple(replace(world.shares[0], owned=Runs.of(owned), mirrored=Runs.of(held)) for owned, held in kept)
+    world = replace(world, shares=shares, blocks=8)
+    copies = [sum(block in owned | held for owned, held in kept) for block in range(8)]
+    assert missing_copies(world, wanted) == Runs.of(block for block in range(8) if copies[block] < wanted)
+    assert missing_copies(world, None) == Runs.of(block for block in range(8) if copies[block] < len(kept))
+
+
+def test_where_everybody_mirrors_everybody_has_every_block() -> None:
+    job = training(mirrors=EVERYONE)
+    found = holdings(view(job.job, job.now))
+    assert not found.missing and "every worker has every block" in found.sentence
+
+
+# ---- previews
+
+
+def test_a_drain_says_to_whom_the_lanes_go_as_the_planner_will_give_them() -> None:
+    job = training()
+    before = view(job.job, job.now)
+    sentence = asked(job, DrainWorker("w2"))
+    lanes = next(worker.lanes for worker in before.workers if worker.worker == "w2")
+    assert sentence.startswith(f"drain w2: its {len(lanes)} lanes go to ") and "nothing is lost" in sentence
+    assert before.world is not None
+    expected = lanes_among(before, before.world, ["w0", "w1"])
+    job.feed(DrainWorker("w2"))
+    plan = job.job.durable.planned[-1]
+    planned = {member.worker: share.lanes for member, share in zip(plan.members, plan.shares, strict=True)}
+    assert {name: planned[name] for name in expected} == expected and not planned.get("w2")
+
+
+def silent(job: Driver, worker: str) -> Driver:
+    """Its stream has broken, and nothing more is heard of it."""
+    job.feed(Disconnected(job.connections.pop(worker), "reset"))
+    return job
+
+
+def test_a_death_that_is_confirmed_says_what_is_lost_with_it() -> None:
+    assert asked(silent(training(), "w1"), ConfirmLost("w1")).endswith(
+        "its blocks go on with their mirrors, no step is lost"
+    )
+    alone = asked(silent(training(mirrors=0), "w1"), ConfirmLost("w1"))
+    assert "have no other copy: the job starts again from step 0" in alone
+
+
+def test_what_the_machine_refuses_the_preview_refuses_with_its_sentence() -> None:
+    job = training(1)
+    for request in (DrainWorker("w9"), Scale(9), ConfirmLost("w0")):
+        with pytest.raises(UserError):
+            asked(job, request)
+
+
+def test_a_preview_changes_nothing() -> None:
+    job = training()
+    before = job.job
+    for request in (DrainWorker("w1"), Scale(2), Pause(), Cancel()):
+        asked(job, request)
+    assert job.job is before
+
+
+def test_scaling_down_names_who_leaves_and_up_who_may_come() -> None:
+    job = training()
+    assert asked(job, Scale(2)) == (
+        "scale from 3 to 2 workers: w2 leaves once their lanes and blocks are with others, nothing is lost"
+    )
+    assert asked(job, Scale(5)).startswith("scale from 3 to 5 workers: 2 workers may join")
+
+
+def test_a_sample_is_what_the_view_says() -> None:
+    job = training()
+    shown, found = view(job.job, job.now), sample(job.job, job.now)
+    assert (found.step, found.loss, found.samples, found.active, found.wanted, found.step_seconds) == (
+        shown.step, shown.loss, shown.samples, shown.active, shown.wanted, shown.step_seconds_median,
+    )  # fmt: skip
+    assert found.goodput_ratio == shown.goodput_ratio
