@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from page_code import CONFIG, Block, after, before, blocks
+from page_code import CONFIG, RUN_ELSEWHERE, Block, after, before, blocks
 from shoal.config.document import Document
 from shoal.config.load import load_config
 from shoal_controller.api.models import JobBody
@@ -38,6 +38,11 @@ def test_the_python_of_every_page_runs() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert done.stdout.count(" ran\n") >= 20
+
+
+@pytest.mark.parametrize("page", [page for page in RUN_ELSEWHERE if (ROOT / "docs" / page).exists()])
+def test_a_page_whose_python_needs_a_controller_is_run_by_a_test_with_one(page: str) -> None:
+    assert f"docs/{page}" in (ROOT / RUN_ELSEWHERE[page]).read_text().replace('" / "', "/")
 
 
 def test_every_language_of_a_block_is_one_that_is_run_or_checked() -> None:
