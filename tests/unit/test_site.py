@@ -68,6 +68,11 @@ def test_a_page_asks_no_other_host_for_anything(site: Path) -> None:
     assert len(urls) > 100
 
 
+def test_a_shell_completes_the_public_names_of_the_package_and_no_others() -> None:
+    public = {*shoal.__all__, "callbacks", "client", "deepspeed", "integrations"}
+    assert set(shoal.__all__) <= {name for name in dir(shoal) if not name.startswith("__")} <= public
+
+
 def test_the_reference_has_the_public_names_and_no_others(site: Path) -> None:
     names = Loaded((site / "reference.html").read_text()).names
     engine = {f"shoal.Engine.{name}" for name in PUBLIC}

@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 for _name, _value in GRPC_VARIABLES.items():  # before gRPC, whichever module of Shoal is imported first
     os.environ.setdefault(_name, _value)
 
+_MODULES = ("callbacks", "client", "deepspeed", "integrations")
+"""Modules that scripts import by name; all others are between the parts of the package."""
+
 __all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "deferred", "initialize"]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    special = [name for name in globals() if name.startswith("__")]
+    return sorted({*special, *__all__, *(name for name in _MODULES if name in globals())})
 
 
 def __getattr__(name: str) -> Any:
