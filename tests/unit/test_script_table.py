@@ -7,6 +7,7 @@ import json
 
 import pytest
 from scripts.changed_lines import changed_lines
+from scripts.measuring import Measured
 from scripts.run import MEASURED
 from scripts.table import ROOT, SCRIPTS, Script, script
 
@@ -25,6 +26,17 @@ def test_the_figures_of_a_script_are_those_of_its_present_files(name: str) -> No
     assert measured["files"] == script(name).digest, f'run `make scripts ARGS="{name}"`'
     assert sorted(measured["fingerprints"]) == ["1", "2", "3", "killed"]
     assert len(set(measured["fingerprints"].values())) == 1
+
+
+def test_a_loss_or_a_fingerprint_that_differs_is_named() -> None:
+    prints = {"1": "a", "2": "a", "3": "a", "killed": "a"}
+    assert Measured("", "0.5000", 0.50009, 8, prints).wrong() == []
+    (loss,) = Measured("", "0.5000", 0.5002, 8, prints).wrong()
+    assert loss.startswith("the loss is 0.5002, the original's 0.5000; they may differ by 0.0001")
+    (nan,) = Measured("", "0.5000", float("nan"), 8, prints).wrong()
+    assert nan.startswith("the loss is nan")
+    (differ,) = Measured("", "0.5", 0.5, 8, {**prints, "killed": "b"}).wrong()
+    assert differ.startswith("the fingerprints differ")
 
 
 def test_the_page_is_current() -> None:
