@@ -1,0 +1,359 @@
+"""The page in a real browser, on a real controller with real workers: what it shows is what REST says, what is pressed
+is done, and nothing that a job says becomes more than text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from integration.browser import PHONE, REFUSED, Watched, browsed
+from integration.cluster import Cluster, until
+from matrices import shortened
+from playwright.sync_api import Route, expect
+
+Json = dict[str, Any]
+PACE = 0.03
+LONG = {"max_steps": 3000}
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202eesrever\u2066"
+SHOWN = "<script>alert(1)</script><img src=x onerror=alert(1)>⟨U+202E⟩esrever⟨U+2066⟩"
+
+
+class Guarded(Cluster):
+    """With a token, and others that it makes."""
+
+    token = "operators-secret-of-the-page"
+
+    def token_of(self, name: str, role: str) -> str:
+        return str(self._answer("POST", "/tokens", {"name": name, "role": role})["secret"])
+
+
+def training(workers: int = 3, kind: type[Cluster] = Cluster, **more: Any) -> Cluster:
+    """A job that goes on until the test lets it go."""
+    return kind(workers=workers, options={**LONG, **more}, pace=PACE)
+
+
+def worlds(cluster: Cluster) -> list[Json]:
+    return list(cluster._answer("GET", f"/jobs/{cluster.job_name}/worlds")["worlds"])
+
+
+def world_of(cluster: Cluster, reason: str) -> Json | None:
+    """The last one of that reason whose pause is known."""
+    found = [world for world in worlds(cluster) if world["reason"] == reason and world["phases"]]
+    return found[-1] if found else None
+
+
+def duration(seconds: float) -> str:
+    """As the page writes one below a second."""
+    milliseconds = 1000 * seconds
+    return f"{float(f'{milliseconds:.2g}'):g} ms" if seconds < 0.01 else f"{round(milliseconds)} ms"
+
+
+# ---- what it shows
+
+
+def test_after_a_kill_the_mark_the_reason_and_the_pause_are_those_of_rest() -> None:
+    with training() as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(5)
+        seen.open_job()
+        cluster.kill("w1")
+        world = until("the loss in REST", lambda: world_of(cluster, "kill"))
+        line = seen.page.locator(".changes tbody tr", has=seen.page.get_by_text("loss", exact=True))
+        expect(line).to_contain_text(world["sentence"])
+        seen.page.locator(".mark.bad").click()
+        panel = seen.page.get_by_role("region", name="The chosen change")
+        expect(panel).to_be_focused()
+        expect(panel.locator("[data-role=sentence]")).to_have_text(world["sentence"])
+        expect(panel.locator("[data-role=pause]")).to_have_text(duration(world["pause_seconds"]))
+        rest = cluster._answer("GET", f"/jobs/job/worlds/{world['generation']}")
+        expect(panel.locator(".entries li")).to_have_count(len(rest["timeline"]))
+        for event, entry in zip(rest["timeline"], panel.locator(".entries li").all(), strict=True):
+            expect(entry).to_contain_text(event["message"])
+        assert panel.locator(".phases li").count() == sum(seconds > 0 for seconds in rest["phases"].values())
+        seen.open()
+        job = seen.page.locator(".job-line")
+        expect(job).to_contain_text("2/3")
+        expect(job).to_contain_text(cluster._answer("GET", "/jobs/job/summary")["last_resize"]["sentence"])
+
+
+LOOKS: dict[str, Json] = {
+    "a phone in the dark": {**PHONE, "color_scheme": "dark"},
+    "a laptop by day": {"color_scheme": "light"},
+    "a wall screen": {"viewport": {"width": 2560, "height": 1440}, "reduced_motion": "reduce"},
+    "a laptop in the dark": {"color_scheme": "dark"},
+    "a phone by day": {**PHONE, "color_scheme": "light"},
+}
+
+
+@pytest.mark.parametrize("look", shortened(LOOKS, "a phone in the dark"))
+def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_window(look: str) -> None:
+    with training(workers=2) as cluster, browsed(cluster.url, look=LOOKS[look]) as seen:
+        cluster.wait_step(3)
+        seen.open()
+        expect(seen.page.locator(".job-line")).to_be_visible()
+        assert seen.accessibility_faults() == []
+        seen.open_job()
+        expect(seen.page.locator(".chart canvas")).to_have_count(4)
+        assert seen.accessibility_faults() == []
+        seen.page.locator(".mark").first.click()
+        seen.button("Log of w0").click()
+        expect(seen.page.get_by_role("region", name="Log", exact=True)).to_contain_text("world")
+        assert seen.accessibility_faults() == []
+        assert seen.overflow() == 0
+        seen.button("Scale…").click()
+        expect(seen.dialog().get_by_role("button", name="Scale")).to_be_enabled()
+        assert seen.accessibility_faults() == []
+
+
+def test_what_others_have_written_is_shown_as_text() -> None:
+    """Names and texts that no controller lets in are put into its answers on the way."""
+    with training(workers=2) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(3)
+        long = HOSTILE + "n" * 10_000
+
+        def altered(route: Route) -> None:
+            answer = route.fetch()
+            route.fulfill(response=answer, json=hostile(answer.json(), long))
+
+        seen.page.route(
+            re.compile(r"/v1/(overview|jobs/job/(summary|workers|worlds|holdings|checkpoints))(\?.*)?$"), altered
+        )
+        seen.page.route(re.compile(r"/v1/jobs/job/events\?"), altered)
+        seen.page.route(re.compile(r"/v1/jobs/job/workers/[^/]+/log"), altered)
+        seen.open()
+        expect(seen.page.locator(".job-name")).to_have_text(SHOWN)
+        expect(seen.page.locator(".job-line .why")).to_contain_text(SHOWN)
+        seen.open_job()
+        expect(seen.page.locator(".workers tbody th").first).to_have_text(SHOWN)
+        expect(seen.page.locator(".events .message").first).to_contain_text(SHOWN)
+        expect(seen.page.locator("#reason")).to_contain_text("more characters")
+        seen.page.get_by_role("button", name=re.compile("^Log of ")).first.click()
+        expect(seen.page.locator("pre.log")).to_contain_text(SHOWN)
+        assert seen.page.locator("main script, main img").count() == 0
+        assert seen.overflow() == 0
+
+
+def hostile(answer: Json, long: str) -> Json:
+    """The answer, in which every name and text of a job is somebody's attempt."""
+    texts = {"reason": long, "sentence": HOSTILE, "message": HOSTILE, "text": HOSTILE, "why": HOSTILE, "path": HOSTILE}
+
+    def changed(part: Any, key: str = "") -> Any:
+        if isinstance(part, list):
+            return [changed(one, key) for one in part]
+        if isinstance(part, dict):
+            return {name: changed(one, name) for name, one in part.items()}
+        names = key in ("job", "worker", "host", "domain") and isinstance(part, str)
+        return HOSTILE if names else texts.get(key, part) if isinstance(part, str) else part
+
+    return dict(changed(answer))
+
+
+# ---- what is pressed
+
+
+def confirm(seen: Watched, press: str, sentence: str | re.Pattern[str]) -> None:
+    """The dialog says what will be done; do it."""
+    expect(seen.dialog().locator("#act-sentence")).to_have_text(sentence)
+    seen.dialog().get_by_role("button", name=press, exact=True).click()
+    expect(seen.dialog()).to_have_count(0)
+
+
+def preview(cluster: Cluster, act: str, **given: Any) -> str:
+    more = "".join(f"&{name}={value}" for name, value in given.items())
+    return str(cluster._answer("GET", f"/jobs/{cluster.job_name}/preview?act={act}{more}")["sentence"])
+
+
+def test_scale_and_drain_by_clicking() -> None:
+    with training() as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(3)
+        seen.open_job()
+        seen.button("Scale…").click()
+        seen.dialog().get_by_label("Workers wanted").fill("2")
+        confirm(seen, "Scale", preview(cluster, "scale", workers=2))
+        cluster.wait_world(2)
+        expect(seen.page.locator("[data-fact=world]")).to_have_text("2 of 2 workers")
+        cluster.wait_step(cluster.job()["step"] + 2)
+        there = [name for name, worker in cluster.workers().items() if worker["state"] == "active"]
+        seen.button(f"Drain {there[-1]}").click()
+        expect(seen.dialog()).to_contain_text(there[-1])
+        confirm(seen, "Drain", preview(cluster, "drain", worker=there[-1]))
+        cluster.wait_state(there[-1], "left")
+        expect(seen.page.locator(f"tr[data-worker={there[-1]}]")).to_have_count(0)
+        assert [event["data"]["action"] for event in cluster.events() if event["kind"] == "audit"] == ["scale", "drain"]
+
+
+def test_without_the_right_nothing_can_be_pressed() -> None:
+    with training(2, Guarded) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        assert isinstance(cluster, Guarded)
+        cluster.wait_step(3)
+        seen.open("#/jobs/job")
+        sign_in(seen, cluster.token_of("reader", "view"))
+        expect(seen.page.locator("#caller")).to_contain_text("reader · view")
+        expect(seen.page.locator("tr[data-worker=w0]")).to_be_visible()
+        expect(seen.button("Log of w0")).to_be_visible()
+        for name in (
+            re.compile("Scale"),
+            re.compile("Drain"),
+            re.compile("Lost"),
+            re.compile("Pause"),
+            re.compile("Cancel"),
+        ):
+            expect(seen.page.get_by_role("button", name=name)).to_have_count(0)
+        seen.button("Forget the token").click()
+        sign_in(seen, cluster.token)
+        expect(seen.button("Scale…")).to_be_visible()
+
+
+def sign_in(seen: Watched, token: str) -> None:
+    seen.page.get_by_label("Token", exact=True).fill(token)
+    seen.button("Show the jobs").click()
+
+
+def test_a_wrong_token_gets_one_sentence_and_a_right_one_is_kept_for_the_tab() -> None:
+    with training(2, Guarded) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        seen.open()
+        sign_in(seen, "not-a-token-that-opens-anything")
+        problem = seen.page.get_by_role("alert")
+        expect(problem).not_to_be_empty()
+        assert len(problem.inner_text().splitlines()) == 1
+        sign_in(seen, cluster.token)
+        expect(seen.page.locator(".job-line")).to_be_visible()
+        seen.page.reload()
+        expect(seen.page.locator(".job-line")).to_be_visible()
+        kept = seen.page.evaluate("[Object.values(sessionStorage), Object.keys(localStorage), document.cookie]")
+        assert kept == [[cluster.token], [], ""]
+        other = seen.page.context.new_page()
+        other.goto(cluster.url)
+        expect(other.get_by_label("Token", exact=True)).to_be_visible()
+
+
+def test_a_change_meanwhile_is_shown_and_not_overridden() -> None:
+    with training() as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        cluster.wait_step(3)
+        seen.open_job()
+        seen.button("Scale…").click()
+        seen.dialog().get_by_label("Workers wanted").fill("2")
+        expect(seen.dialog().locator("#act-sentence")).to_have_text(preview(cluster, "scale", workers=2))
+        cluster.scale(4)
+        seen.dialog().get_by_role("button", name="Scale", exact=True).click()
+        expect(seen.dialog().get_by_role("alert")).to_contain_text("Somebody has changed the job")
+        assert cluster.job()["workers"]["wanted"] == 4
+        confirm(seen, "Scale", preview(cluster, "scale", workers=2))
+        cluster.until("2 wanted", lambda job: job["workers"]["wanted"] == 2)
+
+
+def test_all_of_it_by_keyboard() -> None:
+    with training(workers=2) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(3)
+        seen.open()
+        expect(seen.page.locator(".job-line")).to_be_visible()
+        tab_to(seen, "a.job-name")
+        seen.page.keyboard.press("Enter")
+        expect(seen.page.locator(".marks .mark").first).to_be_visible()
+        tab_to(seen, ".mark")
+        seen.page.keyboard.press("Enter")
+        expect(seen.page.get_by_role("region", name="The chosen change")).to_be_focused()
+        seen.page.locator("body").evaluate("() => document.activeElement.blur()")
+        tab_to(seen, "[data-act=pause]")
+        seen.page.keyboard.press("Enter")
+        expect(seen.dialog().get_by_role("button", name="Pause")).to_be_focused()
+        seen.page.keyboard.press("Escape")
+        expect(seen.dialog()).to_have_count(0)
+        expect(seen.page.locator("[data-act=pause]")).to_be_focused()
+        seen.page.keyboard.press("Enter")
+        expect(seen.dialog().get_by_role("button", name="Pause")).to_be_focused()
+        seen.page.keyboard.press("Enter")
+        cluster.wait_phase("paused")
+        expect(seen.page.locator("[data-act=resume]")).to_be_visible()
+
+
+def tab_to(seen: Watched, place: str) -> None:
+    """Press Tab until it has the focus."""
+    for _ in range(80):
+        seen.page.keyboard.press("Tab")
+        if seen.page.evaluate("place => document.activeElement.matches(place)", place):
+            return
+    raise AssertionError(f"no number of tabs leads to {place}")
+
+
+# ---- what goes wrong
+
+
+def test_a_lost_connection_is_said_and_caught_up_with() -> None:
+    with training(workers=2) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        cluster.wait_step(3)
+        seen.open_job()
+        cluster.kill_controller()
+        banner = seen.page.locator("#banner")
+        expect(banner).to_contain_text("No connection to the controller")
+        cluster.start_controller()
+        expect(banner).to_be_hidden()
+        cluster.wait_phase("running")
+        step = cluster.job()["step"] + 10
+        cluster.wait_step(step)
+        cluster.kill("w1")
+        expect(seen.page.locator(".events [data-kind=lost]")).to_have_count(1)
+        expect(seen.page.locator("[data-fact=world]")).to_have_text("1 of 2 workers")
+        assert int(re.sub(r"\D", "", seen.page.locator("[data-fact=step]").inner_text().partition(" of ")[0])) >= step
+
+
+def test_a_job_that_is_gone_is_said_to_be() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        cluster.wait_step(2)
+        seen.open_job()
+        seen.button("Cancel…").click()
+        confirm(seen, "Cancel the job", preview(cluster, "cancel"))
+        expect(seen.page.locator("#phase")).to_have_text("cancelled")
+        expect(seen.button("Cancel…")).to_be_hidden()
+        cluster.cancel()
+        expect(seen.page.get_by_role("alert").first).to_contain_text("There is no job job any more")
+        seen.page.get_by_role("link", name="All jobs").click()
+        expect(seen.page.locator("#jobs-summary")).to_contain_text("No jobs yet")
+
+
+def test_a_controller_of_another_version_makes_the_page_load_itself_once() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url) as seen:
+
+        def another(route: Route) -> None:
+            answer = route.fetch()
+            route.fulfill(response=answer, json={**answer.json(), "page": "another"})
+
+        loads: list[str] = []
+        seen.page.on("domcontentloaded", lambda page: loads.append(page.url))
+        seen.page.route("**/v1/about", another)
+        with seen.page.expect_event("load", lambda _: len(loads) == 2):
+            seen.open()
+        expect(seen.page.locator(".job-line")).to_be_visible()
+        assert len(loads) == 2
+        seen.page.reload()
+        expect(seen.page.locator(".job-line")).to_be_visible()
+        assert len(loads) == 3
+
+
+def test_an_old_browser_is_told_what_it_lacks() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url) as seen:
+        seen.page.add_init_script(
+            "delete window.TextDecoderStream; delete AbortSignal.any; delete window.HTMLDialogElement;"
+        )
+        seen.open()
+        for lack in ("streams of requests", "AbortSignal.any", "dialogs"):
+            expect(seen.page.locator("#view")).to_contain_text(lack)
+        assert not [url for url in seen.asked if "/v1/" in url]
+
+
+def test_the_policy_lets_nothing_in_but_the_controllers_own_files() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url, allowed="Content Security Policy") as seen:
+        answer = seen.page.goto(seen.url)
+        assert answer is not None
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        broken = """() => {
+            const found = new Promise((resolve) => {
+                document.addEventListener("securitypolicyviolation", (event) => resolve(event.effectiveDirective));
+            });
+            const script = document.createElement("script");
+            script.textContent = "window.broken = true";
+            document.head.append(script);
+            return found.then((directive) => [directive, window.broken === undefined]);
+        }"""
+        assert seen.page.evaluate(broken) == ["script-src-elem", True]
