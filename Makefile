@@ -16,6 +16,8 @@
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, controller, REST, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
+#   make page       run all tests of the controller's page, and measure it with 100 jobs of 100 simulated workers
+#   make page-pictures  take docs/pictures/page-*.png of a real run with a kill in it; needs chromium
 #   make page-library  fetch the chart library of the controller's page from npm: VERSION=1.6.33 for another one
 #   make site       build the documentation as a site, in .site
 #   make pictures   draw docs/pictures/*.png of a real run; needs npm and chromium, and 650 MB of packages
@@ -30,7 +32,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs site page-library pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -152,6 +154,13 @@ docs: $(READY)
 	$(BIN)/python docs/generate/dashboards.py
 	$(BIN)/python -m shoal.config.reference > docs/configuration.md
 	$(BIN)/python -m shoal.deepspeed.doc_page > docs/deepspeed.md
+
+page: $(READY) packages
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m '' tests/unit/test_page_files.py tests/integration/test_page.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/page.py
+
+page-pictures: $(READY) packages
+	OMP_NUM_THREADS=1 $(BIN)/python docs/pictures/page_screens.py
 
 page-library: $(READY)
 	$(BIN)/python controller/page_library.py $(if $(VERSION),--version $(VERSION))

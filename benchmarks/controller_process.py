@@ -81,8 +81,9 @@ class Controller:
         seconds, _, whose = max(new, key=lambda line: float(line.partition(" ")[0])).partition(" ")
         return f"{1000 * float(seconds):.0f} ({whose})"
 
-    async def submit(self, name: str, workers: int) -> None:
-        spec = {"job": name, "workers": {"wanted": workers}, "launcher": "none"}
+    async def submit(self, name: str, workers: int, **more: object) -> None:
+        """`more`: what differs from the defaults of a job's spec."""
+        spec = {"job": name, "workers": {"wanted": workers}, "launcher": "none", **more}
         async with self._client() as client:
             (await client.post("/v1/jobs", json=spec)).raise_for_status()
 

@@ -7,6 +7,7 @@ import { kindBadge, reasonBadge } from "./phases.js";
 import { Problem, get } from "./rest.js";
 
 const SHOWN = 12; // changes before the list is folded
+/** In the order in which they come. */
 const PHASE_WORDS = {
   detect: "noticing it",
   prepare: "stopping the others",
@@ -127,7 +128,9 @@ function timeline(world, close) {
 const fact = (name, value, role = null) => element("div", {}, element("dt", {}, name), element("dd", { "data-role": role }, value));
 
 function phaseBars(phases) {
-  const named = Object.entries(phases).filter(([, seconds]) => seconds > 0);
+  const order = Object.keys(PHASE_WORDS);
+  const place = ([name]) => (order.includes(name) ? order.indexOf(name) : order.length);
+  const named = Object.entries(phases).filter(([, seconds]) => seconds > 0).sort((one, other) => place(one) - place(other));
   const whole = named.reduce((sum, [, seconds]) => sum + seconds, 0);
   if (!named.length) return element("p", { class: "quiet" }, "No time was spent in any phase.");
   let before = 0;

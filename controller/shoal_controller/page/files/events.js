@@ -32,7 +32,7 @@ export class Events {
     const path = `/v1/jobs/${encodeURIComponent(this.job)}/events`;
     let after = 0;
     try {
-      const found = await get(`${path}?last=${FIRST}`, this.signal);
+      const found = await get(`${path}?after=${await this.place()}`, this.signal);
       for (const event of found.events) this.take(event);
       after = found.events.at(-1)?.revision ?? 0;
       this.draw();
@@ -42,6 +42,12 @@ export class Events {
       if (error.status >= 400 && error.status < 500) return; // the job's view says it
     }
     follow(path, { after, onEvent: (event) => this.add(event), onProblem: () => {}, signal: this.signal });
+  }
+
+  /** The revision from which on the newest events are asked for: a long job has thousands. */
+  async place() {
+    const newest = await get(`/v1/events?job=${encodeURIComponent(this.job)}`, this.signal);
+    return Math.max(0, (newest.events.at(-1)?.revision ?? 0) - FIRST);
   }
 
   take(event) {

@@ -12,8 +12,9 @@ import { Checkpoints } from "./checkpoints.js";
 import { atMostEvery, element, foreign, foreignText, setText, visible } from "./elements.js";
 import { Events } from "./events.js";
 import { Holdings } from "./holdings.js";
+import { sentencesOf } from "./jobs_view.js";
 import { LogTail } from "./log_tail.js";
-import { isOver, phaseBadge } from "./phases.js";
+import { isOver, phaseBadge, reasonWord } from "./phases.js";
 import { poll } from "./poll.js";
 import { get } from "./rest.js";
 import { Series } from "./series.js";
@@ -122,17 +123,16 @@ class JobView {
       if (before) announce(`${visible(job.job)} is ${job.phase}: ${visible(job.reason)}`);
     }
     this.head.dataset.level = row.attention.level;
-    this.sentences(job.reason, row.attention.sentence);
+    this.sentences(sentencesOf(row));
     this.facts.show(row);
     this.axis.suit(job.started, job.ended);
     this.offer(job);
     return undefined;
   }
 
-  sentences(reason, attention) {
-    if (this.why.shown !== reason) this.why.replaceChildren(foreignText(reason));
-    this.why.shown = reason;
-    const more = attention === reason ? "" : attention;
+  sentences({ why, more }) {
+    if (this.why.shown !== why) this.why.replaceChildren(foreignText(why));
+    this.why.shown = why;
     if (this.attention.shown !== more) this.attention.replaceChildren(foreignText(more));
     this.attention.shown = more;
   }
@@ -218,7 +218,7 @@ class Facts {
     put("loss", figure(job.loss), row.step_seconds === null ? "" : `${duration(row.step_seconds)} per step`);
     put("samples", row.samples_per_second === null ? "–" : `${figure(row.samples_per_second, 3)}/s`, job.samples === null ? "" : `${count(job.samples)} so far`);
     put("goodput", percent(row.goodput_ratio), "of wall time in committed steps");
-    put("change", change === null ? "–" : `${change.reason.replaceAll("_", " ")}, ${duration(change.pause_seconds)} pause`, change === null ? "" : [`${change.lost_steps ? plural(change.lost_steps, "step") : "no step"} lost, ${bytes(change.bytes.pause)} in the pause, `, since(change.time)]);
+    put("change", change === null ? "–" : reasonWord(change.reason), change === null ? "" : [`${duration(change.pause_seconds)} pause, ${change.lost_steps ? plural(change.lost_steps, "step") : "no step"} lost, ${bytes(change.bytes.pause)} in the pause, `, since(change.time)]);
     put("saved", saved === null ? "none" : `step ${count(saved.step)}`, saved === null || saved.time === null ? "" : [since(saved.time)]);
   }
 }

@@ -112,18 +112,25 @@ function updateLine(line, row, hour) {
   const { parts } = line;
   line.dataset.level = row.attention.level;
   once(parts, "badge", job.phase, () => [phaseBadge(job.phase)]);
-  once(parts, "why", job.reason, () => [foreignText(job.reason)]);
-  once(parts, "attention", row.attention.sentence === job.reason ? "" : row.attention.sentence, (text) => [foreignText(text)]);
+  const { why, more } = sentencesOf(row);
+  once(parts, "why", why, (text) => [foreignText(text)]);
+  once(parts, "attention", more, (text) => [foreignText(text)]);
   setText(parts.world, `${count(job.workers.active)}/${count(job.workers.wanted)}`);
   setText(parts.step, job.max_steps === null ? count(job.step) : `${count(job.step)}/${count(job.max_steps)}`);
   parts.bar.hidden = job.max_steps === null;
   parts.bar.value = job.max_steps ? job.step / job.max_steps : 0;
   setText(parts.left, timeLeft(row));
   setText(parts.loss, figure(job.loss));
-  once(parts, "worldPicture", hour, () => (hour ? [world(hour.active, hour.wanted)] : []));
-  once(parts, "lossPicture", hour, () => (hour ? [curve(hour.loss, "loss")] : []));
-  once(parts, "change", row.last_resize?.generation ?? 0, () => lastChange(row.last_resize));
-  once(parts, "checkpoint", row.last_checkpoint?.step ?? -1, () => lastCheckpoint(row.last_checkpoint));
+  once(parts, "worldPicture", hour, () => (hour ? [world(hour)] : []));
+  once(parts, "lossPicture", hour, () => (hour ? [curve(hour, "loss")] : []));
+  once(parts, "change", `${row.last_resize?.generation} ${row.last_resize?.sentence}`, () => lastChange(row.last_resize));
+  once(parts, "checkpoint", `${row.last_checkpoint?.step} ${row.last_checkpoint?.time}`, () => lastCheckpoint(row.last_checkpoint));
+}
+
+/** Why it is in its phase, and what else is to be known; said once where one contains the other. */
+export function sentencesOf({ job, attention }) {
+  if (!job.reason || attention.sentence.includes(job.reason)) return { why: attention.sentence, more: "" };
+  return { why: job.reason, more: job.reason.includes(attention.sentence) ? "" : attention.sentence };
 }
 
 /** Fill a part anew only where what it shows has changed. */

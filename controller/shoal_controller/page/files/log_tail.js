@@ -36,7 +36,10 @@ export class LogTail {
       ask: async () => this.show(await get(path, signal)),
       seconds: () => SECONDS,
       signal,
-      onProblem: (problem) => setText(this.note, problem.message),
+      onProblem: (problem) => {
+        setText(this.note, visible(problem.message));
+        this.stopping?.abort(); // there is no log here, and asking again makes none
+      },
     });
     this.box.focus({ preventScroll: true });
     this.box.scrollIntoView({ block: "nearest" });

@@ -19,15 +19,27 @@ function framed(label, ...children) {
 
 const across = (values) => (index) => (values.length > 1 ? (index * WIDTH) / (values.length - 1) : WIDTH / 2);
 
-/** A curve with gaps where nothing is known. */
-export function curve(values, name) {
+const FEWEST = 8; // points of a picture, so that a young job's is not a block
+
+/** From the first known value on: a young job's picture has the whole width. */
+function young(values, others = values) {
+  const first = values.findIndex((value, index) => isKnown(value) || isKnown(others[index]));
+  return Math.max(0, Math.min(first, values.length - FEWEST));
+}
+
+const lasting = (minutes) => (minutes >= 59 ? "the last hour" : `the last ${plural(Math.max(1, minutes), "minute")}`);
+
+/** A curve with gaps where nothing is known. `hour`: as REST has it. */
+export function curve(hour, name) {
+  const values = hour[name].slice(young(hour[name]));
   const known = values.filter(isKnown);
   if (!known.length) return framed(`${name}: not known yet`);
   const least = Math.min(...known);
   const most = Math.max(...known);
   const x = across(values);
   const y = (value) => HEIGHT - 3 - ((HEIGHT - 6) * (value - least)) / (most - least || 1);
-  const label = `${name} over the last hour: from ${figure(known[0])} to ${figure(known.at(-1))}`;
+  const over = lasting(Math.round((known.length * hour.every_seconds) / 60));
+  const label = `${name} over ${over}: from ${figure(known[0])} to ${figure(known.at(-1))}`;
   const last = values.findLastIndex(isKnown);
   return framed(
     label,
@@ -47,14 +59,17 @@ function path(values, x, y) {
 }
 
 /** How many workers trained, under a line of how many were wanted. */
-export function world(active, wanted) {
+export function world(hour) {
+  const from = young(hour.active, hour.wanted);
+  const [active, wanted] = [hour.active.slice(from), hour.wanted.slice(from)];
   const most = Math.max(1, ...active.filter(isKnown), ...wanted.filter(isKnown));
   const x = across(active);
   const y = (value) => HEIGHT - 1 - ((HEIGHT - 4) * value) / most;
   const known = active.filter(isKnown);
   if (!known.length) return framed("world: not known yet");
   const least = Math.min(...known);
-  const label = `workers over the last hour: ${least} to ${plural(Math.max(...known), "worker")}`;
+  const over = lasting(Math.round((known.length * hour.every_seconds) / 60));
+  const label = `workers over ${over}: ${least} to ${plural(Math.max(...known), "worker")}`;
   return framed(
     label,
     drawing("path", { d: steps(active, x, y), class: "area" }),

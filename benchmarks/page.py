@@ -1,0 +1,143 @@
+"""What the page costs in a browser: `python benchmarks/page.py`, part of `make page`.
+
+Jobs of simulated workers over real gRPC (simulated_workers.py), 100 of 100 by default, on a controller in a process of
+its own; Chromium shows them with a phone's viewport and its CPU slowed four times. Rows: bytes loaded and the first
+paint, and for each interaction the longest and the median time from the press to the next frame. Figures depend on the
+machine, so nothing fails by them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from controller_process import Controller, controller
+from simulated_workers import JobWorkers, start_job
+from tables import show, verdict
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from integration.browser import ARGUMENTS, CHROMIUM
+from playwright.async_api import Locator, Page, async_playwright
+
+SLOWER = 4
+"""How many times slower the browser's CPU is for the first paint."""
+PAINT_SECONDS, INTERACTION_SECONDS, LOADED_BYTES = 0.5, 0.1, 300_000
+TIMES = 8
+HEARTBEAT_SECONDS = 15.0
+"""Ten thousand sessions beat in one process beside the browser."""
+PATIENCE = 120_000
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+TO_THE_NEXT_FRAME = """(press) => new Promise((resolve) => {
+    const began = performance.now();
+    press.click();
+    requestAnimationFrame(() => setTimeout(() => resolve((performance.now() - began) / 1000)));
+})"""
+
+
+async def start_jobs(there: Controller, jobs: int, each: int) -> list[JobWorkers]:
+    """One after the other, as in control_plane.py."""
+    started = []
+    for number in range(jobs):
+        await there.submit(f"job{number}", each, heartbeat_seconds=HEARTBEAT_SECONDS)
+        started.append(await start_job(there.grpc, f"job{number}", each, 4 * each))
+    return started
+
+
+async def first_paint(page: Page, url: str) -> list[str]:
+    """Seconds to the first paint with contents on a slowed phone, and what was loaded until all was there."""
+    slowing = await page.context.new_cdp_session(page)
+    await slowing.send("Emulation.setCPUThrottlingRate", {"rate": SLOWER})
+    loaded: list[int] = []
+    await page.route("**/page/**", lambda route: route.continue_())
+    page.on("response", lambda answer: loaded.append(int(answer.headers.get("content-length", 0))))
+    await page.goto(url)
+    await page.locator(".job-line").first.wait_for()
+    paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? -1"
+    seconds = await page.evaluate(paint) / 1000
+    files = sum(loaded)
+    await slowing.send("Emulation.setCPUThrottlingRate", {"rate": 1})
+    return [f"{seconds:.3f} ({verdict(seconds, PAINT_SECONDS)})", f"{files:,}"]
+
+
+async def pressed(page: Page, places: list[Locator]) -> list[float]:
+    """Seconds from each press to the frame after it."""
+    found = []
+    for place in places:
+        found.append(await (await place.element_handle(timeout=PATIENCE)).evaluate(TO_THE_NEXT_FRAME))
+        await page.wait_for_timeout(300)
+    return sorted(found)
+
+
+async def interactions(page: Page, url: str) -> list[list[str]]:
+    """Rows: what was pressed, the median and the longest."""
+    await page.goto(url)
+    await page.locator(".job-line").nth(1).wait_for()
+    rows = [await typed(page)]
+    await page.goto(f"{url}/#/jobs/job0")
+    await page.locator(".workers tbody tr").nth(1).wait_for()
+    await page.locator(".chart canvas").nth(3).wait_for()
+    buttons = page.locator(".axis-controls button")
+    for name, places in {
+        "another span of time": [buttons.nth(number % 5) for number in range(TIMES)],
+        "closer, wider": [buttons.nth(7 + number % 2) for number in range(TIMES)],
+        "gone workers shown, hidden": [page.locator("#show-gone")] * TIMES,
+        "a change chosen": [page.locator(".changes button").first] * TIMES,
+    }.items():
+        rows.append(row(name, await pressed(page, places)))
+    return rows
+
+
+async def typed(page: Page) -> list[str]:
+    """A letter in the filter over all jobs."""
+    typing = """(given) => new Promise((resolve) => {
+        const input = document.getElementById("filter");
+        const began = performance.now();
+        input.value = given;
+        input.dispatchEvent(new Event("input"));
+        requestAnimationFrame(() => setTimeout(() => resolve((performance.now() - began) / 1000)));
+    })"""
+    found = []
+    for given in ("job1", "", "job2", "", "running", "", "j", ""):
+        found.append(await page.evaluate(typing, given))
+        await page.wait_for_timeout(300)
+    return row("jobs filtered", sorted(found))
+
+
+def row(name: str, found: list[float]) -> list[str]:
+    return [name, f"{median(found):.3f}", f"{found[-1]:.3f} ({verdict(found[-1], INTERACTION_SECONDS)})"]
+
+
+async def measure(given: argparse.Namespace) -> None:
+    with controller("embedded") as there:
+        every_job = await start_jobs(there, given.jobs, given.each)
+        url = f"http://{there.http}"
+        async with async_playwright() as playwright:
+            browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS])
+            phone = await browser.new_context(**PHONE)
+            painted = await first_paint(await phone.new_page(), url)
+            await phone.close()
+            page = await browser.new_page(viewport={"width": 1440, "height": 1000})
+            pressed_rows = await interactions(page, url)
+            await browser.close()
+        await asyncio.gather(*(job.end() for job in every_job))
+    what = f"{given.jobs} jobs of {given.each} workers"
+    show(f"First paint on a phone with its CPU {SLOWER} times slower, {what}", ["seconds", "bytes loaded"], [painted])
+    show(f"From a press to the next frame, seconds, {what}", ["pressed", "median", "longest"], pressed_rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="First paint and interactions of the page with many jobs.")
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--each", type=int, default=100, help="workers of a job")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
