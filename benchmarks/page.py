@@ -126,9 +126,9 @@ async def measure(given: argparse.Namespace) -> None:
             pressed_rows = await interactions(page, url)
             await browser.close()
         await asyncio.gather(*(job.end() for job in every_job))
-    what = f"{given.jobs} jobs of {given.each} workers"
-    show(f"First paint on a phone with its CPU {SLOWER} times slower, {what}", ["seconds", "bytes loaded"], [painted])
-    show(f"From a press to the next frame, seconds, {what}", ["pressed", "median", "longest"], pressed_rows)
+    size = f"{given.jobs} jobs of {given.each} workers"
+    show(f"First paint on a phone with its CPU {SLOWER} times slower, {size}", ["seconds", "bytes loaded"], [painted])
+    show(f"From a press to the next frame, seconds, {size}", ["pressed", "median", "longest"], pressed_rows)
 
 
 def main() -> None:
