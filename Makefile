@@ -11,6 +11,7 @@
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
+#   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
@@ -32,7 +33,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts test-gpu mutants protos docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -119,6 +120,10 @@ charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)
 
 # Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
+trackers: $(READY)
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/trackers "wandb>=0.20,<1" "mlflow-skinny>=3,<4"
+	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/trackers $(ARGS)
+
 models: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"

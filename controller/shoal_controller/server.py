@@ -26,6 +26,7 @@ from shoal_controller.api.request_counts import CountedRequests
 from shoal_controller.api.web import Web
 from shoal_controller.api.web_certificate import web_certificate
 from shoal_controller.client_tls import ClientTls
+from shoal_controller.curves import Curves
 from shoal_controller.launchers.counted import CountedLauncher
 from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
 from shoal_controller.launchers.kubernetes.request_outcomes import Asked
@@ -140,9 +141,11 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         me = _place_of(settings, web.port, grpc)
         election = Election(store, me, neighbours.term_of)
         controller.join(store, election, await introductions(store, me.id))
+        curves = Curves(settings.folder, lambda: controller.jobs() if controller.term else None)
+        ends.push_async_callback(end_task, guarded("curves", curves.run(), only_logged))
         environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
         lost = found.lost if settings.store.startswith("embedded:") else 0  # where others lead, workers find them
-        launcher = LocalLauncher(settings.folder, environment, controller.report, lost)
+        launcher = LocalLauncher(settings.folder, environment, controller.report, lost, settings.log_folder)
         launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
         resources: Resources | None = None
         if "kubernetes" in settings.allowed_launchers:

@@ -49,6 +49,9 @@ class Settings(BaseSettings):
     """PEM file with that certificate's private key."""
     data: Path = Path(".shoal")
     """Folder for workers' logs and process records, and for the token that `run` and `demo` create."""
+    log_dir: Path | None = None
+    """Folder for logs of local workers, `DIR/JOB/WORKER.log`, which stay when a job is forgotten. Default: in the data
+    folder."""
     token: SecretStr | None = None
     """Bearer token for REST and workers; workers may use one of their run instead (`shoal token JOB`). Default: no
     authentication; `run` and `demo` create a token."""
@@ -157,6 +160,11 @@ class Settings(BaseSettings):
     def folder(self) -> Path:
         """Where logs, process records and the token are."""
         return self.data.resolve()
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Where local workers' logs are; None: beside their records."""
+        return self.log_dir.resolve() if self.log_dir is not None else None
 
     @property
     def default_workers(self) -> int:

@@ -112,12 +112,28 @@ def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
 
 def test_run_shows_what_rank_0_prints_unless_it_is_to_be_quiet(tmp_path: Path) -> None:
     script = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
-    for flags, shown in (((), True), (("--quiet",), False)):
+    for flags, shown in ((("--log-dir", str(tmp_path / "logs")), True), (("--quiet",), False)):
         with running(tmp_path, {"max_steps": 3, "pace": 0.05}, "--workers", "1", *flags, script=script) as command:
             code, _, errors = command.end()
         assert code == 0, errors
         assert ("hello from the script" in errors) == shown
         command.errors.unlink()
+    [log] = (tmp_path / "logs").glob("*/w0.log")
+    assert "and good-bye" in log.read_text()
+
+
+def test_a_picture_is_drawn_of_what_a_controller_has_kept_of_its_job(tmp_path: Path) -> None:
+    with running(tmp_path, {"max_steps": 40, "pace": 0.15}, "--workers", "1", "--job", "drawn") as command:
+        until("two lines of the curve", lambda: len(_curve(tmp_path)) > 2)
+        drawn = subprocess.run([SHOAL, "plot", "drawn"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert command.end()[0] == 0
+    assert (drawn.returncode, drawn.stderr) == (0, "")
+    assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def _curve(folder: Path) -> list[str]:
+    files = list(folder.glob(".shoal/curves/drawn/*.csv"))
+    return files[0].read_text().splitlines() if files else []
 
 
 def test_run_again_replaces_a_finished_job(tmp_path: Path) -> None:

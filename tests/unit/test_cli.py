@@ -37,8 +37,8 @@ HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uv
 FLAGS = {
     "demo": "--data --grpc --http --no-page --open-page --steps --store --text",
     "run": (
-        "--data --grpc --http --job --json --max-workers --min-workers --no-page --open-page --quiet --store --workers "
-        "SCRIPT ARGUMENTS"
+        "--data --grpc --http --job --json --log-dir --max-workers --min-workers --no-page --open-page --quiet --store "
+        "--workers SCRIPT ARGUMENTS"
     ),
     "controller": "--data --grpc --http --no-page --open --store",
     "worker": "--controller --job COMMAND",
@@ -54,6 +54,7 @@ FLAGS = {
     "checkpoint": "--url JOB",
     "checkpoints": "--output --url JOB",
     "events": "--follow --output --url JOB",
+    "plot": "--data --png JOB",
     "logs": "--follow --url JOB WORKER",
     "workers": "--output --url JOB",
     "top": "--url",
@@ -416,7 +417,7 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker", "verify", "export", "import_", "estimate"]
+    assert plain == ["worker", "plot", "verify", "export", "import_", "estimate"]
 
 
 def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
+from matrices import shortened
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -18,6 +19,8 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 
 OPTIONS = {"max_steps": 2, "micro_batches_per_lane": 2}
+HALF = {"bf16": {"enabled": True}}
+AUTOCAST = {"bf16": {"enabled": True, "auto_cast": True}}
 Body = Callable[[Engine, Any], None]
 
 
@@ -53,6 +56,22 @@ def backward_twice(engine: Engine, batch: Any) -> None:
     engine.step()
 
 
+def step_after_more(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch), more=True)
+    engine.step()
+
+
+def skip_after_more(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch), more=True)
+    engine.skip()
+
+
+def clip_before_the_last(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch), more=True)
+    torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.001)
+    engine.backward(engine.module(**batch))
+
+
 def step_twice(engine: Engine, batch: Any) -> None:
     plain(engine, batch)
     engine.step()
@@ -81,6 +100,9 @@ def without_a_graph(engine: Engine, batch: Any) -> None:
         (backward_by_the_script, "engine.step was called without engine.backward (step 1, lane 0, micro-batch 0)"),
         (both_backwards, "a gradient that engine.backward did not make"),
         (backward_twice, "engine.backward was called twice for one micro-batch (step 1, lane 0, micro-batch 0)"),
+        (step_after_more, "engine.step was called after engine.backward(more=True) (step 1, lane 0, micro-batch 0)"),
+        (skip_after_more, "engine.skip was called after engine.backward (step 1, lane 0, micro-batch 0)"),
+        (clip_before_the_last, "gradients were changed between engine.backward and engine.step"),
         (step_twice, "engine.step was called without a micro-batch"),
         (no_step, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),
         (nothing_at_all, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),
@@ -192,3 +214,52 @@ def test_what_a_loop_does_to_gradients_around_a_micro_batch_changes_no_sum(task:
         return
     with Crew(workers, task) as crew:
         assert crew.finish() == right
+
+
+def two_losses(engine: Engine, batch: Any) -> None:
+    """The second forward comes after the first backward, in the same precision."""
+    halves = [{name: part[at] for name, part in batch.items()} for at in (slice(0, 1), slice(1, 2))]
+    engine.backward(0.5 * engine.module(**halves[0]), more=True)
+    engine.backward(0.5 * engine.module(**halves[1]))
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("precision", "micro_batches"), [({}, 1), (HALF, 2), (AUTOCAST, 1)], ids=["32", "bf16", "autocast"]
+)
+@pytest.mark.parametrize("stage", shortened([1, 2, 3], 1, 3))
+def test_losses_of_one_micro_batch_are_accumulated_where_that_is_asked_for(
+    stage: int, precision: dict[str, Any], micro_batches: int
+) -> None:
+    """With the bits of a world of one in stage 0, through a kill between the two backwards too; and their sum is the
+    loss.
+    """
+    options = {"max_steps": 4, "precision": precision, "micro_batches_per_lane": micro_batches}
+    right = undisturbed(Task({**options, "stage": 0}, body=two_losses))
+    assert right != undisturbed(Task({**options, "stage": 0}))
+    with Crew("abc", Task({**options, "stage": stage}, body=two_losses)) as crew:
+        crew.train_to(2)
+        crew.plant("b", 3, "exchange")
+        assert crew.finish() == right
+
+
+def test_losses_that_would_be_added_up_in_half_precision_are_refused() -> None:
+    with pytest.raises(UserError, match=r"needs gradients in torch\.float32, and they are in torch\.bfloat16"):
+        undisturbed(Task({"max_steps": 1, "precision": HALF}, body=two_losses))
+
+
+def test_the_loss_of_a_micro_batch_is_the_sum_of_its_losses() -> None:
+    losses: list[float] = []
+
+    def body(engine: Engine, batch: Any) -> None:
+        for more in (True, False):
+            loss = engine.module(**batch)
+            losses.append(float(loss.detach().double()))
+            engine.backward(loss, more=more)
+        engine.step()
+
+    with ONE_AT_A_TIME:
+        engine = engine_of(Task({"max_steps": 1, "lanes": 1}), AloneLink(), Faults([]))
+        for batch in engine:
+            body(engine, batch)
+    assert engine.loss == sum(losses)

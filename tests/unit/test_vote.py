@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shoal.core.exact_sum import MOST_PARTS
 from shoal.core.layout import SMALLEST_BLOCK, Trainable, lay_out
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.finite import describe_gradient
@@ -83,7 +84,7 @@ def test_the_longest_ballot_that_is_allowed_fits_whatever_lanes_a_worker_has(lan
             bad_loss=f"the loss of lane {2**31} is {longest}",
             bad_gradient=describe_gradient(BUCKET, 0, torch.tensor([math.nan]), (2**31 - 64, 2**31)),
             not_finite_before=2**53,
-            evaluations={name: [longest, longest] for name in names},
+            evaluations={name: [longest] * (1 + MOST_PARTS) for name in names},
             requests=requests,
             saving="writing",
             saved=2**53,

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from shoal_controller.cli.client import Client, Json
 from shoal_controller.cli.printed import Printed
-from shoal_controller.cli.progress import Rate
+from shoal_controller.cli.progress import Rate, seconds_left, time_left
 from shoal_controller.cli.tables import console, event_line, number, phase, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
@@ -69,6 +69,7 @@ class Terminal:
             f"step [bold]{step_of(job)}[/]",
             f"loss [bold]{number(job['loss'])}[/]",
             f"{number(samples_per_second, 3)} samples/s",
+            _left(job, samples_per_second),
             f"world {workers['active']} of {workers['wanted']}, generation {job['generation']}",
         )
         bar = ProgressBar(total=job["max_steps"] or 1, completed=job["step"] if job["max_steps"] else 0)
@@ -99,15 +100,22 @@ class Lines:
         if change == self._shown and now - self._at < QUIET_SECONDS:
             return
         self._shown, self._at = change, now
+        left = f"{known}, " if (known := _left(job, samples_per_second)) else ""
         self._out.print(
             f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, "
-            f"{number(samples_per_second, 3)} samples/s, world {workers['active']} of {workers['wanted']}, "
+            f"{number(samples_per_second, 3)} samples/s, {left}world {workers['active']} of {workers['wanted']}, "
             f"generation {job['generation']}" + (f"; {job['reason']}" if job["reason"] else ""),
             markup=False,
         )
 
     def tell(self, line: str) -> None:
         self._out.print(line, markup=False)
+
+
+def _left(job: Json, samples_per_second: float | None) -> str:
+    if job["phase"] in OVER:
+        return ""
+    return time_left(seconds_left(job["step"], job["max_steps"], job["samples"], samples_per_second))
 
 
 def display() -> Display:

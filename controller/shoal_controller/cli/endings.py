@@ -19,6 +19,7 @@ EXTRAS = {
         "fastapi", "prometheus_client", "psutil", "pydantic_settings", "uvicorn", "yaml",
     },
     "shoal[kubernetes]": {"aiohttp", "kubernetes_asyncio"},
+    "shoal[plot]": {"matplotlib"},
     "shoal[worker]": {"fsspec", "numpy", "safetensors", "torch", "xxhash"},
 }  # fmt: skip
 """Which extra brings a missing module."""

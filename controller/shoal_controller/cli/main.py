@@ -22,6 +22,7 @@ from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.events import events
 from shoal_controller.cli.jobs import cancel, describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
+from shoal_controller.cli.plot import plot
 from shoal_controller.cli.run import run
 from shoal_controller.cli.submit import submit
 from shoal_controller.cli.token import JobOrCommand, create, job_, list_, revoke, rotate
@@ -31,7 +32,7 @@ from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,
-    checkpoints, events, logs, workers, top, verify, export, import_, estimate,
+    checkpoints, events, logs, plot, workers, top, verify, export, import_, estimate,
 )  # fmt: skip
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)

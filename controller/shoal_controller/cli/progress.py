@@ -1,4 +1,6 @@
-"""How fast a job goes, from the step counts that were seen. Pure: whoever watches brings the time."""
+"""How fast a job goes, from the step counts that were seen, and how long it will take. Pure: whoever watches brings the
+time.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,21 @@ class Rate:
             return None
         (since, first), (until, last) = self._seen[0], self._seen[-1]
         return (last - first) / (until - since) if until > since else None
+
+
+def seconds_left(step: int, last: int | None, samples: int | None, samples_per_second: float | None) -> float | None:
+    """Until the last step, at this speed; None: not known. `samples`: those of the steps up to `step`."""
+    if not last or not samples or not samples_per_second or not step:
+        return None
+    return max(0, last - step) * (samples / step) / samples_per_second
+
+
+def time_left(seconds: float | None) -> str:
+    """For people: "42 s left", "3 min 20 s left", "2 h 5 min left"; empty where it is not known."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // part} {smaller} left"
+    return f"{whole} s left"

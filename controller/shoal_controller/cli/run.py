@@ -33,6 +33,13 @@ MaxWorkers = typer.Option(
 )
 Name = typer.Option("--job", metavar="NAME", help="Name of the job. Default: name of the script.", show_default=False)
 Quiet = typer.Option("--quiet", help="Do not show the output of rank 0; `shoal logs` has it.")
+LogDir = typer.Option(
+    "--log-dir",
+    metavar="DIR",
+    file_okay=False,
+    help="Folder for the workers' logs. Default: DATA/jobs/JOB.",
+    show_default=False,
+)
 Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="Script to run.", show_default=False)
 Arguments = typer.Argument(metavar="[--] ARGS…", help="Arguments of the script.", show_default=False)
 
@@ -46,6 +53,7 @@ async def run(
     job: Annotated[str | None, Name] = None,
     report: ReportFile = None,
     quiet: Annotated[bool, Quiet] = False,
+    log_dir: Annotated[Path | None, LogDir] = None,
     http: Http = None,
     grpc: Grpc = None,
     store: Store = None,
@@ -74,9 +82,10 @@ async def run(
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.settings import data_folder
 
-    printed = None if quiet else Printed(lengths(data_folder(data) / "jobs" / name))
+    logs = log_dir.resolve() / name if log_dir is not None else data_folder(data) / "jobs" / name
+    printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:
-        async with serving(Places(http, grpc, store, data, no_page=no_page), own=True) as here:
+        async with serving(Places(http, grpc, store, data, no_page=no_page, logs=log_dir), own=True) as here:
             show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
             if warning := keeps_another(name, here.server.shell.spec(name).command, command):

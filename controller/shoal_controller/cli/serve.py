@@ -51,6 +51,8 @@ class Places:
     data: Path | None
     open: bool = False
     no_page: bool = False
+    logs: Path | None = None
+    """Of local workers."""
 
     def settings(self, own: bool) -> Settings:
         """`own`: a command's own controller, which makes its token and shows a display instead of its log."""
@@ -58,7 +60,7 @@ class Places:
         from shoal_controller.tokens import made_token
 
         given: dict[str, object] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
-        given |= {"open": self.open or None, "page": False if self.no_page else None}
+        given |= {"open": self.open or None, "page": False if self.no_page else None, "log_dir": self.logs}
         if own and not os.environ.get("SHOAL_TOKEN"):
             given["token"] = made_token(data_folder(self.data))
         if own and not os.environ.get("SHOAL_LOG_LEVEL"):

@@ -83,9 +83,14 @@ class WorkerEnvironment:
 class LocalLauncher:
     """A `Launcher`. Starts and watches processes on this machine. All calls come from one event loop."""
 
-    def __init__(self, folder: Path, environment: WorkerEnvironment, submit: Submit, lost_port: int = 0) -> None:
-        """`lost_port`: where workers of an earlier controller look for it, and somebody else listens."""
-        self._folder = folder
+    def __init__(
+        self, folder: Path, environment: WorkerEnvironment, submit: Submit, lost_port: int = 0,
+        logs: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`lost_port`: where workers of an earlier controller look for it, and somebody else listens. `logs`: where
+        jobs have folders for their logs, which stay when a job is forgotten; None: within `folder`.
+        """
+        self._folder, self._logs = folder, logs
         self._lost_port = lost_port
         self._environment = environment
         self._submit = submit
@@ -187,10 +192,11 @@ class LocalLauncher:
     # ---- inside
 
     def _records(self, job: str) -> ProcessRecords:
-        return ProcessRecords(self._folder / "jobs" / job)
+        return ProcessRecords(self._folder / "jobs" / job, self._logs / job if self._logs is not None else None)
 
     def _start(self, worker: WorkerId, spec: JobSpec, records: ProcessRecords) -> tuple[Process, ProcessRecord]:
-        records.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (records.folder, records.logs):
+            folder.mkdir(parents=True, exist_ok=True)
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
         taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]

@@ -48,11 +48,12 @@ class ProcessRecord:
 class ProcessRecords:
     """The records and logs of one job."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, logs: Path | None = None) -> None:
+        """`logs`: the folder of the logs, where it is another one."""
+        self.folder, self.logs = folder, logs or folder
 
     def log(self, worker: str) -> Path:
-        return self.folder / f"{worker}.log"
+        return self.logs / f"{worker}.log"
 
     def write(self, record: ProcessRecord) -> None:
         """Raises `OSError`."""

@@ -25,6 +25,7 @@ from shoal.blocks.loaded_state import LoadedState, State, probe_state, twin_of
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
+from shoal.optim.turns import has_turn
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
@@ -315,7 +316,7 @@ class HeldBlocks:
         it are updated; not of each.
         """
         take_over_hyper_parameters(self._twin, self._user)
-        for part in parts_of(trained_segments(self._segments, self.layout), may_step_in_parts(self._user)):
+        for part in parts_of(trained_segments(self._segments, self.layout, self._twin), may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
             on_updated(part.first_bucket)
 
@@ -336,9 +337,14 @@ class HeldBlocks:
             torch._foreach_copy_(rounded, [segment.parameter for segment in masters])
 
 
-def trained_segments(segments: list[Segment], layout: Layout) -> list[Segment]:
-    """Those that are not frozen."""
-    return [segment for segment in segments if not layout.buckets[segment.stretch.bucket].is_frozen]
+def trained_segments(segments: list[Segment], layout: Layout, twin: torch.optim.Optimizer) -> list[Segment]:
+    """Those that are not frozen, of groups whose turn it is."""
+    buckets, turns = layout.buckets, [has_turn(group) for group in twin.param_groups]
+    return [
+        segment
+        for segment, bucket in ((segment, buckets[segment.stretch.bucket]) for segment in segments)
+        if not bucket.is_frozen and turns[bucket.group]
+    ]
 
 
 def step_on(

@@ -17,7 +17,7 @@ class Request:
     """A request that the vote carries and all carry out."""
 
     kind: str
-    """fingerprint | export | save | scheduled (a save by the clock of rank 0) | stop | frozen"""
+    """fingerprint | export | save | scheduled (a save by the clock of rank 0) | stop | frozen | gather"""
     detail: str = ""
     """A path for an export; for `frozen` the joiner's digest of its frozen parameters."""
     rank: int = -1
@@ -57,7 +57,7 @@ class Ballot:
     calls_back: int = 0
     """1 where this member has callbacks for committed steps; else 0."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
-    """Evaluations by name: sum over the lanes that it evaluated, and their number."""
+    """Evaluations by name: the number of lanes that it evaluated, and their exact sum (core/exact_sum.py)."""
     requests: tuple[Request, ...] = ()
     saving: str = ""
     """How far it is with the save at hand (core/save_part.py)."""

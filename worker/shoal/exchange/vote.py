@@ -22,6 +22,7 @@ from shoal_protos.plural import plural
 from shoal_protos.runs import Span
 from torch import Tensor
 
+from shoal.core.exact_sum import add, total
 from shoal.core.tree import fold_numbers
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.copies import Comparison, compare
@@ -29,7 +30,7 @@ from shoal.exchange.framing import as_bytes_tensor
 from shoal.exchange.piece_order import FillTimes
 from shoal.exchange.traffic import Traffic
 
-BALLOT_BYTES = 4_608
+BALLOT_BYTES = 5_120
 """The ballot's part of a row, where nobody has more than two subtrees of lanes."""
 MOST_NAMES, NAMES_BYTES = 16, 512
 """What a step may report, and what an evaluation may."""
@@ -264,11 +265,11 @@ def _norm(
 
 
 def _evaluated(each: list[dict[str, list[float]]]) -> dict[str, float]:
-    """The mean over the lanes that arrived."""
-    sums: dict[str, list[float]] = {}
+    """The mean over the lanes that arrived, with the same bits whoever evaluated them."""
+    counts, sums = dict[str, float](), dict[str, list[float]]()
     for one in each:
-        for name, (total, lanes) in one.items():
-            kept = sums.setdefault(name, [0.0, 0.0])
-            kept[0] += total
-            kept[1] += lanes
-    return {name: total / lanes for name, (total, lanes) in sums.items() if lanes}
+        for name, (lanes, *parts) in one.items():
+            counts[name] = counts.get(name, 0.0) + lanes
+            for part in parts:
+                add(sums.setdefault(name, []), part)
+    return {name: total(parts) / counts[name] for name, parts in sums.items() if counts[name]}

@@ -41,6 +41,7 @@ from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import StateFile
 from shoal.offload.transfers import Buffer
+from shoal.optim.turns import has_turn
 
 PORTION_PIECES = 4
 """Of a checkpoint, that are read at one time."""
@@ -262,8 +263,11 @@ class FiledBlocks(HeldBlocks):
     ) -> None:
         check_steps_in_parts(self._user)
         take_over_hyper_parameters(self._twin, self._user)
-        buckets, transfers = len(self.layout.trained.buckets), self.store.transfers
-        pieces = [piece for piece in self.store.pieces[::-1] if piece.stretch.bucket < buckets]  # frozen ones come last
+        transfers = self.store.transfers
+        turns = [has_turn(self._twin.param_groups[bucket.group]) for bucket in self.layout.trained.buckets]
+        pieces = [  # frozen ones come last
+            one for one in self.store.pieces[::-1] if one.stretch.bucket < len(turns) and turns[one.stretch.bucket]
+        ]
         before = transfers.moved, transfers.seconds
         for index, buffer in enumerate(transfers.carry([piece.ranges() for piece in pieces], self._most_bytes(pieces))):
             self._apply_to_piece(pieces[index], buffer, gradients, scale)

@@ -95,7 +95,7 @@ class HostBlocks(HeldBlocks):
         for copy in self._going:
             copy.wait()
         self._going.clear()
-        parts = parts_of(trained_segments(self._segments, self.layout), may_step_in_parts(self._user))
+        parts = parts_of(trained_segments(self._segments, self.layout, self._twin), may_step_in_parts(self._user))
         coming = self._bring_down(parts[0].segments, gradients)
         for index, part in enumerate(parts):
             following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []

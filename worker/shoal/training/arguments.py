@@ -20,7 +20,7 @@ def check_given(model: Any, optimizer: Any, scheduler: Any) -> None:
             raise UserError(
                 f"{name} is a {type(value).__name__}; expected one {kind.__module__}.{kind.__name__}. An engine trains "
                 "one model by one optimizer: put several networks into one module, and their parameters into groups "
-                "of one optimizer."
+                "of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
             )
     check_model(model)
 

@@ -40,6 +40,7 @@ class Boundary:
         self._evaluation, self._requests, self._status = evaluation, requests, status
         self._callbacks: list[Callable[[], None]] = []
         self._observers: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[], None]] = []
         self.bring_parameters: Callable[[], None] = _nothing
         """What callbacks find done: all parameters are here. Raises `WorldChanged`."""
         self._passed = 0
@@ -57,6 +58,10 @@ class Boundary:
         """Called where callbacks are, and reads no parameters: those of the step may still be coming."""
         self._observers.append(observer)
         self._context.calls_back = True
+
+    def add_watcher(self, watcher: Callable[[], None]) -> None:
+        """Called on every member after each committed step, and perhaps again: it knows how far it is."""
+        self._watchers.append(watcher)
 
     def stand_at(self, step: int) -> None:
         """This worker begins at `step`, whose boundary it does not owe."""
@@ -108,6 +113,8 @@ class Boundary:
 
     def _call_back(self, record: Record) -> None:
         context, step = self._context, record.step
+        for watcher in self._watchers:
+            watcher()
         if self._called.last < step:
             group = context.world.group if context.world is not None else None
             others = group if record.calls_back and group is not None and group.size > 1 else None

@@ -16,10 +16,13 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
+from shoal.callbacks.best_number import BestNumber
+from shoal.callbacks.step_callback import StepCallback
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.exchange.ballot import Request
 from shoal.faults import Faults
+from shoal.optim.turns import set_turn
 from shoal.session.link import Link
 from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
@@ -31,9 +34,10 @@ from shoal.training.step_times import StepTimes
 from shoal.training.training_loop import TrainingLoop
 
 PUBLIC = {
-    "backward", "device", "evaluating", "export", "fingerprint", "gathered", "generation", "global_step", "lanes",
+    "backward", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers", "generation",
+    "global_step", "lanes",
     "loss", "module", "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard", "skip",
-    "step", "stop", "warming_up", "world_size",
+    "step", "stop", "turn", "warming_up", "world_size",
 }  # fmt: skip
 """What scripts may use; all else is between the parts of this package."""
 
@@ -104,17 +108,24 @@ class Engine:
         record = self.context.state.record
         return {**record.reports, **record.evaluations, **self.parts.evaluation.since_the_step} if record else {}
 
+    @property
+    def gathers(self) -> dict[str, Tensor]:
+        """The last evaluation's rows that `gather` was given, by name, in the order of the samples, whose numbers are
+        `gathers["sample"]`; the same on all workers. Empty before the first one.
+        """
+        return self.parts.evaluation.rows.all
+
     # ---- the loop
 
     def __iter__(self) -> Iterator[Any]:
         return self.times.reading(self.training.batches())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, more: bool = False) -> None:
         """Accumulates the gradient of this micro-batch's mean loss. `loss`: a scalar tensor of `engine.module`'s
-        graph.
+        graph. `more`: another loss of this micro-batch follows; the micro-batch's loss is their sum.
         """
         with self.times.measure("backward"):
-            self.training.backward(loss)
+            self.training.backward(loss, more)
 
     def step(self) -> bool:
         """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step.
@@ -133,6 +144,12 @@ class Engine:
         """
         return self.training.skip()
 
+    def turn(self, *names: str) -> None:
+        """Only these groups of the optimizer (by their key `name`) are updated from this step on; the others keep
+        parameters and state. At the top of the loop's body, from `engine.global_step` alone, as a learning rate.
+        """
+        set_turn(self.context.state.optimizer.param_groups, names)
+
     # ---- what a script asks for
 
     def report(self, **numbers: float | Tensor) -> None:
@@ -143,9 +160,21 @@ class Engine:
         else:
             self.context.loop.numbers.report(values)
 
+    def gather(self, **rows: Tensor) -> None:
+        """In an evaluation: a row for each sample of the micro-batch, such as a score. All workers find those of all
+        lanes in `engine.gathers` after the next step (at once after the loop). Raises `UserError` for other shapes.
+        """
+        self.parts.evaluation.gather(rows)
+
     def on_step(self, callback: Callable[[Engine], None]) -> None:
         """Calls `callback(engine)` once per committed step, on whoever is rank 0 then."""
-        self.parts.boundary.add_callback(lambda: callback(self))
+        if isinstance(callback, BestNumber):
+            self.register_state(f"{type(callback).__name__} {callback.number}", callback)
+            self.parts.boundary.add_watcher(lambda: callback(self))
+        elif isinstance(callback, StepCallback):
+            self.parts.boundary.add_observer(lambda: callback(self))
+        else:
+            self.parts.boundary.add_callback(lambda: callback(self))
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation over `engine.shard(dataset)` between two micro-batches: no gradients, eval mode, all put back.

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
-from torch import nn
+from torch import Tensor, nn
 
-from shoal.data.seeds import RandomState
+from shoal.core.exact_sum import add
+from shoal.data.seeds import RandomState, seed_everything
 from shoal.exchange.vote import check_names
 from shoal.training.context import TrainingContext
+from shoal.training.gathered_rows import GatheredRows
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
 
 
 Sums = dict[str, list[float]]
-"""Sums by name, with the number of their terms."""
+"""By name the number of terms, and parts of their sum (core/exact_sum.py)."""
 
 
 class Evaluation:
@@ -51,6 +53,9 @@ class Evaluation:
         self._context = context
         self.active = False
         self._anywhere = False
+        self.rows = GatheredRows(context)
+        self._samples: list[int] = []
+        """Of the micro-batch of an evaluation that the script has."""
         self.since_the_step: dict[str, float] = {}
         """Results that arrived by votes without a step since the last committed one."""
         self._lane: Sums = {}
@@ -87,7 +92,10 @@ class Evaluation:
             self._anywhere = False
 
     def shard(self, dataset: Any) -> Iterator[Any]:
-        """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short."""
+        """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short.
+
+        What a dataset or a forward draws has the seed of step, lane and micro-batch, in every world.
+        """
         if not self.active:
             raise UserError("engine.shard is for `with engine.evaluating():`.")
         context = self._context
@@ -96,10 +104,19 @@ class Evaluation:
             numbers = list(range(lane, len(dataset), config.lanes))
             try:
                 for at in range(0, len(numbers), config.micro_batch_size):
-                    yield loop.collate(dataset, numbers[at : at + config.micro_batch_size])
+                    seed_everything(config.seed, max(0, context.state.step), lane, at, purpose="evaluation")
+                    self._samples = numbers[at : at + config.micro_batch_size]
+                    yield loop.collate(dataset, self._samples)
                     context.step_on()
             finally:
+                self._samples = []
                 self._lane_over()
+
+    def gather(self, named: dict[str, Tensor]) -> None:
+        """One micro-batch's rows. Raises `UserError` outside `shard`."""
+        if not self._samples:
+            raise UserError("engine.gather is for the batches of engine.shard, within `with engine.evaluating():`.")
+        self.rows.add(self._samples, named)
 
     def report(self, numbers: dict[str, float]) -> None:
         """One micro-batch's numbers. Raises `UserError` for more names than a vote has room for."""
@@ -108,24 +125,20 @@ class Evaluation:
             check_names(known | numbers.keys(), "engine.report in an evaluation")
         for name, value in numbers.items():
             kept = self._lane.setdefault(name, [0.0, 0.0])
-            kept[0] += value
-            kept[1] += 1
+            kept[0] += 1
+            kept[1] += value
 
     def _lane_over(self) -> None:
-        for name, (total, count) in self._lane.items():
-            kept = self._arrived.setdefault(name, [0.0, 0.0])
-            kept[0] += total / count
-            kept[1] += 1
+        for name, (count, lane_total) in self._lane.items():
+            _take_in(self._arrived, name, 1.0, [lane_total / count])
         self._lane = {}
 
     # ---- in the vote
 
     def take_to_vote(self) -> Sums:
-        """What the next vote carries, by name: the sum of the lanes' means, and how many lanes."""
-        for name, (total, count) in self._arrived.items():
-            kept = self._in_vote.setdefault(name, [0.0, 0.0])
-            kept[0] += total
-            kept[1] += count
+        """What the next vote carries, by name: how many lanes, and the sum of their means."""
+        for name, (count, *parts) in self._arrived.items():
+            _take_in(self._in_vote, name, count, parts)
         self._arrived = {}
         return self._in_vote
 
@@ -141,4 +154,11 @@ class Evaluation:
     @property
     def has_unsettled(self) -> bool:
         """Whether there are results that no vote has carried yet: after the last step none of a step comes."""
-        return bool(self._arrived or self._in_vote)
+        return bool(self._arrived or self._in_vote or self.rows.is_pending)
+
+
+def _take_in(sums: Sums, name: str, count: float, parts: list[float]) -> None:
+    known, *sum_of = sums.get(name, [0.0])
+    for part in parts:
+        add(sum_of, part)
+    sums[name] = [known + count, *sum_of]

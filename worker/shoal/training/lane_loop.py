@@ -16,7 +16,7 @@ from shoal.blocks.flat import drop_gradients
 from shoal.data.fetch import Fetcher
 from shoal.exchange.pieces import Extent
 from shoal.training.lane_numbers import LaneNumbers
-from shoal.training.loop_guards import CallOrder, check_loss
+from shoal.training.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
 from shoal.training.state import TrainingState
 
 
@@ -30,7 +30,7 @@ class LaneLoop:
         self.is_warming_up = False
         self.in_flight = False
         """The user's loop has a batch whose lane counts."""
-        self._void = False
+        self._void = self._more = False
         self._order = CallOrder()
         self.begin_step(())
 
@@ -130,11 +130,19 @@ class LaneLoop:
         state.buffers.put_back()
         self.numbers.begin_step()
 
-    def prepare_backward(self, loss: Tensor, state: TrainingState) -> None:
-        """All that may be refused of a backward, before anything is changed. Raises `UserError`."""
+    def prepare_backward(self, loss: Tensor, state: TrainingState, more: bool) -> None:
+        """All that may be refused of a backward, before anything is changed. `more`: another one of this micro-batch
+        is to come. Raises `UserError`.
+        """
         self._order.check_backward(self._where(state))
         check_loss(loss)
+        if more and self._micro_batches == 1:
+            refuse_more_in_half_precision(state.layout)
         state.modes.on_backward(self._where(state))
+        if self._order.awaits_more:
+            state.gradient_guard.check(state.parameters)
+            drop_gradients(state.parameters)
+        self._more = more
         state.sums.live.put_back(state.parameters)
 
     def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
@@ -142,7 +150,7 @@ class LaneLoop:
         self._order.backward_begins(self._where(state))
         scaled = loss if state.loss_scale is None else loss.float() * state.scale
         (scaled / self._micro_batches).backward()
-        self._order.backward_ends()
+        self._order.backward_ends(self._more)
         state.gradient_guard.on_backward(arriving)
         self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))
 

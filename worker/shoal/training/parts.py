@@ -57,7 +57,7 @@ class Parts:
             parameters = HandedParameters(context, take_part, on_all_here)
         saving = CheckpointSaving(context, corruption, loading, parameters)
         evaluation = Evaluation(context)
-        requests = Requests(context, saving, parameters)
+        requests = Requests(context, saving, parameters, evaluation)
         status = StatusReport(context, loading, saving, corruption)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)
         boundary.bring_parameters = parameters.settle

@@ -18,6 +18,8 @@ from shoal.logs import get_logger
 from shoal.model_export import export
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import TrainingContext
+from shoal.training.evaluation import Evaluation
+from shoal.training.gathered_rows import GATHER
 from shoal.training.initial_state import share_frozen
 from shoal.training.parameters import Parameters
 
@@ -29,8 +31,11 @@ log = get_logger("shoal")
 class Requests:
     """This worker's own requests, and how any is carried out."""
 
-    def __init__(self, context: TrainingContext, saving: CheckpointSaving, parameters: Parameters) -> None:
+    def __init__(
+        self, context: TrainingContext, saving: CheckpointSaving, parameters: Parameters, evaluation: Evaluation
+    ) -> None:
         self._context, self._saving, self._parameters = context, saving, parameters
+        self._rows = evaluation.rows
         self._mine: list[Request] = []
         self._scripts: set[Request] = set()
         """Requests of the script, whose end it may wait for."""
@@ -86,6 +91,8 @@ class Requests:
         mine, save = list(self._mine), self._saving.pending
         if self._context.over and not self._context.done and FINGERPRINT not in mine:
             mine.append(FINGERPRINT)
+        if self._rows.is_pending:
+            mine.append(GATHER)
         return (*mine, save) if save else tuple(mine)
 
     def on_world(self) -> None:
@@ -104,6 +111,8 @@ class Requests:
             match request.kind:
                 case "fingerprint":
                     self._fingerprint()
+                case "gather":
+                    self._rows.exchange()
                 case "export":
                     self._export(Path(request.detail))
                 case "frozen":

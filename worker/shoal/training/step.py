@@ -20,6 +20,7 @@ from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.vote import Record
 from shoal.faults import fault_point
 from shoal.group.group import Work
+from shoal.optim.turns import has_turn
 from shoal.training.agreed_hyper import take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
@@ -125,7 +126,15 @@ class Step:
         state = self._context.state
         if not state.clipping:
             return None
+        self._forget_gradients_without_a_turn()
         return subtree_sums(state.sums.reduced, self._world.traffic.owned[self._world.rank], state.layout)
+
+    def _forget_gradients_without_a_turn(self) -> None:
+        """What no group's update uses is in no norm."""
+        layout, groups = self._context.state.layout, self._context.state.optimizer.param_groups
+        for stretch in layout.stretches(self._world.traffic.owned[self._world.rank]):
+            if not has_turn(groups[layout.buckets[stretch.bucket].group]):
+                self._context.state.sums.reduced.of(stretch).zero_()
 
     def _note_pending(self) -> None:
         """All that the commit reads is here: these blocks could roll forward."""

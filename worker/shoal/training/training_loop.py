@@ -111,7 +111,7 @@ class TrainingLoop:
 
     # ---- a micro-batch
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, more: bool = False) -> None:
         """`Engine.backward`."""
         context, loop, state = self._context, self._context.loop, self._context.state
         context.autocast.end()
@@ -122,15 +122,17 @@ class TrainingLoop:
             loop.check_void("engine.backward")
             return
         if self._settles_with_a_change():
-            self.backward(loss)
+            self.backward(loss, more)
             return
-        loop.prepare_backward(loss, state)
+        loop.prepare_backward(loss, state, more)
         context.faults.at("backward", state.step + 1)
         reducing, parameters = self._parts.step.reducing, self._parts.step.parameters
-        if context.world is None or not reducing.is_next:
+        if context.world is None or more or not reducing.is_next:
             try:
                 with parameters.in_backward():
                     reducing.backward_here(loss)
+                if more:
+                    context.autocast.begin()
             except WorldChanged:
                 self._parts.resize.take_part(broken=True)
             return
@@ -138,7 +140,7 @@ class TrainingLoop:
             reducing.begin()
         except WorldChanged:
             self._parts.resize.take_part(broken=True)
-            self.backward(loss)
+            self.backward(loss, more)
             return
         try:
             with parameters.in_backward():

@@ -1,0 +1,141 @@
+"""Several networks in one module, whose groups of one optimizer are stepped in turn: a GAN, an actor and its critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+from shoal.training.engine import Engine
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+WIDTH = 64
+
+
+class Gan(nn.Module):
+    """A generator of rows from half of a row, and a discriminator that tells them from sequences of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 16))
+        self.discriminator = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def of_discriminator(self, real: Tensor) -> Tensor:
+        with torch.no_grad():
+            fake = self.generator(real[:, :8])
+        judged = self.discriminator(torch.cat([real, fake]))
+        expected = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)])
+        return nn.functional.binary_cross_entropy_with_logits(judged, expected)
+
+    def of_generator(self, like: Tensor) -> Tensor:
+        judged = self.discriminator(self.generator(like[:, :8]))
+        return nn.functional.binary_cross_entropy_with_logits(judged, torch.ones(len(like), 1))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(model, Gan)
+    networks = {"generator": model.generator, "discriminator": model.discriminator}
+    return torch.optim.AdamW([{"params": list(net.parameters()), "name": name} for name, net in networks.items()], 1e-3)
+
+
+def constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
+def whose(engine: Engine) -> str:
+    """Two steps of the discriminator for one of the generator."""
+    return "generator" if engine.global_step % 3 == 2 else "discriminator"
+
+
+def body(engine: Engine, batch: Any) -> None:
+    turn, real = whose(engine), batch["tokens"].float() / 255
+    engine.turn(turn)
+    assert isinstance(engine.module, Gan)
+    engine.backward(engine.module.of_generator(real) if turn == "generator" else engine.module.of_discriminator(real))
+    engine.step()
+
+
+def gan(stage: int, **options: Any) -> Task:
+    return Task({"max_steps": 7, "stage": stage, **options}, model=Gan, optimizer=optimizer_of, body=body)
+
+
+def test_only_the_group_whose_turn_it_is_changes() -> None:
+    """A step of the generator leaves the discriminator and its momentum alone, though its gradient runs through it; and
+    that gradient is in no norm.
+    """
+    seen: list[tuple[str, bool, bool]] = []
+
+    def watched(engine: Engine, batch: Any) -> None:
+        parts = [engine.module.generator, engine.module.discriminator]
+        before = [[value.clone() for value in part.parameters()] for part in parts]
+        turn = whose(engine)
+        step = engine.global_step
+        body(engine, batch)
+        if engine.global_step > step:
+            changed = [
+                any(not torch.equal(*pair) for pair in zip(values, part.parameters(), strict=True))
+                for values, part in zip(before, parts, strict=True)
+            ]
+            seen.append((turn, *changed))
+
+    with ONE_AT_A_TIME:
+        task = Task({"max_steps": 3, "lanes": 1}, model=Gan, optimizer=optimizer_of, body=watched)
+        train(engine_of(task, AloneLink(), Faults([])), task, lambda: None)
+    assert seen == [("discriminator", False, True), ("discriminator", False, True), ("generator", True, False)]
+
+
+def test_it_trains_as_two_optimizers_do() -> None:
+    """Against torch itself, each network with its own optimizer and its own norm."""
+    batches: list[Tensor] = []
+
+    def noted(engine: Engine, batch: Any) -> None:
+        batches.append(batch["tokens"].float() / 255)
+        body(engine, batch)
+
+    with ONE_AT_A_TIME:
+        options = {"max_steps": 6, "lanes": 1, "gradient_clipping": 0.05}
+        task = Task(options, model=Gan, optimizer=optimizer_of, scheduler=constant, body=noted)
+        engine = engine_of(task, AloneLink(), Faults([]))
+        train(engine, task, lambda: None)
+        torch.manual_seed(0)
+        plain = Gan()
+    networks: dict[str, nn.Module] = {"generator": plain.generator, "discriminator": plain.discriminator}
+    optimizers = {name: torch.optim.AdamW(network.parameters(), 1e-3) for name, network in networks.items()}
+    for step, real in enumerate(batches):
+        turn = "generator" if step % 3 == 2 else "discriminator"
+        plain.zero_grad()
+        (plain.of_generator(real) if turn == "generator" else plain.of_discriminator(real)).backward()
+        nn.utils.clip_grad_norm_(networks[turn].parameters(), 0.05)
+        optimizers[turn].step()
+    for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_world_ends_as_one_worker(stage: int) -> None:
+    """Through a kill before the generator has any state, and a joiner after it."""
+    right = undisturbed(gan(0))
+    with Crew("abc", gan(stage)) as crew:
+        crew.train_to(1)
+        crew.plant("b", 2, "exchange")
+        crew.train_to(4)
+        crew.add("d")
+        assert crew.finish() == right
+
+
+def test_names_that_no_group_has_are_refused() -> None:
+    engine = engine_of(gan(1), AloneLink(), Faults([]))
+    with pytest.raises(UserError) as refused:
+        engine.turn("critic")
+    assert str(refused.value) == (
+        "engine.turn got 'critic'; expected names of the optimizer's groups: generator, discriminator."
+    )
+    nameless = engine_of(Task({"max_steps": 1}), AloneLink(), Faults([]))
+    with pytest.raises(UserError, match='expected names of the optimizer\'s groups: none \\(give each a "name"'):
+        nameless.turn("critic")
+    with pytest.raises(UserError, match=r"engine\.turn got no name"):
+        engine.turn()

@@ -1,0 +1,102 @@
+"""`EarlyStopping` and `SaveBest`: what follows from the best value so far of the loss or of a reported number.
+
+They run on every worker, with the same numbers: so a decision outlives any of them, and it is one. Where they stand is
+part of the job's state: `engine.on_step` registers it for checkpoints and joiners.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal_protos.errors import UserError
+
+from shoal.logs import get_logger
+
+if TYPE_CHECKING:
+    from shoal.training.engine import Engine
+
+BETTER = {"min": lambda new, best: new < best, "max": lambda new, best: new > best}
+LOSS = "loss"
+
+log = get_logger("shoal")
+
+
+class BestNumber:
+    """Looks at one number after each step that has it."""
+
+    def __init__(self, number: str, mode: str, smallest_change: float = 0.0) -> None:
+        if mode not in BETTER:
+            raise UserError(f"shoal.callbacks.{type(self).__name__}: mode is {mode!r}; allowed are min, max.")
+        self.number, self._is_better = number, BETTER[mode]
+        self._change = -abs(smallest_change) if mode == "min" else abs(smallest_change)
+        self.step = self.best_step = self.worse = 0
+        """The last step that was looked at, that of the best number, and numbers since then that were no better."""
+        self.best: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"step": self.step, "best_step": self.best_step, "worse": self.worse, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.step, self.best_step = state["step"], state["best_step"]
+        self.worse, self.best = state["worse"], state["best"]
+
+    def __call__(self, engine: Engine) -> None:
+        """One committed step, on every worker, perhaps again."""
+        step = engine.global_step
+        if step < self.step:
+            self.load_state_dict({"step": 0, "best_step": 0, "worse": 0, "best": None})  # it started over
+        if step == self.step:
+            return
+        self.step = step
+        value = engine.loss if self.number == LOSS else engine.reports.get(self.number)
+        if value is None:
+            return
+        if not math.isnan(value) and (self.best is None or self._is_better(value, self.best + self._change)):
+            self.best, self.best_step, self.worse = value, step, 0
+            self.on_best(engine)
+        else:
+            self.worse += 1
+            self.on_worse(engine)
+
+    def on_best(self, engine: Engine) -> None:
+        """The number is the best so far."""
+
+    def on_worse(self, engine: Engine) -> None:
+        """It is no better."""
+
+
+class EarlyStopping(BestNumber):
+    """`engine.on_step(EarlyStopping("validation_loss", patience=3))`: calls `engine.stop()` when the number was no
+    better so many times in a row.
+    """
+
+    def __init__(self, number: str = LOSS, patience: int = 3, mode: str = "min", smallest_change: float = 0.0) -> None:
+        """`number`: the loss, or what the script reports. Raises `UserError` for values that are not allowed."""
+        super().__init__(number, mode, smallest_change)
+        if not isinstance(patience, int) or patience < 1:
+            raise UserError(f"shoal.callbacks.EarlyStopping: patience is {patience!r}; expected a number from 1.")
+        self._patience = patience
+
+    def on_worse(self, engine: Engine) -> None:
+        if self.worse == self._patience:
+            if engine.rank == 0:
+                log.info("early_stopping", number=self.number, best=self.best, best_step=self.best_step, step=self.step)
+            engine.stop()
+
+
+class SaveBest(BestNumber):
+    """`engine.on_step(SaveBest("best.safetensors", "validation_loss"))`: exports the model, once, when the number is
+    the best so far. The weights are those after the next step.
+    """
+
+    def __init__(self, path: str | Path, number: str = LOSS, mode: str = "min") -> None:
+        """Raises `UserError` for values that are not allowed."""
+        super().__init__(number, mode)
+        self._path = Path(path)
+
+    def on_best(self, engine: Engine) -> None:
+        engine.export(self._path)
