@@ -38,7 +38,7 @@ def test_every_public_method_says_what_it_does() -> None:
     assert [n for n in PUBLIC if hasattr(Engine, n) and not (getattr(Engine, n).__doc__ or "").strip()] == []
 
 
-@pytest.mark.parametrize("page", ["api.md", "porting.md"])
+@pytest.mark.parametrize("page", ["api.md", "evaluation.md"])
 def test_the_code_of_a_page_is_python(page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert blocks

@@ -7,6 +7,8 @@ part of the job's state: `engine.on_step` registers it for checkpoints and joine
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from shoal.logs import get_logger
 if TYPE_CHECKING:
     from shoal.training.engine import Engine
 
-BETTER = {"min": lambda new, best: new < best, "max": lambda new, best: new > best}
+BETTER: Mapping[str, Callable[[float, float], bool]] = {"min": operator.lt, "max": operator.gt}
 LOSS = "loss"
 
 log = get_logger("shoal")

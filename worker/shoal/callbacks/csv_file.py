@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from shoal_protos.errors import UserError
@@ -72,7 +73,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     return [row for row in csv.DictReader(whole, restval="") if row[FIRST].isdigit()]
 
 
-def _lines(rows: list[list[object]] | list[list[str]]) -> str:
+def _lines(rows: Iterable[Iterable[object]]) -> str:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -19,8 +19,8 @@ class TensorBoard(StepCallback):
         super().__init__()
         check_installed("TensorBoard", "tensorboard")
         check_folder("TensorBoard", Path(folder))
-        self._folder, self._writer, self._last = str(folder), None, -1
-        self._writer: Any
+        self._folder, self._last = str(folder), -1
+        self._writer: Any = None
 
     def write(self, row: Row, job: JobOfRow) -> None:  # noqa: ARG002
         step = int(row["step"])
