@@ -27,6 +27,7 @@ from shoal.config.load import load_config
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher
 from shoal.data.seeds import RandomState
+from shoal.data.source import NumberedSamples
 from shoal.device import HOST, Device
 from shoal.faults import Faults, PlantedFault
 from shoal.numerics import make_exact
@@ -108,7 +109,8 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     checkpoint_activations(model, settled)
     optimizer = task.optimizer(model)
     state = TrainingState(model, optimizer, task.scheduler(optimizer), limits, task.device())
-    fetcher = Fetcher(Samples(40), None, sampler, settled.seed, state.device.kind)
+    source = NumberedSamples(Samples(40), None, sampler, settled.seed)
+    fetcher = Fetcher(source, None, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)

@@ -179,6 +179,14 @@ def model_of(options: dict[str, Any]) -> Model:
     return model.to(options.get("device", "cpu"))
 
 
+def data_of(options: dict[str, Any]) -> Any:
+    """The samples; with `data_workers`, in a DataLoader of so many."""
+    samples = Samples(options.get("samples", 100))
+    if "data_workers" not in options:
+        return samples
+    return torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True, num_workers=options["data_workers"])
+
+
 def train(result: str, **options: Any) -> None:
     """Options: max_steps, lanes, stage, mirrors, dropout, buffers, samples, optimizer, scheduler, pace, until, …
 
@@ -191,9 +199,8 @@ def train(result: str, **options: Any) -> None:
     model = model_of(options)
     optimizer = optimizer_of(model, **options.get("optimizer", {}))
     scheduler = scheduler_of(optimizer, options.get("scheduler", "CosineAnnealingLR"))
-    samples = Samples(options.get("samples", 100))
     engine = shoal.initialize(
-        model=model, config=config(options), dataset=samples, optimizer=optimizer, scheduler=scheduler
+        model=model, config=config(options), dataset=data_of(options), optimizer=optimizer, scheduler=scheduler
     )
     module = torch.compile(engine.module, backend=options["compile"]) if "compile" in options else engine.module
     brake, graphs = Brake(options), 0
@@ -279,6 +286,7 @@ def train_plainly(result: str, **options: Any) -> None:
     from shoal.core.sampler import Sampler
     from shoal.data.fetch import Fetcher
     from shoal.data.seeds import seed_everything
+    from shoal.data.source import NumberedSamples
 
     model = model_of(options)
     optimizer = optimizer_of(model, **options.get("optimizer", {}))
@@ -286,7 +294,7 @@ def train_plainly(result: str, **options: Any) -> None:
     samples = Samples(options.get("samples", 100))
     lanes, micro_batches = options.get("lanes", 8), options.get("micro_batches_per_lane", 1)
     sampler = Sampler(len(samples), lanes, 2, micro_batches, seed=11)
-    fetcher = Fetcher(samples, None, sampler, 11, "cpu")
+    fetcher = Fetcher(NumberedSamples(samples, None, sampler, 11), None, 11, "cpu")
     losses = []
     for step in range(options.get("max_steps", 20)):
         places = [(lane, micro) for lane in range(lanes) for micro in range(micro_batches)]

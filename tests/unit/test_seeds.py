@@ -11,8 +11,9 @@ import numpy
 import pytest
 import torch
 from shoal.core.sampler import Sampler
-from shoal.data.fetch import Fetcher, samples_of, to_device
+from shoal.data.fetch import Fetcher, to_device
 from shoal.data.seeds import RandomState, seed_everything
+from shoal.data.source import NumberedSamples, samples_of
 from shoal_protos.errors import UserError
 from torch.utils.data import IterableDataset
 
@@ -87,7 +88,7 @@ class Noisy:
 
 
 def fetcher(dataset: Any, collate: Any = None) -> Fetcher:
-    return Fetcher(dataset, collate, Sampler(len(dataset), 4, 2, 2, 0), 0, "cpu")
+    return Fetcher(NumberedSamples(dataset, collate, Sampler(len(dataset), 4, 2, 2, 0), 0), collate, 0, "cpu")
 
 
 def test_a_micro_batch_is_the_same_whatever_came_before() -> None:
@@ -138,7 +139,7 @@ class Broken(Noisy):
 
 
 def test_the_datasets_own_error_goes_through_untouched() -> None:
-    with pytest.raises(FileNotFoundError, match=r"^shard-3\.bin$"):
+    with pytest.raises(FileNotFoundError, match=r"^shard-3\.bin\nshoal: read for step 1, lane 0"):
         fetcher(Broken()).micro_batch(0, 0, 0)
 
 

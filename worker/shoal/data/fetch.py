@@ -1,31 +1,24 @@
-"""From (step, lane, micro-batch) to a batch on the device: seed, read, collate, move, seed again.
+"""From (step, lane, micro-batch) to a batch on the device: read, or taken from a data worker; moved; seeded again.
 
-The engine calls it on the training thread. Whatever the user's dataset or collate function raises goes through
-untouched.
+The engine calls it on the training thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from shoal_protos.errors import UserError
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from shoal.core.sampler import Sampler
+from shoal.data.data_workers import DataWorkers, Reading
 from shoal.data.seeds import seed_everything
+from shoal.data.source import Collate, NumberedSamples, Place, collated, named, read_numbered
 
-
-def samples_of(dataset: Any) -> int:
-    """The length of a map-style dataset; a `UserError` says what a dataset of another kind lacks."""
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"dataset {name} has no numbered samples; give a map-style dataset (__getitem__ and __len__).")
-    if not hasattr(dataset, "__len__"):
-        raise UserError(f"dataset {name} has no length; give a map-style dataset (__getitem__ and __len__).")
-    return len(dataset)
+HERE = Reading()
 
 
 class Fetcher:
@@ -33,55 +26,70 @@ class Fetcher:
 
     def __init__(
         self,
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        sampler: Sampler,
+        source: NumberedSamples,
+        collate_fn: Collate | None,
         seed: int,
         device: torch.device | str,
+        reading: Reading = HERE,
     ) -> None:
-        self._dataset = dataset
-        self._collate = collate_fn or default_collate
-        self.sampler = sampler
-        self._seed = seed
+        self._source, self._collate, self._seed = source, collate_fn or default_collate, seed
         self._device = torch.device(device)
+        self._is_pinned = reading.pinned and self._device.type != "cpu"
+        self._workers = DataWorkers(source, reading, seed) if reading.processes else None
 
-    def micro_batch(self, step: int, lane: int, micro: int) -> Any:
-        """The batch, on the device; all generators stand at the start of this micro-batch's numbers."""
-        seed_everything(self._seed, step, lane, micro)
-        batch = self.collate(self._dataset, self.sampler.indices(step, lane, micro))
-        seed_everything(self._seed, step, lane, micro)
-        return batch
+    @property
+    def sampler(self) -> Sampler:
+        """The data order of the job."""
+        return self._source.sampler
+
+    def micro_batch(self, step: int, lane: int, micro: int, upcoming: Iterable[Place] = ()) -> Any:
+        """The batch, on the device; all generators stand at the start of this micro-batch's numbers. `upcoming`: the
+        places that are most likely next, for data workers.
+        """
+        place = step, lane, micro
+        self._source.check()
+        batch = self._workers.take(place, upcoming) if self._workers is not None else self._source.read(place)
+        moved = self._moved(batch)
+        seed_everything(self._seed, *place)
+        return moved
 
     def collate(self, dataset: Any, indices: Sequence[int]) -> Any:
         """Samples of any dataset as a batch, on the device."""
-        return to_device(self._collate(_read(dataset, indices)), self._device)
+        return self._moved(collated(self._collate, read_numbered(dataset, indices), f"samples {named(indices)}"))
+
+    def close(self) -> None:
+        """Ends data workers; from then on samples are read on the training thread."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _moved(self, batch: Any) -> Any:
+        return to_device(pin_memory(batch) if self._is_pinned else batch, self._device, self._is_pinned)
 
 
-def _read(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    several = getattr(dataset, "__getitems__", None)
-    if several is not None:
-        return list(several(indices))
-    return [dataset[index] for index in indices]
+def to_device(value: Any, device: torch.device, beside: bool = False) -> Any:
+    """Move the tensors of a value to the device: containers are rebuilt, anything with `.to` moves itself.
 
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors of a value to the device: containers are rebuilt, anything with `.to` moves itself."""
+    `beside`: the host does not wait for tensors that are in pinned memory.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=beside)
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, dict):
-        moved = {key: to_device(item, device) for key, item in value.items()}
+        moved = {key: to_device(item, device, beside) for key, item in value.items()}
         return moved if type(value) is dict else _rebuilt(value, moved)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: to_device(item, device, beside) for key, item in value.items()}
     if isinstance(value, tuple):
-        items = [to_device(item, device) for item in value]
+        items = [to_device(item, device, beside) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(to_device(item, device, beside) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = (field for field in dataclasses.fields(value) if field.init)
         return dataclasses.replace(
-            value, **{field.name: to_device(getattr(value, field.name), device) for field in fields}
+            value, **{field.name: to_device(getattr(value, field.name), device, beside) for field in fields}
         )
     return value
 

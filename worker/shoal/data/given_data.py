@@ -1,7 +1,7 @@
 """What a script gives as its data: a dataset as it is, or the parts of a DataLoader that Shoal can use.
 
 Which samples a worker reads changes with the world, so the reading is Shoal's. What of a DataLoader decides the order
-in another way than a shuffle is refused; what merely paces it is left alone, and named once in the log.
+in another way than a shuffle is refused; how it reads ahead is kept; what is left alone is named once in the log.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from typing import Any
 from shoal_protos.errors import UserError
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
 
+from shoal.data.data_workers import Reading
+from shoal.data.fetch import HERE
 from shoal.logs import get_logger
 
 log = get_logger("shoal")
-PACING: dict[str, object] = {"num_workers": 0, "pin_memory": False, "drop_last": False, "prefetch_factor": None}
-"""Attributes of a DataLoader that change no sample, with the values that need no mention."""
+IGNORED: dict[str, tuple[object, str]] = {
+    "drop_last": (False, "the rest of an epoch, less than a step, is always left out"),
+    "generator": (None, "the order follows from shoal.seed"),
+    "in_order": (True, "batches come in order"),
+    "snapshot_every_n_steps": (1, "the position is in every checkpoint of the job"),
+}
+"""Attributes of a DataLoader that are left alone, with the value that needs no mention, and what holds instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,8 @@ class GivenData:
     dataset: Any
     collate_fn: Callable[[list[Any]], Any] | None
     micro_batch_size: int | None = None
+    reading: Reading = HERE
+    """How it is read ahead."""
 
 
 def data_of(given: Any, collate_fn: Callable[[list[Any]], Any] | None, name: str = "dataset") -> GivenData:
@@ -34,11 +43,24 @@ def data_of(given: Any, collate_fn: Callable[[list[Any]], Any] | None, name: str
     if not isinstance(given, DataLoader):
         return GivenData(given, collate_fn)
     _check_order(given, name)
-    paced = [part for part, usual in PACING.items() if getattr(given, part) != usual]
-    if paced:
-        log.info("parts of the DataLoader are left alone", names=paced, means="samples are read on the training thread")
+    ignored = {name: means for name, (usual, means) in IGNORED.items() if getattr(given, name, usual) != usual}
+    if ignored:
+        log.info("parts of the DataLoader are left alone", **ignored)
     own = given.collate_fn if given.collate_fn is not default_collate else None
-    return GivenData(given.dataset, collate_fn or own, given.batch_size)
+    return GivenData(given.dataset, collate_fn or own, given.batch_size, reading_of(given))
+
+
+def reading_of(loader: DataLoader[Any]) -> Reading:
+    """How a DataLoader reads. Its data workers live as long as the job, whatever `persistent_workers` says."""
+    context = loader.multiprocessing_context
+    return Reading(
+        processes=loader.num_workers,
+        ahead=loader.prefetch_factor or Reading.ahead,
+        start_method=context.get_start_method() if context is not None else None,
+        timeout_seconds=loader.timeout,
+        init=loader.worker_init_fn,
+        pinned=loader.pin_memory,
+    )
 
 
 def check_batch_size(data: GivenData, settled: int) -> None:

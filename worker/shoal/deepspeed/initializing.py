@@ -52,7 +52,10 @@ def initialize(*by_position: Any, **named: Any) -> Made:
     config = load_config(_config(given), beside)
     check_batch_size(data, config.micro_batch_size)
     assert isinstance(model, nn.Module), "checked"
-    elastic = assemble(Given(model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters))
+    given_parts = Given(
+        model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters, reading=data.reading
+    )
+    elastic = assemble(given_parts)
     loader = ElasticLoader(elastic, elastic.context.loop.steps_per_epoch)
     engine = DeepSpeedEngine(elastic, loader)
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -49,6 +49,7 @@ class _Ending:
             else:
                 self._serve()
         finally:
+            context.loop.close()
             self._engine.parts.saving.close()
             context.link.close()
 
@@ -125,6 +126,7 @@ def serve_at_exit(engine: Engine) -> None:
     sys.excepthook = _ExplainsMemory(ref(engine))
     if engine.context.link.alone:
         finalize(engine, engine.parts.saving.saver_end)
+        finalize(engine, engine.context.loop.close)
         atexit.register(_end_alone, ref(engine))
         return
     ending = _Ending(engine)

@@ -6,7 +6,7 @@ the iterator yields the next one. Knows no world and no group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shoal_protos.errors import UserError
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.blocks.flat import drop_gradients
 from shoal.data.fetch import Fetcher
+from shoal.data.source import Place
 from shoal.exchange.pieces import Extent
 from shoal.training.lane_numbers import LaneNumbers
 from shoal.training.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
@@ -105,10 +106,21 @@ class LaneLoop:
         else:
             state.buffers.begin_micro_batch()
             self.numbers.begin_micro_batch()
-        batch = self._fetcher.micro_batch(state.step, self.lane, self._micro)
+        batch = self._fetcher.micro_batch(state.step, self.lane, self._micro, self._upcoming(state))
         state.modes.on_batch()
         self.in_flight, self._void = True, False
         return batch
+
+    def _upcoming(self, state: TrainingState) -> Iterator[Place]:
+        """What is read here after the micro-batch at hand, if the world stays."""
+        in_step = [(lane, micro) for lane in self.lanes for micro in range(self._micro_batches)]
+        yield from ((state.step, *place) for place in in_step[in_step.index(self.place) + 1 :])
+        for step in range(state.step + 1, state.last_step):
+            yield from ((step, *place) for place in in_step)
+
+    def close(self) -> None:
+        """Nothing more is read ahead."""
+        self._fetcher.close()
 
     def collate(self, dataset: Any, numbers: list[int]) -> Any:
         """Samples of another dataset as a batch: for evaluation."""

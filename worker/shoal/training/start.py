@@ -26,8 +26,10 @@ from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
 from shoal.core.sampler import Sampler
-from shoal.data.fetch import Fetcher, samples_of
+from shoal.data.data_workers import Reading
+from shoal.data.fetch import HERE, Fetcher
 from shoal.data.given_data import check_batch_size, data_of
+from shoal.data.source import NumberedSamples, samples_of
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
@@ -56,6 +58,8 @@ class Given:
     collate_fn: Callable[[list[Any]], Any] | None = None
     parameters: Iterable[Any] | None = None
     """What the config's optimizer trains, parameters or groups of them; None: all that require a gradient."""
+    reading: Reading = HERE
+    """How samples are read ahead."""
 
 
 def initialize(
@@ -81,7 +85,7 @@ def initialize(
     beside = Beside(None, data.micro_batch_size, optimizer is not None, scheduler is not None)
     settled = load_config(config, beside)
     check_batch_size(data, settled.micro_batch_size)
-    return assemble(Given(model, settled, data.dataset, optimizer, scheduler, data.collate_fn))
+    return assemble(Given(model, settled, data.dataset, optimizer, scheduler, data.collate_fn, reading=data.reading))
 
 
 def assemble(given: Given) -> Engine:
@@ -100,8 +104,10 @@ def assemble(given: Given) -> Engine:
     scheduler = _scheduler(given, optimizer, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)
     check_joiners_can_be_given(state)
+    source = NumberedSamples(dataset, given.collate_fn, sampler, settled.seed)
+    # data workers are forked before the session has threads and connections
+    fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)
     link, fault_text = open_link(device=state.device, only_gloo=settled.backend == "gloo")
-    fetcher = Fetcher(dataset, given.collate_fn, sampler, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     link.introduce(_description(settled, state, optimizer, sampler.samples), status)
     engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))

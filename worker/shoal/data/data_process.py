@@ -1,0 +1,133 @@
+"""A data worker: a process that reads micro-batches for its training process, in the order in which it is asked.
+
+Started by data_workers.py. It ends when its training process does, however that ends: its socket closes, and on Linux
+the kernel kills it. Signals to a whole group of processes (Ctrl-C, a notice of preemption) are the training process's
+business. Knows no group, no controller, and no accelerator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.data._utils.worker as torch_worker
+from shoal_protos.errors import UserError
+
+from shoal.data.batch_memory import send
+from shoal.data.source import Place, Source
+
+TASK = struct.Struct("<qqq")
+"""A place."""
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What a data worker is told when it starts."""
+
+    number: int
+    workers: int
+    seed: int
+    source: Source
+    init: Callable[[int], None] | None
+    """The DataLoader's `worker_init_fn`."""
+    dies_with: int | None
+    """The pid of the training process, where the kernel can watch it: its main thread starts data workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What reading has raised."""
+
+    error: BaseException
+
+
+def serve(post: Post, channel: socket.socket, others: list[socket.socket]) -> None:
+    """The whole life of the process. `others`: ends of sockets that a fork has brought along, which keep none open."""
+    for other in others:
+        other.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if post.dies_with is not None:
+        _die_with(post.dies_with)
+    torch.set_num_threads(1)
+    source = post.source
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=post.number, num_workers=post.workers, seed=post.seed, dataset=source.dataset
+    )
+    broken = _failure_of(lambda: post.init(post.number)) if post.init is not None else None
+    try:
+        while task := _task(channel):
+            _answer(channel, broken or _read(source, task))
+    except OSError:
+        return  # nobody waits for it any more
+
+
+def _task(channel: socket.socket) -> Place | None:
+    """The next one; None: there will be no more."""
+    message = b""
+    while len(message) < TASK.size:
+        received = channel.recv(TASK.size - len(message))
+        if not received:
+            return None
+        message += received
+    step, lane, micro = TASK.unpack(message)
+    return step, lane, micro
+
+
+def _read(source: Source, place: Place) -> Any:
+    try:
+        return source.read(place)
+    except BaseException as error:
+        return _told(error)
+
+
+def _failure_of(action: Callable[[], object]) -> Failure | None:
+    try:
+        action()
+    except BaseException as error:
+        return _told(error)
+    return None
+
+
+def _told(error: BaseException) -> Failure:
+    """As it can be sent. The traceback goes along as a note, because it cannot be."""
+    if isinstance(error, UserError):
+        return Failure(error)
+    lines = "".join(traceback.format_exception(error)).strip()
+    error.add_note(f"shoal: in a data worker (pid {os.getpid()}):\n{lines}")
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return Failure(RuntimeError(f"{type(error).__name__} in a data worker (pid {os.getpid()}):\n{lines}"))
+    return Failure(error)
+
+
+def _answer(channel: socket.socket, value: Any) -> None:
+    try:
+        send(channel, value)
+    except OSError:
+        raise
+    except Exception as error:
+        send(channel, Failure(UserError(
+            f"a batch cannot be sent from a data worker: {type(error).__name__}: {error}. A collate_fn gives tensors "
+            "in host memory, arrays, numbers, texts, and containers of them; or use num_workers=0."
+        )))  # fmt: skip
+
+
+def _die_with(parent: int) -> None:
+    """The kernel ends this process when the thread that has started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)  # it ended before

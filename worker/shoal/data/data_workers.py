@@ -1,0 +1,189 @@
+"""The data workers of one training process: they read micro-batches ahead, as many as a DataLoader would.
+
+A batch is a function of its place (step, lane, micro-batch), so what was read ahead stays right through every change of
+the world; what a change makes useless is thrown away on arrival. Started before the session with the controller, so
+that a fork copies no thread and no connection of it; called on the training thread only.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from shoal_protos.errors import PeerError, UserError
+
+from shoal.data.batch_memory import receive
+from shoal.data.data_process import TASK, Failure, Post, serve
+from shoal.data.source import Place, Source, where
+
+END_SECONDS = 5.0
+"""For a data worker to finish the batch at hand when it is told to end; then it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a DataLoader reads."""
+
+    processes: int = 0
+    """0: on the training thread."""
+    ahead: int = 2
+    """Batches that each process reads ahead."""
+    start_method: str | None = None
+    """fork | forkserver | spawn; None: what Python takes here."""
+    timeout_seconds: float = 0
+    """For one batch; 0: none."""
+    init: Callable[[int], None] | None = None
+    """Called in each process with its number."""
+    pinned: bool = False
+    """Whether batches go to an accelerator through pinned memory, beside its work."""
+
+
+class _DataWorker:
+    """One process, and what it was asked for."""
+
+    def __init__(self, process: Any, channel: socket.socket) -> None:
+        self.process, self.channel = process, channel
+        self.asked: deque[Place] = deque()
+        """In the order in which it answers."""
+        self.lanes: set[int] = set()
+        """Those that it has read, where that matters."""
+
+
+class DataWorkers:
+    """Processes that read for this one. Raises `UserError` where they cannot be started."""
+
+    def __init__(self, source: Source, reading: Reading, seed: int) -> None:
+        self._source, self._reading = source, reading
+        self._depth = reading.processes * reading.ahead
+        self._context = multiprocessing.get_context(reading.start_method)
+        self._ready: dict[Place, Any] = {}
+        self._workers: list[_DataWorker] = []
+        try:
+            for number in range(reading.processes):
+                self._workers.append(self._start(number, seed))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, number: int, seed: int) -> _DataWorker:
+        ours, theirs = socket.socketpair()
+        method = self._context.get_start_method()
+        is_watched = method != "forkserver" and threading.current_thread() is threading.main_thread()
+        parent = os.getpid() if is_watched else None
+        post = Post(number, self._reading.processes, seed, self._source, self._reading.init, parent)
+        others = [worker.channel for worker in self._workers] + [ours] if method == "fork" else []
+        name = f"shoal data worker {number}"
+        process = self._context.Process(target=serve, args=(post, theirs, others), name=name, daemon=True)  # type: ignore[attr-defined]
+        try:
+            with warnings.catch_warnings():
+                # Python warns of forks beside threads: none of ours runs yet, and the child calls nothing of others'
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            ours.close()
+            raise UserError(
+                f"dataset {type(self._source.dataset).__name__} cannot be given to data workers that are started by "
+                f"{method}: {error}. Define the dataset, its transforms, collate_fn and worker_init_fn at the top of a "
+                'module, or use multiprocessing_context="fork" in the DataLoader.'
+            ) from None
+        finally:
+            theirs.close()
+        return _DataWorker(process, ours)
+
+    # ---- batches
+
+    def take(self, place: Place, upcoming: Iterable[Place]) -> Any:
+        """The batch, in host memory, and from now on those of the next places are read. Raises what reading it has
+        raised, `PeerError` where a data worker is gone.
+        """
+        wanted = dict.fromkeys([place, *islice(upcoming, self._depth)])
+        self._take_arrived(wanted)
+        self._ready = {known: batch for known, batch in self._ready.items() if known in wanted}
+        asked = {one for worker in self._workers for one in worker.asked}
+        for one in wanted:
+            if one not in self._ready and one not in asked:
+                self._ask(one)
+        while place not in self._ready:
+            self._receive(next(worker for worker in self._workers if place in worker.asked), wanted)
+        batch = self._ready.pop(place)
+        if isinstance(batch, Failure):
+            raise batch.error
+        return batch
+
+    def _ask(self, place: Place) -> None:
+        worker = self._reader_of(place)
+        worker.asked.append(place)
+        try:
+            worker.channel.sendall(TASK.pack(*place))
+        except OSError:
+            raise self._gone(worker) from None
+
+    def _reader_of(self, place: Place) -> _DataWorker:
+        least = min(self._workers, key=lambda worker: (len(worker.lanes), len(worker.asked)))
+        if not self._source.keeps_lanes:
+            return least
+        lane = place[1]
+        worker = next((worker for worker in self._workers if lane in worker.lanes), least)
+        worker.lanes.add(lane)
+        return worker
+
+    def _take_arrived(self, wanted: Iterable[Place]) -> None:
+        """Whatever lies there, so that nothing piles up."""
+        while arrived := select.select([worker.channel for worker in self._workers if worker.asked], [], [], 0)[0]:
+            for worker in self._workers:
+                if worker.channel in arrived:
+                    self._receive(worker, wanted)
+
+    def _receive(self, worker: _DataWorker, wanted: Iterable[Place]) -> None:
+        seconds = self._reading.timeout_seconds or None
+        if not select.select([worker.channel], [], [], seconds)[0]:
+            raise UserError(
+                f"{self._called(worker)} has not given the batch of {where(worker.asked[0])} for {seconds:g} s, the "
+                "DataLoader's timeout."
+            )
+        try:
+            batch = receive(worker.channel)
+        except (EOFError, OSError):
+            raise self._gone(worker) from None
+        place = worker.asked.popleft()
+        if place in wanted:
+            self._ready[place] = batch
+
+    def _called(self, worker: _DataWorker) -> str:
+        number = self._workers.index(worker)
+        return f"data worker {number} of {len(self._workers)} (pid {worker.process.pid})"
+
+    def _gone(self, worker: _DataWorker) -> PeerError:
+        worker.process.join(END_SECONDS)
+        code = worker.process.exitcode
+        how = "has ended" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        at = f" while it was to read {where(worker.asked[0])}" if worker.asked else ""
+        return PeerError(
+            f"{self._called(worker)} {how}{at}. A common cause is memory: use fewer num_workers, a smaller "
+            "prefetch_factor, or look for its own message above."
+        )
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for worker in self._workers:
+            worker.channel.close()
+        for worker in self._workers:
+            worker.process.join(END_SECONDS)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.process.close()
+        self._workers, self._ready = [], {}
