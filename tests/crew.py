@@ -24,10 +24,10 @@ from crew_link import CrewLink
 from integration.scripts import Model, Samples, config, optimizer_of
 from memory_group import MemoryGroup, Wire, group_on
 from shoal.config.load import load_config
-from shoal.core.sampler import Sampler
+from shoal.data.data_workers import HERE
 from shoal.data.fetch import Fetcher
+from shoal.data.given_source import source_of
 from shoal.data.seeds import RandomState
-from shoal.data.source import NumberedSamples
 from shoal.device import HOST, Device
 from shoal.faults import Faults, PlantedFault
 from shoal.numerics import make_exact
@@ -89,6 +89,7 @@ class Task:
     """Called before each micro-batch's forward."""
     step: Callable[[Engine], object] = Engine.step
     """What the loop does at a micro-batch's end."""
+    data: Callable[[], Any] = lambda: Samples(40)
     device: Callable[[], Device] = lambda: HOST
     """A worker's own."""
     body: Callable[[Engine, Any], None] | None = None
@@ -101,18 +102,17 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     """As `shoal.initialize` makes it, with another link and without hooks at the process's exit."""
     settled = load_config(config({"lanes": 4, "dropout": 0.1, **task.options}))
     make_exact(settled.exact, settled.torch_threads)
-    sampler = Sampler(40, settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed)
-    last_step = sampler.last_step(settled.max_steps, settled.epochs)
+    source = source_of(task.data(), None, settled, HERE)
+    last_step = source.sampler.last_step(settled.max_steps, settled.epochs)
     limits = Limits.of(settled, last_step)
     torch.manual_seed(0)
     model = task.model()
     checkpoint_activations(model, settled)
     optimizer = task.optimizer(model)
     state = TrainingState(model, optimizer, task.scheduler(optimizer), limits, task.device())
-    source = NumberedSamples(Samples(40), None, sampler, settled.seed)
     fetcher = Fetcher(source, None, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
-    link.introduce(_description(settled, state, optimizer, sampler.samples), status)
+    link.introduce(_description(settled, state, optimizer, source.sampler.samples), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)
     engine = Engine(settled, state, link, fetcher, faults)
     engine.parts.loading.look()

@@ -327,7 +327,7 @@ def test_a_data_loader_gives_its_parts(capsys: pytest.CaptureFixture[str]) -> No
         training_data=given, config={**auto, "train_batch_size": "auto"}, shoal={"epochs": 1, "lanes": 2}
     )
     assert (loader.batch_size, engine.train_batch_size()) == (2, 8)
-    assert '"names": ["drop_last"]' in capsys.readouterr().err
+    assert '"drop_last": "the rest of an epoch' in capsys.readouterr().err
     assert len(trained(engine, loader, lambda one: None)) == 8
     assert "a DataLoader whose order is that of a SequentialSampler" in refused(
         training_data=DataLoader(SAMPLES, batch_size=2)

@@ -151,7 +151,7 @@ def test_a_process_that_is_forked_meanwhile_finds_all_parameters() -> None:
 
 def test_a_dataset_that_computes_with_the_model_finds_the_new_values_through_a_loss() -> None:
     def ask(engine: Engine) -> None:
-        fetcher = engine.context.loop._fetcher
+        fetcher = engine.context.loop.fetcher
         own = fetcher.micro_batch
 
         def micro_batch(*place: int) -> Any:

@@ -22,6 +22,7 @@ def some_state():
     modes = SimpleNamespace(on_batch=lambda: None, on_backward=lambda _: None)
     return SimpleNamespace(
         step=3,
+        last_step=9,
         loss_scale=None,
         sums=sums,
         buffers=buffers,
@@ -34,7 +35,7 @@ def some_state():
 
 def some_loop(*lanes, micro_batches=1):
     """Its batches are (step, lane, micro-batch)."""
-    loop = LaneLoop(4, micro_batches, SimpleNamespace(micro_batch=lambda *where: where))
+    loop = LaneLoop(4, micro_batches, SimpleNamespace(micro_batch=lambda *where: where[:3]))
     loop.begin_step(lanes)
     return loop
 

@@ -15,7 +15,6 @@ from shoal.data.fetch import Fetcher, to_device
 from shoal.data.seeds import RandomState, seed_everything
 from shoal.data.source import NumberedSamples, samples_of
 from shoal_protos.errors import UserError
-from torch.utils.data import IterableDataset
 
 
 @pytest.fixture(autouse=True)
@@ -143,11 +142,6 @@ def test_the_datasets_own_error_goes_through_untouched() -> None:
         fetcher(Broken()).micro_batch(0, 0, 0)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
-
-
 class Endless:
     def __getitem__(self, index: int) -> int:
         return index
@@ -155,8 +149,8 @@ class Endless:
 
 def test_a_dataset_of_another_kind_is_refused() -> None:
     assert samples_of(Noisy()) == 40
-    with pytest.raises(UserError, match="dataset Stream has no numbered samples; give a map-style dataset"):
-        samples_of(Stream())
+    with pytest.raises(UserError, match="dataset dict is a dict of train, test; give one of them"):
+        samples_of({"train": Noisy(), "test": Noisy()})
     with pytest.raises(UserError, match="dataset Endless has no length"):
         samples_of(Endless())
     with pytest.raises(UserError, match="dataset set has no numbered samples"):

@@ -67,6 +67,7 @@ def draft_of(
             name: encode(of.state_dict(), tensors, f'the state registered as "{name}"')
             for name, of in registered.items()
         },
+        streams=tuple(state.stream_positions.to_texts()),
         record=state.record.to_bytes().decode() if state.record else "",
         buffers=tuple(state.buffers.committed),
         frozen=None,

@@ -158,6 +158,8 @@ class Manifest(Entry):
     scaler: Json
     states: dict[Name, Json]
     """The user's own, by the name under which they are registered."""
+    streams: tuple[str, ...] = ()
+    """Where lanes stand in their streams (core/stream_position.py); one that is not here is read from its beginning."""
     record: str
     """The vote's record of the step, JSON; empty for step 0."""
     buffers: tuple[Name, ...]

@@ -76,6 +76,10 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
         _load_loss_scale(reader, beside, state, state.loss_scale)
     if manifest.evaluating is not None:
         state.modes.take_over(manifest.evaluating)
+    try:
+        state.stream_positions.replace(manifest.streams)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
     state.buffers.load(_buffers(reader, beside, state.buffers.committed))
     for name, of in registered.items():
         of.load_state_dict(decode(manifest.states[name], beside))

@@ -43,7 +43,8 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is _Bytes:
-            return _storage, (pickle.PickleBuffer(value.storage.numpy()),)
+            content: Any = value.storage.numpy()
+            return _storage, (pickle.PickleBuffer(content),)
         if type(value) is not Tensor or not _is_plain(value):
             return NotImplemented
         first, count = _extent(value)
@@ -66,7 +67,7 @@ def _is_plain(value: Tensor) -> bool:
 def _extent(value: Tensor) -> tuple[int, int]:
     """First byte and number of bytes of the storage that the tensor reaches."""
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
-    return value.storage_offset() * value.element_size(), reach * value.element_size()
+    return int(value.storage_offset()) * value.element_size(), reach * value.element_size()
 
 
 def _storage(buffer: Any) -> Tensor:

@@ -23,16 +23,17 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 from shoal_protos.errors import UserError
 
+from shoal.core.stream_position import Bookmark
 from shoal.data.batch_memory import send
 from shoal.data.source import Place, Source
 
-TASK = struct.Struct("<qqq")
-"""A place."""
+TASK = struct.Struct("<qqqI")
+"""A place, and the length of a bookmark's text behind it; 0: none."""
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Duty:
     """What a data worker is told when it starts."""
 
     number: int
@@ -52,55 +53,66 @@ class Failure:
     error: BaseException
 
 
-def serve(post: Post, channel: socket.socket, others: list[socket.socket]) -> None:
+def serve(duty: Duty, channel: socket.socket, others: list[socket.socket]) -> None:
     """The whole life of the process. `others`: ends of sockets that a fork has brought along, which keep none open."""
     for other in others:
         other.close()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if post.dies_with is not None:
-        _die_with(post.dies_with)
+    if duty.dies_with is not None:
+        _die_with(duty.dies_with)
     torch.set_num_threads(1)
-    source = post.source
+    source = duty.source
     torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=post.number, num_workers=post.workers, seed=post.seed, dataset=source.dataset
+        id=duty.number, num_workers=duty.workers, seed=duty.seed, dataset=source.dataset
     )
-    broken = _failure_of(lambda: post.init(post.number)) if post.init is not None else None
+    init, broken = duty.init, None
+    if init is not None and not source.keeps_lanes:  # a stream's is called lane by lane
+        broken = _failure_of(lambda: init(duty.number))
     try:
         while task := _task(channel):
-            _answer(channel, broken or _read(source, task))
+            _answer(channel, broken or _read(source, *task))
     except OSError:
         return  # nobody waits for it any more
 
 
-def _task(channel: socket.socket) -> Place | None:
+def _task(channel: socket.socket) -> tuple[Place, Bookmark | None] | None:
     """The next one; None: there will be no more."""
+    message = _bytes(channel, TASK.size)
+    if message is None:
+        return None
+    step, lane, micro, length = TASK.unpack(message)
+    text = _bytes(channel, length)
+    return (step, lane, micro), Bookmark.from_text(text.decode()) if text else None
+
+
+def _bytes(channel: socket.socket, count: int) -> bytes | None:
+    """So many; None where nobody sends any more."""
     message = b""
-    while len(message) < TASK.size:
-        received = channel.recv(TASK.size - len(message))
+    while len(message) < count:
+        received = channel.recv(count - len(message))
         if not received:
             return None
         message += received
-    step, lane, micro = TASK.unpack(message)
-    return step, lane, micro
+    return message
 
 
-def _read(source: Source, place: Place) -> Any:
+def _read(source: Source, place: Place, bookmark: Bookmark | None) -> Any:
     try:
-        return source.read(place)
+        return source.read(place, bookmark)
     except BaseException as error:
-        return _told(error)
+        return _as_failure(error)
 
 
 def _failure_of(action: Callable[[], object]) -> Failure | None:
     try:
         action()
     except BaseException as error:
-        return _told(error)
+        return _as_failure(error)
     return None
 
 
-def _told(error: BaseException) -> Failure:
+def _as_failure(error: BaseException) -> Failure:
     """As it can be sent. The traceback goes along as a note, because it cannot be."""
     if isinstance(error, UserError):
         return Failure(error)

@@ -23,10 +23,12 @@ from typing import Any
 
 from shoal_protos.errors import PeerError, UserError
 
+from shoal.core.stream_position import Bookmark
 from shoal.data.batch_memory import receive
-from shoal.data.data_process import TASK, Failure, Post, serve
-from shoal.data.source import Place, Source, where
+from shoal.data.data_process import TASK, Duty, Failure, serve
+from shoal.data.source import Place, Read, Source, where
 
+Before = Callable[[Place], Bookmark | None]
 END_SECONDS = 5.0
 """For a data worker to finish the batch at hand when it is told to end; then it is killed."""
 
@@ -45,8 +47,13 @@ class Reading:
     """For one batch; 0: none."""
     init: Callable[[int], None] | None = None
     """Called in each process with its number."""
+    gives_batches: bool = False
+    """Whether each item of a stream is a micro-batch (`batch_size=None`)."""
     pinned: bool = False
     """Whether batches go to an accelerator through pinned memory, beside its work."""
+
+
+HERE = Reading()
 
 
 class _DataWorker:
@@ -67,7 +74,7 @@ class DataWorkers:
         self._source, self._reading = source, reading
         self._depth = reading.processes * reading.ahead
         self._context = multiprocessing.get_context(reading.start_method)
-        self._ready: dict[Place, Any] = {}
+        self._ready: dict[Place, Read | Failure] = {}
         self._workers: list[_DataWorker] = []
         try:
             for number in range(reading.processes):
@@ -81,10 +88,10 @@ class DataWorkers:
         method = self._context.get_start_method()
         is_watched = method != "forkserver" and threading.current_thread() is threading.main_thread()
         parent = os.getpid() if is_watched else None
-        post = Post(number, self._reading.processes, seed, self._source, self._reading.init, parent)
+        duty = Duty(number, self._reading.processes, seed, self._source, self._reading.init, parent)
         others = [worker.channel for worker in self._workers] + [ours] if method == "fork" else []
         name = f"shoal data worker {number}"
-        process = self._context.Process(target=serve, args=(post, theirs, others), name=name, daemon=True)  # type: ignore[attr-defined]
+        process = self._context.Process(target=serve, args=(duty, theirs, others), name=name, daemon=True)  # type: ignore[attr-defined]
         try:
             with warnings.catch_warnings():
                 # Python warns of forks beside threads: none of ours runs yet, and the child calls nothing of others'
@@ -103,9 +110,9 @@ class DataWorkers:
 
     # ---- batches
 
-    def take(self, place: Place, upcoming: Iterable[Place]) -> Any:
-        """The batch, in host memory, and from now on those of the next places are read. Raises what reading it has
-        raised, `PeerError` where a data worker is gone.
+    def take(self, place: Place, upcoming: Iterable[Place], before: Before) -> Read:
+        """The batch, in host memory, and from now on those of the next places are read. `before`: the bookmark from
+        which a place is quicker. Raises what reading it has raised, `PeerError` where a data worker is gone.
         """
         wanted = dict.fromkeys([place, *islice(upcoming, self._depth)])
         self._take_arrived(wanted)
@@ -113,19 +120,20 @@ class DataWorkers:
         asked = {one for worker in self._workers for one in worker.asked}
         for one in wanted:
             if one not in self._ready and one not in asked:
-                self._ask(one)
+                self._ask(one, before(one))
         while place not in self._ready:
             self._receive(next(worker for worker in self._workers if place in worker.asked), wanted)
-        batch = self._ready.pop(place)
-        if isinstance(batch, Failure):
-            raise batch.error
-        return batch
+        found = self._ready.pop(place)
+        if isinstance(found, Failure):
+            raise found.error
+        return found
 
-    def _ask(self, place: Place) -> None:
+    def _ask(self, place: Place, bookmark: Bookmark | None) -> None:
         worker = self._reader_of(place)
         worker.asked.append(place)
+        text = bookmark.to_text().encode() if bookmark is not None else b""
         try:
-            worker.channel.sendall(TASK.pack(*place))
+            worker.channel.sendall(TASK.pack(*place, len(text)) + text)
         except OSError:
             raise self._gone(worker) from None
 

@@ -6,7 +6,7 @@ The engine calls it on the training thread.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,10 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from shoal.core.sampler import Sampler
-from shoal.data.data_workers import DataWorkers, Reading
+from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
+from shoal.data.data_workers import HERE, DataWorkers, Reading
 from shoal.data.seeds import seed_everything
-from shoal.data.source import Collate, NumberedSamples, Place, collated, named, read_numbered
-
-HERE = Reading()
+from shoal.data.source import Collate, Place, Source, collated, named, read_numbered
 
 
 class Fetcher:
@@ -26,19 +25,24 @@ class Fetcher:
 
     def __init__(
         self,
-        source: NumberedSamples,
+        source: Source,
         collate_fn: Collate | None,
         seed: int,
         device: torch.device | str,
         reading: Reading = HERE,
     ) -> None:
+        """`collate_fn`: for other datasets than the job's, in evaluations."""
         self._source, self._collate, self._seed = source, collate_fn or default_collate, seed
         self._device = torch.device(device)
         self._is_pinned = reading.pinned and self._device.type != "cpu"
         self._workers = DataWorkers(source, reading, seed) if reading.processes else None
+        self.positions = StreamPositions()
+        """What all members know of the lanes' streams."""
+        self._bookmarks: dict[int, Bookmark] = {}
+        """The newest one of each lane that was read here."""
 
     @property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> Sampler | StreamOrder:
         """The data order of the job."""
         return self._source.sampler
 
@@ -48,10 +52,25 @@ class Fetcher:
         """
         place = step, lane, micro
         self._source.check()
-        batch = self._workers.take(place, upcoming) if self._workers is not None else self._source.read(place)
-        moved = self._moved(batch)
+        if self._workers is not None:
+            read = self._workers.take(place, upcoming, self._before)
+        else:
+            read = self._source.read(place, self._before(place))
+        if read.bookmark is not None:
+            self._bookmarks[lane] = read.bookmark
+        moved = self._moved(read.batch)
         seed_everything(self._seed, *place)
         return moved
+
+    def bookmark(self, lanes: Iterable[int]) -> str:
+        """What this member tells the others of these lanes, whose step is about to be committed; empty: nothing."""
+        found = self.positions.most_useful(self._bookmarks[lane] for lane in lanes if lane in self._bookmarks)
+        return found.to_text() if found is not None else ""
+
+    def _before(self, place: Place) -> Bookmark | None:
+        step, lane, micro = place
+        order = self._source.sampler
+        return self.positions.before(lane, order.number(step, micro)) if isinstance(order, StreamOrder) else None
 
     def collate(self, dataset: Any, indices: Sequence[int]) -> Any:
         """Samples of any dataset as a batch, on the device."""
@@ -65,6 +84,15 @@ class Fetcher:
 
     def _moved(self, batch: Any) -> Any:
         return to_device(pin_memory(batch) if self._is_pinned else batch, self._device, self._is_pinned)
+
+
+def upcoming(place: Place, lanes: Sequence[int], micro_batches: int, last_step: int) -> Iterator[Place]:
+    """What a worker with these lanes reads after `place`, if the world stays."""
+    step, *at = place
+    in_step = [(lane, micro) for lane in lanes for micro in range(micro_batches)]
+    yield from ((step, *other) for other in in_step[in_step.index((at[0], at[1])) + 1 :])
+    for later in range(step + 1, last_step):
+        yield from ((later, *other) for other in in_step)
 
 
 def to_device(value: Any, device: torch.device, beside: bool = False) -> Any:

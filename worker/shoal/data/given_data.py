@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal_protos.errors import UserError
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
 
-from shoal.data.data_workers import Reading
-from shoal.data.fetch import HERE
+from shoal.data.data_workers import HERE, Reading
+from shoal.data.opened_stream import is_stream
 from shoal.logs import get_logger
 
 log = get_logger("shoal")
@@ -55,10 +55,11 @@ def reading_of(loader: DataLoader[Any]) -> Reading:
     context = loader.multiprocessing_context
     return Reading(
         processes=loader.num_workers,
-        ahead=loader.prefetch_factor or Reading.ahead,
+        ahead=loader.prefetch_factor or HERE.ahead,
         start_method=context.get_start_method() if context is not None else None,
         timeout_seconds=loader.timeout,
         init=loader.worker_init_fn,
+        gives_batches=loader.batch_size is None and is_stream(loader.dataset),
         pinned=loader.pin_memory,
     )
 
@@ -73,8 +74,8 @@ def check_batch_size(data: GivenData, settled: int) -> None:
 
 
 def _check_order(loader: DataLoader[Any], name: str) -> None:
-    if isinstance(loader.dataset, IterableDataset):
-        return  # refused with all that have no numbered samples
+    if is_stream(loader.dataset):
+        return  # it has its own
     sampler = loader.sampler
     shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     if loader.batch_size is None or not (shuffles or (isinstance(sampler, DistributedSampler) and sampler.shuffle)):

@@ -10,13 +10,15 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from shoal_protos.errors import ShoalError, UserError
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from shoal.core.sampler import Sampler
+from shoal.core.stream_position import Bookmark, StreamOrder
 from shoal.data.seeds import seed_everything
 
 Place = tuple[int, int, int]
@@ -26,6 +28,15 @@ MOST_NAMED = 16
 """Samples that a sentence names."""
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What reading a micro-batch gives."""
+
+    batch: Any
+    bookmark: Bookmark | None = None
+    """Where the lane's stream stands after it."""
+
+
 class Source(Protocol):
     """What reads micro-batches. Pickled for data workers that are spawned."""
 
@@ -33,18 +44,27 @@ class Source(Protocol):
     keeps_lanes: bool
     """Whether it is quicker for whoever has read the lane's batch before."""
 
+    @property
+    def sampler(self) -> Sampler | StreamOrder:
+        """The data order of the job."""
+
     def check(self) -> None:
         """Raises `UserError` where the dataset is not what it was when the job began."""
 
-    def read(self, place: Place) -> Any:
-        """The batch, in host memory."""
+    def read(self, place: Place, bookmark: Bookmark | None = None) -> Read:
+        """The batch, in host memory. `bookmark`: from where it is quicker."""
 
 
 def samples_of(dataset: Any) -> int:
     """The length of a map-style dataset; a `UserError` says what a dataset of another kind lacks."""
     name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise UserError(f"dataset {name} has no numbered samples; give a map-style dataset (__getitem__ and __len__).")
+    if isinstance(dataset, dict):
+        raise UserError(f"dataset {name} is a dict of {', '.join(map(str, dataset))}; give one of them.")
+    if not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"dataset {name} has no numbered samples; give a map-style dataset (__getitem__ and __len__), or an "
+            "IterableDataset for a stream."
+        )
     if not hasattr(dataset, "__len__"):
         raise UserError(f"dataset {name} has no length; give a map-style dataset (__getitem__ and __len__).")
     return len(dataset)
@@ -67,14 +87,14 @@ class NumberedSamples:
                 "the job began; the order of samples follows from their number, so it must stay."
             )
 
-    def read(self, place: Place) -> Any:
+    def read(self, place: Place, bookmark: Bookmark | None = None) -> Read:  # noqa: ARG002  (nothing is quicker)
         """Under the seed of the place, which reading and collating share."""
         with one_thread():
             seed_everything(self._seed, *place)
             indices = self.sampler.indices(*place)
             with noting(place, indices):
                 samples = read_numbered(self.dataset, indices)
-            return collated(self._collate, samples, f"samples {named(indices)} of {where(place)}")
+            return Read(collated(self._collate, samples, f"samples {named(indices)} of {where(place)}"))
 
 
 def read_numbered(dataset: Any, indices: Sequence[int]) -> list[Any]:
@@ -101,12 +121,12 @@ def collated(collate: Collate, samples: list[Any], described: str) -> Any:
 
 
 @contextmanager
-def noting(place: Place, indices: Sequence[int]) -> Iterator[None]:
+def noting(place: Place, indices: Sequence[int] = ()) -> Iterator[None]:
     """What is raised within gets a note of what was read."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"shoal: read for {where(place)}, samples {named(indices)}")
+        error.add_note(f"shoal: read for {where(place)}" + (f", samples {named(indices)}" if indices else ""))
         raise
 
 

@@ -61,6 +61,8 @@ class Ballot:
     requests: tuple[Request, ...] = ()
     saving: str = ""
     """How far it is with the save at hand (core/save_part.py)."""
+    stream: str = ""
+    """Where one of its lanes stands in its stream (core/stream_position.py)."""
     saved: int = -1
     """The step of the newest whole checkpoint of this life of the job that it knows of."""
 
@@ -87,7 +89,7 @@ _NUMBERS_OF = (
     "step", "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
     "calls_back",
 )  # fmt: skip
-_TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving")
+_TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving", "stream")
 _NUMBERS = struct.Struct(f"<{len(_NUMBERS_OF)}q")
 _COUNT, _PLACE = struct.Struct("<I"), struct.Struct("<qq")
 

@@ -23,6 +23,7 @@ from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.core.exact_sum import add, total
+from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import fold_numbers
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.copies import Comparison, compare
@@ -30,7 +31,7 @@ from shoal.exchange.framing import as_bytes_tensor
 from shoal.exchange.piece_order import FillTimes
 from shoal.exchange.traffic import Traffic
 
-BALLOT_BYTES = 5_120
+BALLOT_BYTES = 5_120 + MOST_BYTES
 """The ballot's part of a row, where nobody has more than two subtrees of lanes."""
 MOST_NAMES, NAMES_BYTES = 16, 512
 """What a step may report, and what an evaluation may."""
@@ -70,6 +71,8 @@ class Record:
     """Steps up to this one that had such."""
     calls_back: bool = False
     """Whether rank 0 has callbacks, and so tells the others once it has called them."""
+    streams: tuple[str, ...] = ()
+    """Where lanes stand in their streams."""
     overflow: str = ""
     """What of this step is not finite where the loss is scaled: the step updates nothing, and the scale may fall."""
 
@@ -84,6 +87,7 @@ class Record:
         fields["corrupt"] = tuple(
             CorruptBlock(**{**block, "workers": tuple(block["workers"])}) for block in fields.get("corrupt", ())
         )
+        fields["streams"] = tuple(fields.get("streams", ()))
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("generations", "hypers", "saving")}})
 
 
@@ -211,6 +215,7 @@ def _record(
         requests=tuple(dict.fromkeys(request for ballot in ballots for request in ballot.requests)),
         hypers=tuple(ballot.hyper for ballot in ballots),
         saving=tuple(ballot.saving for ballot in ballots),
+        streams=tuple(ballot.stream for ballot in ballots if ballot.stream),
         saved=max(ballot.saved for ballot in ballots),
         updates=bool(counted) and not overflow,
         overflow=overflow,

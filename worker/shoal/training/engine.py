@@ -48,6 +48,7 @@ class Engine:
     def __init__(
         self, config: TrainingConfig, state: TrainingState, link: Link, fetcher: Fetcher, faults: Faults
     ) -> None:
+        state.stream_positions = fetcher.positions
         loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
         self.context = context = TrainingContext(config, state, link, loop, faults)
         self.parts = Parts.of(context)

@@ -49,7 +49,7 @@ class _Ending:
             else:
                 self._serve()
         finally:
-            context.loop.close()
+            context.loop.fetcher.close()
             self._engine.parts.saving.close()
             context.link.close()
 
@@ -126,7 +126,7 @@ def serve_at_exit(engine: Engine) -> None:
     sys.excepthook = _ExplainsMemory(ref(engine))
     if engine.context.link.alone:
         finalize(engine, engine.parts.saving.saver_end)
-        finalize(engine, engine.context.loop.close)
+        finalize(engine, engine.context.loop.fetcher.close)
         atexit.register(_end_alone, ref(engine))
         return
     ending = _Ending(engine)

@@ -6,15 +6,14 @@ the iterator yields the next one. Knows no world and no group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.blocks.flat import drop_gradients
-from shoal.data.fetch import Fetcher
-from shoal.data.source import Place
+from shoal.data.fetch import Fetcher, upcoming
 from shoal.exchange.pieces import Extent
 from shoal.training.lane_numbers import LaneNumbers
 from shoal.training.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
@@ -25,7 +24,7 @@ class LaneLoop:
     """`lanes` are those of this worker in this step; `lane` is the one at hand."""
 
     def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
-        self._micro_batches, self._fetcher = micro_batches, fetcher
+        self._micro_batches, self.fetcher = micro_batches, fetcher
         self.numbers = LaneNumbers(job_lanes, micro_batches)
         self.is_warm = False
         self.is_warming_up = False
@@ -81,12 +80,12 @@ class LaneLoop:
     @property
     def samples(self) -> int:
         """Length of the dataset."""
-        return self._fetcher.sampler.samples
+        return self.fetcher.sampler.samples
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which the dataset is read once."""
-        return self._fetcher.sampler.steps_per_epoch
+        return self.fetcher.sampler.steps_per_epoch
 
     @property
     def is_void(self) -> bool:
@@ -106,25 +105,16 @@ class LaneLoop:
         else:
             state.buffers.begin_micro_batch()
             self.numbers.begin_micro_batch()
-        batch = self._fetcher.micro_batch(state.step, self.lane, self._micro, self._upcoming(state))
+        place = state.step, self.lane, self._micro
+        after = upcoming(place, self.lanes, self._micro_batches, state.last_step)
+        batch = self.fetcher.micro_batch(*place, after)
         state.modes.on_batch()
         self.in_flight, self._void = True, False
         return batch
 
-    def _upcoming(self, state: TrainingState) -> Iterator[Place]:
-        """What is read here after the micro-batch at hand, if the world stays."""
-        in_step = [(lane, micro) for lane in self.lanes for micro in range(self._micro_batches)]
-        yield from ((state.step, *place) for place in in_step[in_step.index(self.place) + 1 :])
-        for step in range(state.step + 1, state.last_step):
-            yield from ((step, *place) for place in in_step)
-
-    def close(self) -> None:
-        """Nothing more is read ahead."""
-        self._fetcher.close()
-
     def collate(self, dataset: Any, numbers: list[int]) -> Any:
         """Samples of another dataset as a batch: for evaluation."""
-        return self._fetcher.collate(dataset, numbers)
+        return self.fetcher.collate(dataset, numbers)
 
     def warm_up_batch(self, state: TrainingState) -> Any:
         """Lane 0 of step 0: of the right shape for the model, whatever comes of it."""
@@ -132,7 +122,7 @@ class LaneLoop:
         self.is_warming_up = self.in_flight = True
         state.sums.begin_lane()
         state.modes.on_batch()
-        return self._fetcher.micro_batch(0, 0, 0)
+        return self.fetcher.micro_batch(0, 0, 0)
 
     def end_warm_up(self, state: TrainingState) -> None:
         """Throw the warm-up's gradients, buffers and losses away."""

@@ -33,6 +33,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "last_step": int,
     "lineage": list,
     "frozen": str,
+    "streams": list,
     "registered": dict,
 }
 

@@ -25,11 +25,10 @@ from shoal.config.load import Beside, load_config
 from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
-from shoal.core.sampler import Sampler
-from shoal.data.data_workers import Reading
-from shoal.data.fetch import HERE, Fetcher
+from shoal.data.data_workers import HERE, Reading
+from shoal.data.fetch import Fetcher
 from shoal.data.given_data import check_batch_size, data_of
-from shoal.data.source import NumberedSamples, samples_of
+from shoal.data.given_source import source_of
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
@@ -74,8 +73,8 @@ def initialize(
     """Makes the engine of this worker; in a script with no controller in its environment, a world of one.
 
     `model`: any module, its parameters float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
-    any map-style dataset, or a DataLoader that shuffles one. `optimizer`, `scheduler`: objects over the model's
-    parameters, where the config names none.
+    any map-style dataset, an IterableDataset, or a DataLoader that shuffles the one or reads the other. `optimizer`,
+    `scheduler`: objects over the model's parameters, where the config names none.
     Raises `UserError` with one sentence for anything that cannot work.
     """
     tell_errors_in_a_sentence()
@@ -95,16 +94,14 @@ def assemble(given: Given) -> Engine:
     make_exact(settled.exact, settled.torch_threads)
     keep_freed_memory()
     checkpoint_activations(model, settled)
-    sampler = Sampler(
-        samples_of(dataset), settled.lanes, settled.micro_batch_size, settled.micro_batches_per_lane, settled.seed
-    )
+    source = source_of(dataset, given.collate_fn, settled, given.reading)
+    sampler = source.sampler
     last_step = sampler.last_step(settled.max_steps, settled.epochs)
     limits = Limits.of(settled, last_step)
     optimizer = _optimizer(given)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     state = TrainingState(model, optimizer, scheduler, limits)
     check_joiners_can_be_given(state)
-    source = NumberedSamples(dataset, given.collate_fn, sampler, settled.seed)
     # data workers are forked before the session has threads and connections
     fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)
     link, fault_text = open_link(device=state.device, only_gloo=settled.backend == "gloo")
@@ -170,7 +167,7 @@ def _description(config: TrainingConfig, state: TrainingState, optimizer: Optimi
         max_steps=state.last_step,
         parameters=parameters,
         optimizer=type(optimizer).__name__,
-        config={**agreement(config), "dataset.samples": str(samples), **_beside_the_config(state)},
+        config={**agreement(config), "dataset.samples": str(samples or "a stream"), **_beside_the_config(state)},
         numerics=identity(state.device.kind, updates_on_host=config.state_on_host),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=config.checkpoint.path is not None,

@@ -32,6 +32,7 @@ from shoal.config.training import TrainingConfig
 from shoal.core.layout import Layout
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.module_names import named_parameters
+from shoal.core.stream_position import StreamPositions
 from shoal.core.units import unit_numbers
 from shoal.device import Device, device_of
 from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
@@ -146,9 +147,7 @@ class TrainingState:
         self.set_in_time = SetInTime(optimizer)
         self.modes = ModuleModes(module)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
-        self.step = NO_STEP
-        self.last_step = limits.last_step
-        self.committed_in = 0
+        self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
         self.record: Record | None = None
         self.pending = NO_BLOCKS
         """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
@@ -158,6 +157,7 @@ class TrainingState:
         """Whether this module's frozen parameters are known to be the job's."""
         self.lineage: Lineage = ()
         """The checkpoints that training has gone on from."""
+        self.stream_positions = StreamPositions()
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
 
@@ -218,6 +218,7 @@ class TrainingState:
         if any(request.kind == "stop" for request in record.requests):
             self.last_step = min(self.last_step, record.step)
         self.set_in_time.on_commit(record)
+        self.stream_positions.learn(record.streams)
 
     def _current(self, mine: Runs) -> Runs:
         """Where parameters are sharded none is handed out: who needs one asks for it."""
@@ -291,6 +292,7 @@ class TrainingState:
                 "last_step": self.last_step,
                 "lineage": [branch.model_dump() for branch in self.lineage],
                 "frozen": frozen_digest(self),
+                "streams": self.stream_positions.to_texts(),
                 "registered": {name: of.state_dict() for name, of in self.registered.items()},
             }
         )
@@ -310,6 +312,10 @@ class TrainingState:
                 self.loss_scale = self.loss_scale.at(given["loss_scale"])
             except ValueError as error:
                 raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
+        try:
+            self.stream_positions.replace(given["streams"])
+        except ValueError as error:
+            raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"]
         self.lineage = tuple(Branch(**branch) for branch in given["lineage"])

@@ -43,7 +43,7 @@ class TrainingLoop:
             self._settle_requests()
         finally:
             context.left_loop = True
-            context.loop.close()
+            context.loop.fetcher.close()
             context.autocast.end()
             context.forward_seed.disarm()
 
@@ -58,7 +58,7 @@ class TrainingLoop:
                 self._settle_evaluations()
                 self._settle_requests()
                 context.left_loop = True
-                context.loop.close()
+                context.loop.fetcher.close()
         finally:
             context.autocast.end()
             context.forward_seed.disarm()

@@ -68,6 +68,7 @@ class Voting:
             not_finite_before=before.not_finite_steps if before else 0,
             calls_back=int(context.calls_back),
             evaluations=self._evaluation.take_to_vote(),
+            stream=context.loop.fetcher.bookmark(context.loop.lanes) if trained else "",
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=saving,
             saved=self._saving.saved,
