@@ -77,10 +77,10 @@ def test_what_was_read_ahead_is_what_the_training_thread_reads_in_any_order() ->
 def test_as_many_batches_as_a_dataloader_are_read_ahead_and_no_more() -> None:
     workers = DataWorkers(source(), Reading(processes=2, ahead=3), 3)
     try:
-        upcoming = [(step, 0, 0) for step in range(1, 5)] * 5
-        workers.take((0, 0, 0), iter([(step, lane, 0) for step in range(1, 5) for lane in range(LANES)]))
+        upcoming = iter([(step, lane, 0) for step in range(1, 5) for lane in range(LANES)])
+        workers.take((0, 0, 0), upcoming, lambda _: None)
         assert len(workers._ready) + sum(len(worker.asked) for worker in workers._workers) == 6
-        workers.take((4, 0, 0), iter(upcoming[:0]))
+        workers.take((4, 0, 0), iter(()), lambda _: None)
         assert set(workers._ready) == set(), "what nobody waits for any more is dropped"
     finally:
         workers.close()
