@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 import structlog
@@ -92,6 +92,8 @@ class Shell:
         self._writer = secrets.token_hex(8)
         self._outside: Outside | None = None
         self._runners: dict[str, Runner] = {}
+        self.runners: Mapping[str, Runner] = self._runners
+        """Every job's life by its name. Only the shell changes it."""
         self._creating = asyncio.Lock()
         self._changing = NamedLocks()
         """Held by whoever makes or forgets that job: a cluster that is slow to forget one keeps nobody from others."""

@@ -37,6 +37,20 @@ curl -H "Authorization: Bearer $SHOAL_TOKEN" 'http://127.0.0.1:7070/v1/jobs?limi
 Jobs and tokens are listed by name, workers by number, checkpoints from the newest, events by revision. A page begins
 after its place in that order: entries that come and go meanwhile are neither shown twice nor hide others.
 
+## Events as they happen
+
+With `Accept: text/event-stream`, the events of a job, or of all jobs (`GET /v1/events`), come as server-sent events,
+with a comment every 10 s. `kind` (once for each) and `worker` choose among them. A reader that comes again sends the
+`id` of the last one as `Last-Event-ID`. A job's `id` is the event's revision, and all its events are there.
+That of all jobs is only known to the controller that gave it, which has the newest 2,000 events in memory: where it
+cannot go on from there (another one leads by now, or it was too long ago) the stream begins with an event named `anew`:
+look at everything again. Without `Accept`, `GET /v1/events` lists what is in memory, and `anew` is a key of the answer.
+
+```bash
+curl -N -H "Authorization: Bearer $SHOAL_TOKEN" -H 'Accept: text/event-stream' \\
+  'http://127.0.0.1:7070/v1/events?kind=lost&kind=open&kind=failed'
+```
+
 ## Versions of a job
 
 A job's `version`, which is also the `ETag` of every answer with a job, changes with whatever is asked of the job: its

@@ -8,8 +8,11 @@ import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller.api import stream
+from shoal_controller.api.event_filter import EventFilter
 from shoal_controller.api.stream import Follower
 from small_machine import SPEC, running
+
+ALL = EventFilter(frozenset(), None)
 
 
 @pytest.mark.parametrize(
@@ -24,18 +27,18 @@ async def test_one_follower_too_many_is_told_so_until_another_one_goes(tmp_path,
     monkeypatch.setattr(stream, bound, 1)
     monkeypatch.setattr(stream, "IDLE_SECONDS", 0.01)
     followers: Counter[str] = Counter()
-    eye, other = Follower("eye", lambda: True), Follower("other", lambda: True)
+    eye, other = (Follower(name, lambda: True, followers) for name in ("eye", "other"))
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
-        first = stream.event_stream(world.shell, "train", 0, eye, followers).body_iterator
+        first = stream.event_stream(world.shell, "train", 0, eye, ALL).body_iterator
         assert (await anext(first)).startswith(b":")
         with pytest.raises(stream.Busy, match=sentence) as refused:
-            stream.event_stream(world.shell, "train", 0, eye, followers)
+            stream.event_stream(world.shell, "train", 0, eye, ALL)
         assert refused.value.http_status == 503
         if bound == "MOST_OF_TOKEN":
-            stream.event_stream(world.shell, "train", 0, other, followers)
+            stream.event_stream(world.shell, "train", 0, other, ALL)
         await first.aclose()
-        second = stream.event_stream(world.shell, "train", 0, eye, followers).body_iterator
+        second = stream.event_stream(world.shell, "train", 0, eye, ALL).body_iterator
         assert (await anext(second)).startswith(b":")
         await second.aclose()
         assert not followers

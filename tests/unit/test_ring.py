@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal_controller.core.machine.sample import Sample
-from shoal_controller.series.job_series import DAY_EVERY, MOST_BYTES, JobSeries, Span
+from shoal_controller.series.job_series import DAY_EVERY, MINUTES, MOST_BYTES, JobSeries, Minute, Span, short
 from shoal_controller.series.ring import HIGHEST, POINT_BYTES, TIME, TYPECODES, Ring
 
 CALM = Sample(step=1, loss=2.5, step_seconds=0.25, samples=8, goodput_ratio=0.5, active=2, wanted=3)
@@ -49,15 +49,15 @@ def test_a_number_that_is_too_large_is_shown_as_the_largest() -> None:
 
 def test_a_loss_is_shown_as_the_job_has_it_and_short_numbers_without_noise() -> None:
     ring = Ring(3)
-    ring.put(point(1.0, loss=2.4211222831, step_seconds=0.1))
-    assert ring.after(0.0)["loss"] == [2.4211222831] and ring.after(0.0)["step_seconds"] == [0.1]
+    ring.put(point(1.0, loss=2.4211222831))
+    assert ring.after(0.0)["loss"] == [2.4211222831] and short(0.1234567891) == 0.123457 and short(None) is None
 
 
 def test_a_day_of_a_job_takes_a_few_hundred_kilobytes_and_no_more() -> None:
     series = JobSeries(0.0)
     for second in (*range(1, 4000), *range(4000, 2 * 86_400, DAY_EVERY)):
         series.record(CALM, float(second))
-    assert series.bytes == MOST_BYTES == (3600 + 2880) * POINT_BYTES < 300_000
+    assert series.bytes == MOST_BYTES == (3600 + 2880) * POINT_BYTES < 400_000
     day = series.points(Span.DAY, 0.0, 2 * 86_400.0)[TIME]
     assert 2880 - 1 <= len(day) <= 2880
     assert {later - earlier for earlier, later in pairwise(day)} == {DAY_EVERY}
@@ -93,8 +93,9 @@ def test_a_job_that_is_over_keeps_no_points_for_ever() -> None:
 
 def test_minutes_show_the_fewest_workers_the_last_loss_and_gaps() -> None:
     series = JobSeries(0.0)
-    for second, active, loss in ((3421.0, 3, 1.0), (3430.0, 2, None), (3599.0, 4, 0.5)):
+    for second, active, loss in ((3421.0, 3, 1.0), (3430.0, 2, None), (3440.0, 3, nan), (3599.0, 4, 0.5)):
         series.record(Sample(0, loss, None, None, 0.0, active, 4), second)
-    minutes = series.minutes(3600.0)
-    assert [(at, n) for at, n in enumerate(minutes["active"]) if n is not None] == [(57, 2), (59, 4)]
-    assert [(at, n) for at, n in enumerate(minutes["loss"]) if n is not None] == [(57, 1.0), (59, 0.5)]
+    minutes = series.minutes(3599.5)
+    assert len(minutes) == MINUTES and minutes[57] == Minute(57, 2, 4, 1.0) and minutes[59] == Minute(59, 4, 4, 0.5)
+    assert [at for at, minute in enumerate(minutes) if minute is not None] == [57, 59]
+    assert [at for at, minute in enumerate(series.minutes(3600.0)) if minute is not None] == [56, 58]

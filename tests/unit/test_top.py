@@ -17,6 +17,11 @@ JOB = {
     "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "samples": 56, "last_checkpoint_step": None, "reason": "",
 }  # fmt: skip
 
+ROW = {
+    "attention": {"level": "watch", "sentence": "trains: step 7 of 100; [b]2[/b] blocks"}, "last_checkpoint": None,
+    "last_resize": {"sentence": "w2 was lost: training paused for 63 ms"},
+}  # fmt: skip
+
 
 class Answers:
     """A client of a controller that forgets jobs, or fails."""
@@ -24,10 +29,10 @@ class Answers:
     def __init__(self, *gone: str, fails: ShoalError | None = None) -> None:
         self._gone, self._fails = gone, fails
 
-    async def jobs(self) -> list[dict[str, Any]]:
+    async def overview(self) -> list[dict[str, Any]]:
         if self._fails is not None:
             raise self._fails
-        return [{**JOB, "job": name} for name in ("first", "kept", "last")]
+        return [{**ROW, "job": {**JOB, "job": name}} for name in ("first", "kept", "last")]
 
     async def workers(self, job: str) -> list[dict[str, Any]]:
         if job in self._gone:
@@ -44,7 +49,14 @@ def printed(shown: RenderableType) -> str:
 @asynchronous
 async def test_a_job_that_is_forgotten_meanwhile_is_left_out() -> None:
     shown = printed(await _screen(Answers("first", "last")))  # type: ignore[arg-type]
-    assert "kept" in shown and "first" not in shown and "last" not in shown
+    assert "kept running" in shown and "first running" not in shown and "last running" not in shown
+
+
+@asynchronous
+async def test_a_job_is_shown_with_the_sentences_of_the_page() -> None:
+    shown = printed(await _screen(Answers("first", "last")))  # type: ignore[arg-type]
+    assert "trains: step 7 of 100; [b]2[/b] blocks\n" in shown
+    assert "last change: w2 was lost: training paused for 63 ms\n" in shown and "last checkpoint" not in shown
 
 
 @pytest.mark.parametrize("error", [Unreachable("no controller answers at http://[::1]:1"), StoreError("it is away")])

@@ -21,6 +21,7 @@ from shoal_controller.api import openapi, problems
 from shoal_controller.api.answers import HealthAnswer
 from shoal_controller.api.forwarding import Forwarding
 from shoal_controller.api.guard import Guard
+from shoal_controller.api.recent_overview import RecentOverview
 from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.neighbours import Neighbours
@@ -71,6 +72,7 @@ def build_app(
     app.state.settings = settings
     app.state.tokens = tokens
     app.state.followers = Counter[str]()
+    app.state.overview = RecentOverview()
     app.state.site = settings.site
     problems.install(app)
     openapi.install(app)

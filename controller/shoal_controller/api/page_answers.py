@@ -22,9 +22,6 @@ from shoal_controller.core.overview.holdings import holdings
 from shoal_controller.core.overview.resize_sentences import changes_of, resize_sentence
 from shoal_controller.series.job_series import JobSeries, Span
 
-MINUTES = 60
-"""Of the small picture of a job's last hour."""
-
 
 class AboutAnswer(Answer):
     """This controller, and what the token of the request may do."""
@@ -101,8 +98,13 @@ class HourAnswer(Answer):
 
     @classmethod
     def of(cls, series: JobSeries, now: float) -> Self:
-        minutes = series.minutes(now, MINUTES)
-        return cls.model_validate({"every_seconds": 60.0, "begin": now - 60.0 * MINUTES, **minutes})
+        minutes = series.minutes(now)
+        return cls(
+            every_seconds=60.0, begin=60.0 * (now // 60 - len(minutes) + 1),
+            active=[one.active if one is not None else None for one in minutes],
+            wanted=[one.wanted if one is not None else None for one in minutes],
+            loss=[one.loss if one is not None else None for one in minutes],
+        )  # fmt: skip
 
 
 class JobRow(Answer):
@@ -126,14 +128,19 @@ class JobRow(Answer):
     """None: not asked for."""
 
     @classmethod
-    def of(cls, view: JobView, attention: Attention, series: JobSeries, now: float, shows_hour: bool) -> Self:
+    def of(cls, view: JobView, attention: Attention, series: JobSeries, now: float) -> Self:
+        """Without its last hour."""
         return cls(
             job=JobAnswer.of(view), attention=AttentionAnswer.of(attention), seconds_left=seconds_left(view),
             samples_per_second=series.samples_per_second, step_seconds=view.step_seconds_median,
             goodput_ratio=view.goodput_ratio, unmirrored_blocks=view.unmirrored_blocks,
             last_resize=_last_resize(view, series), last_checkpoint=_last_checkpoint(view, now),
-            hour=HourAnswer.of(series, now) if shows_hour else None,
+            hour=None,
         )  # fmt: skip
+
+    def with_hour(self, series: JobSeries, now: float) -> Self:
+        """The same, with its last hour."""
+        return self.model_copy(update={"hour": HourAnswer.of(series, now)})
 
 
 class OverviewAnswer(Answer):

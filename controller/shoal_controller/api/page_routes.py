@@ -9,7 +9,7 @@ import asyncio
 from importlib.metadata import version
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request, Response
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import NotFound, UserError
 
@@ -29,8 +29,9 @@ from shoal_controller.api.page_answers import (
     WorldsAnswer,
     worlds_of,
 )
+from shoal_controller.api.recent_overview import RecentOverview
 from shoal_controller.api.token_routes import ACaller
-from shoal_controller.core.overview.attention import attention, by_attention
+from shoal_controller.core.overview.attention import attention
 from shoal_controller.core.overview.previews import preview
 from shoal_controller.only_if import version_of
 from shoal_controller.series.job_series import Span
@@ -69,20 +70,27 @@ async def get_about(shell: Readable, caller: ACaller, request: Request) -> About
     )  # fmt: skip
 
 
-@router.get("/overview", tags=["jobs"])
-async def get_overview(shell: Readable, limit: MostJobs = MOST_JOBS, series: WithSeries = True) -> OverviewAnswer:
+@router.get("/overview", tags=["jobs"], response_model=OverviewAnswer)
+async def get_overview(
+    shell: Readable, request: Request, limit: MostJobs = MOST_JOBS, series: WithSeries = True
+) -> Response:
     """Show all jobs, those that need attention first, each with why, its last change and its last hour."""
-    now = shell.clock()
-    found = by_attention(shell.jobs(), now)
-    rows = [JobRow.of(view, why, shell.runner(view.job).series, now, series) for view, why in found[:limit]]
-    return OverviewAnswer(time=now, history_since=shell.since, jobs=rows, more=max(0, len(found) - limit))
+    recent: RecentOverview = request.app.state.overview
+    found, now = await recent.rows(shell), shell.clock()
+    rows = found[:limit]
+    if series:
+        rows = [row.with_hour(shell.runners[row.job.job].series, now) for row in rows if row.job.job in shell.runners]
+    more = max(0, len(found) - limit)
+    answer = OverviewAnswer.model_construct(time=now, history_since=shell.since, jobs=rows, more=more)
+    return Response(answer.model_dump_json(), media_type="application/json")  # looked at once is enough for so many
 
 
 @router.get("/jobs/{job}/summary", tags=["jobs"])
 async def get_summary(job: str, shell: Readable) -> JobRow:
     """Show a job as the overview has it."""
     view, now = shell.view(job), shell.clock()
-    return JobRow.of(view, attention(view, now), shell.runner(job).series, now, True)
+    series = shell.runner(job).series
+    return JobRow.of(view, attention(view, now), series, now).with_hour(series, now)
 
 
 @router.get("/jobs/{job}/series", tags=["jobs"])

@@ -14,11 +14,14 @@ from fastapi.routing import APIRoute
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal_controller.api import routes, token_routes
+from shoal_controller.api import event_routes, page_routes, routes, token_routes
 
 OTHER = "other"
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
-WITHOUT_ROUTER = ("/healthz", "/readyz", "/metrics", "/docs", "/openapi.json")
+WITHOUT_ROUTER = ("/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/", "/page/{name:path}")
+
+PARTS = (token_routes, event_routes, page_routes)
+"""What `routes` includes."""
 
 NO_ANSWER = "none"
 """The status of a request whose answer has not begun: its client has gone, as a rule."""
@@ -30,7 +33,8 @@ Requested = Callable[[str, str, str, float], None]
 def templates() -> tuple[str, ...]:
     """The paths of all routes."""
     known = [*WITHOUT_ROUTER, *_paths(routes.router.routes)]
-    return (*known, *(routes.router.prefix + path for path in _paths(token_routes.router.routes)))
+    parts = [route for part in PARTS for route in part.router.routes]
+    return (*known, *(routes.router.prefix + path for path in _paths(parts)))
 
 
 def _paths(of: Sequence[object]) -> list[str]:

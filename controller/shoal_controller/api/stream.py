@@ -58,8 +58,11 @@ class Follower:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Raises `Busy` where there would be one too many."""
-        token, readers = request.state.caller.token, request.app.state.followers
+        return cls(request.state.caller.token, request.state.is_let_in, request.app.state.followers)
+
+    def check(self) -> None:
+        """Raises `Busy` where it would be one too many."""
+        token, readers = self.token, self.readers
         if readers.total() >= MOST_FOLLOWERS:
             raise Busy(f"{MOST_FOLLOWERS} readers follow events already; ask without Accept: {MEDIA_TYPE}")
         if readers[token] >= MOST_OF_TOKEN:
@@ -67,7 +70,6 @@ class Follower:
                 f"{MOST_OF_TOKEN} readers with the token {token} follow events already; ask without Accept: "
                 f"{MEDIA_TYPE}, or give programs tokens of their own"
             )
-        return cls(token, request.state.is_let_in, readers)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -89,6 +91,7 @@ def wants_stream(request: Request) -> bool:
 def event_stream(shell: Shell, job: str, after: int, follower: Follower, only: EventFilter) -> StreamingResponse:
     """A job's. An unknown job is refused before it begins."""
     shell.view(job)
+    follower.check()
     return _streaming(_of_job(shell, job, after, follower, only))
 
 
@@ -96,6 +99,7 @@ def feed_stream(
     shell: Shell, cursor: str | None, job: str | None, follower: Follower, only: EventFilter
 ) -> StreamingResponse:
     """Those of all jobs, or of one that there may not be yet. `cursor`: id of the last one that the reader has had."""
+    follower.check()
     return _streaming(_of_all(shell, cursor, job, follower, only))
 
 

@@ -86,6 +86,10 @@ class Client:
     async def jobs(self) -> list[Json]:
         return await self._list("/jobs", "jobs")
 
+    async def overview(self) -> list[Json]:
+        """All jobs, those that need attention first, without their last hour."""
+        return await self._list("/overview?series=false", "jobs")
+
     async def job(self, job: str) -> Json:
         return await self._ask("GET", f"/jobs/{quote(job, safe='')}")
 
@@ -166,7 +170,7 @@ class Client:
     async def _list(self, path: str, name: str) -> list[Json]:
         answer = await self._ask("GET", path)
         if not isinstance(answer.get(name), list):
-            raise self._stranger(f"GET {path}")
+            raise _stranger(self.url, f"GET {path}")
         return list(answer[name])
 
     async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
@@ -176,11 +180,8 @@ class Client:
         except ValueError:
             content = None
         if not isinstance(content, dict):
-            raise self._stranger(f"{method} {path}")
+            raise _stranger(self.url, f"{method} {path}")
         return content
-
-    def _stranger(self, request: str) -> Unreachable:
-        return Unreachable(f"{self.url} returned an unknown answer to {request}; is it a Shoal controller?")
 
     async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
         try:
@@ -198,6 +199,10 @@ class Client:
         if answer.is_error:
             raise _refusal(answer)
         return answer
+
+
+def _stranger(url: str, request: str) -> Unreachable:
+    return Unreachable(f"{url} returned an unknown answer to {request}; is it a Shoal controller?")
 
 
 def _why(error: httpx.TransportError) -> str:

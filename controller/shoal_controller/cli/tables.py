@@ -19,6 +19,7 @@ WIDE = 200
 """Columns for output that is read by a program or a file: nothing is cut off."""
 
 PHASE_STYLES = {"running": "green", "succeeded": "green", "failed": "red", "stalled": "red", "resizing": "yellow"}
+LEVEL_STYLES = {"act": "red", "watch": "yellow"}
 
 
 def console(stderr: bool = False) -> Console:
@@ -87,14 +88,32 @@ def phase(name: str) -> str:
 
 def job_lines(job: Json) -> list[str]:
     """A job in two lines: where it stands, and why."""
+    stands = _stands(job)
+    return [stands, f"  {escape(job['reason'])}"] if job["reason"] else [stands]
+
+
+def overview_lines(row: Json) -> list[str]:
+    """A job of the overview: where it stands, and the sentences that the page shows of it."""
+    lines = [_stands(row["job"]), f"  {_styled(row['attention'])}"]
+    for title, name in (("last change", "last_resize"), ("last checkpoint", "last_checkpoint")):
+        if row[name] is not None:
+            lines.append(f"  [dim]{title}:[/] {escape(row[name]['sentence'])}")
+    return lines
+
+
+def _styled(attention: Json) -> str:
+    style, sentence = LEVEL_STYLES.get(attention["level"]), escape(attention["sentence"])
+    return f"[{style}]{sentence}[/]" if style else sentence
+
+
+def _stands(job: Json) -> str:
     workers = job["workers"]
     most = "lanes" if workers["max"] is None else workers["max"]
-    stands = (
+    return (
         f"[bold]{job['job']}[/] {phase(job['phase'])}: step {step_of(job)}, loss {number(job['loss'])}, "
         f"generation {job['generation']}, workers {workers['active']} of {workers['wanted']}"
         f" ({workers['min']} to {most}), lanes {job['lanes'] or '?'}"
     )
-    return [stands, f"  {escape(job['reason'])}"] if job["reason"] else [stands]
 
 
 def table_of(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
@@ -145,6 +164,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
         return "no workers"
     columns = ("worker", "state", "rank", "lanes", "blocks", "mirrored", "step", "step time", "memory", "host", "pid")
     table = table_of(*columns, "log", numbers=("rank", "blocks", "mirrored", "step", "step time", "memory", "pid"))
+    table.add_column("does", overflow="fold")
     explained = any(map(_unsettled, workers))
     if explained:
         table.add_column("why", overflow="fold")
@@ -162,6 +182,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
             worker["host"],
             str(worker["pid"] or "–"),
             escape(worker["log"] or worker.get("pod", "")),
+            escape(worker["activity"]["sentence"] if "activity" in worker else ""),
             *([escape(_unsettled(worker))] if explained else []),
         )
     return table

@@ -1,4 +1,4 @@
-"""`shoal top`: all jobs and their workers, once a second."""
+"""`shoal top`: all jobs and their workers, once a second, in the order and with the sentences of the page."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def quit_key() -> Iterator[asyncio.Event]:
 
 
 async def _all(client: Client) -> Group:
-    """Every job with its workers below it."""
+    """Every job with its workers below it, those that need attention first."""
     from rich.console import Group
     from rich.padding import Padding
 
-    from shoal_controller.cli.tables import job_lines, workers_table
+    from shoal_controller.cli.tables import overview_lines, workers_table
 
     parts: list[object] = []
-    for job in await client.jobs():
+    for row in await client.overview():
         with suppress(NotFound):  # it was forgotten in the meantime
-            workers = await client.workers(job["job"])
-            parts += [*job_lines(job), Padding(workers_table(workers), (0, 0, 1, 2))]
+            workers = await client.workers(row["job"]["job"])
+            parts += [*overview_lines(row), Padding(workers_table(workers), (0, 0, 1, 2))]
     return Group(*(parts or ["no jobs"]))  # type: ignore[arg-type]

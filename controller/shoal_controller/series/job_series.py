@@ -27,6 +27,12 @@ MOST_WORLDS = 200
 MOST_LANES = 1 << 16
 """Lanes that are remembered over all worlds: those of the oldest worlds go first."""
 
+MINUTES = 60
+"""Of the small picture of a job's last hour."""
+
+DIGITS = 6
+"""Significant digits of what is measured: more are noise, and cost bytes in every answer."""
+
 RATE_SECONDS = 10.0
 """Over how long samples per second are counted: a step may take longer than the second between two points."""
 
@@ -59,6 +65,19 @@ class WorldSeen:
     """Of every member."""
 
 
+@dataclass(frozen=True, slots=True)
+class Minute:
+    """One minute of a job."""
+
+    number: int
+    """Since the epoch."""
+    active: int
+    """Fewest workers."""
+    wanted: int
+    loss: float | None
+    """The last one."""
+
+
 class JobSeries:
     """See the module's text. `record` about once a second, `see_world` whenever another world may train."""
 
@@ -66,6 +85,7 @@ class JobSeries:
         self.since = since
         """Since when it is recorded."""
         self._rings = {span: Ring(span.seconds // span.every_seconds) for span in Span}
+        self._minutes: deque[Minute] = deque(maxlen=MINUTES)
         self._worlds: deque[WorldSeen] = deque(maxlen=MOST_WORLDS)
         self._unmirrored = 0
         self._checkpoints: tuple[CheckpointRef, ...] | None = None
@@ -83,11 +103,12 @@ class JobSeries:
         """A look at the job."""
         self._newest_rate = self._rate(sample.samples, now)
         point: Point = {
-            TIME: now, "step": sample.step, "loss": sample.loss, "step_seconds": sample.step_seconds,
-            "samples_per_second": self._newest_rate, "goodput_ratio": sample.goodput_ratio,
+            TIME: now, "step": sample.step, "loss": sample.loss, "step_seconds": short(sample.step_seconds),
+            "samples_per_second": short(self._newest_rate), "goodput_ratio": short(sample.goodput_ratio),
             "active": sample.active, "wanted": sample.wanted, "unmirrored_blocks": self._unmirrored,
         }  # fmt: skip
         self._rings[Span.HOUR].put(point)
+        self._see_minute(sample, now)
         active = sample.active if self._fewest_active is None else min(self._fewest_active, sample.active)
         newest = self._rings[Span.DAY].newest
         if newest is None or now - newest >= DAY_EVERY:
@@ -123,6 +144,15 @@ class JobSeries:
             if newest is not None and now - newest > span.seconds:
                 self._rings[span] = Ring(span.seconds // span.every_seconds)
 
+    def _see_minute(self, sample: Sample, now: float) -> None:
+        """What the small picture of the last hour shows of the minute that it is."""
+        number, active, loss = int(now // 60), sample.active, sample.loss
+        if self._minutes and self._minutes[-1].number >= number:
+            last = self._minutes.pop()
+            number, active = last.number, min(active, last.active)
+            loss = loss if loss is not None and isfinite(loss) else last.loss
+        self._minutes.append(Minute(number, active, sample.wanted, loss if loss is None or isfinite(loss) else None))
+
     def _rate(self, samples: int | None, now: float) -> float | None:
         """Samples per second lately; None: not known, or fewer than before, as after a loss of steps."""
         recent = self._samples
@@ -143,18 +173,11 @@ class JobSeries:
         begin = max(after, now - span.seconds) if isfinite(after) else now
         return self._rings[span].after(begin)
 
-    def minutes(self, now: float, count: int = 60) -> dict[str, list[Value]]:
-        """Of the last minutes, oldest first, the fewest active workers, the last wanted ones, the last loss."""
-        columns = self.points(Span.HOUR, now - 60.0 * count, now)
-        shown: dict[str, list[Value]] = {name: [None] * count for name in ("active", "wanted", "loss")}
-        for index, time in enumerate(columns[TIME]):
-            assert time is not None
-            minute = min(count - 1, max(0, int((time - now) / 60.0 + count)))
-            active, fewest = columns["active"][index], shown["active"][minute]
-            shown["active"][minute] = active if fewest is None or active is None else min(active, fewest)
-            for name in ("wanted", "loss"):
-                shown[name][minute] = columns[name][index] if columns[name][index] is not None else shown[name][minute]
-        return shown
+    def minutes(self, now: float) -> list[Minute | None]:
+        """The last hour minute by minute, oldest first, the present one last; None where nothing was recorded."""
+        present = int(now // 60)
+        known = {minute.number: minute for minute in self._minutes}
+        return [known.get(number) for number in range(present - MINUTES + 1, present + 1)]
 
     @property
     def samples_per_second(self) -> float | None:
@@ -173,3 +196,8 @@ class JobSeries:
     def bytes(self) -> int:
         """Memory of the rings."""
         return sum(ring.bytes for ring in self._rings.values())
+
+
+def short(value: float | None) -> float | None:
+    """Without digits that are noise."""
+    return None if value is None else float(f"{value:.{DIGITS}g}")

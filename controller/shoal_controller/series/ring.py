@@ -18,20 +18,17 @@ TYPECODES: Mapping[str, str] = {
     TIME: "d",
     "step": "q",
     "loss": "d",
-    "step_seconds": "f",
-    "samples_per_second": "f",
-    "goodput_ratio": "f",
+    "step_seconds": "d",
+    "samples_per_second": "d",
+    "goodput_ratio": "d",
     "active": "H",
     "wanted": "H",
     "unmirrored_blocks": "I",
 }
 """Each column's type."""
 
-POINT_BYTES = 44
+POINT_BYTES = 56
 """Memory that a point takes: the sum over the columns."""
-
-SHORT_DIGITS = 6
-"""Significant digits of what is kept in 32 bits."""
 
 HIGHEST: Mapping[str, int] = {"H": (1 << 16) - 1, "I": (1 << 32) - 1, "q": (1 << 63) - 1}
 """What fits into a column of whole numbers. A larger one is shown as this: no claim of a worker is an error here."""
@@ -79,7 +76,7 @@ class Ring:
     def after(self, time: float) -> dict[str, list[Value]]:
         """All columns of the points beyond that time, oldest first; None where there was nothing."""
         begin = bisect_right(self.column(TIME), time)
-        return {name: [_shown(code, value) for value in self.column(name)[begin:]] for name, code in TYPECODES.items()}
+        return {name: _shown(code, self.column(name)[begin:]) for name, code in TYPECODES.items()}
 
     def column(self, name: str) -> Sequence[float]:
         """One column as it is kept, oldest first; NaN where there was nothing."""
@@ -91,13 +88,9 @@ def _kept(code: str, value: Value) -> float | int:
     """As it lies in a column."""
     if code in HIGHEST:
         return min(max(0, int(value or 0)), HIGHEST[code])
-    return nan if value is None else float(value)
+    return float(value) if value is not None and isfinite(value) else nan
 
 
-def _shown(code: str, value: float) -> Value:
-    """As people see it: JSON has no NaN, and a number of 32 bits no more digits than it was kept with."""
-    if code in HIGHEST:
-        return int(value)
-    if not isfinite(value):
-        return None
-    return float(f"{value:.{SHORT_DIGITS}g}") if code == "f" else value
+def _shown(code: str, values: Sequence[float]) -> list[Value]:
+    """As people see them: JSON has no NaN, which is the one number that differs from itself."""
+    return list(values) if code in HIGHEST else [value if value == value else None for value in values]
