@@ -2,8 +2,8 @@
 
 Jobs of simulated workers over real gRPC (simulated_workers.py), 100 of 100 by default, on a controller in a process of
 its own; Chromium shows them with a phone's viewport and its CPU slowed four times. Rows: bytes loaded and the first
-paint, and for each interaction the longest and the median time from the press to the next frame. Figures depend on the
-machine, so nothing fails by them.
+paint, and for each interaction the longest and the median time from the press to the next frame, and the main thread's
+CPU. Figures depend on the machine, so nothing fails by them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +25,7 @@ from tables import show, verdict
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from integration.browser import ARGUMENTS, CHROMIUM
-from playwright.async_api import Locator, Page, async_playwright
+from playwright.async_api import CDPSession, Locator, Page, async_playwright
 
 SLOWER = 4
 """How many times slower the browser's CPU is for the first paint."""
@@ -36,6 +38,14 @@ PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile":
 TO_THE_NEXT_FRAME = """(press) => new Promise((resolve) => {
     const began = performance.now();
     press.click();
+    requestAnimationFrame(() => setTimeout(() => resolve((performance.now() - began) / 1000)));
+})"""
+
+
+TYPED = """(input, given) => new Promise((resolve) => {
+    const began = performance.now();
+    input.value = given;
+    input.dispatchEvent(new Event("input"));
     requestAnimationFrame(() => setTimeout(() => resolve((performance.now() - began) / 1000)));
 })"""
 
@@ -65,52 +75,60 @@ async def first_paint(page: Page, url: str) -> list[str]:
     return [f"{seconds:.3f} ({verdict(seconds, PAINT_SECONDS)})", f"{files:,}"]
 
 
-async def pressed(page: Page, places: list[Locator]) -> list[float]:
-    """Seconds from each press to the frame after it."""
-    found = []
-    for place in places:
-        found.append(await (await place.element_handle(timeout=PATIENCE)).evaluate(TO_THE_NEXT_FRAME))
+@dataclass
+class Pressed:
+    """What presses have cost, in seconds: from each to the frame after it, and of the main thread's CPU."""
+
+    walls: list[float] = field(default_factory=list)
+    cpus: list[float] = field(default_factory=list)
+
+    def row(self, name: str) -> list[str]:
+        """A name, the median and the longest, and the longest CPU: that one does not depend on who else computes."""
+        wall, cpu = max(self.walls), max(self.cpus)
+        judged = (f"{one:.3f} ({verdict(one, INTERACTION_SECONDS)})" for one in (wall, cpu))
+        return [name, f"{median(self.walls):.3f}", *judged]
+
+
+async def pressed(
+    page: Page, places: list[Locator], act: str = TO_THE_NEXT_FRAME, given: Sequence[str] = ()
+) -> Pressed:
+    """Press each place, or give each what is given, one after the other."""
+    session = await page.context.new_cdp_session(page)
+    await session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    found = Pressed()
+    for number, place in enumerate(places):
+        handle = await place.element_handle(timeout=PATIENCE)
+        before = await _thread_seconds(session)
+        found.walls.append(await handle.evaluate(act, given[number] if given else None))
+        found.cpus.append(await _thread_seconds(session) - before)
         await page.wait_for_timeout(300)
-    return sorted(found)
+    return found
+
+
+async def _thread_seconds(session: CDPSession) -> float:
+    """CPU of the page's main thread in tasks so far."""
+    listed = (await session.send("Performance.getMetrics"))["metrics"]
+    return float({one["name"]: one["value"] for one in listed}["TaskDuration"])
 
 
 async def interactions(page: Page, url: str) -> list[list[str]]:
     """Rows: what was pressed, the median and the longest."""
     await page.goto(url)
     await page.locator(".job-line").nth(1).wait_for()
-    rows = [await typed(page)]
+    letters = ("job1", "", "job2", "", "running", "", "j", "")
+    filtering = await pressed(page, [page.locator("#filter")] * len(letters), TYPED, letters)
     await page.goto(f"{url}/#/jobs/job0")
     await page.locator(".workers tbody tr").nth(1).wait_for()
     await page.locator(".chart canvas").nth(3).wait_for()
     buttons = page.locator(".axis-controls button")
-    for name, places in {
+    kinds = {
         "another span of time": [buttons.nth(number % 5) for number in range(TIMES)],
         "closer, wider": [buttons.nth(7 + number % 2) for number in range(TIMES)],
         "gone workers shown, hidden": [page.locator("#show-gone")] * TIMES,
         "a change chosen": [page.locator(".changes button").first] * TIMES,
-    }.items():
-        rows.append(row(name, await pressed(page, places)))
-    return rows
-
-
-async def typed(page: Page) -> list[str]:
-    """A letter in the filter over all jobs."""
-    typing = """(given) => new Promise((resolve) => {
-        const input = document.getElementById("filter");
-        const began = performance.now();
-        input.value = given;
-        input.dispatchEvent(new Event("input"));
-        requestAnimationFrame(() => setTimeout(() => resolve((performance.now() - began) / 1000)));
-    })"""
-    found = []
-    for given in ("job1", "", "job2", "", "running", "", "j", ""):
-        found.append(await page.evaluate(typing, given))
-        await page.wait_for_timeout(300)
-    return row("jobs filtered", sorted(found))
-
-
-def row(name: str, found: list[float]) -> list[str]:
-    return [name, f"{median(found):.3f}", f"{found[-1]:.3f} ({verdict(found[-1], INTERACTION_SECONDS)})"]
+    }
+    others = [(await pressed(page, places)).row(name) for name, places in kinds.items()]
+    return [filtering.row("jobs filtered"), *others]
 
 
 async def measure(given: argparse.Namespace) -> None:
@@ -128,7 +146,11 @@ async def measure(given: argparse.Namespace) -> None:
         await asyncio.gather(*(job.end() for job in every_job))
     size = f"{given.jobs} jobs of {given.each} workers"
     show(f"First paint on a phone with its CPU {SLOWER} times slower, {size}", ["seconds", "bytes loaded"], [painted])
-    show(f"From a press to the next frame, seconds, {size}", ["pressed", "median", "longest"], pressed_rows)
+    show(
+        f"From a press to the next frame, seconds, {size}",
+        ["pressed", "median", "longest", "longest CPU"],
+        pressed_rows,
+    )
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from integration.browser import CHROMIUM, Watched, browsed  # noqa: E402
 from integration.cluster import Cluster, warmed  # noqa: E402
 from playwright.sync_api import expect  # noqa: E402
 
-STEPS = 240
-PACE = 0.02
+STEPS = 400
+PACE = 0.08
 BESIDE = {"tide": 4, "reef": 2, "kelp": 1}
 """Jobs that have no workers, and how many they want; the last one is cancelled."""
 LOOK = {"viewport": {"width": 1440, "height": 1180}, "device_scale_factor": 1, "color_scheme": "light"}
@@ -33,17 +33,17 @@ class Shown(Cluster):
 
 def disturbed(cluster: Shown) -> None:
     """A loss, a joiner and a larger job, each with some steps after it."""
-    cluster.wait_step(60)
+    cluster.wait_step(150)
     cluster.kill("w1")
     cluster.wait_world(2)
-    cluster.wait_step(cluster.job()["step"] + 30)
+    cluster.wait_step(cluster.job()["step"] + 60)
     cluster.add()
     cluster.wait_world(3)
-    cluster.wait_step(cluster.job()["step"] + 60)
+    cluster.wait_step(cluster.job()["step"] + 150)
     cluster.scale(4)
     cluster.add()
     cluster.wait_world(4)
-    cluster.wait_step(cluster.job()["step"] + 60)
+    cluster.wait_step(cluster.job()["step"] + 150)
 
 
 def main() -> int:

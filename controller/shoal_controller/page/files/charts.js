@@ -4,6 +4,7 @@
 import { clock, duration, figure, percent } from "./amounts.js";
 import { element, setText } from "./elements.js";
 import { reasonTone, reasonWord } from "./phases.js";
+import { ink, onTheme } from "./theme.js";
 import { GUTTER, MARGIN } from "./time_axis.js";
 
 const KINDS = [
@@ -28,9 +29,6 @@ function loadLibrary() {
   return library;
 }
 
-/** A colour of the page's style. */
-export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-
 export class Charts {
   constructor(place, axis, signal) {
     this.axis = axis;
@@ -46,15 +44,12 @@ export class Charts {
     const uPlot = await loadLibrary();
     if (signal.aborted) return;
     this.make(uPlot);
-    const theme = matchMedia("(prefers-color-scheme: dark)");
-    const remake = () => this.make(uPlot);
-    theme.addEventListener("change", remake);
+    onTheme(() => this.make(uPlot), signal);
     const sizes = new ResizeObserver(() => this.fit());
     sizes.observe(this.panels[0].plot);
     const zoomed = () => this.draw();
     this.axis.listeners.add(zoomed);
     signal.addEventListener("abort", () => {
-      theme.removeEventListener("change", remake);
       sizes.disconnect();
       this.axis.listeners.delete(zoomed);
       for (const chart of this.charts) chart.destroy();
@@ -143,11 +138,12 @@ export class Charts {
 
   marks(plot) {
     const { ctx } = plot;
-    const { left, top, width, height } = plot.bbox;
+    const { top, height } = plot.bbox;
     ctx.save();
+    const [from, to] = this.axis.bounds;
     for (const world of this.worlds) {
+      if (world.began < from || world.began > to) continue;
       const x = Math.round(plot.valToPos(world.began, "x", true)) + 0.5;
-      if (x < left || x > left + width) continue;
       ctx.strokeStyle = ink(`tone-${reasonTone(world.reason)}`);
       ctx.setLineDash(world.reason === "balance" ? [2, 4] : []);
       ctx.globalAlpha = world.reason === "balance" ? 0.5 : 0.8;

@@ -2,9 +2,9 @@
 // way. The blocks are one canvas; the figures beside it say the same. Called by the job's view.
 
 import { bytes, count, plural } from "./amounts.js";
-import { ink } from "./charts.js";
 import { element, foreign, keyed, setText } from "./elements.js";
-import { isDark, laneColour, laneWords } from "./lanes.js";
+import { laneColour, laneWords } from "./lanes.js";
+import { ink, isDark, onTheme } from "./theme.js";
 
 const ROW = 14;
 const MOST_DRAWN = 200;
@@ -22,14 +22,10 @@ export class Holdings {
     const table = element("table", {}, element("caption", { class: "unseen" }, "What each worker holds"), element("thead", {}, head), this.body);
     place.append(this.sentence, this.frame, this.key, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "What each worker holds" }, table));
     const redraw = () => this.draw();
-    const theme = matchMedia("(prefers-color-scheme: dark)");
     const sizes = new ResizeObserver(redraw);
-    theme.addEventListener("change", redraw);
+    onTheme(redraw, signal);
     sizes.observe(this.frame);
-    signal.addEventListener("abort", () => {
-      theme.removeEventListener("change", redraw);
-      sizes.disconnect();
-    });
+    signal.addEventListener("abort", () => sizes.disconnect());
   }
 
   show(found) {

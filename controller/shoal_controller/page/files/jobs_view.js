@@ -60,13 +60,16 @@ class JobsView {
       : "No jobs yet. Start one: shoal run script.py";
     setText(this.summary, sentence);
     announce(sentence);
+    keyed(this.list, this.rows, (row) => row.job.job, jobLine, (line, row) => updateLine(line, row, this.hours.get(row.job.job)));
+    this.lines = this.list.keyedChildren;
     this.filtered();
   }
 
+  /** Hide what the filter leaves out: lines that stay cost nothing. */
   filtered() {
     const wanted = this.filter.value.trim().toLowerCase();
     const fits = ({ job }) => !wanted || job.job.toLowerCase().includes(wanted) || job.phase.includes(wanted);
-    keyed(this.list, this.rows.filter(fits), (row) => row.job.job, jobLine, (line, row) => updateLine(line, row, this.hours.get(row.job.job)));
+    for (const row of this.rows) this.lines?.get(row.job.job)?.toggleAttribute("hidden", !fits(row));
   }
 
   refuse(problem) {

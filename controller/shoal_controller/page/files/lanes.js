@@ -20,5 +20,3 @@ export function laneWords(lanes) {
   }
   return parts.join(", ");
 }
-
-export const isDark = () => matchMedia("(prefers-color-scheme: dark)").matches;

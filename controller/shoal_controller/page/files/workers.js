@@ -74,7 +74,7 @@ function updateLine(line, worker, median) {
   parts.step.classList.toggle("warn", slow);
   setText(parts.memory, worker.memory_bytes ? bytes(worker.memory_bytes) : "–");
   const host = worker.domain && worker.domain !== worker.host ? `${worker.host} · ${worker.domain}` : worker.host;
-  once(parts.host, host + worker.pid, () => [foreign(host || "–"), worker.pid ? element("span", { class: "quiet" }, ` pid ${worker.pid}`) : ""]);
+  once(parts.host, host + worker.pid, () => [foreign(host || "–", { title: worker.pid ? `pid ${worker.pid}` : null })]);
   const heard = worker.heartbeat_age_seconds;
   setText(parts.heartbeat, heard === null || heard === undefined ? "–" : heard < STALE_SECONDS ? "fresh" : `${duration(heard)} ago`);
   parts.heartbeat.classList.toggle("warn", heard > STALE_SECONDS);

@@ -3,10 +3,10 @@
 // Called by the job's view.
 
 import { clock, plural } from "./amounts.js";
-import { ink } from "./charts.js";
 import { element, keyed, setText, visible } from "./elements.js";
-import { isDark, laneColour, laneWords } from "./lanes.js";
+import { laneColour, laneWords } from "./lanes.js";
 import { reasonIcon, reasonTone, reasonWord } from "./phases.js";
+import { ink, isDark, onTheme } from "./theme.js";
 import { GUTTER, MARGIN } from "./time_axis.js";
 
 const MOST_ROWS = 150;
@@ -33,15 +33,13 @@ export class WorldPicture {
 
   listen(signal) {
     const draw = () => this.draw();
-    const theme = matchMedia("(prefers-color-scheme: dark)");
     const sizes = new ResizeObserver(draw);
     const point = (time) => this.point(time);
-    theme.addEventListener("change", draw);
+    onTheme(draw, signal);
     sizes.observe(this.frame);
     this.axis.listeners.add(draw);
     this.axis.cursors.add(point);
     signal.addEventListener("abort", () => {
-      theme.removeEventListener("change", draw);
       sizes.disconnect();
       this.axis.listeners.delete(draw);
       this.axis.cursors.delete(point);
