@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,6 +126,14 @@ def test_every_world_ends_as_one_worker(stage: int) -> None:
         crew.train_to(4)
         crew.add("d")
         assert crew.finish() == right
+
+
+def test_state_in_files_stays_as_it_is_where_it_is_not_its_turn(tmp_path: Path) -> None:
+    """With updates that carry it through buffers, in another stage."""
+    with Crew("ab", gan(2, offload=tmp_path)) as crew:
+        crew.train_to(3)
+        crew.plant("b", 4, "exchange")
+        assert crew.finish() == undisturbed(gan(0))
 
 
 def test_names_that_no_group_has_are_refused() -> None:
