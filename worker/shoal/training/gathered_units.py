@@ -27,6 +27,17 @@ from shoal.world import World
 Own = tuple[list[Tensor], list[Tensor]]
 """Places in the flats of a unit, and the values that go there, (elements,) each."""
 
+PLAIN = {Tensor, nn.Parameter}
+"""Classes that change nothing of what is asked of a tensor."""
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _has_memory(
+    tensor: Tensor,  # of any shape
+) -> bool:
+    """Whether it lies anywhere, rather than stand for others that do."""
+    return tensor.layout is torch.strided and not _is_wrapped(tensor)
+
 
 class GatheredUnits:
     """`on_touch` is called when a parameter of a unit that is not here is used."""
@@ -68,10 +79,10 @@ class GatheredUnits:
         tensor: Tensor,  # of any shape
     ) -> Unit | None:
         """The one in whose flats it lies."""
-        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return None
+        if type(tensor) in PLAIN:
+            return self._by_storage.get(storage_key(tensor)) if _has_memory(tensor) else None
         with torch._C.DisableTorchFunctionSubclass():
-            return self._by_storage.get(storage_key(tensor))
+            return self._by_storage.get(storage_key(tensor)) if _has_memory(tensor) else None
 
     def of_modules(self, modules: list[nn.Module]) -> list[Unit]:
         """Those with parameters of these modules, or of what they hold."""

@@ -14,8 +14,8 @@ from types import MethodType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
+from torch._dynamo.decorators import skip
 
 OWN_FORWARD = "_forward_before_units"
 """Where a module keeps a `forward` that it had besides its class's."""
@@ -62,4 +62,4 @@ def _make(kind: type[nn.Module]) -> Callable[..., Any]:
         return listener.around(self, functools.partial(bound, *args, **kwargs))
 
     forward.__dict__["_shoal_is_around"] = True
-    return torch.compiler.disable(forward, recursive=False)  # type: ignore[no-any-return]
+    return skip(forward)

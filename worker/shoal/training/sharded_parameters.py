@@ -19,6 +19,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.decorators import skip
 from torch.utils._pytree import tree_leaves
 
 from shoal.blocks.held_weights import HeldWeights
@@ -49,8 +50,8 @@ def _uncompiled(function: F) -> F:
 
 
 def _uncompiled_frame(function: F) -> F:
-    """Itself alone."""
-    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return]
+    """Itself alone. Not `torch.compiler.disable`, whose wrapper costs as much as most of what is called here."""
+    return skip(function)  # type: ignore[return-value]
 
 
 class ShardedParameters(Parameters):
@@ -127,7 +128,7 @@ class ShardedParameters(Parameters):
         if not self.units.come_and_go:
             return forward()
         if self._is_called or self._is_backward:
-            return self._inside(module, forward)
+            return self._inside(module, forward) if module in self._needs else forward()
         while True:
             saving = self._begin_call(module)
             try:
@@ -190,15 +191,17 @@ class ShardedParameters(Parameters):
         if not entered:
             return
         del self._stack[len(self._stack) - entered :]
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             unit = self.units.of_tensor(leaf) if isinstance(leaf, Tensor) else None
             if unit is not None:
                 unit.is_pinned = True
 
     def _enter(self, unit: Unit) -> None:
         self._stack.append(unit)
-        if self._is_backward or (unit is self._current and unit.presence is Presence.HERE):
-            if self._is_backward and not self._open:
+        if unit is self._current and unit.presence is Presence.HERE and not self._is_backward:
+            return
+        if self._is_backward:
+            if not self._open:
                 self.units.free_done(self._lacking, [*self._stack, unit])
             self.units.ensure(unit)  # in a backward it is made again: it stays until its gradients are in
             return
