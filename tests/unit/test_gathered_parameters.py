@@ -16,7 +16,7 @@ import pytest
 import shoal.blocks.unit_flats
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from hard_units import STEPS, WIDTH, Layers, and_train, of, task
+from hard_units import STEPS, WIDTH, Layers, and_train, of, task, with_model
 from safetensors.torch import load_file
 from shoal.blocks.unit_flats import Presence
 from shoal.faults import Faults
@@ -201,10 +201,6 @@ class Frozen(Layers):
         return super().forward(tokens, targets) * self.frozen.square().mean()
 
 
-def with_model(one: Task, model: Callable[[], nn.Module]) -> Task:
-    return Task(**{**vars(of(one)), "model": model})
-
-
 def test_a_joiner_has_the_jobs_frozen_parameters_before_its_first_lane() -> None:
     with Crew("ab", with_model(task(), Frozen)) as crew:
         crew.train_to(2)
@@ -324,3 +320,28 @@ def test_a_copy_of_a_module_goes_on_with_its_own_forward() -> None:
         twin = copy.deepcopy(engine.module)
     tokens = torch.arange(20).view(2, 10)
     assert torch.isfinite(twin(tokens, tokens))
+
+
+class Clamping(Layers):
+    """Keeps its weights small in the forward, as models of some papers do."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+        return super().forward(tokens, targets)
+
+
+def test_a_write_past_autograd_in_a_forward_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a parameter was changed by the script or the model's forward"):
+        undisturbed(with_model(task(body=and_train), Clamping))
+
+
+def test_a_write_past_autograd_within_gathered_is_refused() -> None:
+    def body(engine: Engine, batch: Any) -> None:
+        with engine.gathered():
+            for parameter in engine.module.parameters():
+                parameter.data.mul_(0.5)
+        and_train(engine, batch)
+
+    with pytest.raises(UserError, match=r"a parameter was changed by the script"):
+        alone(body)

@@ -22,6 +22,7 @@ from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import WorldChanged
 from shoal.out_of_memory import note_what, place_of
 from shoal.training.context import TrainingContext
+from shoal.training.unit_watch import UnitWatch
 from shoal.world import World
 
 Own = tuple[list[Tensor], list[Tensor]]
@@ -49,6 +50,7 @@ class GatheredUnits:
         self.have_frozen = any(unit.has_frozen for unit in self._units)
         self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
+        self.watch = UnitWatch(state.flats.flats)
         self._first_uses = [unit.uses for unit in self._units]
         self._server: UnitServer | None = None
         self._fetch: UnitFetch | FirstValuesFetch | None = None
@@ -117,6 +119,7 @@ class GatheredUnits:
         traffic, server, held = self._traffic, self._server, self._context.state.held
         assert traffic is not None and server is not None
         key: Key = world.plan.generation, self._context.boundaries
+        self.watch.turn()
         self._fetch = UnitFetch(world.group, traffic, key, self._context.state.flats, self._put_own)
 
         def answers(peer: int, unit: int) -> list[Tensor]:
@@ -184,6 +187,7 @@ class GatheredUnits:
         if unit.presence is Presence.COMING:
             assert self._fetch is not None
             self._fetch.finish(unit)
+            self.watch.on_here(unit.buckets)
 
     def settle(self) -> None:
         """Nothing is on its way. Raises `WorldChanged`."""
@@ -194,6 +198,7 @@ class GatheredUnits:
     def free(self, unit: Unit) -> None:
         """Where it is here."""
         if unit.presence is Presence.HERE:
+            self.watch.on_free(unit.buckets, by_script=self._context.loop.in_flight)
             unit.free(self._on_touch)
 
     def free_unused(self, used: Collection[Unit]) -> None:
@@ -219,5 +224,6 @@ class GatheredUnits:
     def free_all(self) -> None:
         """Nothing may be on its way in a group that is open."""
         for unit in self:
-            if unit.presence is not Presence.OUT:
+            self.free(unit)
+            if unit.presence is Presence.COMING:
                 unit.free(self._on_touch)

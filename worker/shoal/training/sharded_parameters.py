@@ -30,6 +30,7 @@ from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.module_calls import listen
+from shoal.training.parameter_guards import CHANGED
 from shoal.training.parameters import Parameters
 from shoal.world import World
 
@@ -97,6 +98,8 @@ class ShardedParameters(Parameters):
     def check_step(self) -> None:
         if self._open:
             raise UserError("engine.step was called within engine.gathered(...); leave that context before it.")
+        if self.units.watch.is_broken:
+            raise UserError(f"a parameter {CHANGED}")
 
     def before_vote(self) -> None:
         self.units.settle()
@@ -105,6 +108,7 @@ class ShardedParameters(Parameters):
 
     def after_evaluating(self) -> None:
         """Whatever the script has written into parameters is gone with them."""
+        self.units.watch.forget()
         if not self._open and self.units.come_and_go and not self._context.loop.has_gradient:
             with contextlib.suppress(WorldChanged):  # what breaks is found by the next who waits
                 self.before_vote()
