@@ -7,6 +7,7 @@ belongs to one worker; fills are made between two sets of held blocks. Prints JS
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 
 import torch
 from crew import Strikes, Task, engine_of, train
+from late_device import LateDevice
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Stretch
+from shoal.device import HOST, Device
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -52,6 +55,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
+class CountedDevice(LateDevice):
+    """Its host memory is not torch's: what the allocator counts lies on the device."""
+
+    def pinned(self, elements: int, dtype: torch.dtype) -> Tensor:
+        memory = torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
+        self._pinned[self._key(memory)] = memory
+        return memory
+
+
 class Peaks:
     """Bytes above what was there when `begin` was called."""
 
@@ -73,8 +85,8 @@ class Peaks:
         self.end(name)
 
 
-def in_training(peaks: Peaks, place: Path, stream: bool) -> None:
-    """A plain step, and one that saves; after the loop a fingerprint and an export."""
+def in_training(peaks: Peaks, place: Path, stream: bool, device: Device = HOST, ending: str = "") -> None:
+    """A plain step, and one that saves; after the loop a fingerprint and an export. `ending`: how their names end."""
     began = [False]
 
     def at_save(point: str, _: int) -> None:
@@ -87,9 +99,9 @@ def in_training(peaks: Peaks, place: Path, stream: bool) -> None:
         engine.step()
 
     def body(engine: Engine, batch: Any) -> None:
-        name = "streamed save" if stream else "save"
+        name = ("streamed save" if stream else "save") + ending
         if engine.global_step == 2 and not stream:
-            peaks.of("step", lambda: make(engine, batch))
+            peaks.of(f"step{ending}", lambda: make(engine, batch))
         elif engine.global_step == 3:
             engine.save_checkpoint()
             make(engine, batch)
@@ -98,14 +110,14 @@ def in_training(peaks: Peaks, place: Path, stream: bool) -> None:
         else:
             make(engine, batch)
 
-    saves = {"path": str(place / ("streamed" if stream else "saves")), "stream": stream}
+    saves = {"path": str(place / (("streamed" if stream else "saves") + ending)), "stream": stream}
     options = {"max_steps": 5, "lanes": 1, "stage": 3, "mirrors": 0, "shoal": {"checkpoint": saves}}
-    task = Task(options, model=Layers, optimizer=adamw, scheduler=lambda _: None, body=body)
+    task = Task(options, model=Layers, optimizer=adamw, scheduler=lambda _: None, body=body, device=lambda: device)
     engine = engine_of(task, AloneLink(), Strikes([], at_save))
     train(engine, task, lambda: None)
     if not stream:
-        peaks.of("fingerprint", engine.fingerprint)
-        peaks.of("export", lambda: engine.export(place / "model.safetensors"))
+        peaks.of(f"fingerprint{ending}", engine.fingerprint)
+        peaks.of(f"export{ending}", lambda: engine.export(place / "model.safetensors"))
     engine.parts.saving.close()
 
 
@@ -159,6 +171,8 @@ def main() -> None:
     peaks = Peaks()
     in_training(peaks, Path(sys.argv[1]), stream=False)
     in_training(peaks, Path(sys.argv[1]), stream=True)
+    for stream in (False, True):
+        in_training(peaks, Path(sys.argv[1]), stream, CountedDevice(), " on a device")
     in_fills(peaks)
     parameters = sum(one.nbytes for one in Layers().parameters())
     print(json.dumps({"parameters": parameters, "unit": UNIT, **peaks.found}))
