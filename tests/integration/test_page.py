@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.browser import PHONE, REFUSED, Watched, browsed
+from integration.browser import CHROMIUM, PHONE, REFUSED, Watched, browsed
 from integration.cluster import Cluster, until
 from matrices import shortened
 from playwright.sync_api import Route, expect
 
 Json = dict[str, Any]
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)")
+
 PACE = 0.03
 LONG = {"max_steps": 3000}
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202eesrever\u2066"
