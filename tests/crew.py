@@ -96,6 +96,20 @@ class Task:
     """All that the loop does with a batch, in place of forward, backward and `step`."""
     script: Callable[[Engine, Callable[[], None]], None] | None = None
     """All of the script after the engine is made. It is given what must be called before each micro-batch."""
+    whole: Callable[[Opened], None] | None = None
+    """All of the script, which makes the engine itself."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a script that makes its engine itself has of its process."""
+
+    link: Link
+    faults: Faults
+    made: Callable[[Engine], None]
+    """To be called with the engine, before its loop."""
+    before: Callable[[], None]
+    """To be called before each micro-batch."""
 
 
 def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
@@ -138,6 +152,11 @@ def train(engine: Engine, task: Task, before: Callable[[], None]) -> None:
 
 def undisturbed(task: Task) -> str:
     """The fingerprint of a world of one."""
+    if task.whole is not None:
+        engines: list[Engine] = []
+        with ONE_AT_A_TIME:
+            task.whole(Opened(AloneLink(), Faults([]), engines.append, lambda: None))
+            return str(engines[0].fingerprint())
     with ONE_AT_A_TIME:
         engine = engine_of(task, AloneLink(), Faults([]))
         train(engine, task, lambda: None)
@@ -223,14 +242,22 @@ class Worker:
 
     def _live(self) -> None:
         """As the interpreter runs a script to its end and past it."""
+        faults = Strikes([], self.at)
+        if self.task.whole is not None:
+            opened = Opened(self.link, faults, lambda engine: setattr(self, "engine", engine), self._pass_the_gate)
+            self._end_after(self.task.whole, opened)
+            return
         try:
-            self.engine = engine_of(self.task, self.link, Strikes([], self.at))
+            self.engine = engine_of(self.task, self.link, faults)
         except UserError as error:
             self.failure = str(error)
             return
-        ending = _Ending(self.engine)
+        self._end_after(train, self.engine, self.task, self._pass_the_gate)
+
+    def _end_after(self, script: Callable[..., None], *arguments: Any) -> None:
+        failure: Exception | None = None
         try:
-            train(self.engine, self.task, self._pass_the_gate)
+            script(*arguments)
             self.engine.fingerprint()
         except SystemExit:
             self.crew.note(f"{self.name} leaves its loop")
@@ -238,9 +265,11 @@ class Worker:
             self.crew.broken = self.crew.broken or error
             raise
         except Exception as error:
-            ending._failure = error
-            self.failure = traceback.format_exc()
-        ending.at_exit()
+            failure, self.failure = error, traceback.format_exc()
+        if hasattr(self, "engine"):
+            ending = _Ending(self.engine)
+            ending._failure = failure
+            ending.at_exit()
 
     def _pass_the_gate(self) -> None:
         """Not before the controller has come round, and no step that is not allowed."""

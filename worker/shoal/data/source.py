@@ -24,6 +24,8 @@ from shoal.data.seeds import seed_everything
 Place = tuple[int, int, int]
 """Step, lane, micro-batch: what decides which samples are read, and from which random numbers."""
 Collate = Callable[[list[Any]], Any]
+NO_SAMPLES = object()
+"""In place of a batch: the step at hand has fewer micro-batches than others, and this is one that it lacks."""
 MOST_NAMED = 16
 """Samples that a sentence names."""
 

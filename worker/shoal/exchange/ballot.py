@@ -17,7 +17,8 @@ class Request:
     """A request that the vote carries and all carry out."""
 
     kind: str
-    """fingerprint | export | save | scheduled (a save by the clock of rank 0) | stop | frozen | gather"""
+    """fingerprint | export | save | scheduled (a save by the clock of rank 0) | frozen | gather | stop (the job ends
+    after this step) | halt (before it: it is committed without an update)"""
     detail: str = ""
     """A path for an export; for `frozen` the joiner's digest of its frozen parameters."""
     rank: int = -1

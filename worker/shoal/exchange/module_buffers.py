@@ -290,6 +290,12 @@ class ModuleBuffers:
         self._take_over(self.pending)
         self.pending = {}
 
+    def give_up(self) -> None:
+        """The step's lanes have made nothing that stays."""
+        self.pending = {}
+        self.clear()
+        self.put_back()
+
     def refresh(self) -> None:
         """The step's buffers are what the module has now: another member's initial ones."""
         self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(self._module).items()}

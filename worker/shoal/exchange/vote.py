@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -217,13 +217,18 @@ def _record(
         saving=tuple(ballot.saving for ballot in ballots),
         streams=tuple(ballot.stream for ballot in ballots if ballot.stream),
         saved=max(ballot.saved for ballot in ballots),
-        updates=bool(counted) and not overflow,
+        updates=bool(counted) and not overflow and not halts(ballots),
         overflow=overflow,
         calls_back=bool(ballots[0].calls_back),
         skipped_micro_batches=max(b.skipped_before for b in ballots) + sum(b.skipped for b in ballots),
         not_finite=not_finite,
         not_finite_steps=max(ballot.not_finite_before for ballot in ballots) + bool(not_finite),
     )
+
+
+def halts(votes: Iterable[Ballot | Record]) -> bool:
+    """Whether the job ends before the step: it is committed, and updates nothing."""
+    return any(request.kind == "halt" for vote in votes for request in vote.requests)
 
 
 def _counted(ballots: list[Ballot], lanes: int) -> float:

@@ -41,6 +41,7 @@ class Boundary:
         self._callbacks: list[Callable[[], None]] = []
         self._observers: list[Callable[[], None]] = []
         self._watchers: list[Callable[[], None]] = []
+        self._keepers: list[Callable[[], None]] = []
         self.bring_parameters: Callable[[], None] = _nothing
         """What callbacks find done: all parameters are here. Raises `WorldChanged`."""
         self._passed = 0
@@ -62,6 +63,13 @@ class Boundary:
     def add_watcher(self, watcher: Callable[[], None]) -> None:
         """Called on every member after each committed step, and perhaps again: it knows how far it is."""
         self._watchers.append(watcher)
+
+    def add_keeper(self, keeper: Callable[[], None]) -> None:
+        """Called on every member after each commit, standbys too, before what is saved of that step: what it changes of
+        registered states is saved with it. It finds all parameters here. A change of the world may have it called twice
+        for one step.
+        """
+        self._keepers.append(keeper)
 
     def stand_at(self, step: int) -> None:
         """This worker begins at `step`, whose boundary it does not owe."""
@@ -90,6 +98,7 @@ class Boundary:
 
     def pass_step(self, record: Record) -> None:
         """After a commit and its hand-out. Raises `WorldChanged`; then it is owed."""
+        self._keep()
         self._carry_out(record, stepped=True)
         self._call_back(record)
 
@@ -99,6 +108,13 @@ class Boundary:
             self._settle(record)
         else:
             self._carry_out(record, stepped=False)
+
+    def _keep(self) -> None:
+        if self._keepers:
+            self.bring_parameters()
+            with self._evaluation.anywhere():
+                for keeper in self._keepers:
+                    keeper()
 
     def _carry_out(self, record: Record, stepped: bool) -> None:
         context = self._context
@@ -176,6 +192,7 @@ class Boundary:
 
     def _settle(self, record: Record) -> None:
         """The vote's record, with what the step's own asked for: its asker may be gone. (Ranks in it are gone too.)"""
+        self._keep()
         passed = self._context.state.record
         asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)

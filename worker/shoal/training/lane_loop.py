@@ -161,11 +161,14 @@ class LaneLoop:
         """Whether the micro-batch at hand has begun its backward."""
         return self._order.has_gradient
 
-    def skip(self, state: TrainingState) -> None:
-        """Gives the micro-batch at hand up: it has a gradient of zero, and leaves no trace in buffers and numbers."""
+    def skip(self, state: TrainingState, has_samples: bool = True) -> None:
+        """Gives the micro-batch at hand up: it has a gradient of zero, and leaves no trace in buffers and numbers. One
+        without samples is not counted as skipped: it adds nothing to the loss, whose divisor stays.
+        """
         self._order.skip(self._where(state))
         state.buffers.undo_micro_batch()
-        self.numbers.skip()
+        if has_samples:
+            self.numbers.skip()
 
     def _where(self, state: TrainingState) -> str:
         if self.is_warming_up:

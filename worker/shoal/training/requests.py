@@ -22,6 +22,7 @@ from shoal.training.evaluation import Evaluation
 from shoal.training.gathered_rows import GATHER
 from shoal.training.initial_state import share_frozen
 from shoal.training.parameters import Parameters
+from shoal.training.state import ENDS
 
 FINGERPRINT = Request("fingerprint")
 
@@ -117,7 +118,7 @@ class Requests:
                     self._export(Path(request.detail))
                 case "frozen":
                     self._frozen(request)
-            if request in self._mine and (request.kind != "stop" or self._context.over):
+            if request in self._mine and (request.kind not in ENDS or self._context.over):
                 self._mine.remove(request)
 
     def _fingerprint(self) -> None:

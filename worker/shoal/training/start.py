@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from shoal.data.data_workers import HERE, Reading
 from shoal.data.fetch import Fetcher
 from shoal.data.given_data import check_batch_size, data_of
 from shoal.data.given_source import source_of
+from shoal.data.source import Source
+from shoal.device import Device
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
@@ -36,6 +38,7 @@ from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.given_objects import optimizer_differs, scheduler_differs
 from shoal.optim.take_over import take_over
+from shoal.session.link import Link
 from shoal.session.link_choice import open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.arguments import check_given, refuse_unknown
@@ -59,6 +62,10 @@ class Given:
     """What the config's optimizer trains, parameters or groups of them; None: all that require a gradient."""
     reading: Reading = HERE
     """How samples are read ahead."""
+    source: Source | None = None
+    """What reads the dataset's samples; None: Shoal's own order of them."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """What must be the same on all workers besides config and model, by name."""
 
 
 def initialize(
@@ -89,12 +96,25 @@ def initialize(
 
 def assemble(given: Given) -> Engine:
     """Makes the engine of this worker. Raises `UserError`."""
+    engine = engine_with(given, _link_and_faults)
+    show(engine)
+    serve_at_exit(engine)
+    return engine
+
+
+def _link_and_faults(device: Device, only_gloo: bool) -> tuple[Link, Faults]:
+    link, fault_text = open_link(device=device, only_gloo=only_gloo)
+    return link, Faults.parse(fault_text, link.worker)
+
+
+def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Faults]]) -> Engine:
+    """The engine alone. `open_link`: given the device, and whether only gloo may carry bulk."""
     model, settled, dataset = given.model, given.config, given.dataset
     check_monitoring(settled.monitoring)
     make_exact(settled.exact, settled.torch_threads)
     keep_freed_memory()
     checkpoint_activations(model, settled)
-    source = source_of(dataset, given.collate_fn, settled, given.reading)
+    source = given.source or source_of(dataset, given.collate_fn, settled, given.reading)
     sampler = source.sampler
     last_step = sampler.last_step(settled.max_steps, settled.epochs)
     limits = Limits.of(settled, last_step)
@@ -104,14 +124,13 @@ def assemble(given: Given) -> Engine:
     check_joiners_can_be_given(state)
     # data workers are forked before the session has threads and connections
     fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)
-    link, fault_text = open_link(device=state.device, only_gloo=settled.backend == "gloo")
+    link, faults = open_link(state.device, settled.backend == "gloo")
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
-    link.introduce(_description(settled, state, optimizer, sampler.samples), status)
-    engine = Engine(settled, state, link, fetcher, Faults.parse(fault_text, link.worker))
+    description = _description(settled, state, optimizer, sampler.samples)
+    link.introduce(replace(description, config={**description.config, **given.beside}), status)
+    engine = Engine(settled, state, link, fetcher, faults)
     engine.parts.loading.look()
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
-    show(engine)
-    serve_at_exit(engine)
     return engine
 
 

@@ -36,7 +36,7 @@ from shoal.core.stream_position import StreamPositions
 from shoal.core.units import unit_numbers
 from shoal.device import Device, device_of
 from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
-from shoal.exchange.vote import Record
+from shoal.exchange.vote import Record, halts
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
 from shoal.offload.filed_blocks import StatePlace, held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
@@ -49,6 +49,8 @@ from shoal.training.small_state import pack, unpack
 
 NO_STEP = -1
 """The step of a worker that has none yet."""
+ENDS = ("stop", "halt")
+"""Kinds of requests by which a step becomes the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +212,15 @@ class TrainingState:
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
-        self.buffers.commit()
+        if halts([record]):
+            self.buffers.give_up()
+        else:
+            self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
         self.current, self.pending = self._current(self.held.runs), NO_BLOCKS
         if self.scheduler is not None and record.updates:
             advance(self.scheduler, record.loss)
-        if any(request.kind == "stop" for request in record.requests):
+        if any(request.kind in ENDS for request in record.requests):
             self.last_step = min(self.last_step, record.step)
         self.set_in_time.on_commit(record)
         self.stream_positions.learn(record.streams)

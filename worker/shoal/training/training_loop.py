@@ -13,15 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.data.source import NO_SAMPLES
 from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
 from shoal.numerics import check_threads
 from shoal.training.context import TrainingContext
 from shoal.training.parts import Parts
+from shoal.training.state import ENDS
 
 IDLE_SECONDS = 0.1
 """Pause between two votes without a step."""
-WAITING = ("save", "stop")
+WAITING = ("save", *ENDS)
 """Kinds of requests that may stay for many votes: for a disk, for a step."""
 
 
@@ -80,6 +82,9 @@ class TrainingLoop:
                     batch = self._next_batch()
                 except WorldChanged:
                     parts.resize.take_part(broken=True)
+                    continue
+                if batch is NO_SAMPLES:
+                    self._pass_over()
                     continue
                 context.forward_seed.arm(context.state.step, *context.loop.place)
                 context.autocast.begin()
@@ -182,7 +187,21 @@ class TrainingLoop:
         if self._settles_with_a_change():
             return self.skip()
         loop.skip(state)
-        if not loop.is_warming_up:
+        return self._end_without_gradient()
+
+    def _pass_over(self) -> None:
+        """A micro-batch that has no samples: the script is not given it."""
+        loop = self._context.loop
+        if not loop.in_flight:
+            loop.forget_void("engine.step")
+        elif self._settles_with_a_change():
+            self._pass_over()
+        else:
+            loop.skip(self._context.state, has_samples=False)
+            self._end_without_gradient()
+
+    def _end_without_gradient(self) -> bool:
+        if not self._context.loop.is_warming_up:
             try:
                 self._parts.step.reducing.skip()
             except WorldChanged:
