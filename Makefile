@@ -10,6 +10,7 @@
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
+#   make trainer    test the door for the Trainer of Hugging Face (make test does it too)
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
@@ -28,12 +29,13 @@ PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+MODELS := $(VENV)/models/.ready
 PACKAGES := nftables iproute2 chromium
 PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,7 +53,7 @@ $(READY): pyproject.toml constraints.txt tests/charts/binaries.py
 demo: $(READY)
 	$(BIN)/shoal demo $(ARGS)
 
-test: lint types imports generated unit whole
+test: lint types imports generated unit whole trainer
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -119,20 +121,25 @@ cluster: $(READY)
 charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)
 
-# Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 trackers: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/trackers "wandb>=0.20,<1" "mlflow-skinny>=3,<4"
 	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/trackers $(ARGS)
 
-models: $(READY)
+# Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
+$(MODELS): $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
-	PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/models $(ARGS)
+	@touch $@
+
+WITH_MODELS := PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+models: $(MODELS)
+	$(WITH_MODELS) tests/models $(ARGS)
+
+trainer: $(MODELS)
+	$(WITH_MODELS) tests/models/test_trainer*.py $(ARGS)
 
 # DeepSpeed is built without its kernels; the original of its script compiles one when it runs, and needs a C++ compiler.
-scripts: $(READY)
-	@[ -d $(VENV)/models/transformers ] || $(BIN)/pip install --quiet --target $(VENV)/models "transformers>=5.20,<6"
-	@[ -d $(VENV)/models/peft ] || $(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
+scripts: $(READY) $(MODELS)
 	@[ -d $(VENV)/deepspeed/deepspeed ] || { DS_BUILD_OPS=0 $(BIN)/pip install --quiet --no-build-isolation --no-deps --target $(VENV)/deepspeed "deepspeed>=0.18,<0.20" \
 		&& $(BIN)/pip install --quiet --upgrade --no-deps --target $(VENV)/deepspeed hjson py-cpuinfo einops msgpack ninja tqdm; }
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m scripts.run $(ARGS)

@@ -87,7 +87,12 @@ WITH_SHAPES = ("worker/shoal/blocks", "worker/shoal/exchange")
 """Rooms in which every tensor has its shape beside it."""
 TENSORS = re.compile(r"\b(Tensor|Flats|Gradients|State)\b")
 
-AGAINST_FOREIGN_CODE = {"tests/integration/test_right_bits.py", "tests/unit/test_turns.py"}
+AGAINST_FOREIGN_CODE = {
+    "tests/integration/test_right_bits.py",
+    "tests/models/test_trainer.py",
+    "tests/models/test_trainer_parts.py",
+    "tests/unit/test_turns.py",
+}
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
 
 SHOAL_PUBLIC = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "deferred", "initialize"]

@@ -1,0 +1,83 @@
+"""The Trainer's door: the original's losses, the same bits and the same log in every world and through faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew
+from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, gpt2, untimed_log
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def near(script: Script) -> tuple[Any, Any]:
+    """Trains it by the original and by Shoal, and compares what both log."""
+    original, elastic = script.original(), script.alone()
+    for name in ("loss", "grad_norm", "learning_rate", "epoch", "step", "eval_loss"):
+        assert column(elastic, name) == pytest.approx(column(original, name), rel=2e-4, abs=1e-6), name
+    assert elastic.state.global_step == original.state.global_step
+    return original, elastic
+
+
+def test_losses_norms_and_rates_are_those_of_the_original(tmp_path: Path) -> None:
+    script = Script(tmp_path, {"eval_strategy": "epoch", "lr_scheduler_type": "cosine"})
+    original, elastic = near(script)
+    assert len(column(elastic, "loss")) == STEPS
+    assert elastic.state.total_flos == original.state.total_flos
+    for mine, theirs in zip(elastic.model.parameters(), original.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"gradient_accumulation_steps": 1, "max_steps": 6},
+        {"max_grad_norm": 0.0, "label_smoothing_factor": 0.1},
+        {"max_grad_norm": 0.05, "data_seed": 11, "optim": "sgd"},
+        {"dataloader_drop_last": True, "lr_scheduler_type": "constant_with_warmup"},
+        {"bf16": True},
+        {"gradient_checkpointing": True, "logging_strategy": "epoch"},
+        {"train_sampling_strategy": "sequential", "logging_steps": 3, "logging_first_step": True},
+        {"num_train_epochs": 1.5, "eval_strategy": "steps", "eval_steps": 3},
+    ],
+    ids=lambda arguments: ",".join(arguments),
+)
+def test_arguments_mean_what_they_mean_to_the_original(arguments: dict[str, Any], tmp_path: Path) -> None:
+    near(Script(tmp_path, arguments))
+
+
+class Dropout:
+    """A script whose bits depend on the lanes' random numbers, that evaluates and logs."""
+
+    @staticmethod
+    def script(folder: Path, **more: Any) -> Script:
+        arguments = {"eval_strategy": "epoch", **more.pop("arguments", {})}
+        return Script(folder, arguments, model=lambda: gpt2(0.1), **more)
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
+def test_bits_and_logs_are_the_same_in_worlds_of_1_to_4(names: str, tmp_path: Path) -> None:
+    script, kept = Dropout.script(tmp_path), list[Any]()
+    right = script.alone()
+    with Crew(names, script.task(kept)) as crew:
+        assert crew.finish() == right.fingerprint
+    assert len(kept) == len(names)
+    assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
+
+
+@pytest.mark.parametrize("point", ["exchange", "vote", "hand_out"])
+def test_they_are_the_same_through_a_kill_and_a_join(point: str, tmp_path: Path) -> None:
+    script, kept = Dropout.script(tmp_path), list[Any]()
+    right = script.alone()
+    with Crew("abc", script.task(kept)) as crew:
+        crew.train_to(2)
+        crew.plant("a", STEPS_PER_EPOCH, point)
+        crew.train_to(6)
+        crew.add("d")
+        crew.train_to(9)
+        assert crew.finish() == right.fingerprint
+    assert len(kept) == 3
+    assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)

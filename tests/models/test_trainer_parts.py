@@ -1,0 +1,251 @@
+"""What scripts use of the Trainer besides its loop: callbacks, metrics, checkpoints, PEFT, DeepSpeed; refusals."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from crew import Crew
+from crew_saves import saved
+from models.trainer_scripts import (
+    STEPS,
+    Script,
+    Sequences,
+    column,
+    gpt2,
+    transformers,
+    untimed_log,
+)
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Seen(transformers.TrainerCallback):  # type: ignore[misc]
+    """What a callback is told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name == "on_pre_optimizer_step":
+            return super().__getattribute__(name)
+
+        def note(args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.events.append(f"{name} {state.global_step}")
+
+        return note
+
+
+def test_callbacks_are_told_in_the_order_of_the_original(tmp_path: Path) -> None:
+    script = Script(tmp_path, {"eval_strategy": "epoch", "num_train_epochs": 2}, {"callbacks": lambda: [Seen()]})
+    original, elastic = script.original(), script.alone()
+    seen = [next(one for one in t.callback_handler.callbacks if isinstance(one, Seen)) for t in (original, elastic)]
+    left_out = ("on_pre_optimizer_step", "on_substep_end")
+    events = [[event for event in one.events if event.split()[0] not in left_out] for one in seen]
+    assert events[1] == events[0]
+
+
+class OwnLoss:
+    """An override as scripts have it."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum", ignore_index=-100
+        )
+        loss = loss / (num_items_in_batch if num_items_in_batch is not None else (labels[:, 1:] != -100).sum())
+        return (loss, outputs) if return_outputs else loss
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    guesses, labels = numpy.argmax(found.predictions[:, :-1], -1), found.label_ids[:, 1:]
+    return {"accuracy": float((guesses == labels)[labels != -100].mean())}
+
+
+def test_an_override_of_the_loss_metrics_and_predictions_are_those_of_the_original(tmp_path: Path) -> None:
+    predicted: list[Any] = []
+    script = Script(
+        tmp_path, {"eval_strategy": "epoch", "per_device_eval_batch_size": 4}, {"compute_metrics": accuracy},
+        mixin=OwnLoss, after=lambda trainer: predicted.append(trainer.predict(Sequences(6))),
+    )  # fmt: skip
+    original, elastic = script.original(), script.alone()
+    for name in ("loss", "eval_loss", "eval_accuracy"):
+        assert column(elastic, name) == pytest.approx(column(original, name), rel=1e-3), name
+    assert numpy.allclose(predicted[0].predictions, predicted[1].predictions, atol=1e-3)
+    assert predicted[1].metrics["test_accuracy"] == pytest.approx(predicted[0].metrics["test_accuracy"])
+
+
+def test_a_model_that_takes_no_count_of_items_has_the_mean_over_batches_of_the_original(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.embedding(input_ids))
+            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)}
+
+    script = Script(tmp_path, {"num_train_epochs": 2}, model=Plain)
+    original, elastic = script.original(), script.alone()
+    assert column(elastic, "loss") == pytest.approx(column(original, "loss"), rel=1e-4)
+
+
+# ---- checkpoints
+
+SAVING = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
+
+
+def test_a_saved_folder_is_a_model_and_training_goes_on_from_it_to_the_same_bits(tmp_path: Path) -> None:
+    whole = Script(tmp_path / "whole", SAVING, model=lambda: gpt2(0.1)).alone()
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [
+        "checkpoint-10", f"checkpoint-{STEPS}", "checkpoint-5", "elastic",
+    ]  # fmt: skip
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole" / f"checkpoint-{STEPS}")
+    for mine, theirs in zip(loaded.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    again = Script(tmp_path / "again", SAVING, model=lambda: gpt2(0.1), resume=str(tmp_path / "whole/checkpoint-5"))
+    resumed = again.alone()
+    assert resumed.fingerprint == whole.fingerprint
+    assert untimed_log(resumed) == untimed_log(whole)
+    newest = Script(tmp_path / "whole", SAVING, model=lambda: gpt2(0.1), resume=True).alone()
+    assert newest.fingerprint == whole.fingerprint
+
+
+def test_all_go_back_to_a_checkpoint_with_the_log_of_its_step(tmp_path: Path) -> None:
+    right = Script(tmp_path / "right", SAVING).alone()
+    kept: list[Any] = []
+    deepspeed = {"zero_optimization": {"stage": 2}, "shoal": {"mirrors": 0}, "gradient_clipping": "auto"}
+    with Crew("abc", Script(tmp_path / "lost", {**SAVING, "deepspeed": deepspeed}).task(kept)) as crew:
+        crew.train_to(5)
+        saved(crew, 5)
+        crew.kill("b")
+        assert crew.finish() == right.fingerprint
+        assert [world.from_step for world in crew.job.durable.history if world.reason.value == "restore"] == [5]
+    assert all(column(trainer, "loss") == column(right, "loss") for trainer in kept)
+
+
+def test_the_best_model_is_saved_and_loaded_in_the_end(tmp_path: Path) -> None:
+    arguments = {**SAVING, "load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 1,
+                 "learning_rate": 0.3, "warmup_steps": 0}  # fmt: skip
+    original, elastic = Script(tmp_path / "1", arguments).original(), Script(tmp_path / "2", arguments).alone()
+    best = elastic.state.best_model_checkpoint
+    assert Path(best).name == Path(original.state.best_model_checkpoint).name
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(best)
+    for mine, theirs in zip(loaded.parameters(), elastic.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_early_stopping_stops_all_alike(tmp_path: Path) -> None:
+    arguments = {**SAVING, "save_steps": 2, "eval_steps": 2, "metric_for_best_model": "loss", "learning_rate": 0.5,
+                 "load_best_model_at_end": True, "num_train_epochs": 10, "warmup_steps": 0}  # fmt: skip
+    given = {"callbacks": lambda: [transformers.EarlyStoppingCallback(2)]}
+    original = Script(tmp_path / "1", arguments, given).original()
+    right = Script(tmp_path / "2", arguments, given).alone()
+    assert right.state.global_step == original.state.global_step < 40
+    with Crew("abc", Script(tmp_path / "3", arguments, given).task()) as crew:
+        crew.train_to(3)
+        crew.kill("a")
+        assert crew.finish() == right.fingerprint
+
+
+# ---- other doors
+
+
+def test_an_adapter_of_peft_is_trained_and_saved(tmp_path: Path) -> None:
+    peft: Any = importlib.import_module("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        return peft.get_peft_model(gpt2(), lora)
+
+    script = Script(tmp_path, {"save_strategy": "epoch", "learning_rate": 0.05}, model=adapted)
+    original = Script(tmp_path / "plain", {"learning_rate": 0.05}, model=adapted).original()
+    elastic = script.alone()
+    assert column(elastic, "loss") == pytest.approx(column(original, "loss"), rel=1e-3)
+    loaded = peft.PeftModel.from_pretrained(gpt2(), tmp_path / f"checkpoint-{STEPS}")
+    trained = dict(elastic.model.named_parameters())
+    assert any("lora_B" in name for name in trained)
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, trained[name]), name
+    with Crew("ab", Script(tmp_path / "crew", {"learning_rate": 0.05}, model=adapted).task()) as crew:
+        crew.train_to(4)
+        crew.kill("b")
+        assert crew.finish() == elastic.fingerprint
+
+
+DS_CONFIG = {
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "overlap_comm": True,
+                          "stage3_gather_16bit_weights_on_model_save": True},
+}  # fmt: skip
+
+
+def test_a_deepspeed_configuration_is_filled_in_and_stage_3_is_evaluated_and_saved(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(DS_CONFIG))
+    script = Script(tmp_path, {**SAVING, "deepspeed": str(file)})
+    elastic = script.alone()
+    config = elastic.engine.context.config
+    assert (config.train_batch_size, config.lanes, config.stage, config.gradient_clipping) == (12, 4, 3, 1.0)
+    assert elastic.optimizer.param_groups[0]["betas"] == (0.9, 0.999) or elastic.optimizer.param_groups[0]["betas"] == [
+        0.9,
+        0.999,
+    ]
+    kept: list[Any] = []
+    with Crew("ab", Script(tmp_path / "crew", {**SAVING, "deepspeed": DS_CONFIG}).task(kept)) as crew:
+        assert crew.finish() == elastic.fingerprint
+    assert [column(trainer, "eval_loss") for trainer in kept] == [column(elastic, "eval_loss")] * 2
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "crew" / f"checkpoint-{STEPS}")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{STEPS}")
+    for mine, other in zip(loaded.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_numbers_that_file_and_arguments_give_differently_are_named_all_at_once(tmp_path: Path) -> None:
+    config = {**DS_CONFIG, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 5}
+    with pytest.raises(UserError, match=r"`train_micro_batch_size_per_gpu` is 5 .*3.*`gradient_clipping` is 0.5"):
+        Script(tmp_path, {"deepspeed": config}).alone()
+
+
+def test_lanes_stand_for_the_processes_that_a_script_was_written_for(tmp_path: Path) -> None:
+    arguments = {"gradient_accumulation_steps": 2}
+    elastic = Script(tmp_path, arguments, {"shoal": {"lanes": 2}}).alone()
+    original = Script(tmp_path).original()
+    assert elastic.engine.context.config.train_batch_size == 12
+    assert column(elastic, "loss") == pytest.approx(column(original, "loss"), rel=2e-4)
+
+
+def test_what_cannot_be_honoured_is_said_all_at_once(tmp_path: Path) -> None:
+    class Clips(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Would clip."""
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        """Has no numbered samples."""
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+    arguments = {"optim": "adafactor", "auto_find_batch_size": True, "ignore_data_skip": True, "max_steps": 5}
+    given = {"callbacks": lambda: [Clips()], "train_dataset": Stream()}
+    with pytest.raises(UserError) as refused:
+        Script(tmp_path, arguments, given).alone()
+    sentence = str(refused.value)
+    for name in ("5 things", "`optim`", "`auto_find_batch_size`", "`ignore_data_skip`", "Clips", "Stream"):
+        assert name in sentence, sentence

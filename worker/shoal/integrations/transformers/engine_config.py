@@ -1,0 +1,179 @@
+"""From `TrainingArguments`, and the DeepSpeed configuration that they may name, to Shoal's configuration.
+
+A batch size is never changed: a step has `per_device_train_batch_size × gradient_accumulation_steps` samples, as on one
+process, and its micro-batches are the lanes; or, where `shoal={"lanes": n}` says for how many processes the script was
+written, n times as many. Every "auto" that the Trainer would fill in is filled in here; numbers that the file and the
+arguments give differently are faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal_protos.config_file import parsed_config, read_config
+from shoal_protos.errors import UserError
+from shoal_protos.validation import shown
+
+from shoal.config.old_names import with_todays_names
+
+FOLDER = "elastic"
+"""Of elastic checkpoints, in the Trainer's output folder."""
+ALL = 10**15
+"""Checkpoints that are kept where no limit is given."""
+NO_CLIPPING = 1e38
+"""A norm that no gradient reaches: the Trainer tells the norm of a step also where it does not clip."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSizes:
+    """What a step is made of."""
+
+    micro_batch_size: int
+    lanes: int
+    micro_batches: int
+    accumulation: int
+    """As the arguments say it."""
+
+    @property
+    def batches(self) -> int:
+        """Of the Trainer's loader, in one step."""
+        return self.lanes * self.micro_batches
+
+
+def sizes_of(args: Any, shoal: Mapping[str, Any]) -> TrainerSizes:
+    """Raises `UserError` for lanes that are no number."""
+    lanes, steps = shoal.get("lanes"), args.gradient_accumulation_steps
+    if lanes is None:
+        return TrainerSizes(args.per_device_train_batch_size, steps, 1, steps)
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise UserError(f"`shoal.lanes` is {shown(lanes)}; expected a whole number of at least 1.")
+    return TrainerSizes(args.per_device_train_batch_size, lanes, steps, steps)
+
+
+ARGUMENTS = {"max_steps": "max_steps", "epochs": "num_train_epochs", "seed": "seed",
+             "micro_batches_per_lane": "gradient_accumulation_steps"}  # fmt: skip
+"""Keys of the section `shoal` that the Trainer's arguments say."""
+
+
+def section_shoal(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the DeepSpeed configuration and the script say of that section. Raises `UserError`."""
+    section = (deepspeed_config(args) or {}).get("shoal") or {}
+    if not isinstance(section, Mapping):
+        raise UserError(f"`shoal` is {shown(section)}; expected an object {{…}}.")
+    found = {**section, **given}
+    faults = [f"`shoal.{key}` is {shown(found[key])}" for key in ARGUMENTS if key in found]
+    if faults:
+        instead = ", ".join(f"`{ARGUMENTS[key]}`" for key in ARGUMENTS if key in found)
+        raise UserError(f"{'; '.join(faults)}; the Trainer's arguments say it: {instead}.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSteps:
+    """What the Trainer has worked out of its job."""
+
+    max_steps: int
+    save_every: int | None
+    """Steps between two elastic checkpoints; None: there are none."""
+    resume: int | str | bool
+
+
+def config_of(args: Any, shoal: Mapping[str, Any], sizes: TrainerSizes, schedule: TrainerSteps) -> dict[str, Any]:
+    """Shoal's configuration. Raises `UserError` naming all that the file and the arguments say differently."""
+    shoal = section_shoal(args, shoal)
+    document = deepspeed_config(args)
+    if document is None:
+        document = {
+            "bf16": {"enabled": args.bf16, "auto_cast": args.bf16},
+            "fp16": {"enabled": args.fp16, "auto_cast": args.fp16, "loss_scale_window": 2000, "hysteresis": 1},
+            "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else NO_CLIPPING,
+        }
+    else:
+        meanings = _meanings(args, sizes, schedule.max_steps)
+        faults = list(_differences(document, meanings))
+        if faults:
+            raise UserError("; ".join(faults) + '. Give each once, or write "auto" in the DeepSpeed configuration.')
+        document = _resolved(document, meanings)
+        document.pop("gradient_accumulation_steps", None)
+        document.pop("shoal", None)
+    checkpoint: dict[str, Any] = {}
+    if schedule.save_every is not None:
+        keep = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else ALL
+        checkpoint = {"path": str(Path(args.output_dir) / FOLDER), "every_steps": schedule.save_every, "keep": keep}
+    checkpoint = {**checkpoint, "resume": schedule.resume, **shoal.get("checkpoint", {})}
+    mine = {
+        "lanes": sizes.lanes, "micro_batches_per_lane": sizes.micro_batches, "seed": args.seed,
+        "max_steps": schedule.max_steps,
+    }  # fmt: skip
+    return {
+        **document,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch_size,
+        "train_batch_size": sizes.micro_batch_size * sizes.batches,
+        "shoal": {**mine, **shoal, "checkpoint": checkpoint},
+    }
+
+
+def deepspeed_config(args: Any) -> dict[str, Any] | None:
+    """The file or dict that `deepspeed=` names, with today's names; None: there is none. Raises `UserError`."""
+    given = args.deepspeed
+    if not given:
+        return None
+    faults: list[str] = []
+    if isinstance(given, str | Path):
+        text = str(given)
+        given = parsed_config(text) if text.lstrip().startswith("{") else read_config(Path(text))
+    document = with_todays_names(given, faults)
+    if faults:
+        raise UserError(" ".join(faults))
+    return document
+
+
+def _meanings(args: Any, sizes: TrainerSizes, max_steps: int) -> dict[str, Any]:
+    """What "auto" means, by dotted key: as the Trainer's own integration of DeepSpeed has it."""
+    return {
+        "train_batch_size": sizes.micro_batch_size * sizes.batches,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch_size,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "gradient_clipping": args.max_grad_norm,
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": args.get_warmup_steps(max_steps),
+        "scheduler.params.total_num_steps": max_steps,
+        "fp16.enabled": args.fp16 or args.fp16_full_eval,
+        "bf16.enabled": args.bf16 or args.bf16_full_eval,
+    }
+
+
+def _differences(document: Mapping[str, Any], meanings: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that the arguments have too, where both give a number and the numbers differ."""
+    for key, meaning in meanings.items():
+        value = _at(document, key)
+        if value is None or value == "auto" or key in ("scheduler.params.warmup_min_lr",):
+            continue
+        if value != meaning:
+            yield f"`{key}` is {shown(value)} in the DeepSpeed configuration and {shown(meaning)} by the arguments"
+
+
+def _at(document: Mapping[str, Any], key: str) -> Any:
+    found: Any = document
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _resolved(document: Mapping[str, Any], meanings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in document.items():
+        key = f"{section}{name}"
+        if isinstance(value, Mapping):
+            found[name] = _resolved(value, meanings, f"{key}.")
+        else:
+            found[name] = meanings[key] if value == "auto" and key in meanings else value
+    return found

@@ -1,0 +1,298 @@
+"""The Trainer whose training is elastic: transformers' own, with another loop under it.
+
+Everything around the loop (arguments, callbacks, evaluation, metrics, saving a model) stays the library's. What is here
+says where it goes another way; the loop is in elastic_run.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from shoal_protos.errors import UserError
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_utils import SaveStrategy
+
+from shoal.config.load import Beside, load_config
+from shoal.integrations.transformers.batch_order import BatchOrder
+from shoal.integrations.transformers.elastic_run import ElasticRun
+from shoal.integrations.transformers.engine_config import (
+    TrainerSizes,
+    TrainerSteps,
+    config_of,
+    deepspeed_config,
+    section_shoal,
+    sizes_of,
+)
+from shoal.integrations.transformers.honourable import check_honourable
+from shoal.integrations.transformers.kept_state import exported
+from shoal.integrations.transformers.resuming import checkpoint_of
+from shoal.integrations.transformers.step_reader import BatchFacts, StepReader
+from shoal.logs import get_logger
+from shoal.session.settings import SessionSettings
+from shoal.training.arguments import check_given
+from shoal.training.engine import Engine
+from shoal.training.exit import tell_errors_in_a_sentence
+from shoal.training.start import Given, assemble
+
+log = get_logger("shoal")
+BY_POSITION = tuple(inspect.signature(transformers.Trainer.__init__).parameters)[3:]
+"""Arguments of the library's Trainer after model and args, which scripts may give by position."""
+
+
+class ElasticTraining:
+    """What both Trainers have of Shoal; stands before the library's class."""
+
+    args: Any
+    model: Any
+    state: Any
+    control: Any
+    accelerator: Any
+    callback_handler: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *more: Any, shoal: Mapping[str, Any] | None = None, **named: Any
+    ) -> None:
+        """As the library's, with one argument more: `shoal`, keys of the configuration's section of that name."""
+        tell_errors_in_a_sentence()
+        self.engine: Engine | None = None
+        """Of the training at hand, or of the last one."""
+        self.fingerprint: str | None = None
+        """Of the last training's end."""
+        self._run: ElasticRun | None = None
+        self._shoal = dict(shoal or {})
+        self._resume: int | str | bool | None = None
+        if args is None:
+            args = transformers.TrainingArguments(output_dir="tmp_trainer")
+        check_honourable(args, {**dict(zip(BY_POSITION, more, strict=False)), **named})
+        args._n_gpu = min(1, args.n_gpu)  # a worker has one device
+        super().__init__(model, args, *more, **named)  # type: ignore[call-arg]
+
+    # ---- training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **named: Any) -> Any:
+        """As the library's; `resume_from_checkpoint` is a folder that this Trainer has saved, or True: the newest."""
+        if trial is not None:
+            self.hyperparameter_search()
+        self._resume = resume_from_checkpoint or None
+        return super().train(None, None, **named)  # type: ignore[misc]
+
+    def _inner_training_loop(
+        self, batch_size: Any = None, args: Any = None, resume_from_checkpoint: Any = None, trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:  # fmt: skip
+        del batch_size, resume_from_checkpoint, trial
+        sizes = sizes_of(args, section_shoal(args, self._shoal))
+        with self._steps_of(sizes):
+            loader = self.get_train_dataloader()  # type: ignore[attr-defined]
+            epochs, steps_per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)  # type: ignore[attr-defined]
+            self._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[attr-defined]
+            run = self._run = self._elastic_run(loader, sizes, max_steps, ignore_keys_for_eval)
+            run.prepare()
+            with self._backwards_to(run):
+                run.train()
+            return self._finish(run, samples)
+
+    @contextmanager
+    def _steps_of(self, sizes: TrainerSizes) -> Iterator[None]:
+        """The library counts steps by its accumulation: here the lanes are part of it."""
+        before = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = sizes.batches
+        try:
+            yield
+        finally:
+            self.args.gradient_accumulation_steps = before
+
+    def _elastic_run(
+        self, loader: Any, sizes: TrainerSizes, max_steps: int, ignored_keys: list[str] | None
+    ) -> ElasticRun:
+        """The engine, and what trains by it."""
+        order = BatchOrder(loader, sizes.lanes, sizes.micro_batches, self.args.seed)
+        optimizer, scheduler = self._optimizer_and_scheduler(max_steps)
+        schedule = TrainerSteps(max_steps, self._save_every(order), self._resume_point())
+        beside = Beside(optimizer=optimizer is not None, scheduler=scheduler is not None)
+        config = load_config(config_of(self.args, self._shoal, sizes, schedule), beside)
+        reader = StepReader(loader.dataset, loader.collate_fn, order, config.seed, self._look_at)
+        given = Given(
+            self.model, config, loader.dataset, optimizer, scheduler, loader.collate_fn, source=reader,
+            beside={"order of samples": order.digest()},
+        )  # fmt: skip
+        engine = self.engine = self._engine_of(given)
+        state = engine.context.state
+        self.optimizer, self.lr_scheduler, self.model_wrapped = state.optimizer, state.scheduler, self.model
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = loader
+        self._tell_of(sizes)
+        return ElasticRun(self, engine, reader, ignored_keys)
+
+    def _engine_of(self, given: Given) -> Engine:
+        return assemble(given)
+
+    def _tell_of(self, sizes: TrainerSizes) -> None:
+        if sizes.lanes == 1:
+            log.warning("one_lane", means="only one worker can train: a step has one micro-batch. Raise "
+                        'gradient_accumulation_steps, or give the Trainer shoal={"lanes": n}')  # fmt: skip
+
+    def _optimizer_and_scheduler(self, max_steps: int) -> tuple[Any, LRScheduler | None]:
+        """Those of the arguments, where the DeepSpeed configuration names none."""
+        document = deepspeed_config(self.args) or {}
+        if self._created_lr_scheduler:  # type: ignore[has-type]
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        if "optimizer" in document:
+            self.optimizer = None
+        elif self.optimizer is None or getattr(self.optimizer, "_opt_called", False):
+            self.optimizer = None
+            self.create_optimizer()  # type: ignore[attr-defined]
+        if "scheduler" in document or self.optimizer is None:
+            self.lr_scheduler = None
+        else:
+            self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
+        check_given(self.model, self.optimizer, self.lr_scheduler)
+        return self.optimizer, self.lr_scheduler
+
+    def _save_every(self, order: BatchOrder) -> int | None:
+        """Steps between two elastic checkpoints: whenever a model may be saved."""
+        args, by = self.args, self.args.save_strategy
+        if by == SaveStrategy.NO or args.save_only_model:
+            return None
+        if by == SaveStrategy.BEST:
+            by = args.eval_strategy
+            return int(self.state.eval_steps) if by == "steps" else order.steps_per_epoch
+        return int(self.state.save_steps) if by == SaveStrategy.STEPS else order.steps_per_epoch
+
+    def _resume_point(self) -> int | str | bool:
+        """Where to go on: where the caller says; else a job goes on by itself, and a script alone begins anew."""
+        if self._resume is None or self._resume is False:
+            return "latest" if SessionSettings.from_environment(os.environ).controller else False
+        return checkpoint_of(self._resume, self.args.output_dir)
+
+    def _look_at(self, batch: Any) -> BatchFacts:
+        """What the library counts of a batch."""
+        items = self._get_num_items_in_batch([batch], self.args.device)  # type: ignore[attr-defined]
+        before = self.state.num_input_tokens_seen
+        self._track_num_input_tokens(batch)  # type: ignore[attr-defined]
+        tokens, self.state.num_input_tokens_seen = self.state.num_input_tokens_seen - before, before
+        return BatchFacts(items, float(self.floating_point_ops(batch)), tokens)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _backwards_to(self, run: ElasticRun) -> Iterator[None]:
+        """`training_step`, the library's or an override, calls the accelerator's backward."""
+        self.accelerator.backward = run.backward
+        try:
+            yield
+        finally:
+            del self.accelerator.backward
+
+    def _finish(self, run: ElasticRun, samples: float) -> Any:
+        """After the last step, on every worker: what is saved is safe, then the library's own end."""
+        engine = run.engine
+        run.look_who_is_first()
+        is_last = self.state.global_step == engine.global_step
+        if engine.context.config.checkpoint.path is not None and is_last and engine.global_step in run.kept.saved:
+            engine.save_checkpoint()
+        self.fingerprint = engine.fingerprint()
+        limit = self.args.save_total_limit
+        if not self.is_world_process_zero():
+            self.args.save_total_limit = None  # rank 0 deletes what is too many
+        try:
+            return self._finalize_training(None, samples, run.start_time)  # type: ignore[attr-defined]
+        finally:
+            self.args.save_total_limit = limit
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
+        raise UserError("Trainer.hyperparameter_search cannot be honoured; start one job for each trial.")
+
+    # ---- the world
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this worker is rank 0 now."""
+        return self.engine is None or self.engine.rank == 0
+
+    is_local_process_zero = is_world_process_zero
+
+    def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
+        """As the library's; rank 0 shows and writes."""
+        if self._run is not None:
+            self._run.look_who_is_first()
+        super().log(logs, *more, **named)  # type: ignore[misc]
+
+    # ---- precision: the engine's
+
+    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
+        found: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
+        return {**found, "mixed_precision": "no", "deepspeed_plugin": None}
+
+    def evaluation_loop(self, *more: Any, **named: Any) -> Any:
+        """The library's, over the whole set on every worker: all come to the same numbers and wait for nobody."""
+        if self.model not in self.accelerator._models:
+            self.accelerator._models.append(self.model)  # else it would be prepared, which changes its forward
+        with self._evaluating():
+            return super().evaluation_loop(*more, **named)  # type: ignore[misc]
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        if self.engine is not None:
+            with self.engine.evaluating():
+                yield
+            return
+        half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+        with torch.autocast(self.args.device.type, half) if half is not None else nullcontext():
+            yield
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """All parameters here."""
+        with self.engine.gathered() if self.engine is not None else nullcontext():
+            yield
+
+    # ---- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the library's, on rank 0."""
+        if self.is_world_process_zero():
+            with self._whole_model():
+                super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The model in a folder that `from_pretrained` reads, whole or not at all. What training goes on from is the
+        elastic checkpoint of the same step.
+        """
+        del model, trial
+        assert self._run is not None
+        self.store_flos()  # type: ignore[attr-defined]
+        step, saved = self.state.global_step, self._run.kept.saved
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+        if step not in saved:
+            saved.append(step)
+        if self.state.best_global_step in saved:
+            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{self.state.best_global_step}"))
+        self.state.stateful_callbacks = exported(self)
+        if self.is_world_process_zero():
+            draft = folder.with_name(f".{folder.name}-{os.getpid()}")
+            shutil.rmtree(draft, ignore_errors=True)
+            self.save_model(str(draft), _internal_call=True)  # type: ignore[attr-defined]
+            self.state.save_to_json(str(draft / "trainer_state.json"))
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.rename(folder)
+            transformers.trainer.rotate_checkpoints(
+                output_dir=self.args.output_dir, save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint, use_mtime=True,
+            )  # fmt: skip
+
+
+class Trainer(ElasticTraining, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer`, elastic."""
+
+
+class Seq2SeqTrainer(ElasticTraining, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """`transformers.Seq2SeqTrainer`, elastic."""
