@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-EPOCHS, CLASSES, SIDE = 3, 5, 32
+EPOCHS, CLASSES, SIDE = 2, 5, 32
 
 augment = v2.Compose(
     [
@@ -24,7 +24,7 @@ augment = v2.Compose(
 class Textures(Dataset):
     """Stripes and checks of five widths, with noise, as pictures of bytes."""
 
-    def __init__(self, count=1024):
+    def __init__(self, count=512):
         generator = torch.Generator().manual_seed(7)
         self.labels = torch.randint(CLASSES, (count,), generator=generator)
         place = torch.arange(2 * SIDE)
@@ -53,7 +53,7 @@ def main():
     torch.manual_seed(0)
     loader = DataLoader(Textures(), batch_size=32, shuffle=True, num_workers=2, drop_last=True)
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(EPOCHS):
         for pictures, labels in loader:
             optimizer.zero_grad()
