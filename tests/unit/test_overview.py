@@ -132,6 +132,7 @@ def test_a_resize_names_whom_it_took_and_what_it_moved() -> None:
         "w1 and w2 were lost: training paused for 63 ms, 1 step lost, 5.6 MB moved in the pause, 7 B read from a "
         "checkpoint"
     )
+    assert "training did not pause, no step lost" in resize_sentence(replace(RESIZE, pause_seconds=0.0001))
     assert resize_sentence(replace(RESIZE, phases={})) == "a worker was lost: what it cost is not known yet"
 
 
@@ -149,6 +150,7 @@ def test_a_worker_says_what_it_does_or_for_whom_it_waits() -> None:
     )
     assert activity_sentence(replace(ACTIVE, state=State.LOST, why="it is dead")) == "it is dead"
     assert "not been heard of" in activity_sentence(ACTIVE)
+    assert activity_sentence(replace(ACTIVE, state=State.STARTING)) == "starts: it has not said hello yet"
 
 
 def test_every_phase_of_a_step_has_words() -> None:

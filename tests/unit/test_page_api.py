@@ -300,7 +300,7 @@ async def test_a_timeline_tells_who_noticed_what_and_whom_the_others_waited_for(
             "w2", "a worker was lost: training paused for 63 ms, no step lost, nothing moved in the pause",
             {"plan": 0.1},
         )  # fmt: skip
-        assert (await api.ask("GET", "/v1/jobs/train/worlds/1"))["noticed_by"] == "an operator"
+        assert (await api.ask("GET", "/v1/jobs/train/worlds/1"))["noticed_by"] == "the controller"
         missing = await api.ask("GET", "/v1/jobs/train/worlds/3", 404)
         assert missing["detail"] == "job train has no world 3; those that are remembered are from 1 to 2"
 

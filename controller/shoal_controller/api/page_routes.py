@@ -120,7 +120,7 @@ async def get_world(job: str, generation: AGeneration, shell: Readable) -> Timel
     if generation not in worlds:
         names = f"from {min(worlds)} to {max(worlds)}" if worlds else "none"
         raise NotFound(f"job {job} has no world {generation}; those that are remembered are {names}")
-    found = timeline(await shell.events(job), generation)
+    found = timeline(await shell.events(job), generation, worlds[generation].reason)
     return TimelineAnswer(
         **dict(worlds[generation]), noticed_by=found.noticed_by, waited_for=list(found.waited_for),
         slowest=found.slowest, timeline=[EventAnswer.of(event) for event in found.events],

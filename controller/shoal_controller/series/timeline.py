@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal_protos.plan import WorkerId
+from shoal_protos.plan import Reason, WorkerId
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.records import JobEvent
@@ -32,7 +32,8 @@ BEFORE_IT_BEGAN = frozenset(
 )  # fmt: skip
 """Kinds that may lead to a change, or belong to it."""
 
-BY_OPERATORS = (EventKind.SCALED, EventKind.DRAINING, EventKind.PAUSED, EventKind.RESUMED)
+ASKED_FOR = (Reason.START, Reason.DRAIN, Reason.SCALE_UP, Reason.SCALE_DOWN)
+"""Reasons for which an operator may have asked."""
 
 WAITED = re.compile(r"; waiting for (?P<whom>[^;]*?)(?: to | \(|: [0-9.]+ s|$)")
 NAME = re.compile(r"\bw[0-9]+\b")
@@ -52,8 +53,8 @@ class Timeline:
     """Whose pause was the longest; empty: not known yet."""
 
 
-def timeline(events: Sequence[JobEvent], generation: int) -> Timeline:
-    """Of a world that has begun. `events`: the job's, by revision."""
+def timeline(events: Sequence[JobEvent], generation: int, reason: str) -> Timeline:
+    """Of a world that has begun for this reason. `events`: the job's, by revision."""
     begins = _index_of_beginning(events, generation)
     if begins is None:
         return Timeline((), "", (), "")
@@ -61,7 +62,7 @@ def timeline(events: Sequence[JobEvent], generation: int) -> Timeline:
     after = [event for event in _until_next(events[begins + 1 :]) if event.kind in AFTER_IT_BEGAN]
     found = (*before, events[begins], *after)
     slowest = next((event.worker for event in after if event.kind == EventKind.RESIZED), "")
-    return Timeline(found, _noticed_by(before), _waited_for(found), slowest)
+    return Timeline(found, _noticed_by(before, Reason(reason)), _waited_for(found), slowest)
 
 
 def _index_of_beginning(events: Sequence[JobEvent], generation: int) -> int | None:
@@ -82,16 +83,16 @@ def _until_next(events: Sequence[JobEvent]) -> Sequence[JobEvent]:
     return events[: next(ends, len(events))]
 
 
-def _noticed_by(before: Sequence[JobEvent]) -> str:
-    for event in before:
-        if event.kind == EventKind.LOST:
-            return str(event.data.get("noticed_by", "the controller"))
-    for event in before:
-        if event.kind in BY_OPERATORS:
-            return _asker(before)
-        if event.kind == EventKind.JOINED:
-            return event.worker
-    return _asker(before) if before else ""
+def _noticed_by(before: Sequence[JobEvent], reason: Reason) -> str:
+    """Whoever said first what the change is made for."""
+    if not before:
+        return ""
+    if reason is Reason.KILL:
+        lost = next((event for event in before if event.kind == EventKind.LOST), None)
+        return str(lost.data.get("noticed_by", "the controller")) if lost is not None else "the controller"
+    if reason is Reason.JOIN:
+        return next((event.worker for event in before if event.kind == EventKind.JOINED), "the controller")
+    return _asker(before) if reason in ASKED_FOR else "the controller"
 
 
 def _asker(before: Sequence[JobEvent]) -> str:

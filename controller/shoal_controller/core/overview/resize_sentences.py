@@ -51,7 +51,8 @@ def _was(workers: Collection[WorkerId]) -> str:
 def _cost(resize: ResizeView) -> str:
     if not resize.phases:
         return "what it cost is not known yet"
-    paused = f"training paused for {duration(resize.pause_seconds)}"
+    milliseconds = round(resize.pause_seconds * 1000)
+    paused = f"training paused for {duration(resize.pause_seconds)}" if milliseconds else "training did not pause"
     lost = f"{plural(resize.lost_steps, 'step')} lost" if resize.lost_steps else "no step lost"
     moved = f"{size(resize.pause_bytes)} moved in the pause" if resize.pause_bytes else "nothing moved in the pause"
     parts = [paused, lost, moved]
