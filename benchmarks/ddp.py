@@ -72,20 +72,22 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
     return step
 
 
-def measured(step: Callable[[], None], end: Callable[[], None] = lambda: None) -> tuple[float, float]:
+def measured(
+    step: Callable[[], None], end: Callable[[], None] = lambda: None, steps: int = STEPS
+) -> tuple[float, float]:
     """Wall seconds per step, from all to all, and the CPU seconds of all processes. `end`: what the last step leaves to
     be done.
     """
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
-    for _ in range(STEPS):
+    for _ in range(steps):
         step()
     end()
     used = torch.tensor([time.process_time() - processor])
     dist.barrier()
     wall = time.perf_counter() - wall
     dist.all_reduce(used)
-    return wall / STEPS, used.item() / STEPS
+    return wall / steps, used.item() / steps
 
 
 def _member(rank: int, place: str, size: str, workers: int, lanes: int, all_done: Barrier) -> None:

@@ -1,7 +1,8 @@
 """The worker's script of step_time.py and zero.py: rounds of PyTorch's own ways (ddp.py) and of Shoal, in turn.
 
 Each member of the world takes part in all of them on the same two cores, so that a busy machine is busy for all alike.
-Rank 0 writes what every round took, wall and CPU seconds per step (of all processes together), as JSON.
+Rank 0 writes what every round took, wall and CPU seconds per step (of all processes together), and the bytes that its
+host's link has sent in it (0 without links), as JSON.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 import shoal
 import torch
 import torch.distributed as dist
-from ddp import ROUNDS, baseline, measured
+from ddp import baseline, measured
 from train import initialize, options
+from wire_rounds import sent
 
 GATHERED = 3
 """The stage in which nothing is handed out."""
@@ -53,11 +55,13 @@ def main() -> None:
                 pass
 
     for step in ways.values():
-        measured(step)
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(ROUNDS):
+        measured(step, steps=given.steps)
+    took: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
+    for _ in range(given.rounds):
         for name, step in ways.items():
-            took[name].append(measured(step, settle))
+            before = sent()
+            wall, processor = measured(step, settle, given.steps)
+            took[name].append((wall, processor, (sent() - before) / given.steps))
     if engine.rank == 0:
         beside = Path(f"{place}.new")
         beside.write_text(json.dumps(took))

@@ -28,8 +28,8 @@ TARGETS = {0: 1.05, 1: 1.15}
 TINY_TARGET_MS = 1.5
 PATIENCE_SECONDS = 900.0
 
-Rounds = dict[str, list[tuple[float, float]]]
-"""By way: (wall, CPU) seconds per step of each round."""
+Rounds = dict[str, list[tuple[float, ...]]]
+"""By way: (wall, CPU) seconds per step of each round, and what else is measured."""
 
 
 def measure(size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKERS, stage: int = 1) -> Rounds:
@@ -44,7 +44,7 @@ def measure(size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKER
     return {**rounds, "ddp alone": before + alone(size, workers, lanes)}
 
 
-def alone(size: str, workers: int, lanes: int) -> list[tuple[float, float]]:
+def alone(size: str, workers: int, lanes: int) -> list[tuple[float, ...]]:
     """DDP in processes of its own."""
     command = [sys.executable, str(Path(__file__).with_name("ddp.py")), "--size", size]
     command += ["--workers", str(workers), "--lanes", str(lanes)]
@@ -101,11 +101,11 @@ def show_tiny() -> None:
     for workers in (2, 4, 8):
         rounds = measure("tiny", 0, workers, workers)
         more = {
-            way: 1e3 * (median(cpu for _, cpu in rounds[way]) - median(cpu for _, cpu in rounds["ddp"])) / workers
+            way: 1e3 * (median(one[1] for one in rounds[way]) - median(one[1] for one in rounds["ddp"])) / workers
             for way in rounds
         }
         rows += [
-            [f"{way}, {workers} workers", spread([1e3 * wall for wall, _ in rounds[way]], 1), f"{extra:.2f}",
+            [f"{way}, {workers} workers", spread([1e3 * one[0] for one in rounds[way]], 1), f"{extra:.2f}",
              verdict(extra, TINY_TARGET_MS) if way == "shoal" else ""]
             for way, extra in more.items()
         ]  # fmt: skip

@@ -58,6 +58,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=1, help="of ZeRO")
     parser.add_argument("--beside", nargs="+", default=["ddp", "zero"], help="what takes turns with it (ddp.py)")
     parser.add_argument("--workers", type=int, default=0, help="one for each lane, unless given")
+    parser.add_argument("--rounds", type=int, default=9, help="of each of those")
+    parser.add_argument("--steps", type=int, default=3, help="of a round")
     return parser.parse_args()
 
 

@@ -1,72 +1,136 @@
-"""Steps of every ZeRO stage against PyTorch's: `python benchmarks/zero.py [--sizes 10M] [--workers 4] [--mirrors 0 1]`.
+"""Steps of every ZeRO stage against PyTorch's: `python benchmarks/zero.py [--size 10M] [--workers 4] [--stages 1 2]`.
 
 Workers under a real controller, one lane each; in the same processes rounds of DDP, of DDP with
 ZeroRedundancyOptimizer, of FSDP2 (parameters kept between forward and backward, or freed) and of Shoal take turns
-(interleaved.py), so a busy machine is busy for all alike. Targets: stage 3 at most 0.80 of FSDP2 that frees with four
-workers and 0.85 with two, at most 1.20 of DDP at 10M and 1.00 at 85M. Ratios are medians of the ratios of neighbouring
-rounds, and of CPU seconds, which hardly depend on how busy the machine is.
+(interleaved.py), so a busy machine is busy for all alike. With `--links MBIT` every worker is a host of its own, whose
+link is shaped in both directions (needs root, `ip`, `tc` and `nft`). One invocation is one size and one world; with
+`--beside ddp` a row takes one to three minutes.
+
+Targets, by stage. 1: 1.01 of DDP. 2: 1.05 of stage 1. 3: 0.80 of FSDP2 that frees with four workers and 0.85 with two,
+1.20 of DDP at 10M and 1.00 at 85M. Each with one mirror: 1.05 of without. On links: 1.1 × (its bytes ÷ DDP's bytes) of
+DDP. Ratios are medians of the ratios of neighbouring rounds; of two rows of Shoal, which run in processes of their own,
+the ratio of their ratios to DDP. CPU seconds hardly depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
 import model
-from cluster import Cluster, Job, end_cleanly
+from cluster import Cluster, Hosts, Job, end_cleanly
 from ddp import WAYS
 from tables import show, spread, verdict
+from wire import MB, QUEUE
 
 PATIENCE_SECONDS = 1200.0
+OF_DDP_BY_STAGE_1, OF_STAGE_1_BY_STAGE_2 = 1.01, 1.05
 OF_FSDP2 = {2: 0.85, 4: 0.80}
 """By workers, the most that a step of stage 3 may take of one of FSDP2."""
 OF_DDP = {"10M": 1.20, "85M": 1.00}
+OF_WITHOUT_MIRRORS = 1.05
+OF_BYTES = 1.1
+WALL, PROCESSOR, SENT = 0, 1, 2
 
-Rounds = dict[str, list[tuple[float, float]]]
-"""By way: (wall, CPU) seconds per step of each round."""
-
-
-def measure(size: str, workers: int, stage: int, mirrors: int) -> Rounds:
-    """One cluster's rounds."""
-    arguments = ("--workers", str(workers), "--stage", str(stage), "--beside", *WAYS)
-    job = Job(size, workers, workers, mirrors, script="interleaved.py", arguments=arguments)
-    with Cluster(job) as cluster:
-        (rounds,) = cluster.results(".json", patience=PATIENCE_SECONDS)
-    return dict(rounds)
+Rounds = dict[str, list[tuple[float, float, float]]]
+"""By way: (wall seconds, CPU seconds, bytes sent by rank 0) per step of each round."""
 
 
-def ratio(rounds: Rounds, way: str, index: int = 0) -> float:
-    """Of Shoal's rounds to another way's, each with its neighbour. `index`: 0 for wall time, 1 for CPU time."""
+@dataclass(frozen=True)
+class World:
+    """What all rows of a table share."""
+
+    size: str
+    workers: int
+    links: int
+    """Mbit/s of each; 0: none."""
+    beside: tuple[str, ...]
+    rounds: int
+    steps: int
+
+    def measure(self, stage: int, mirrors: int) -> Rounds:
+        """One cluster's rounds."""
+        arguments = ("--workers", str(self.workers), "--stage", str(stage), "--beside", *self.beside)
+        arguments += ("--rounds", str(self.rounds), "--steps", str(self.steps))
+        job = Job(self.size, self.workers, self.workers, mirrors, script="interleaved.py", arguments=arguments)
+        with Hosts(self.workers) if self.links else nullcontext() as hosts:
+            for host in range(1, self.workers + 1) if hosts is not None else ():
+                hosts.shape(host, 1_000 * self.links, QUEUE)
+            with Cluster(job, hosts) as cluster:
+                (rounds,) = cluster.results(".json", patience=PATIENCE_SECONDS)
+        return dict(rounds)
+
+
+Found = dict[tuple[int, int], Rounds]
+"""By stage and mirrors."""
+
+
+def ratio(rounds: Rounds, way: str, index: int = WALL) -> float:
+    """Of Shoal's rounds to another way's, each with its neighbour."""
     return median(mine[index] / theirs[index] for mine, theirs in zip(rounds["shoal"], rounds[way], strict=True))
 
 
-def row(size: str, workers: int, stage: int, mirrors: int) -> list[str]:
-    rounds = measure(size, workers, stage, mirrors)
-    of_fsdp2, of_ddp = ratio(rounds, "fsdp2 reshard"), ratio(rounds, "ddp")
-    targets = [
-        verdict(of_fsdp2, OF_FSDP2[workers]) if stage == 3 and workers in OF_FSDP2 else "",
-        verdict(of_ddp, OF_DDP[size]) if stage == 3 and size in OF_DDP else "",
-    ]
+def targets(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
+    """What is asked of a row, and whether it is so."""
+    rounds = found[stage, mirrors]
+    of_ddp = ratio(rounds, "ddp")
+    if world.links:
+        most = OF_BYTES * ratio(rounds, "ddp", SENT)
+        return [f"{most:.3f} of DDP by its bytes: {verdict(of_ddp, round(most, 3))}"]
+    verdicts = []
+    if stage == 1 and not mirrors:
+        verdicts.append(f"DDP: {verdict(of_ddp, OF_DDP_BY_STAGE_1)}")
+    if stage == 2 and (1, mirrors) in found:
+        of = of_ddp / ratio(found[1, mirrors], "ddp")
+        verdicts.append(f"stage 1: {of:.3f}, {verdict(of, OF_STAGE_1_BY_STAGE_2)}")
+    if stage == 3 and world.size in OF_DDP:
+        verdicts.append(f"DDP: {verdict(of_ddp, OF_DDP[world.size])}")
+    if stage == 3 and world.workers in OF_FSDP2 and "fsdp2 reshard" in rounds:
+        verdicts.append(f"FSDP2: {verdict(ratio(rounds, 'fsdp2 reshard'), OF_FSDP2[world.workers])}")
+    if mirrors and (stage, 0) in found:
+        of = of_ddp / ratio(found[stage, 0], "ddp")
+        verdicts.append(f"without mirrors: {of:.3f}, {verdict(of, OF_WITHOUT_MIRRORS)}")
+    return verdicts
+
+
+def row(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
+    rounds = found[stage, mirrors]
+    others = [f"{ratio(rounds, way):.3f}" for way in world.beside]
+    sent = [f"{median(one[SENT] for one in rounds['shoal']) / MB:.0f}"] if world.links else []
     return [
-        size, str(workers), str(stage), str(mirrors), spread([wall for wall, _ in rounds["shoal"]]),
-        f"{of_fsdp2:.3f}", targets[0], f"{of_ddp:.3f}", targets[1], f"{ratio(rounds, 'fsdp2'):.3f}",
-        f"{ratio(rounds, 'zero'):.3f}", f"{ratio(rounds, 'ddp', 1):.3f}", f"{ratio(rounds, 'fsdp2 reshard', 1):.3f}",
+        str(stage), str(mirrors), spread([one[WALL] for one in rounds["shoal"]]), *others,
+        f"{ratio(rounds, 'ddp', PROCESSOR):.3f}", *sent, "; ".join(targets(world, found, stage, mirrors)),
     ]  # fmt: skip
 
 
 def main() -> None:
     end_cleanly()
     parser = argparse.ArgumentParser(description="Steps of every ZeRO stage.")
-    parser.add_argument("--sizes", nargs="+", choices=list(model.SIZES), default=["10M"])
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--size", choices=list(model.SIZES), default="10M")
+    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--stages", nargs="+", type=int, choices=[1, 2, 3], default=[1, 2, 3])
     parser.add_argument("--mirrors", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--links", type=int, default=0, metavar="MBIT", help="Mbit/s of each; 0: this host's loopback")
+    parser.add_argument("--beside", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3, help="of a round")
     given = parser.parse_args()
-    head = ["model", "workers", "stage", "mirrors", "step, s", "of FSDP2 that frees", "target", "of DDP", "target"]
-    head += ["of FSDP2 that keeps", "of ZeroRedundancyOptimizer", "CPU of DDP", "CPU of FSDP2 that frees"]
-    for case in product(given.sizes, given.workers, given.stages, given.mirrors):
-        show("Steps by stage", head, [row(*case)])
+    if given.links and not Hosts.can_be_had():
+        sys.exit("--links needs network namespaces: root, and the commands ip, tc and nft.")
+    beside = tuple(dict.fromkeys(["ddp", *given.beside]))
+    world = World(given.size, given.workers, given.links, beside, given.rounds, given.steps)
+    title = f"A step, {world.size}, {world.workers} workers" + (f", {world.links} Mbit/s" if world.links else "")
+    head = ["stage", "mirrors", "step, s", *(f"of {way}" for way in beside), "CPU of DDP"]
+    head += ["MB sent", "target"] if world.links else ["target"]
+    found: Found = {}
+    for case in product(given.stages, given.mirrors):
+        found[case] = world.measure(*case)
+        print(row(world, found, *case), flush=True)
+    show(title, head, [row(world, found, *case) for case in found])
 
 
 if __name__ == "__main__":
