@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_protos.addresses import is_here, split_address
 from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
-from shoal_protos.validation import first_sentence
+from shoal_protos.validation import every_sentence
 
 from shoal_controller.store.etcd_url import EtcdAccess
 
@@ -99,7 +99,7 @@ class Settings(BaseSettings):
             super().__init__(**given)
         except ValidationError as error:
             faults = [{**fault, "loc": tuple(map(_variable, fault["loc"]))} for fault in error.errors()]
-            raise UserError(first_sentence(faults, "the environment")) from None
+            raise UserError(every_sentence(faults, "the environment")) from None
 
     @field_validator("http", "grpc")
     @classmethod

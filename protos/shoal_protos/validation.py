@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 LONGEST_SHOWN = 80
 """Characters of a wrong value that are repeated."""
+MOST_FAULTS = 20
+"""Faults that are listed, of however many."""
 
 Fault = Mapping[str, Any]
 """One entry of pydantic's `ValidationError.errors()`."""
@@ -28,6 +30,20 @@ class Allowed:
     """The values that a field may have, as the end of the sentence "expected …". Annotates the field."""
 
     text: str
+
+
+class Faults(ValueError):
+    """Several things that a validator has found at once, each a sentence. Raised by validators of models."""
+
+    def __init__(self, sentences: Sequence[str]) -> None:
+        super().__init__("; ".join(sentences))
+        self.sentences = tuple(sentences)
+
+
+def raise_all(sentences: Iterable[str]) -> None:
+    """Raises `Faults` where there are any."""
+    if found := list(sentences):
+        raise Faults(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +128,13 @@ def sentence(fault: Fault, whole: str, model: type[BaseModel] | None = None, sec
         where = f" at character {location[-1]}" if location else ""
         return f"{whole} is not JSON: {context.get('error', fault['msg'])}{where}"
     if kind == "extra_forbidden":
-        place, _, holder = find(location[:-1], model, section)
+        place, guess = _guess(fault, model, section)
+        _, _, holder = find(location[:-1], model, section)
         name, known = str(location[-1]), [*holder.model_fields] if holder else []
-        near = difflib.get_close_matches(name, known, 1)
         given = shown(fault["input"])
         if holder and any(map(_is_unshown, holder.model_fields.values())) and not _is_plain(fault["input"]):
             given = kind_of(fault["input"])
-        return unknown_key(place, name, given, known, _key(place, near[0]) if near else None)
+        return unknown_key(place, name, given, known, guess)
     key, field, _ = find(location, model, section)
     allowed = allowed_in(field) or BY_TYPE.get(kind, "").format(**_plain(context))
     if kind == "missing":
@@ -129,9 +145,30 @@ def sentence(fault: Fault, whole: str, model: type[BaseModel] | None = None, sec
     return f"{given}; expected {allowed}" if allowed else f"{given}: {fault['msg']}"
 
 
-def first_sentence(faults: Sequence[Fault], whole: str, model: type[BaseModel] | None = None) -> str:
-    """The sentence of the fault that helps most: an unknown key explains one that is missing."""
-    return sentence(min(faults, key=_rank), whole, model)
+def every_sentence(
+    faults: Sequence[Fault], whole: str, model: type[BaseModel] | None = None, given: object = None
+) -> str:
+    """All that is wrong: one sentence, or a list of them. Unknown keys come first: they explain what is missing.
+
+    `given`: the document, as it was checked. With it also what does not fit together in the rest of it is found, which
+    pydantic looks for only where nothing else is wrong.
+    """
+    found: list[str] = []
+    guessed = {_guess(fault, model)[1] for fault in faults if fault["type"] == "extra_forbidden"}
+    for fault in sorted(faults, key=_rank):
+        if fault["type"] != "missing" or find(fault["loc"], model)[0] not in guessed:
+            found += _sentences(fault, whole, model)
+    if model is not None and isinstance(given, dict):
+        found += _unfit(faults, whole, model, given)
+    return all_of(_without_repeats(dict.fromkeys(found)), whole)
+
+
+def all_of(sentences: Sequence[str], whole: str) -> str:
+    """One sentence, or a list of them."""
+    if len(sentences) == 1:
+        return sentences[0]
+    more = [f"… and {len(sentences) - MOST_FAULTS} more"] if len(sentences) > MOST_FAULTS else []
+    return "\n  - ".join([f"{whole} has {len(sentences)} faults:", *sentences[:MOST_FAULTS], *more])
 
 
 def find(
@@ -166,6 +203,58 @@ def model_in(field: FieldInfo | None) -> type[BaseModel] | None:
 def allowed_in(field: FieldInfo | None) -> str:
     """How the sentence "expected …" ends for a field that has an `Allowed`; else empty."""
     return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "") if field else ""
+
+
+def _guess(fault: Fault, model: type[BaseModel] | None, section: str = "") -> tuple[str, str | None]:
+    """Of an unknown key: the section that it stands in, and the whole key that was probably meant."""
+    place, _, holder = find(fault["loc"][:-1], model, section)
+    near = difflib.get_close_matches(str(fault["loc"][-1]), [*holder.model_fields] if holder else [], 1)
+    return place, _key(place, near[0]) if near else None
+
+
+def _sentences(fault: Fault, whole: str, model: type[BaseModel] | None) -> Sequence[str]:
+    """What a fault says: several sentences where a validator has found several."""
+    error = fault.get("ctx", {}).get("error")
+    return error.sentences if isinstance(error, Faults) else [sentence(fault, whole, model)]
+
+
+def _without_repeats(sentences: Iterable[str]) -> list[str]:
+    """Which keys are allowed in a section is said once."""
+    kept, seen = [], set()
+    for one in sentences:
+        said, separator, allowed = one.partition(" Allowed ")
+        kept.append(said.removesuffix(".") if allowed in seen else one)
+        if separator:
+            seen.add(allowed)
+    return kept
+
+
+def _unfit(faults: Sequence[Fault], whole: str, model: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
+    """What does not fit together in what is left of a document without its faults, where that can be checked."""
+    left, without = json.loads(json.dumps(given, default=repr)), []
+    for fault in faults:
+        without.append(find(fault["loc"], model)[0].partition("[")[0])
+        without.append(_guess(fault, model)[1] if fault["type"] == "extra_forbidden" else None)
+        _remove(left, fault["loc"])
+    try:
+        model.model_validate(left)
+    except ValidationError as error:
+        for fault in error.errors():
+            if fault["type"] == "value_error":
+                said = _sentences(fault, whole, model)
+                yield from (one for one in said if not any(f"`{key}`" in one for key in without if key))
+
+
+def _remove(left: dict[str, Any], location: Sequence[str | int]) -> None:
+    """The entry of a document at a place, or the one that holds it where that is in a list."""
+    holder, name = left, None
+    for part in location:
+        inner = holder[name] if name is not None else left
+        if not isinstance(inner, dict) or part not in inner:
+            break
+        holder, name = inner, part
+    if name is not None:
+        del holder[name]
 
 
 def _is_unshown(field: FieldInfo) -> bool:

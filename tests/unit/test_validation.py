@@ -6,7 +6,7 @@ from typing import Annotated
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from shoal_protos.validation import LONGEST_SHOWN, Allowed, first_sentence, sentence, shown
+from shoal_protos.validation import LONGEST_SHOWN, Allowed, every_sentence, sentence, shown
 
 
 class Inner(BaseModel):
@@ -56,7 +56,7 @@ def test_a_section_stands_where_it_does_in_the_whole() -> None:
 def test_an_unknown_key_comes_before_the_one_that_is_missing_for_it() -> None:
     with pytest.raises(ValidationError) as refusal:
         Outer.model_validate({"iner": {}})
-    assert first_sentence(refusal.value.errors(), "the thing", Outer).startswith("`iner` is an unknown key (given: {})")
+    assert every_sentence(refusal.value.errors(), "the thing", Outer).startswith("`iner` is an unknown key (given: {})")
 
 
 def test_of_a_long_value_only_the_beginning_is_written() -> None:

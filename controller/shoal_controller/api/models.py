@@ -7,10 +7,11 @@ wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from shoal_protos.validation import Allowed, Unshown, wrong_value
+from shoal_protos.validation import Allowed, Unshown, raise_all, wrong_value
 
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
@@ -94,62 +95,55 @@ class JobBody(Body):
     @field_validator("command")
     @classmethod
     def _a_command_for_the_system(cls, command: list[str]) -> list[str]:
-        for index, word in enumerate(command):
-            _check_text(f"`command[{index}]`", word)
+        raise_all(fault for index, word in enumerate(command) for fault in _text_faults(f"`command[{index}]`", word))
         return command
 
     @field_validator("env")
     @classmethod
     def _an_env_for_the_system(cls, env: dict[str, str]) -> dict[str, str]:
-        for name, value in env.items():
-            if not name or "=" in name:
-                shown = name.partition("=")[0]
-                raise ValueError(
-                    f"`env` has a variable named {shown + '=…' if name else name!r}; expected a name that is not empty "
-                    "and has no ="
-                )
-            if name in SET_BY_SHOAL:
-                raise ValueError(f"`env.{name}` is set by Shoal itself; leave it out")
-            _check_text("a name in `env`", name)
-            _check_text(f"`env.{name}`", value)
+        raise_all(fault for name, value in env.items() for fault in _variable_faults(name, value))
         return env
 
     @model_validator(mode="after")
     def _what_fits_together(self) -> Self:
+        raise_all((*self._size_faults(), *self._launcher_faults(), *self._kubernetes_faults()))
+        return self
+
+    def _size_faults(self) -> Iterator[str]:
         least, most = self.workers.min, self.workers.max or self.lanes
         whose = "workers.max" if self.workers.max else "lanes"
         wanted = self.workers.wanted
         if most is not None and least > most:
-            raise ValueError(f"`workers.min` is {least}; expected 1 to {most} (`{whose}`)")
-        if wanted is not None and (wanted < least or (most is not None and wanted > most)):
+            yield f"`workers.min` is {least}; expected 1 to {most} (`{whose}`)"
+        elif wanted is not None and (wanted < least or (most is not None and wanted > most)):
             upper = f"{most} (`{whose}`)" if most is not None else "the job's lanes"
-            raise ValueError(f"`workers.wanted` is {wanted}; expected {least} (`workers.min`) to {upper}")
+            yield f"`workers.wanted` is {wanted}; expected {least} (`workers.min`) to {upper}"
         if self.lanes is not None and self.workers.max is not None and self.workers.max > self.lanes:
-            raise ValueError(
+            yield (
                 f"`workers.max` is {self.workers.max}, but `lanes` is {self.lanes} and every worker trains at least "
                 f"one lane; expected {least} to {self.lanes}"
             )
+
+    def _launcher_faults(self) -> Iterator[str]:
         if self.launcher != "none" and not self.command:
-            raise ValueError(
+            yield (
                 f"`command` is missing; launcher {self.launcher} needs the command of each worker, such as "
                 "[python, train.py]"
             )
         if self.launcher == "none" and (self.command or self.env):
             given = "command" if self.command else "env"
-            raise ValueError(f"`{given}` is given, but `launcher` is none and starts nothing; set `launcher` to local")
-        self._check_kubernetes()
-        return self
+            yield f"`{given}` is given, but `launcher` is none and starts nothing; set `launcher` to local"
 
-    def _check_kubernetes(self) -> None:
+    def _kubernetes_faults(self) -> Iterator[str]:
         """What launcher `kubernetes` needs, and nothing else takes."""
         if self.launcher != "kubernetes":
             if self.kubernetes is not None:
-                raise ValueError(f"`kubernetes` is given, but `launcher` is {self.launcher}; leave the section out")
+                yield f"`kubernetes` is given, but `launcher` is {self.launcher}; leave the section out"
             return
         if self.kubernetes is None:
-            raise ValueError("`kubernetes` is missing; launcher kubernetes needs a section with an image")
+            yield "`kubernetes` is missing; launcher kubernetes needs a section with an image"
         if not re.fullmatch(POD_NAME, self.job):
-            raise ValueError(
+            yield (
                 f"`job` is {self.job!r}; pods are named after their job: expected at most 52 small letters, digits and "
                 "`-`, a letter or digit first and last"
             )
@@ -224,11 +218,27 @@ class DrainBody(Body):
     """Reason for the drain, shown in the job's history. Default: none."""
 
 
-def _check_text(key: str, text: str) -> None:
+def _variable_faults(name: str, value: str) -> Iterator[str]:
+    """What a process cannot have in its environment."""
+    if not name or "=" in name:
+        shown = name.partition("=")[0]
+        yield (
+            f"`env` has a variable named {shown + '=…' if name else name!r}; expected a name that is not empty and has "
+            "no ="
+        )
+    elif name in SET_BY_SHOAL:
+        yield f"`env.{name}` is set by Shoal itself; leave it out"
+    elif faults := list(_text_faults("a name in `env`", name)):
+        yield from faults
+    else:
+        yield from _text_faults(f"`env.{name}`", value)
+
+
+def _text_faults(key: str, text: str) -> Iterator[str]:
     """What a process cannot be started with."""
     if "\0" in text:
-        raise ValueError(f"{key} has a NUL character, which cannot be passed to a process")
+        yield f"{key} has a NUL character, which cannot be passed to a process"
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{key} is not valid text (a lone surrogate); send it as UTF-8") from None
+        yield f"{key} is not valid text (a lone surrogate); send it as UTF-8"

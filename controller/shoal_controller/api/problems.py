@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import ShoalError, UserError
-from shoal_protos.validation import first_sentence
+from shoal_protos.validation import every_sentence
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
@@ -98,7 +98,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     if any(not fault["loc"] and isinstance(fault.get("input"), bytes) for fault in faults):
         sentence = f"{whole} came without the header `Content-Type: application/json`; send it as JSON, and say so"
     else:
-        sentence = first_sentence(faults, whole, model)
+        sentence = every_sentence(faults, whole, model, error.body)
     return problem(request.url.path, UserError.http_status, sentence, UserError.problem_code)
 
 

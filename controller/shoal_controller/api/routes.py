@@ -29,6 +29,7 @@ from shoal_controller.api.answers import (
 from shoal_controller.api.dependencies import AWorker, Leading, Readable, controller_of, shell_to_change
 from shoal_controller.api.event_filter import AFilter
 from shoal_controller.api.event_routes import A_STREAM
+from shoal_controller.api.known_parameters import check_parameters
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
 from shoal_controller.api.page_answers import saved_at
 from shoal_controller.api.pages import (
@@ -51,7 +52,7 @@ from shoal_controller.event_bounds import EVENTS_KEPT
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
 
-router = APIRouter(prefix="/v1", responses=ERRORS)
+router = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(check_parameters)])
 
 
 def after_revision(

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from shoal_protos.errors import UserError
-from shoal_protos.validation import first_sentence
+from shoal_protos.validation import every_sentence
 
 from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.events import Scale
@@ -36,7 +36,7 @@ def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
     try:
         body = JobBody.model_validate(given)
     except ValidationError as error:
-        sentence = first_sentence(error.errors(include_url=False), f"the spec of {FULL_NAME}/{name}", JobBody)
+        sentence = every_sentence(error.errors(include_url=False), f"the spec of {FULL_NAME}/{name}", JobBody, given)
         raise UserError(sentence) from None
     if body.launcher != "kubernetes":
         raise UserError(f"`launcher` is {body.launcher}; expected kubernetes, which starts the workers of a resource")

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 from shoal_protos.runs import Runs
-from shoal_protos.validation import first_sentence
+from shoal_protos.validation import every_sentence
 
 from shoal.checkpoint.checksum import CHECKSUM_BYTES
 from shoal.checkpoint.container import DTYPES
@@ -223,7 +223,7 @@ def parse_part(content: bytes, where: str) -> FileEntry:
     try:
         return FileEntry.model_validate_json(content)
     except ValidationError as error:
-        raise CheckpointDamaged(f"{where} is damaged: {first_sentence(error.errors(), 'it')}.") from None
+        raise CheckpointDamaged(f"{where} is damaged: {every_sentence(error.errors(), 'it')}.") from None
 
 
 def _refusal(content: bytes, error: ValidationError, where: str) -> str:
@@ -242,7 +242,7 @@ def _refusal(content: bytes, error: ValidationError, where: str) -> str:
                 f"{where} has {kind} version {found}; this Shoal reads {read}. Use the version that wrote it, or "
                 "export its model there and import it here."
             )
-    return f"{where} is damaged: {first_sentence(error.errors(), 'it')}."
+    return f"{where} is damaged: {every_sentence(error.errors(), 'it')}."
 
 
 def _broken(manifest: Manifest) -> Iterator[str]:

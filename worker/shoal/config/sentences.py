@@ -89,9 +89,7 @@ def _nearest(key: str, name: str, known: set[str]) -> str | None:
 
 def all_of(faults: Sequence[str]) -> str:
     """One sentence, or a list of them."""
-    if len(faults) == 1:
-        return faults[0]
-    return "\n  - ".join([f"the config has {len(faults)} faults:", *faults])
+    return validation.all_of(faults, "the config")
 
 
 def sentences_of(error: ValidationError, model: type[BaseModel] = Document, section: str = "") -> list[str]:

@@ -13,7 +13,7 @@ from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
 from shoal_protos.pem import read_pem
-from shoal_protos.validation import first_sentence
+from shoal_protos.validation import every_sentence
 
 from shoal.session.certificates import WorkerCertificates
 
@@ -78,7 +78,7 @@ class SessionSettings(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise UserError(first_sentence(error.errors(), "the environment")) from None
+            raise UserError(every_sentence(error.errors(), "the environment")) from None
 
     @field_validator("controller")
     @classmethod
