@@ -1,4 +1,5 @@
-"""The operators' token of this machine: `shoal run` and `shoal demo` keep it in a file, commands look for it there.
+"""The operators' token of this machine: `shoal run` and `shoal demo` keep it in a file, where commands
+look for it (`shoal_protos.bearer`).
 
 Also how tokens are compared. Those of workers are made in `worker_tokens.py`, named ones in `token_register.py`.
 """
@@ -10,9 +11,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from shoal_protos.bearer import TOKEN_FILE, kept_token
 from shoal_protos.errors import UserError
-
-FILE = "token"
 
 
 def is_same(shown: str, expected: str) -> bool:
@@ -20,31 +20,20 @@ def is_same(shown: str, expected: str) -> bool:
     return hmac.compare_digest(shown.encode(errors="surrogateescape"), expected.encode())
 
 
-def kept_token(folder: Path) -> str:
-    """The operators' token that a controller of this machine has written there; empty where there is none."""
-    try:
-        return (folder / FILE).read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return ""
-    except (OSError, ValueError) as error:
-        raise UserError(f"the token in {folder / FILE} cannot be read: {error}; set SHOAL_TOKEN") from None
-
-
 def made_token(folder: Path) -> str:
     """The token kept there, made (readable by this user only) where there is none."""
-    token = kept_token(folder)
+    token, file = kept_token(folder), folder / TOKEN_FILE
     if not token:
         token = secrets.token_urlsafe(32)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f"{FILE}.", delete=False) as new:  # mode 0600
+            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f"{TOKEN_FILE}.", delete=False) as new:  # 0600
                 new.write(token + "\n")
-            Path(new.name).replace(folder / FILE)
+            Path(new.name).replace(file)
         except OSError as error:
-            raise UserError(f"no token can be written to {folder / FILE}: {error.strerror}; set SHOAL_TOKEN") from None
-    elif others := (folder / FILE).stat().st_mode & 0o077:
+            raise UserError(f"no token can be written to {file}: {error.strerror}; set SHOAL_TOKEN") from None
+    elif others := file.stat().st_mode & 0o077:
         raise UserError(
-            f"{folder / FILE} can be read by others (mode {0o600 | others:o}); expected 600. Remove it: a new one is "
-            "made"
+            f"{file} can be read by others (mode {0o600 | others:o}); expected 600. Remove it: a new one is made"
         )
     return token

@@ -18,7 +18,7 @@ OPENING = """\
 <!-- Written by `make docs` from the code; do not edit. -->
 
 The API of a controller, under `/v1`. A running controller shows its schema at `/docs` and gives it as
-`/openapi.json`, from which clients can be generated; `shoal.client` is one for Python ([below](#from-python)). Changes
+`/openapi.json`, from which clients can be generated; [`shoal.client`](client.md) is one for Python. Changes
 answer 202 with the job as it is then. Whoever asks shows a token: [security](security.md).
 
 ## Requests
@@ -76,7 +76,9 @@ with `If-Match` they are made once.
 ## Problems
 
 Errors are `application/problem+json` (RFC 9457): `detail` is one sentence for people, which may change; `code` is for
-programs, and does not change. `type` is `urn:shoal:outcome-unknown` for `outcome_unknown`.
+programs, and does not change. `type` is `urn:shoal:outcome-unknown` for `outcome_unknown`. Where several things are wrong
+with a body or a query, `detail` lists all of them, a line each; unknown keys and parameters are refused, with the nearest
+known one.
 
 | code | meaning |
 |---|---|

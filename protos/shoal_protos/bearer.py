@@ -1,9 +1,15 @@
-"""Which tokens an `Authorization: Bearer` header can carry. For both sides.
+"""Which tokens an `Authorization: Bearer` header can carry, and where this machine keeps its operators'.
 
-What cannot be sent is refused before it is: the libraries that send it repeat it in their errors.
+For both sides. What cannot be sent is refused before it is: the libraries that send it repeat it in their errors.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+
+from shoal_protos.errors import UserError
+
+TOKEN_FILE = "token"
 
 UNSENDABLE = "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"
 
@@ -11,3 +17,13 @@ UNSENDABLE = "SHOAL_TOKEN has characters that an HTTP header cannot carry; use p
 def is_sendable(token: str) -> bool:
     """Whether it arrives as it is: printable ASCII without blanks around it."""
     return token.isascii() and token.isprintable() and token == token.strip()
+
+
+def kept_token(folder: Path) -> str:
+    """The operators' token that a controller of this machine has written there; empty where there is none."""
+    try:
+        return (folder / TOKEN_FILE).read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise UserError(f"the token in {folder / TOKEN_FILE} cannot be read: {error}; set SHOAL_TOKEN") from None

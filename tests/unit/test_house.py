@@ -56,6 +56,7 @@ PURE_VOCABULARY = {
 }
 
 SHARED_CLASS_NAMES = {
+    "Client": "of the command; of programs, which have no controller's code",
     "Change": "of a key in the store; of the world, as a worker reports it",
     "Compacted": "of the store; of etcd's client, which knows nothing of it",
     "Dialogue": "the two ends of a session",

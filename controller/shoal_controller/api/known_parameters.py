@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 from fastapi import Request
 from shoal_protos.errors import UserError
 from shoal_protos.validation import all_of
 
 
-def check_parameters(request: Request) -> None:
+async def check_parameters(request: Request) -> None:
     """Raises `UserError` that names them all."""
     if not request.query_params:
         return
-    operation = request.app.openapi()["paths"][request.scope["route"].path][request.method.lower()]
-    known = sorted(one["name"] for one in operation.get("parameters", ()) if one["in"] == "query")
+    known = _parameters(request.app.openapi(), request.scope["route"].name)
     if unknown := [name for name in request.query_params if name not in known]:
         raise UserError(all_of([_refused(name, known) for name in unknown], "the query"))
+
+
+def _parameters(document: dict[str, Any], operation: str) -> list[str]:
+    """Those in the query of an operation, as the OpenAPI document has them."""
+    paths = document["paths"].values()
+    asked = next(one for methods in paths for one in methods.values() if one["operationId"] == operation)
+    return sorted(one["name"] for one in asked.get("parameters", ()) if one["in"] == "query")
 
 
 def _refused(name: str, known: Iterable[str]) -> str:

@@ -18,12 +18,11 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 from shoal_protos.addresses import is_here
-from shoal_protos.bearer import UNSENDABLE, is_sendable
+from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
-from shoal_controller.tokens import kept_token
 
 Json = dict[str, Any]
 """A job, a worker, an event or a report, as REST returns it."""

@@ -1,0 +1,176 @@
+"""The client: one method per operation of REST, by its name there (docs/rest.md), and two that wait.
+
+Those of tokens are in `token_calls.py`. It knows what may be sent again; `sending.py` does so. Nothing is kept between
+calls.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from shoal.client.rest_answers import CheckpointInfo, EventInfo, JobInfo, ReportInfo, WorkerInfo
+from shoal.client.sending import Json, RestSender
+from shoal.client.token_calls import TokenCalls
+
+RETRY_SECONDS = 10.0
+LOOK_SECONDS = 0.5
+"""Between two looks at a job that is waited for."""
+REJOIN_SECONDS = 0.5
+"""Before a stream that brought nothing is opened again."""
+
+
+class Client(TokenCalls):
+    """One controller, by the URL of its REST API. Close it, or use it in a `with` statement.
+
+    Every method raises `RestProblem`, with a stable `code`, for what the controller refuses, and `NoController` where
+    none answers.
+    """
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS
+    ) -> None:
+        """`url`: default SHOAL_URL, else http://127.0.0.1:7070. `token`: default SHOAL_TOKEN, else, for a controller of
+        this machine, the one that `shoal run` keeps in `.shoal` (SHOAL_DATA). `retry_seconds`: how long a request is
+        sent again that a controller did not take; 0: it is sent once.
+        """
+        super().__init__(RestSender(url, token, retry_seconds))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End its connections."""
+        self._sender.close()
+
+    # ---- jobs
+
+    def list_jobs(self) -> Iterator[JobInfo]:
+        """All jobs by name, finished ones too. Pages are asked for while you iterate."""
+        return (JobInfo.model_validate(one) for one in self._sender.pages("/jobs", "jobs"))
+
+    def create_job(self, spec: Mapping[str, Any], *, key: str | None = None) -> JobInfo:
+        """Create a job from its specification, the object of a `job.yaml`. A finished job of that name is replaced.
+
+        `key`: the Idempotency-Key. Default: a new one for every call, so that a lost answer makes no second job. Keep
+        one of your own where your program may be started again.
+        """
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        return JobInfo.model_validate(self._sender.ask("POST", "/jobs", dict(spec), headers, is_repeatable=True))
+
+    def get_job(self, job: str) -> JobInfo:
+        """A job as it is now."""
+        return JobInfo.model_validate(self._sender.ask("GET", _path(job)))
+
+    def get_job_spec(self, job: str) -> Json:
+        """What a job was made with, defaults filled in: `create_job` takes it."""
+        return self._sender.ask("GET", _path(job, "spec"))
+
+    def delete_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
+        """Stop a job; its events stay. Forget a job that is over."""
+        return self._changed("DELETE", _path(job), None, if_version)
+
+    def scale_job(
+        self,
+        job: str,
+        workers: int | None = None,
+        *,
+        min: int | None = None,
+        max: int | None = None,
+        if_version: str | None = None,
+    ) -> JobInfo:
+        """Set how many workers are wanted, or between which numbers that may be."""
+        asked = {"workers": workers, "min": min, "max": max}
+        body = {name: number for name, number in asked.items() if number is not None}
+        return self._changed("POST", _path(job, "scale"), body, if_version)
+
+    def pause_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
+        """Pause training; workers stay connected."""
+        return self._changed("POST", _path(job, "pause"), None, if_version)
+
+    def resume_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
+        """Resume a paused job."""
+        return self._changed("POST", _path(job, "resume"), None, if_version)
+
+    def get_report(self, job: str) -> ReportInfo:
+        """The report of a job's run, as `shoal run --json` writes it."""
+        return ReportInfo.model_validate(self._sender.ask("GET", _path(job, "report")))
+
+    def wait_for_job(self, job: str, *, timeout_seconds: float | None = None) -> JobInfo:
+        """Wait until a job is over. Raises `TimeoutError`."""
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not (seen := self.get_job(job)).is_over:
+            if deadline is not None and time.monotonic() + LOOK_SECONDS > deadline:
+                raise TimeoutError(
+                    f"job {job} is {seen.phase} at step {seen.step} after {timeout_seconds:g} s: {seen.reason}"
+                )
+            time.sleep(LOOK_SECONDS)
+        return seen
+
+    # ---- workers
+
+    def list_workers(self, job: str) -> Iterator[WorkerInfo]:
+        """A job's workers by their numbers, those that are gone too."""
+        return (WorkerInfo.model_validate(one) for one in self._sender.pages(_path(job, "workers"), "workers"))
+
+    def drain_worker(
+        self, job: str, worker: str, *, grace_seconds: float | None = None, why: str = "", if_version: str | None = None
+    ) -> JobInfo:
+        """Have a worker's blocks copied elsewhere, then let it go."""
+        body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
+        body |= {"why": why} if why else {}
+        return self._changed("POST", _path(job, "workers", worker, "drain"), body, if_version)
+
+    def confirm_worker_lost(self, job: str, worker: str, *, if_version: str | None = None) -> JobInfo:
+        """Confirm that a silent worker is dead, so that nobody waits for it."""
+        return self._changed("POST", _path(job, "workers", worker, "lost"), None, if_version)
+
+    # ---- events and checkpoints
+
+    def list_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
+        """A job's events after a revision, oldest first, up to the present one."""
+        return (EventInfo.model_validate(one) for one in self._sender.pages(_path(job, "events"), "events", after))
+
+    def follow_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
+        """The same, and then every event as it happens. It never ends by itself, also where the job does; it comes
+        again where the connection breaks, and misses nothing.
+        """
+        while True:
+            before = after
+            for line in self._sender.lines(f"{_path(job, 'events')}?after={after}"):
+                if line.startswith("data:"):
+                    event = EventInfo.model_validate(json.loads(line.removeprefix("data:")))
+                    after = event.revision
+                    yield event
+            if after == before:
+                time.sleep(REJOIN_SECONDS)
+
+    def list_checkpoints(self, job: str) -> Iterator[CheckpointInfo]:
+        """A job's complete checkpoints, newest first."""
+        return (
+            CheckpointInfo.model_validate(one) for one in self._sender.pages(_path(job, "checkpoints"), "checkpoints")
+        )
+
+    def save_checkpoint(self, job: str, *, if_version: str | None = None) -> JobInfo:
+        """Save a checkpoint after the next step; it is listed once it is complete."""
+        return self._changed("POST", _path(job, "checkpoints"), None, if_version)
+
+    # ---- inside
+
+    def _changed(self, method: str, path: str, body: Json | None, if_version: str | None) -> JobInfo:
+        headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
+        return JobInfo.model_validate(self._sender.ask(method, path, body, headers))
+
+
+def _path(job: str, *below: str) -> str:
+    return "/".join(["/jobs", *(quote(part, safe="") for part in (job, *below))])

@@ -1,0 +1,38 @@
+"""The client's methods for tokens: those of people and programs, and those of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import quote
+
+from shoal.client.rest_answers import TokenInfo
+from shoal.client.sending import RestSender
+
+
+class TokenCalls:
+    """Part of `Client`."""
+
+    def __init__(self, sender: RestSender) -> None:
+        self._sender = sender
+
+    def get_join_token(self, job: str) -> str:
+        """The token for workers of this run of a job."""
+        return str(self._sender.ask("POST", f"/jobs/{quote(job, safe='')}/token", is_repeatable=True)["token"])
+
+    def list_tokens(self) -> Iterator[TokenInfo]:
+        """All named tokens, without their secrets, by name."""
+        return (TokenInfo.model_validate(one) for one in self._sender.pages("/tokens", "tokens"))
+
+    def create_token(self, name: str, role: str, *, days: int | None = None) -> TokenInfo:
+        """Create a named token of role `view`, `operate` or `admin`; the answer has its secret, this once."""
+        asked = {"name": name, "role": role, "days": days}
+        return TokenInfo.model_validate(self._sender.ask("POST", "/tokens", asked))
+
+    def rotate_token(self, name: str, *, keep_seconds: float | None = None) -> TokenInfo:
+        """Give a token a new secret; the old one stays valid for a while."""
+        body = {} if keep_seconds is None else {"keep_seconds": keep_seconds}
+        return TokenInfo.model_validate(self._sender.ask("POST", f"/tokens/{quote(name, safe='')}/rotate", body))
+
+    def revoke_token(self, name: str) -> TokenInfo:
+        """Revoke a token: from now on it opens nothing."""
+        return TokenInfo.model_validate(self._sender.ask("DELETE", f"/tokens/{quote(name, safe='')}"))
