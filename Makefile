@@ -16,7 +16,7 @@
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
-#   make docs       regenerate pages of docs/ (phases, events, controller, REST, configuration, chart) and what the chart
+#   make docs       regenerate pages of docs/ (phases, events, controller, REST, command, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
 #   make page       run all tests of the controller's page, and measure it with 100 jobs of 100 simulated workers
 #   make page-pictures  take docs/pictures/page-*.png of a real run with a kill in it; needs chromium
@@ -161,6 +161,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate/controller.py
 	$(BIN)/python docs/generate/rest.py
 	$(BIN)/python docs/generate/script_table.py
+	$(BIN)/python docs/generate/command.py
 	$(BIN)/python docs/generate/chart.py
 	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python docs/generate/dashboards.py

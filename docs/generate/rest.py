@@ -76,9 +76,9 @@ with `If-Match` they are made once.
 ## Problems
 
 Errors are `application/problem+json` (RFC 9457): `detail` is one sentence for people, which may change; `code` is for
-programs, and does not change. `type` is `urn:shoal:outcome-unknown` for `outcome_unknown`. Where several things are wrong
-with a body or a query, `detail` lists all of them, a line each; unknown keys and parameters are refused, with the nearest
-known one.
+programs, and does not change. `type` is `urn:shoal:outcome-unknown` for `outcome_unknown`. Where several things are
+wrong with a body or a query, `detail` lists all of them, a line each; unknown keys and parameters are refused, with the
+nearest known one.
 
 | code | meaning |
 |---|---|

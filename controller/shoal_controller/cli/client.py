@@ -53,6 +53,8 @@ class Client:
         controller whose certificate needs no authority. Default: SHOAL_CA, else what this system trusts.
         """
         self.url = url.rstrip("/")
+        self.date = ""
+        """What the controller's clock showed at its last answer, as HTTP writes it."""
         parts = urlsplit(self.url)
         if "@" in parts.netloc:
             raise UserError("the controller's URL has a user or a password in it; set SHOAL_TOKEN instead")
@@ -91,6 +93,9 @@ class Client:
 
     async def job(self, job: str) -> Json:
         return await self._ask("GET", f"/jobs/{quote(job, safe='')}")
+
+    async def spec(self, job: str) -> Json:
+        return await self._ask("GET", f"/jobs/{quote(job, safe='')}/spec")
 
     async def workers(self, job: str) -> list[Json]:
         return await self._list(f"/jobs/{quote(job, safe='')}/workers", "workers")
@@ -185,6 +190,7 @@ class Client:
     async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
         try:
             answer = await self._http.send(request, stream=stream)
+            self.date = answer.headers.get("date", "")
             if answer.is_error:
                 await answer.aread()
                 await answer.aclose()

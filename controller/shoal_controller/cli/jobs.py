@@ -19,15 +19,29 @@ async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
         listed("jobs", await client.jobs(), jobs_table, output)
 
 
-async def describe(job: Job, url: Url = DEFAULT_URL) -> None:
-    """Show a job, its workers and its resizes."""
+async def describe(
+    job: Job,
+    spec: Annotated[bool, typer.Option("--spec", help="Print what the job was made with, as YAML or JSON.")] = False,
+    url: Url = DEFAULT_URL,
+    output: Output = Form.TABLE,
+) -> None:
+    """Show a job, its workers and its resizes.
+
+    With --spec, print its specification instead, defaults filled in: `shoal submit` takes it.
+    """
     from shoal_controller.cli.client import Client
-    from shoal_controller.cli.tables import job_lines, resizes_table, show, workers_table
+    from shoal_controller.cli.tables import job_lines, resizes_table, show, workers_table, written
 
     async with Client(url) as client:
+        if spec:
+            typer.echo(written(await client.spec(job), Form.YAML if output is Form.TABLE else output))
+            return
         described = await client.job(job)
         workers = await client.workers(job)
         report = await client.report(job)
+    if output is not Form.TABLE:
+        typer.echo(written({"job": described, "workers": workers, "report": report}, output))
+        return
     show(*job_lines(described), workers_table(workers), resizes_table(report["generations"]))
 
 

@@ -17,6 +17,7 @@ import typer
 from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, import_, verify
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
+from shoal_controller.cli.doctor import doctor
 from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
 from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.events import events
@@ -32,7 +33,7 @@ from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,
-    checkpoints, events, logs, plot, workers, top, verify, export, import_, estimate,
+    checkpoints, events, logs, plot, workers, top, verify, export, import_, estimate, doctor,
 )  # fmt: skip
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)
@@ -55,7 +56,6 @@ def _ended(command: Command) -> Callable[..., None]:
 app = typer.Typer(
     help="Elastic training for PyTorch: workers come and go, the result stays the same.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

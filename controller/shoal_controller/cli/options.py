@@ -8,11 +8,21 @@ from typing import Annotated
 
 import typer
 
+from shoal_controller.cli.completion import job_names, worker_names
+
 DEFAULT_URL = "http://127.0.0.1:7070"
 
 Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", help="REST address of the controller.")]
 
-Job = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)]
+Job = Annotated[
+    str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False, autocompletion=job_names)
+]
+Worker = Annotated[
+    str,
+    typer.Argument(
+        metavar="WORKER", help="Id of the worker (w0, w1, …).", show_default=False, autocompletion=worker_names
+    ),
+]
 
 
 class Form(StrEnum):

@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
-
-Worker = Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker (w0, w1, …).", show_default=False)]
+from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url, Worker
 
 
 async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:

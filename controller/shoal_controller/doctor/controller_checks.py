@@ -1,0 +1,187 @@
+"""What `shoal doctor` finds of what a controller needs here: its ports, its store, its token; and of one that runs.
+
+Nothing is left behind: no folder is made, no store opened for writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from shoal_protos.addresses import split_address
+from shoal_protos.errors import ShoalError
+from shoal_protos.finding import Check, Finding, Given, Verdict
+
+STORE_BYTES = 1 << 30
+ETCD_SECONDS = 5.0
+PROBE_SECONDS = 2.0
+MOST_BYTES = 4096
+SKEW_SECONDS = 5.0
+"""More of it between two clocks is more than a request under way explains."""
+REMOTE = "another store, such as etcd"
+
+
+def ports(given: Given) -> Finding:
+    """Whether the two ports of a controller are free."""
+    expected = "both free, where a controller is to be started"
+    taken: dict[str, str] = {}
+    for name in ("http", "grpc"):
+        try:
+            why = _why_not(*split_address(str(given[name])))
+        except ValueError as error:
+            return Finding("ports", Verdict.FAILED, f"--{name}: {error}", "HOST:PORT", f"give another --{name}")
+        if why:
+            taken[name] = f"{given[name]} ({why})"
+    if not taken:
+        return Finding("ports", Verdict.OK, f"{given['http']} and {given['grpc']} are free", expected)
+    if "http" in taken and _is_controller(*split_address(str(given["http"]))):
+        return Finding("ports", Verdict.OK, f"a controller is running at {given['http']}", expected)
+    todo = "end what has them, or give others: --http HOST:PORT, --grpc HOST:PORT (port 0 picks a free one)"
+    return Finding("ports", Verdict.FAILED, f"not free: {' and '.join(taken.values())}", expected, todo)
+
+
+def _is_controller(host: str, port: int) -> bool:
+    """Whether what has the port is a controller of Shoal."""
+    asked = HTTPConnection(host, port, timeout=PROBE_SECONDS)
+    try:
+        asked.request("GET", "/healthz")
+        return json.loads(asked.getresponse().read(MOST_BYTES)).get("status") == "ok"
+    except (OSError, HTTPException, ValueError, AttributeError):
+        return False
+    finally:
+        asked.close()
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why a port cannot be listened on; empty where it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, protocol)) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+            door.listen(1)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
+def store(given: Given) -> Finding:
+    """Whether the store can be used."""
+    url = str(given["store"])
+    if url.startswith("etcd://"):
+        return _etcd(url)
+    folder = Path(url.removeprefix("embedded:"))
+    if not url.startswith("embedded:") or not folder.name:
+        return Finding("store", Verdict.FAILED, url, "embedded:DIR or etcd://HOST:PORT/PREFIX", "give another --store")
+    return _embedded(folder)
+
+
+def _embedded(folder: Path) -> Finding:
+    expected = "a folder of a local disk, writable, with 1 GB of room"
+    place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "is no folder" if not place.is_dir() else "cannot be written"
+        return Finding("store", Verdict.FAILED, f"{place} {what}", expected, "give --store embedded:DIR")
+    free = shutil.disk_usage(place).free
+    found = f"{folder}, {'new' if place != folder.absolute() else 'in use' if _is_held(folder) else 'not in use'}"
+    found += f", {free / 1e9:.1f} GB free"
+    if free < STORE_BYTES:
+        return Finding("store", Verdict.WARNING, found, expected, f"free some space, or give {REMOTE}")
+    return Finding("store", Verdict.OK, found, expected)
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a controller has it. Its lock is not tried, for it could not be taken by one that starts meanwhile."""
+    try:
+        number = (folder / "lock").stat().st_ino
+        locks = Path("/proc/locks").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return any("FLOCK" in line and f":{number} " in line for line in locks.splitlines())
+
+
+def _etcd(url: str) -> Finding:
+    expected = "an etcd that answers"
+    shown = url.partition("@")[2] if "@" in url else url
+    todo = "look at its address, its certificates and SHOAL_ETCD_… (docs/availability.md)"
+
+    async def asked() -> None:
+        from shoal_controller.settings import Settings
+        from shoal_controller.store.open import open_store
+
+        settings = Settings(store=url)
+        async with asyncio.timeout(ETCD_SECONDS):
+            opened = await open_store(url, None, settings.etcd)
+            await opened.get("/doctor")
+            await opened.close()
+
+    try:
+        asyncio.run(asked())
+    except TimeoutError:
+        return Finding("store", Verdict.FAILED, f"{shown} has not answered for {ETCD_SECONDS:g} s", expected, todo)
+    except ShoalError as error:
+        return Finding("store", Verdict.FAILED, str(error), expected, todo)
+    return Finding("store", Verdict.OK, f"{shown} answers", expected)
+
+
+def token(given: Given) -> Finding:
+    """The file with the token of this folder's controllers, and whether others can read it."""
+    file = Path(given["data"]) / "token"
+    expected = "SHOAL_TOKEN, or a file that only you can read"
+    if os.environ.get("SHOAL_TOKEN"):
+        return Finding("token", Verdict.OK, "SHOAL_TOKEN is set", expected)
+    if not file.exists():
+        return Finding("token", Verdict.OK, f"none yet; `shoal run` makes {file}", expected)
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if mode & 0o077 or not os.access(file, os.R_OK):
+        return Finding("token", Verdict.FAILED, f"{file} has mode {mode:o}", expected, f"chmod 600 {file}")
+    return Finding("token", Verdict.OK, str(file), expected)
+
+
+def controller(given: Given) -> Finding:
+    """The controller that commands would ask: whether it answers, whether it takes the token, its clock."""
+    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.endings import Unreachable
+
+    url, expected = str(given["url"]), "a controller that answers"
+
+    async def asked() -> tuple[int, str]:
+        async with Client(url) as client:
+            return len(await client.jobs()), client.date
+
+    try:
+        count, date = asyncio.run(asked())
+    except Unreachable as error:
+        if given["is_url_given"]:
+            return Finding("controller", Verdict.FAILED, str(error), expected, "start it, or give another --url")
+        found = f"none at {url}"
+        return Finding("controller", Verdict.OK, found, "none is needed for `shoal run`, which brings its own")
+    except ShoalError as error:
+        todo = "set SHOAL_TOKEN, or run this in the folder of its token (docs/security.md)"
+        return Finding("controller", Verdict.FAILED, f"{url}: {error}", "a controller that takes the token", todo)
+    apart = _seconds_apart(date)
+    found = f"{url} answers, {count} job{'s'[: count != 1]}"
+    if apart is not None and abs(apart) > SKEW_SECONDS:
+        todo = "keep the clocks of both machines by NTP"
+        return Finding("controller", Verdict.WARNING, f"{found}; its clock is {apart:+.0f} s off", "equal clocks", todo)
+    return Finding("controller", Verdict.OK, found, expected)
+
+
+def _seconds_apart(date: str) -> float | None:
+    """By how much another clock is ahead; None where it does not say."""
+    with suppress(ValueError, TypeError):
+        return parsedate_to_datetime(date).timestamp() - time.time()
+    return None
+
+
+CHECKS: Mapping[str, Check] = {"ports": ports, "store": store, "token": token, "controller": controller}

@@ -1,0 +1,1 @@
+"""What `shoal doctor` looks at on the training side. torch is imported by the checks that need it, nowhere else."""
