@@ -50,8 +50,14 @@ def text_of(command: Any) -> str:
 def usage(command: Any) -> str:
     """Its arguments, as its help writes them."""
     options = any(one.param_type_name == "option" for one in command.params)
-    shown = [one.metavar for one in command.params if one.param_type_name == "argument"]
+    shown = [argument(one) for one in command.params if one.param_type_name == "argument"]
     return "".join(f" {one}" for one in [*(["[OPTIONS]"] if options else []), *shown])
+
+
+def argument(parameter: Any) -> str:
+    """As usages are written: `[WORKER]`, `COMMAND...`."""
+    name = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+    return name if parameter.nargs == 1 else f"{name}..."
 
 
 def row_of(parameter: Any) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -184,6 +185,38 @@ def test_a_failing_script_is_exit_1_with_its_last_words(tmp_path: Path) -> None:
     assert "there is no data" in output
 
 
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("print('hello')", "ended without calling shoal.initialize"),
+        ("import sys; print('shoal: there is no such dataset', file=sys.stderr); sys.exit(2)", "no such dataset"),
+        ("raise ValueError('no such column: price')", "ValueError: no such column: price"),
+    ],
+)
+def test_a_script_that_never_trains_is_exit_1_with_the_reason(script: str, sentence: str, tmp_path: Path) -> None:
+    with running(tmp_path, OPTIONS, "--workers", "1", script=script) as command:
+        code, output, errors = command.end()
+    assert code == 1 and sentence in output, output
+    assert all(len(line.splitlines()) == 1 and "Traceback" not in line for line in errors.splitlines()), errors
+
+
+def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('never started')")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        taken = f"127.0.0.1:{door.getsockname()[1]}"
+        flags = ["--http", taken, "--grpc", "127.0.0.1:0", "train.py"]
+        done = subprocess.run([SHOAL, "run", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"shoal: cannot listen for REST on {taken}: Address already in use; give another --http HOST:PORT"
+    ]
+    with running(tmp_path, LONG, "--workers", "1", script="import time; time.sleep(600)") as command:
+        for token, found in (("wrong", "does not know the token that was shown"), ("", "asks for a token")):
+            environment = {**os.environ, "SHOAL_URL": command.rest.removesuffix("/v1"), "SHOAL_TOKEN": token}
+            asked = subprocess.run([SHOAL, "jobs"], capture_output=True, text=True, timeout=30, env=environment)
+            assert asked.returncode == 2 and found in asked.stderr and asked.stderr.count("\n") == 1
+
+
 def test_the_first_ctrl_c_ends_the_job_and_reports(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
         command.wait_step(2)
@@ -333,7 +366,9 @@ def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) 
     [
         (["--http", "nowhere"], "'nowhere' is not a valid address; expected HOST:PORT"),
         (["--store", "redis://x"], "expected embedded:DIR"),
-        (["--workers", "9", "--max-workers", "4"], "`workers.wanted` is 9; expected 1 (`workers.min`) to 4"),
+        (["--workers", "9", "--max-workers", "4"], "--workers is 9; expected 1 (--min-workers) to 4 (--max-workers)"),
+        (["--min-workers", "3", "--max-workers", "2", "--job", "a b"], "shoal: --job is "),
+        (["--wrokers", "2"], "--workers"),
     ],
 )
 def test_what_run_cannot_do_is_exit_2_and_one_sentence(flags: list[str], sentence: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from shoal_protos.addresses import is_here
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
+from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
 from shoal_controller.cli.endings import Unreachable
@@ -137,7 +138,8 @@ class Client:
     async def scale(
         self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
     ) -> Json:
-        asked = {name: number for name, number in (("workers", workers), ("min", least), ("max", most)) if number}
+        given = {"workers": workers, "min": least, "max": most}
+        asked = {name: number for name, number in given.items() if number is not None}
         return await self._ask("POST", f"/jobs/{quote(job, safe='')}/scale", asked)
 
     async def pause(self, job: str) -> Json:
@@ -223,6 +225,16 @@ def _refusal(answer: httpx.Response) -> ShoalError:
         return Unreachable(
             f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller?"
         )
+    if problem.get("code") == ErrorCode.UNAUTHORIZED:
+        return Refused(
+            f"the controller at {answer.request.url.copy_with(path='/', query=None)} {_found(answer.request)}; set "
+            "SHOAL_TOKEN to its token or one of `shoal token create`, or run this where `shoal run` keeps "
+            ".shoal/token"
+        )
     if answer.status_code in ERRORS:
         return ERRORS[answer.status_code](sentence)
     return UserError(sentence) if answer.status_code < 500 else ShoalError(sentence)
+
+
+def _found(request: httpx.Request) -> str:
+    return "does not know the token that was shown" if "authorization" in request.headers else "asks for a token"

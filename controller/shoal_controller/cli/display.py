@@ -27,8 +27,12 @@ POLL_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 """Interval of lines without a terminal and without a change."""
 
-IN_PASSING = {EventKind.DISCONNECTED, EventKind.PLAN, EventKind.PREPARE, EventKind.TRAINS, EventKind.WAITING}
-"""Kinds of events that the display leaves out: the job's reason says so at that moment. `shoal events` has them all."""
+IN_PASSING = {
+    EventKind.AUDIT, EventKind.DISCONNECTED, EventKind.PLAN, EventKind.PREPARE, EventKind.TRAINS, EventKind.WAITING,
+}  # fmt: skip
+"""Kinds of events that the display leaves out: the job's reason, or what came of it, says so at that moment. `shoal
+events` has them all.
+"""
 
 OVER = ("succeeded", "failed", "cancelled")
 
@@ -104,12 +108,13 @@ class Lines:
         self._out.print(
             f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, "
             f"{number(samples_per_second, 3)} samples/s, {left}world {workers['active']} of {workers['wanted']}, "
-            f"generation {job['generation']}" + (f"; {job['reason']}" if job["reason"] else ""),
+            f"generation {job['generation']}" + (f"; {reason}" if (reason := job["reason"].partition("\n")[0]) else ""),
             markup=False,
+            soft_wrap=True,
         )
 
     def tell(self, line: str) -> None:
-        self._out.print(line, markup=False)
+        self._out.print(line, markup=False, soft_wrap=True)
 
 
 def _left(job: Json, samples_per_second: float | None) -> str:

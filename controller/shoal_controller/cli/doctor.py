@@ -45,7 +45,7 @@ OF_MACHINE = ("python", "packages", "clock")
 CONTROLLER_SIDE = {
     Purpose.RUN: (*OF_MACHINE, "shared memory", "open files", "ports", "store", "token", "controller"),
     Purpose.CONTROLLER: (*OF_MACHINE, "open files", "ports", "store", "token", "controller"),
-    Purpose.WORKER: (*OF_MACHINE, "shared memory", "open files"),
+    Purpose.WORKER: (*OF_MACHINE, "shared memory", "open files", "session"),
     Purpose.CLIENT: (*OF_MACHINE, "token", "controller"),
 }
 TRAINING_SIDE = ("torch", "devices", "backend", "config", "checkpoints")

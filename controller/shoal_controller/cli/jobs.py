@@ -48,7 +48,7 @@ async def describe(
 async def scale(
     job: Job,
     workers: Annotated[
-        int | None, typer.Argument(metavar="[N]", help="New number of workers.", show_default=False)
+        int | None, typer.Argument(metavar="N", help="New number of workers.", show_default=False)
     ] = None,
     least: Annotated[
         int | None, typer.Option("--min-workers", metavar="N", help="New fewest workers to train with.")

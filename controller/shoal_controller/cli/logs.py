@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from shoal_protos.errors import NotFound
 
+from shoal_controller.cli.completion import worker_names
 from shoal_controller.cli.options import DEFAULT_URL, Job, Url
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.25
 
-Worker = typer.Argument(metavar="[WORKER]", help="Id of the worker. Default: rank 0 or the last.", show_default=False)
+Worker = typer.Argument(
+    metavar="WORKER",
+    help="Id of the worker. Default: rank 0 or the last.",
+    show_default=False,
+    autocompletion=worker_names,
+)
 
 
 async def logs(

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,7 +41,7 @@ LogDir = typer.Option(
     show_default=False,
 )
 Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="Script to run.", show_default=False)
-Arguments = typer.Argument(metavar="[--] ARGS…", help="Arguments of the script.", show_default=False)
+Arguments = typer.Argument(metavar="ARGS", help="Arguments of the script; they may follow `--`.", show_default=False)
 
 
 async def run(
@@ -77,6 +77,7 @@ async def run(
         "launcher": "local",
         "command": command,
     }
+    check_spec(spec)
     from shoal_controller.cli.attend import attend
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.serve import Places, interrupts, serving
@@ -99,6 +100,26 @@ def check_machine() -> None:
         raise UserError(f"workers run on Linux only, and this is {sys.platform}; run the script by itself instead")
     if importlib.util.find_spec("torch") is None:
         raise UserError("workers need torch, which is not installed: install shoal[worker]")
+
+
+FLAGS = {"job": "--job", "workers.wanted": "--workers", "workers.min": "--min-workers", "workers.max": "--max-workers"}
+"""What gives the keys of the job's specification."""
+
+
+def check_spec(spec: Mapping[str, Any]) -> None:
+    """Raises `UserError`, before a controller is started for it, that names all that is wrong by its flags."""
+    from pydantic import ValidationError
+    from shoal_protos.validation import every_sentence
+
+    from shoal_controller.api.models import JobBody
+
+    try:
+        JobBody.model_validate(spec)
+    except ValidationError as error:
+        sentence = every_sentence(error.errors(), "the command", JobBody, spec)
+        for key, flag in FLAGS.items():
+            sentence = sentence.replace(f"`{key}`", flag)
+        raise UserError(sentence) from None
 
 
 def name_of(script: Path) -> str:

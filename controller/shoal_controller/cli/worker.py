@@ -26,7 +26,7 @@ def worker(
     ],
     job: Annotated[str, typer.Option("--job", envvar="SHOAL_JOB", metavar="NAME", help="Name of the job to join.")],
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND…", help="Command to run, after `--`.", show_default=False)
+        list[str], typer.Argument(metavar="COMMAND", help="Command to run, after `--`.", show_default=False)
     ],
 ) -> int:
     """Run a command as a worker of a job."""

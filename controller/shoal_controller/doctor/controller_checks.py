@@ -177,6 +177,25 @@ def controller(given: Given) -> Finding:
     return Finding("controller", Verdict.OK, found, expected)
 
 
+def session(_: Given) -> Finding:
+    """The controllers that a worker started here would join: whether something answers there."""
+    given = os.environ.get("SHOAL_CONTROLLER", "")
+    expected = "SHOAL_CONTROLLER=HOST:PORT of a controller, unless a launcher sets it"
+    if not given:
+        return Finding("session", Verdict.OK, "SHOAL_CONTROLLER is not set: a script trains alone", expected)
+    away = []
+    for address in given.split(","):
+        try:
+            socket.create_connection(split_address(address.strip()), PROBE_SECONDS).close()
+        except (OSError, ValueError) as error:
+            away.append(f"{address.strip()} ({error})")
+    if not away:
+        return Finding("session", Verdict.OK, f"{given} can be reached", expected)
+    todo = "look at the address (the controller's --grpc) and at firewalls (docs/network.md)"
+    verdict = Verdict.FAILED if len(away) == len(given.split(",")) else Verdict.WARNING
+    return Finding("session", verdict, f"not reached: {', '.join(away)}", expected, todo)
+
+
 def _seconds_apart(date: str) -> float | None:
     """By how much another clock is ahead; None where it does not say."""
     with suppress(ValueError, TypeError):
@@ -184,4 +203,10 @@ def _seconds_apart(date: str) -> float | None:
     return None
 
 
-CHECKS: Mapping[str, Check] = {"ports": ports, "store": store, "token": token, "controller": controller}
+CHECKS: Mapping[str, Check] = {
+    "ports": ports,
+    "store": store,
+    "token": token,
+    "controller": controller,
+    "session": session,
+}
