@@ -229,20 +229,28 @@ def _without_repeats(sentences: Iterable[str]) -> list[str]:
     return kept
 
 
+def what_is_left(given: Mapping[str, Any], faults: Sequence[Fault], model: type[BaseModel]) -> tuple[Any, set[str]]:
+    """A document without its faults, and the whole keys of these: a further fault that names one may come of that."""
+    left = json.loads(json.dumps(given, default=repr))
+    keys: set[str] = set()
+    for fault in faults:
+        keys.add(find(fault["loc"], model)[0].partition("[")[0])
+        if fault["type"] == "extra_forbidden" and (meant := _guess(fault, model)[1]):
+            keys.add(meant)
+        _remove(left, fault["loc"])
+    return left, keys - {""}
+
+
 def _unfit(faults: Sequence[Fault], whole: str, model: type[BaseModel], given: Mapping[str, Any]) -> Iterator[str]:
     """What does not fit together in what is left of a document without its faults, where that can be checked."""
-    left, without = json.loads(json.dumps(given, default=repr)), []
-    for fault in faults:
-        without.append(find(fault["loc"], model)[0].partition("[")[0])
-        without.append(_guess(fault, model)[1] if fault["type"] == "extra_forbidden" else None)
-        _remove(left, fault["loc"])
+    left, keys = what_is_left(given, faults, model)
     try:
         model.model_validate(left)
     except ValidationError as error:
         for fault in error.errors():
             if fault["type"] == "value_error":
                 said = _sentences(fault, whole, model)
-                yield from (one for one in said if not any(f"`{key}`" in one for key in without if key))
+                yield from (one for one in said if not any(f"`{key}`" in one for key in keys))
 
 
 def _remove(left: dict[str, Any], location: Sequence[str | int]) -> None:

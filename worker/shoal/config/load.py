@@ -8,7 +8,8 @@ names of today (`old_names.py`), sift out what only DeepSpeed knows (`deepspeed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from shoal_protos.config_file import parsed_config, read_config
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
-from shoal_protos.validation import shown
+from shoal_protos.validation import shown, what_is_left
 
 from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
 from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
@@ -67,7 +68,8 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
     try:
         document = Document.model_validate(kept)
     except ValidationError as error:
-        raise UserError(all_of([*faults, *sentences_of(error)])) from None
+        faults += sentences_of(error)
+        raise UserError(all_of([*faults, *_also_unfit(kept, error, faults, beside)])) from None
     settled = _resolve(document, faults, beside)
     if faults:
         raise UserError(all_of(faults))
@@ -75,6 +77,19 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
         log.info("DeepSpeed keys without meaning here are left alone", keys=ignored)
     assert settled is not None, "sizes that do not settle are a fault"
     return settled
+
+
+def _also_unfit(kept: Mapping[str, Any], error: ValidationError, faults: Sequence[str], beside: Beside) -> list[str]:
+    """What does not fit together in the rest of a config that has faults, so that a second look finds no more."""
+    left, keys = what_is_left(kept, error.errors(), Document)
+    keys |= {key for one in faults for key in re.findall("did you mean `([^`]+)`", one)}
+    try:
+        document = Document.model_validate(left)
+    except ValidationError:
+        return []
+    more: list[str] = []
+    _resolve(document, more, beside)
+    return [one for one in more if not any(key in one for key in keys)]
 
 
 def _with_section_shoal(given: dict[str, Any], more: Mapping[str, Any] | None, faults: list[str]) -> dict[str, Any]:
