@@ -231,13 +231,13 @@ def _without_repeats(sentences: Iterable[str]) -> list[str]:
 
 def what_is_left(given: Mapping[str, Any], faults: Sequence[Fault], model: type[BaseModel]) -> tuple[Any, set[str]]:
     """A document without its faults, and the whole keys of these: a further fault that names one may come of that."""
-    left = json.loads(json.dumps(given, default=repr))
+    left: Any = given
     keys: set[str] = set()
     for fault in faults:
         keys.add(find(fault["loc"], model)[0].partition("[")[0])
         if fault["type"] == "extra_forbidden" and (meant := _guess(fault, model)[1]):
             keys.add(meant)
-        _remove(left, fault["loc"])
+        left = _without(left, fault["loc"])
     return left, keys - {""}
 
 
@@ -253,16 +253,15 @@ def _unfit(faults: Sequence[Fault], whole: str, model: type[BaseModel], given: M
                 yield from (one for one in said if not any(f"`{key}`" in one for key in keys))
 
 
-def _remove(left: dict[str, Any], location: Sequence[str | int]) -> None:
-    """The entry of a document at a place, or the one that holds it where that is in a list."""
-    holder, name = left, None
-    for part in location:
-        inner = holder[name] if name is not None else left
-        if not isinstance(inner, dict) or part not in inner:
-            break
-        holder, name = inner, part
-    if name is not None:
-        del holder[name]
+def _without(document: Any, location: Sequence[str | int]) -> Any:
+    """A document without the entry at a place, or without the one that holds it where that is in a list."""
+    if not location or not isinstance(document, dict) or location[0] not in document:
+        return document
+    name, *below = location
+    inner = document[name]
+    if below and isinstance(inner, dict) and below[0] in inner:
+        return {**document, name: _without(inner, below)}
+    return {other: value for other, value in document.items() if other != name}
 
 
 def _is_unshown(field: FieldInfo) -> bool:

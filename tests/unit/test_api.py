@@ -380,6 +380,9 @@ async def test_the_openapi_document_says_of_every_route_what_it_answers_when_som
                 for status in ("4XX", "5XX", "503"):
                     assert list(answers[status]["content"]) == ["application/problem+json"]
                 assert answers["503"]["headers"]["Retry-After"]["required"]
+                assert operation["security"] in ([], [{"token": []}])
+        assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+        assert document["paths"]["/v1/jobs"]["get"]["security"] and not document["paths"]["/healthz"]["get"]["security"]
         events = document["paths"]["/v1/jobs/{job}/events"]["get"]["responses"]["200"]["content"]
         assert set(events) == {"application/json", "text/event-stream"}
         assert "ValidationError" not in document["components"]["schemas"]

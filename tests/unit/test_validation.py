@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from shoal_protos.validation import LONGEST_SHOWN, Allowed, every_sentence, sentence, shown
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from shoal_protos.validation import LONGEST_SHOWN, MOST_FAULTS, Allowed, every_sentence, raise_all, sentence, shown
 
 
 class Inner(BaseModel):
@@ -57,6 +57,47 @@ def test_an_unknown_key_comes_before_the_one_that_is_missing_for_it() -> None:
     with pytest.raises(ValidationError) as refusal:
         Outer.model_validate({"iner": {}})
     assert every_sentence(refusal.value.errors(), "the thing", Outer).startswith("`iner` is an unknown key (given: {})")
+
+
+class Sizes(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    least: int = 1
+    most: int = 4
+    name: str = ""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        faults = [f"`least` is {self.least}; expected at most {self.most} (`most`)"] if self.least > self.most else []
+        raise_all([*faults, *(["`name` is odd"] if self.name == "odd" else [])])
+        return self
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"least": 5}, ["`least` is 5; expected at most 4 (`most`)"]),
+        ({"least": 5, "name": "odd"}, ["`least` is 5; expected at most 4 (`most`)", "`name` is odd"]),
+        ({"least": 5, "nme": "odd"}, ["`nme` is an unknown key (given: \"odd\"); did you mean `name`?"
+          " Allowed at the top level are least, most, name", "`least` is 5; expected at most 4 (`most`)"]),
+        ({"least": 5, "most": "x"}, ['`most` is "x"; expected a whole number']),
+        ({"leats": 5, "mos": 3}, ["`leats` is an unknown key (given: 5); did you mean `least`? Allowed at the top "
+          "level are least, most, name", "`mos` is an unknown key (given: 3); did you mean `most`?"]),
+    ],
+)  # fmt: skip
+def test_all_that_is_wrong_is_said_at_once_and_nothing_that_comes_of_it(given: Any, expected: list[str]) -> None:
+    with pytest.raises(ValidationError) as refusal:
+        Sizes.model_validate(given)
+    found = every_sentence(refusal.value.errors(), "the thing", Sizes, given)
+    assert found.removeprefix(f"the thing has {len(expected)} faults:\n  - ").split("\n  - ") == expected
+
+
+def test_of_very_many_faults_the_first_are_listed() -> None:
+    given = {f"key{number}": 1 for number in range(100)}
+    with pytest.raises(ValidationError) as refusal:
+        Sizes.model_validate(given)
+    *_, last = lines = every_sentence(refusal.value.errors(), "the thing", Sizes, given).splitlines()
+    assert (len(lines), last) == (1 + MOST_FAULTS + 1, "  - … and 80 more")
 
 
 def test_of_a_long_value_only_the_beginning_is_written() -> None:
