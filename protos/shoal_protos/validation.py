@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 LONGEST_SHOWN = 80
 """Characters of a wrong value that are repeated."""
 MOST_FAULTS = 20
-"""Faults that are listed, of however many."""
+"""SeveralFaults that are listed, of however many."""
 
 Fault = Mapping[str, Any]
 """One entry of pydantic's `ValidationError.errors()`."""
@@ -32,7 +32,7 @@ class Allowed:
     text: str
 
 
-class Faults(ValueError):
+class SeveralFaults(ValueError):
     """Several things that a validator has found at once, each a sentence. Raised by validators of models."""
 
     def __init__(self, sentences: Sequence[str]) -> None:
@@ -41,9 +41,9 @@ class Faults(ValueError):
 
 
 def raise_all(sentences: Iterable[str]) -> None:
-    """Raises `Faults` where there are any."""
+    """Raises `SeveralFaults` where there are any."""
     if found := list(sentences):
-        raise Faults(found)
+        raise SeveralFaults(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +215,15 @@ def _guess(fault: Fault, model: type[BaseModel] | None, section: str = "") -> tu
 def _sentences(fault: Fault, whole: str, model: type[BaseModel] | None) -> Sequence[str]:
     """What a fault says: several sentences where a validator has found several."""
     error = fault.get("ctx", {}).get("error")
-    return error.sentences if isinstance(error, Faults) else [sentence(fault, whole, model)]
+    return error.sentences if isinstance(error, SeveralFaults) else [sentence(fault, whole, model)]
 
 
 def _without_repeats(sentences: Iterable[str]) -> list[str]:
     """Which keys are allowed in a section is said once."""
     kept, seen = [], set()
     for one in sentences:
-        said, separator, allowed = one.partition(" Allowed ")
-        kept.append(said.removesuffix(".") if allowed in seen else one)
+        beginning, separator, allowed = one.partition(" Allowed ")
+        kept.append(beginning.removesuffix(".") if allowed in seen else one)
         if separator:
             seen.add(allowed)
     return kept
@@ -249,8 +249,8 @@ def _unfit(faults: Sequence[Fault], whole: str, model: type[BaseModel], given: M
     except ValidationError as error:
         for fault in error.errors():
             if fault["type"] == "value_error":
-                said = _sentences(fault, whole, model)
-                yield from (one for one in said if not any(f"`{key}`" in one for key in keys))
+                sentences = _sentences(fault, whole, model)
+                yield from (one for one in sentences if not any(f"`{key}`" in one for key in keys))
 
 
 def _without(document: Any, location: Sequence[str | int]) -> Any:

@@ -61,6 +61,7 @@ SHARED_CLASS_NAMES = {
     "Compacted": "of the store; of etcd's client, which knows nothing of it",
     "Dialogue": "the two ends of a session",
     "Entry": "of the store; of a layout in a manifest",
+    "JobInfo": "of the client; of a worker's session",
     "Process": "as its launcher sees it; as its job does",
     "Request": "of a script to a vote; of a worker to its controller",
     "TensorBoard": "a section of the configuration; a callback",

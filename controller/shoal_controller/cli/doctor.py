@@ -121,37 +121,44 @@ async def _of_one_process(module: str, checks: Sequence[str], given: dict[str, A
     process = await asyncio.create_subprocess_exec(*arguments, stdout=PIPE, stderr=PIPE, start_new_session=True)
     try:
         for check in checks:
-            finding = await _next(process, check)
-            yield finding
-            if finding.expected == ENDS:
+            try:
+                yield await _next(process)
+            except _NoFinding as error:
+                yield Finding(check, Verdict.FAILED, str(error), "a check that ends", error.todo)
                 return
     finally:
         await _end(process)
 
 
-ENDS = "a check that ends"
+class _NoFinding(Exception):
+    """A process that looks has nothing more to say."""
+
+    def __init__(self, sentence: str, todo: str) -> None:
+        super().__init__(sentence)
+        self.todo = todo
 
 
-async def _next(process: Process, check: str) -> Finding:
-    """The next finding of a process, or why there is none."""
+async def _next(process: Process) -> Finding:
+    """The next finding of a process. Raises `_NoFinding`."""
     import asyncio
 
     assert process.stdout and process.stderr
+    line = b""
     try:
         async with asyncio.timeout(CHECK_SECONDS):
             line = await process.stdout.readline()
             if line:
                 return from_line(line.decode())
-            said = (await process.stderr.read()).decode(errors="replace").strip().rpartition("\n")[2]
+            last_words = (await process.stderr.read()).decode(errors="replace").strip().rpartition("\n")[2]
             status = await process.wait()
     except TimeoutError:
-        return Finding(
-            check, Verdict.FAILED, f"it has not ended for {CHECK_SECONDS:g} s", ENDS, "see what it waits for"
-        )
+        todo = "look for a mount or a server that hangs"
+        raise _NoFinding(f"it has not ended for {CHECK_SECONDS:g} s", todo) from None
     except (ValueError, TypeError, KeyError):
-        return Finding(check, Verdict.FAILED, f"it printed {line[:80]!r}", ENDS, "look at what the environment runs")
+        raise _NoFinding(f"it printed {line[:80]!r}", "look at what prints when Python starts") from None
     ended = f"signal {-status}" if status < 0 else f"status {status}"
-    return Finding(check, Verdict.FAILED, f"it ended with {ended}: {said[:300]}", ENDS, "install Shoal's packages anew")
+    why = f": {last_words[:300]}" if last_words else ""
+    raise _NoFinding(f"it ended with {ended}{why}", "install shoal and its packages anew")
 
 
 async def _end(process: Process) -> None:

@@ -90,8 +90,8 @@ def _embedded(folder: Path) -> Finding:
     expected = "a folder of a local disk, writable, with 1 GB of room"
     place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        what = "is no folder" if not place.is_dir() else "cannot be written"
-        return Finding("store", Verdict.FAILED, f"{place} {what}", expected, "give --store embedded:DIR")
+        why = "is no folder" if not place.is_dir() else "cannot be written"
+        return Finding("store", Verdict.FAILED, f"{place} {why}", expected, "give --store embedded:DIR")
     free = shutil.disk_usage(place).free
     found = f"{folder}, {'new' if place != folder.absolute() else 'in use' if _is_held(folder) else 'not in use'}"
     found += f", {free / 1e9:.1f} GB free"
