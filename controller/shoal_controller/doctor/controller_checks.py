@@ -55,7 +55,7 @@ def _is_controller(host: str, port: int) -> bool:
     asked = HTTPConnection(host, port, timeout=PROBE_SECONDS)
     try:
         asked.request("GET", "/healthz")
-        return json.loads(asked.getresponse().read(MOST_BYTES)).get("status") == "ok"
+        return bool(json.loads(asked.getresponse().read(MOST_BYTES)).get("status") == "ok")
     except (OSError, HTTPException, ValueError, AttributeError):
         return False
     finally:
