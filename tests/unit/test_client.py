@@ -24,6 +24,7 @@ from shoal_protos.errors import UserError
 
 SHOWN = {
     "JobInfo": "JobAnswer", "WorkerNumbers": "WorkerCounts", "WorkerInfo": "WorkerAnswer", "EventInfo": "EventAnswer",
+    "EventOfJobInfo": "EventOfJobAnswer",
     "CheckpointInfo": "CheckpointAnswer", "GenerationInfo": "GenerationAnswer", "ReportInfo": "ReportAnswer",
 }  # fmt: skip
 
@@ -37,8 +38,9 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 
 OPERATIONS = {
     "list_jobs", "create_job", "get_job", "delete_job", "get_job_spec", "scale_job", "pause_job", "resume_job",
-    "get_report", "list_workers", "drain_worker", "confirm_worker_lost", "list_events", "list_checkpoints",
-    "save_checkpoint", "get_join_token", "list_tokens", "create_token", "rotate_token", "revoke_token",
+    "get_report", "list_workers", "drain_worker", "confirm_worker_lost", "list_events", "list_newest_events",
+    "list_checkpoints", "save_checkpoint", "get_join_token", "list_tokens", "create_token", "rotate_token",
+    "revoke_token",
 }  # fmt: skip
 """What programs do with a controller."""
 
@@ -149,6 +151,24 @@ async def test_a_stream_brings_what_happens_until_the_controller_is_gone(tmp_pat
     with shoal, pytest.raises(NoController):
         await asyncio.to_thread(next, following)
     assert [event.revision for event in seen] == [1, 2, 3]
+
+
+@asynchronous
+async def test_the_events_of_all_jobs_are_one_stream(tmp_path: Any) -> None:
+    async with serving(tmp_path) as api:
+        shoal = Client(f"http://127.0.0.1:{api.port}", retry_seconds=0)
+        await apart(shoal.create_job, {"job": "a"})
+        earlier = await apart(shoal.list_newest_events)
+        assert {event.job for event in earlier} == {"a"}
+        following = shoal.follow_newest_events()
+        first = asyncio.ensure_future(asyncio.to_thread(next, following))
+        names = (f"b{number}" for number in range(1000))
+        while not first.done():  # it follows from some moment on
+            await apart(shoal.create_job, {"job": next(names)})
+        assert (await first).job.startswith("b")
+    with shoal, pytest.raises(NoController):
+        while True:
+            await asyncio.to_thread(next, following)
 
 
 class Moody(BaseHTTPRequestHandler):

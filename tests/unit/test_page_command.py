@@ -10,7 +10,7 @@ import pytest
 from asynchronous import asynchronous
 from shoal_controller.cli.page import check_flags, open_browser, page_sentence, show_page
 from shoal_controller.cli.serve import Places, serving
-from shoal_controller.tokens import kept_token
+from shoal_protos.bearer import kept_token
 from shoal_protos.errors import UserError
 
 

@@ -32,10 +32,11 @@ def show_page(server: Server, data: Path | None, open_page: bool) -> None:
 
 def page_sentence(page: str, data: Path | None) -> str:
     """One line. The token itself is printed nowhere: terminals are recorded and shared."""
-    from shoal_controller.settings import data_folder
-    from shoal_controller.tokens import FILE
+    from shoal_protos.bearer import TOKEN_FILE
 
-    where = "SHOAL_TOKEN" if os.environ.get("SHOAL_TOKEN") else f"the token in {data_folder(data) / FILE}"
+    from shoal_controller.settings import data_folder
+
+    where = "SHOAL_TOKEN" if os.environ.get("SHOAL_TOKEN") else f"the token in {data_folder(data) / TOKEN_FILE}"
     return f"page: {page} (asks for {where})"
 
 

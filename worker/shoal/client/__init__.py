@@ -13,6 +13,7 @@ Needs httpx and pydantic, which come with `pip install shoal`, and no torch. See
 from shoal.client.rest_answers import (
     CheckpointInfo,
     EventInfo,
+    EventOfJobInfo,
     GenerationInfo,
     JobInfo,
     ReportInfo,
@@ -27,6 +28,7 @@ __all__ = [
     "CheckpointInfo",
     "Client",
     "EventInfo",
+    "EventOfJobInfo",
     "GenerationInfo",
     "JobInfo",
     "NoController",

@@ -93,6 +93,12 @@ class EventInfo(RestAnswer):
     data: Mapping[str, Any]
 
 
+class EventOfJobInfo(EventInfo):
+    """One entry of the history of some job."""
+
+    job: str
+
+
 class CheckpointInfo(RestAnswer):
     """A complete checkpoint."""
 

@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-from shoal.client.rest_answers import CheckpointInfo, EventInfo, JobInfo, ReportInfo, WorkerInfo
+from shoal.client.rest_answers import CheckpointInfo, EventInfo, EventOfJobInfo, JobInfo, ReportInfo, WorkerInfo
 from shoal.client.sending import Json, RestSender
 from shoal.client.token_calls import TokenCalls
 
@@ -152,6 +152,29 @@ class Client(TokenCalls):
                     event = EventInfo.model_validate(json.loads(line.removeprefix("data:")))
                     after = event.revision
                     yield event
+            if after == before:
+                time.sleep(REJOIN_SECONDS)
+
+    def list_newest_events(self) -> list[EventOfJobInfo]:
+        """The newest events of all jobs that the controller has in memory, oldest first."""
+        return [EventOfJobInfo.model_validate(one) for one in self._sender.ask("GET", "/events")["events"]]
+
+    def follow_newest_events(self) -> Iterator[EventOfJobInfo | None]:
+        """The events of all jobs from now on, as they happen; it never ends by itself, and comes again where the
+        connection breaks. None: what lay between is not there any more, so look at everything again.
+        """
+        after, is_anew = str(self._sender.ask("GET", "/events")["next"]), False
+        while True:
+            before = after
+            for line in self._sender.lines(f"/events?{urlencode({'after': after})}"):
+                name, _, value = line.partition(":")
+                if name == "event":
+                    is_anew = value.strip() == "anew"
+                elif name == "id":
+                    after = value.strip()
+                elif name == "data":
+                    yield None if is_anew else EventOfJobInfo.model_validate(json.loads(value))
+                    is_anew = False
             if after == before:
                 time.sleep(REJOIN_SECONDS)
 
