@@ -29,7 +29,7 @@ import sys, os, signal
 from importlib.machinery import PathFinder
 found = PathFinder.find_spec
 def find_spec(cls, name, path=None, target=None):
-    if name == "torch" and sys.argv[0] == "-m":
+    if name == "torch" and "shoal.doctor" in sys.orig_argv:
         {does}
     return found(name, path, target)
 PathFinder.find_spec = classmethod(find_spec)
@@ -106,11 +106,11 @@ def test_what_hangs_is_a_line_and_the_next_check_is_made(tmp_path: Path, monkeyp
     (tmp_path / "site/sitecustomize.py").write_text(site)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     code = (
-        "import sys; from shoal_controller.cli import doctor as d; d.CHECK_SECONDS = 3.0; "
+        "import sys; from shoal_controller.cli import doctor as d; d.CHECK_SECONDS = 8.0; "
         "from shoal_controller.cli.main import app; sys.argv = ['shoal', 'doctor', '--for', 'worker']; app()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, cwd=tmp_path)
-    assert done.returncode == 1 and done.stdout.count("it has not ended for 3 s") == 3, done.stdout
+    assert done.returncode == 1 and done.stdout.count("it has not ended for 8 s") == 3, done.stdout
     assert "3 failed: torch, devices, backend" in done.stdout
 
 
@@ -161,5 +161,8 @@ def test_a_shell_completes_commands_flags_and_values() -> None:
     assert completed("shoal jobs --ou") == ["--output"]
     assert completed("shoal jobs --output j") == ["json"]
     assert completed("shoal describe tr", SHOAL_URL="http://127.0.0.1:1") == []
-    shown = subprocess.run([SHOAL, "--show-completion", "bash"], capture_output=True, text=True, timeout=30)
+    env = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    shown = subprocess.run(
+        [SHOAL, "--show-completion", "bash"], capture_output=True, text=True, timeout=30, env=env, check=True
+    )
     assert "complete -o default -F _shoal_completion shoal" in shown.stdout

@@ -22,6 +22,7 @@ TORCH = (2, 13)
 BACKEND_SECONDS = 20.0
 ROOM_BYTES = 1 << 30
 NO_TORCH = "install shoal[worker]"
+NO_PLACE = "give another path, or the right to use it"
 
 
 def torch_itself(_: Given) -> Finding:
@@ -121,7 +122,7 @@ def config(given: Given) -> Finding:
 
 def checkpoints(given: Given) -> Finding:
     """Whether the place for checkpoints can be written, read and cleared; it is left as it was."""
-    expected = "a place that can be written and read, with room"
+    expected, path = "a place that can be written and read, with room", ""
     try:
         path = given["checkpoint"] or _configured(given)
         if not path:
@@ -130,7 +131,10 @@ def checkpoints(given: Given) -> Finding:
     except ImportError as error:
         return Finding("checkpoints", Verdict.FAILED, f"it cannot be tried here: {error}", expected, NO_TORCH)
     except ShoalError as error:
-        return Finding("checkpoints", Verdict.FAILED, str(error), expected, "give another path, or the right to use it")
+        return Finding("checkpoints", Verdict.FAILED, str(error), expected, NO_PLACE)
+    except OSError as error:
+        found = f"cannot keep checkpoints in {path}: {error.strerror}"
+        return Finding("checkpoints", Verdict.FAILED, found, expected, NO_PLACE)
 
 
 def _configured(given: Given) -> Any:
