@@ -9,7 +9,6 @@ for each block, and ends with 1 where one failed.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -30,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "shoal": {"lanes": 2, "max_steps": STEPS},
 }
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-NEEDS = {"transformers.md": "transformers", "devices.md": "a GPU"}
+NEEDS = {"devices.md": "a GPU"}
 """Pages whose Python needs what `make test` has not: run where it is there."""
 RUN_ELSEWHERE = {"client.md": "tests/integration/test_client.py"}
 """Pages whose Python needs a controller, and which test runs it."""
@@ -75,24 +74,6 @@ def variants(block: Block) -> list[str]:
     return [before(block.code), after(block.code)] if block.language == "diff" else [block.code]
 
 
-def given_to_a_trainer() -> dict[str, Any]:
-    """What the page on the Trainer speaks of: a model of Hugging Face, and arguments."""
-    import torch
-    from shoal.integrations.transformers import Trainer
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-
-    config = GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=None, eos_token_id=None
-    )
-    tokens = torch.randint(16, (16, 8))
-    args = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=4, max_steps=STEPS, report_to=[], use_cpu=True,
-        gradient_accumulation_steps=2, save_strategy="no", logging_steps=1, disable_tqdm=True,
-    )  # fmt: skip
-    dataset = [{"input_ids": row, "labels": row} for row in tokens]
-    return {"Trainer": Trainer, "model": GPT2LMHeadModel(config), "args": args, "dataset": dataset, "n": 2}
-
-
 def given(page: str) -> dict[str, Any]:
     """What a page's code finds: names of its model, data and settings."""
     import shoal
@@ -126,7 +107,7 @@ def given(page: str) -> dict[str, Any]:
 
 def run(code: str, page: str) -> None:
     """One block, to the end of the training that it begins."""
-    names = {**given(page), **(given_to_a_trainer() if page == "transformers.md" else {})}
+    names = given(page)
     if re.search(r"\bengine\b", code) and "initialize(" not in code:
         names["engine"] = names["shoal"].initialize(names["model"], "shoal.json", names["dataset"])
     try:
@@ -137,20 +118,16 @@ def run(code: str, page: str) -> None:
         body = f"{code}\nengine.backward(loss)\nengine.step()"
         program = compile(f"for batch in engine:\n{textwrap.indent(body, '    ')}", page, "exec")
     exec(program, names)
-    trainer, engine = names.get("trainer"), names.get("engine")
-    if trainer is not None and trainer.state.global_step < STEPS:
-        trainer.train()
+    engine = names.get("engine")
     if isinstance(engine, names["shoal"].Engine) and engine.global_step < STEPS and "for " not in code:
         exec(LOOP, names)
         assert engine.global_step == STEPS
 
 
 def is_here(need: str) -> bool:
-    if need == "a GPU":
-        import torch
+    import torch
 
-        return torch.cuda.is_available()
-    return importlib.util.find_spec(need) is not None
+    return need == "a GPU" and torch.cuda.is_available()
 
 
 def attempt(block: Block, act: Callable[[], None]) -> bool:
