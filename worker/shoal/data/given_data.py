@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal_protos.errors import UserError
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.opened_stream import is_stream
@@ -25,6 +25,9 @@ IGNORED: dict[str, tuple[object, str]] = {
     "snapshot_every_n_steps": (1, "the position is in every checkpoint of the job"),
 }
 """Attributes of a DataLoader that are left alone, with the value that needs no mention, and what holds instead."""
+
+SHUFFLES = ("torch.utils.data.sampler.RandomSampler", "torchdata.stateful_dataloader.sampler.RandomSampler")
+"""Classes of samplers that shuffle, and no class derived from them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,11 @@ def _check_order(loader: DataLoader[Any], name: str) -> None:
     if is_stream(loader.dataset):
         return  # it has its own
     sampler = loader.sampler
-    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    shuffles = (
+        f"{type(sampler).__module__}.{type(sampler).__qualname__}" in SHUFFLES
+        and not sampler.replacement  # type: ignore[attr-defined]
+        and sampler.num_samples == len(loader.dataset)  # type: ignore[attr-defined,arg-type]
+    )
     if loader.batch_size is None or not (shuffles or (isinstance(sampler, DistributedSampler) and sampler.shuffle)):
         kind = type(loader.batch_sampler if loader.batch_size is None else sampler).__name__
         raise UserError(
