@@ -40,7 +40,7 @@ SECONDS = 10.0
 PLAYED_WITH = ("victim-0", "victim-1", "victim-2")
 """Jobs without workers, for requests that change something."""
 TOKENS = ("ann", "bob")
-NAMES = {"job": PLAYED_WITH, "worker": ("w0", "w1"), "name": TOKENS}
+NAMES = {"job": PLAYED_WITH, "worker": ("w0", "w1"), "name": TOKENS, "generation": (1, 2)}
 """What path parameters are called that may exist."""
 MOST_SHOWN = 5
 """Failures that are told whole."""
