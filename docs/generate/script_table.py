@@ -63,10 +63,18 @@ def row(script: Script, measured: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
+def unmeasured(script: Script) -> str:
+    """A script that is here, before `make scripts` was run for it."""
+    changed = len(changed_lines(script.original.read_text(), script.port.read_text()))
+    names = f"{script.title}: `examples/{script.name}.py` | `tests/scripts/originals/{script.name}.py`"
+    return f"| {names} | {changed} of {script.limit} | {' | '.join(['not measured yet'] * 5)} |\n"
+
+
 def page() -> str:
-    """The page, of the scripts that have been measured."""
+    """The page, of the scripts that are here."""
     kept = json.loads(MEASURED.read_text())
-    rows = [row(script, kept[script.name]) for script in SCRIPTS if script.name in kept]
+    here = [script for script in SCRIPTS if script.is_here]
+    rows = [row(script, kept[script.name]) if script.name in kept else unmeasured(script) for script in here]
     torch = ", ".join(sorted({measured["torch"] for measured in kept.values()})) or "one version"
     return f"{OPENING}\n{HEAD}{''.join(rows)}{CLOSING.format(torch=torch)}"
 
