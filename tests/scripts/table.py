@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 MOST_CHANGED_LINES = 6
+WITHOUT_CUDA = "../tests/scripts/torchvision_without_cuda"
+HUGGING_FACE = ("models", WITHOUT_CUDA)  # transformers imports torchvision where it is installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,16 @@ class Script:
 
 SCRIPTS = (
     Script("nanogpt_loop", "Loop in the manner of nanoGPT", Order(lanes=4, micro_batch_size=4, draws=True), limit=12),
-    Script("hf_loop", "Loop over a Hugging Face model", Order(lanes=4, micro_batch_size=4), packages=("models",)),
-    Script("hf_trainer", "Hugging Face Trainer", None, packages=("models",)),
+    Script("hf_loop", "Loop over a Hugging Face model", Order(lanes=4, micro_batch_size=4), packages=HUGGING_FACE),
+    Script("hf_trainer", "Hugging Face Trainer", None, packages=HUGGING_FACE),
     Script(
         "torchvision_cnn",
         "torchvision CNN with augmentation",
         Order(lanes=4, micro_batch_size=8),
-        packages=("../tests/scripts/torchvision_without_cuda",),
+        packages=(WITHOUT_CUDA,),
     ),
     Script("recommender", "Recommender with EmbeddingBag", Order(lanes=4, micro_batch_size=32)),
-    Script("lora_peft", "LoRA with PEFT", Order(lanes=4, micro_batch_size=4), packages=("models",)),
+    Script("lora_peft", "LoRA with PEFT", Order(lanes=4, micro_batch_size=4), packages=HUGGING_FACE),
     Script("streamed_corpus", "Streamed corpus", None),
     Script(
         "deepspeed_script",
