@@ -131,7 +131,7 @@ $(MODELS): $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
 	@touch $@
 
-WITH_MODELS := PYTHONPATH=$(VENV)/models OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+WITH_MODELS := PYTHONPATH=$(VENV)/models:$(abspath tests/scripts/torchvision_without_cuda) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 models: $(MODELS)
 	$(WITH_MODELS) tests/models $(ARGS)
 
