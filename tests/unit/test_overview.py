@@ -26,7 +26,7 @@ from shoal_controller.core.overview.amounts import duration, listed, size
 from shoal_controller.core.overview.attention import Level, attention, by_attention
 from shoal_controller.core.overview.holdings import holdings, missing_copies
 from shoal_controller.core.overview.previews import lanes_among, preview
-from shoal_controller.core.overview.resize_sentences import changes_of, resize_sentence
+from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.plan import EVERYONE, Reason
@@ -134,6 +134,16 @@ def test_a_resize_names_whom_it_took_and_what_it_moved() -> None:
     )
     assert "training did not pause, no step lost" in resize_sentence(replace(RESIZE, pause_seconds=0.0001))
     assert resize_sentence(replace(RESIZE, phases={})) == "a worker was lost: what it cost is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "telling"),
+    [([], None), (["start"], 0), (["start", "kill", "balance", "balance"], 1), (["balance", "balance"], 1)],
+)
+def test_where_there_is_room_for_one_change_a_balance_does_not_hide_the_one_before(
+    reasons: list[str], telling: int | None
+) -> None:
+    assert last_telling([replace(RESIZE, reason=reason) for reason in reasons]) == telling
 
 
 # ---- activities

@@ -19,7 +19,7 @@ from shoal_controller.core.machine.spec import JobView, ResizeView
 from shoal_controller.core.overview.amounts import duration
 from shoal_controller.core.overview.attention import Attention, Level, seconds_left
 from shoal_controller.core.overview.holdings import holdings
-from shoal_controller.core.overview.resize_sentences import changes_of, resize_sentence
+from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
 from shoal_controller.series.job_series import JobSeries, Span
 
 
@@ -56,7 +56,7 @@ class AttentionAnswer(Answer):
 
 
 class LastResizeAnswer(Answer):
-    """The last change of a job's world, and what it cost."""
+    """The last change of a job's world that somebody made or suffered, and what it cost."""
 
     generation: int
     time: float
@@ -181,10 +181,10 @@ class SeriesAnswer(Answer):
 
 
 def _last_resize(view: JobView, series: JobSeries) -> LastResizeAnswer | None:
-    if not view.resizes:
+    if (at := last_telling(view.resizes)) is None:
         return None
-    resize = view.resizes[-1]
-    before = view.resizes[-2].generation if len(view.resizes) > 1 else 0
+    resize = view.resizes[at]
+    before = view.resizes[at - 1].generation if at else 0
     changes = changes_of(series.lanes_of(before), series.lanes_of(resize.generation))
     return LastResizeAnswer.of(resize, resize_sentence(resize, *changes))
 

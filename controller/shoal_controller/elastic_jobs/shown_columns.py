@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal_controller.core.machine.spec import JobView, Phase
+from shoal_controller.core.overview.resize_sentences import last_telling
 
 UNITS = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
 WITH_A_SECOND_UNIT = ("d", "h")
@@ -48,9 +49,9 @@ def _left(view: JobView) -> str:
 
 
 def _last_resize(view: JobView, now: float) -> str:
-    if not view.resizes:
+    if (at := last_telling(view.resizes)) is None:
         return ""
-    last = view.resizes[-1]
+    last = view.resizes[at]
     return f"{last.reason} {span(now - last.began_at)}" if last.began_at else last.reason
 
 

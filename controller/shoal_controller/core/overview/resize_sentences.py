@@ -5,7 +5,7 @@ Made from what the job's history has of it, and from whom it took away and added
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from shoal_protos.plan import Reason, WorkerId
 from shoal_protos.plural import plural
@@ -17,6 +17,13 @@ from shoal_controller.core.overview.amounts import duration, listed, size
 def resize_sentence(resize: ResizeView, gone: Collection[WorkerId] = (), came: Collection[WorkerId] = ()) -> str:
     """`gone`, `came`: members of the world before only, and of this one only; empty: not known, or none."""
     return f"{_cause(resize, gone, came)}: {_cost(resize)}"
+
+
+def last_telling(resizes: Sequence[ResizeView]) -> int | None:
+    """Which one to show where there is room for one: the last that somebody made or suffered. A balance follows almost
+    every change a few steps later, costs nothing, and would hide it; it counts where nothing else is remembered."""
+    telling = (at for at in range(len(resizes) - 1, -1, -1) if resizes[at].reason != Reason.BALANCE)
+    return next(telling, len(resizes) - 1 if resizes else None)
 
 
 def changes_of(
