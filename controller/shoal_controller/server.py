@@ -190,7 +190,7 @@ def _api_settings(settings: Settings, tokens: WorkerTokens | None) -> ApiSetting
     here_only = is_here(split_address(settings.http)[0])
     site = Site() if settings.page else None
     launchers, folder = settings.allowed_launchers, settings.folder
-    return ApiSettings(settings.default_workers, here_only, launchers, tokens, folder, site)
+    return ApiSettings(settings.default_workers, here_only, launchers, tokens, folder, site, settings.log_folder)
 
 
 def _secret(settings: Settings) -> str | None:

@@ -168,7 +168,8 @@ async def test_a_row_tells_the_last_resize_and_the_last_checkpoint_as_sentences(
         generation=2, workers=2, reason="kill", from_step=40, pause_seconds=0.063, phases={"plan": 0.1},
         promoted_blocks=5, pause_bytes=0, fill_bytes=100, checkpoint_bytes=0, lost_steps=0, began_at=5.0,
     )  # fmt: skip
-    machine = SmallMachine(shown={"resizes": (resize,), "last_checkpoint_step": 30})
+    balance = replace(resize, generation=3, reason="balance", pause_seconds=0.0, began_at=6.0)
+    machine = SmallMachine(shown={"resizes": (resize, balance), "last_checkpoint_step": 30})
     async with with_page(tmp_path, machine=machine) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
         row = await api.ask("GET", "/v1/jobs/train/summary")
@@ -347,6 +348,24 @@ async def test_the_end_of_a_log_is_shown_as_text_whatever_is_in_it(tmp_path: Pat
         assert (whole["bytes"], whole["begin"]) == (log.stat().st_size, 0)
         end = await api.ask("GET", "/v1/jobs/train/workers/w0/log?bytes=3")
         assert (end["text"], end["begin"]) == ("\ufffd\n", log.stat().st_size - 2)
+
+
+@asynchronous
+async def test_a_log_is_shown_from_the_folder_that_was_named_for_logs_as_well(tmp_path: Path) -> None:
+    """`shoal run --log-dir` keeps logs outside of the data folder, and a controller that is started again without it
+    still has those of workers that it started with it."""
+    settings = replace(WITH_PAGE, folder=tmp_path / "data", log_folder=tmp_path / "logs")
+    paths = [tmp_path / "logs" / "train" / "w0.log", tmp_path / "data" / "jobs" / "train" / "w1.log"]
+    other = tmp_path / "logs" / "another" / "w2.log"
+    for path in (*paths, other):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"of {path.stem}")
+    shown = tuple(replace(WITH_LOG, worker=path.stem, log=str(path)) for path in (*paths, other))
+    async with with_page(tmp_path / "s", settings=settings, machine=SmallMachine(shown={"workers": shown})) as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        for name in ("w0", "w1"):
+            assert (await api.ask("GET", f"/v1/jobs/train/workers/{name}/log"))["text"] == f"of {name}"
+        await api.ask("GET", "/v1/jobs/train/workers/w2/log", 404)
 
 
 @asynchronous

@@ -51,6 +51,8 @@ class ApiSettings:
     """Where the logs of local workers are; None: none are shown."""
     site: Site | None = None
     """The page's files; None: no page is served."""
+    log_folder: Path | None = None
+    """Where else logs of local workers are, in a folder of each job's name; None: nowhere else."""
 
 
 def build_app(

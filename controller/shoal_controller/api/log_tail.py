@@ -1,12 +1,14 @@
 """The end of a worker's log, read from this machine's disk. ● Nothing but logs of local workers of that job is read.
 
-A worker's record says where its log is; that is believed only where it is a plain file in the job's own folder.
+A worker's record says where its log is; that is believed only where it is a plain file in the job's own folder, among
+the controller's data or where it was told to keep logs (`--log-dir`).
 """
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +30,12 @@ class LogTail:
     text: str
 
 
-def read_log(folder: Path | None, job: str, worker: WorkerView, count: int) -> LogTail:
-    """Its last `count` bytes; where that cuts a character, from the next one on. Raises `NotFound`."""
-    path = _path_of(folder, job, worker)
+def read_log(folders: Collection[Path], worker: WorkerView, count: int) -> LogTail:
+    """Its last `count` bytes; where that cuts a character, from the next one on. Raises `NotFound`.
+
+    `folders`: those of its job, where logs may be.
+    """
+    path = _path_of(folders, worker)
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
@@ -45,13 +50,18 @@ def read_log(folder: Path | None, job: str, worker: WorkerView, count: int) -> L
     return LogTail(str(path), status.st_size, begin + cut, data[cut:].decode(errors="replace"))
 
 
-def _path_of(folder: Path | None, job: str, worker: WorkerView) -> Path:
+def log_folders(data: Path | None, logs: Path | None, job: str) -> list[Path]:
+    """Where logs of a job's local workers may be, `data` and `logs` being the controller's folders."""
+    return [*([data / "jobs" / job] if data is not None else []), *([logs / job] if logs is not None else [])]
+
+
+def _path_of(folders: Collection[Path], worker: WorkerView) -> Path:
     if worker.pod:
         raise NotFound(f"{worker.worker} runs in the pod {worker.pod}, which has its log: kubectl logs {worker.pod}")
     if not worker.log:
         raise NotFound(f"{worker.worker} was not started by this controller: its log is where it was started")
     path = Path(worker.log)
-    if folder is None or path.parent != folder / "jobs" / job:
+    if path.parent not in folders:
         raise NotFound(f"the log of {worker.worker} is {path} on {worker.host or 'its host'}, not on this machine")
     return path
 

@@ -16,7 +16,7 @@ from shoal_protos.errors import NotFound, UserError
 from shoal_controller.api.act_requests import AnAct
 from shoal_controller.api.answers import EventAnswer
 from shoal_controller.api.dependencies import AWorker, Readable, controller_of
-from shoal_controller.api.log_tail import LOG_BYTES, MOST_LOG_BYTES, read_log
+from shoal_controller.api.log_tail import LOG_BYTES, MOST_LOG_BYTES, log_folders, read_log
 from shoal_controller.api.page_answers import (
     AboutAnswer,
     HoldingsAnswer,
@@ -152,5 +152,7 @@ async def get_log(at: AWorker, shell: Readable, request: Request, count: MostByt
     found = next((one for one in shell.view(at.job).workers if one.worker == at.worker), None)
     if found is None:
         raise NotFound(f"job {at.job} has no worker {at.worker}").coded(ErrorCode.WORKER_UNKNOWN)
-    read = await asyncio.to_thread(read_log, request.app.state.settings.folder, at.job, found, count)
+    settings = request.app.state.settings
+    folders = log_folders(settings.folder, settings.log_folder, at.job)
+    read = await asyncio.to_thread(read_log, folders, found, count)
     return LogAnswer(worker=at.worker, path=read.path, bytes=read.size, begin=read.begin, text=read.text)
