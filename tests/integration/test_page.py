@@ -257,6 +257,89 @@ def test_a_wrong_token_gets_one_sentence_and_a_right_one_is_kept_for_the_tab() -
         expect(other.get_by_label("Token", exact=True)).to_be_visible()
 
 
+def test_a_token_that_no_request_can_carry_is_refused_where_it_is_typed() -> None:
+    """A browser sends nothing with such a header, which looks like a controller that does not answer."""
+    with training(1, Guarded) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        seen.open()
+        sign_in(seen, f"{cluster.token}\u2026")
+        expect(seen.page.get_by_role("alert")).to_contain_text("No token has the character \u2026 in it")
+        expect(seen.page.locator("#banner")).to_be_hidden()
+        sign_in(seen, cluster.token)
+        expect(seen.page.locator(".job-line")).to_be_visible()
+
+
+def test_what_is_confirmed_is_what_the_sentence_said() -> None:
+    """Of a number that has been typed since, an answer that was under way says nothing; half a worker is none."""
+    with training(workers=1) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(2)
+        seen.open_job()
+        seen.button("Scale\u2026").click()
+        number, press = seen.dialog().get_by_label("Workers wanted"), seen.dialog().get_by_role("button", name="Scale")
+        expect(press).to_be_enabled()
+        late: list[Route] = []
+        seen.page.route("**/preview?act=scale&workers=2", lambda route: late.append(route))
+        with seen.page.expect_request("**/preview?act=scale&workers=2"):
+            number.fill("2")
+        typed = """([number, sentence]) => new Promise((resolve) => {
+            const before = sentence.textContent;
+            number.value = "2.5";
+            number.dispatchEvent(new Event("input"));
+            new MutationObserver(() => sentence.textContent === before || resolve(sentence.textContent))
+                .observe(sentence, { childList: true, characterData: true, subtree: true });
+            window.isTyped = true;
+        })"""
+        seen.page.evaluate(
+            f"() => {{ window.said = ({typed})([document.querySelector('#act-workers'), "
+            "document.querySelector('#act-sentence')]); }"
+        )
+        late[0].continue_()
+        assert seen.page.evaluate("window.said") == "Give a whole number of workers, 1 or more."
+        expect(press).to_be_disabled()
+
+
+def test_a_job_that_is_made_after_its_page_was_opened_has_its_events() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        seen.open("#/jobs/later")
+        expect(seen.page.get_by_role("alert").first).to_contain_text("There is no job later here")
+        cluster._answer("POST", "/jobs", {"job": "later", "launcher": "none", "workers": {"wanted": 1}})
+        expect(seen.page.locator("#phase")).to_have_text("waiting")
+        expect(seen.page.locator(".events [data-kind=audit]")).to_have_count(1)
+        cluster._answer("DELETE", "/jobs/later")
+
+
+def test_an_answer_that_breaks_off_is_a_lost_connection_and_asked_for_again() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(2)
+        cut: list[str] = []
+
+        def half(route: Route) -> None:
+            """The first answer to each."""
+            if route.request.url in cut:
+                return route.continue_()
+            cut.append(route.request.url)
+            return route.fulfill(status=200, content_type="application/json", body='{"version": ')
+
+        seen.page.route(re.compile(r"/v1/(about|jobs/job/(summary|workers)|events\?job=.*)$"), half)
+        seen.open_job()
+        expect(seen.page.locator("tr[data-worker=w0]")).to_be_visible()
+        expect(seen.page.locator(".events [data-kind=open]")).to_have_count(1)
+        expect(seen.page.locator("#banner")).to_be_hidden()
+        assert len(cut) == 4
+
+
+@pytest.mark.parametrize("width", [1920, 1760, 1500])
+def test_every_act_on_a_worker_is_in_reach(width: int) -> None:
+    with (
+        training(workers=2) as cluster,
+        browsed(cluster.url, look={"viewport": {"width": width, "height": 900}}) as seen,
+    ):
+        cluster.wait_step(2)
+        seen.open_job()
+        expect(seen.button("Confirm that w1 is lost")).to_be_visible()
+        table = seen.page.get_by_role("region", name="Workers", exact=True).locator(".wide")
+        assert table.evaluate("one => one.scrollWidth - one.clientWidth") == 0
+
+
 def test_a_change_meanwhile_is_shown_and_not_overridden() -> None:
     with training() as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
         cluster.wait_step(3)

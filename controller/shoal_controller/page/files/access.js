@@ -1,7 +1,9 @@
 // Who asks: the token, typed once and kept for this tab, and the role that it has. Called by main.js.
 
-import { element, foreign } from "./elements.js";
+import { element, foreign, setText, visible } from "./elements.js";
 import { ABOUT, Problem, get, keepToken, token } from "./rest.js";
+
+const NOT_IN_A_HEADER = /[^\x20-\x7e\xa0-\xff]/u; // a browser sends no request with it, and says nothing
 
 let about = null;
 
@@ -36,11 +38,14 @@ function asked(place, problem) {
     id: "token", type: "password", autocomplete: "off", required: true, spellcheck: "false",
     "aria-describedby": "token-problem token-note", "aria-invalid": problem ? "true" : null,
   });
+  const note = element("p", { id: "token-problem", class: "problem", role: "alert" }, problem);
   return new Promise((resolve) => {
     const submit = (event) => {
       event.preventDefault();
+      const strange = NOT_IN_A_HEADER.exec(input.value.trim());
+      if (strange) return setText(note, `No token has the character ${visible(strange[0])} in it. Copy it once more.`);
       keepToken(input.value.trim());
-      resolve();
+      return resolve();
     };
     place.replaceChildren(
       element(
@@ -48,7 +53,7 @@ function asked(place, problem) {
         element("h1", {}, "This controller asks for a token"),
         element("label", { for: "token" }, "Token"),
         input,
-        element("p", { id: "token-problem", class: "problem", role: "alert" }, problem),
+        note,
         element("p", { id: "token-note", class: "quiet" },
           "It is kept for this tab only, and sent to this controller only. `shoal run` writes one to .shoal/token."),
         element("button", { type: "submit", class: "primary" }, "Show the jobs"),

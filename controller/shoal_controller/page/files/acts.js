@@ -52,7 +52,8 @@ class ActDialog {
     const again = atMostEvery(200, () => this.preview());
     const input = element("input", { type: "number", id: "act-workers", min: 1, step: 1, value: this.given.workers, required: true });
     input.addEventListener("input", () => {
-      this.given.workers = Number.parseInt(input.value, 10);
+      this.given.workers = Number(input.value);
+      this.asked += 1; // an answer that is under way is of another number
       this.confirm.disabled = true;
       again();
     });
@@ -77,7 +78,7 @@ class ActDialog {
   async preview() {
     const { act, given } = this;
     const asked = ++this.asked;
-    if (act === "scale" && !(given.workers >= 1)) return void setText(this.sentence, "Give a whole number of workers, 1 or more.");
+    if (act === "scale" && !(Number.isInteger(given.workers) && given.workers >= 1)) return void setText(this.sentence, "Give a whole number of workers, 1 or more.");
     const more = [["act", act], ...Object.entries(given)].map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
     try {
       const found = await get(this.path(`/preview?${more}`));

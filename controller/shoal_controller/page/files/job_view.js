@@ -112,7 +112,7 @@ class JobView {
   }
 
   show(row) {
-    if (this.row && this.row.job.created !== row.job.created) return void window.dispatchEvent(new HashChangeEvent("hashchange"));
+    if (this.isUnknown || (this.row && this.row.job.created !== row.job.created)) return void window.dispatchEvent(new HashChangeEvent("hashchange"));
     const before = this.row?.job.phase;
     this.row = row;
     this.problem.hidden = true;
@@ -178,6 +178,7 @@ class JobView {
 
   refuse(problem) {
     if (problem.code !== "job_unknown" && this.row) return; // a part is not there; the others are
+    this.isUnknown ||= problem.code === "job_unknown"; // one of that name, once there is one, is looked at anew
     this.content.hidden = this.head.hidden = true;
     this.problem.hidden = false;
     const sentence = problem.code === "job_unknown" ? ["There is no job ", foreign(this.job), this.row ? " any more: it was forgotten. " : " here. "] : [visible(problem.message), " "];

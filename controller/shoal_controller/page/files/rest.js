@@ -55,8 +55,12 @@ export async function request(method, path, { body, version, signal } = {}) {
   const limit = AbortSignal.timeout(REQUEST_MILLISECONDS);
   const either = signal ? AbortSignal.any([signal, limit]) : limit;
   const answer = await fetched(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal: either });
-  const found = await answer.json().catch(() => null);
+  const found = await answer.json().catch(() => undefined);
   if (!answer.ok) throw problemOf(answer, found);
+  if (found === undefined) {
+    noteConnection(false); // it broke off: what half of it says is not known
+    throw new Problem(0, "unreachable", "The controller's answer broke off.");
+  }
   return found;
 }
 
