@@ -133,6 +133,10 @@ def test_a_resize_names_whom_it_took_and_what_it_moved() -> None:
         "checkpoint"
     )
     assert "training did not pause, no step lost" in resize_sentence(replace(RESIZE, pause_seconds=0.0001))
+    frozen = resize_sentence(replace(RESIZE, phases={"detect": 2.7, "plan": 0.01}), ["w1"])
+    assert frozen.startswith("w1 was lost, noticed after 2.7 s: training paused for 63 ms, ")
+    at_once = resize_sentence(replace(RESIZE, phases={"detect": 0.05, "plan": 0.01}), ["w1"])
+    assert at_once.startswith("w1 was lost: training paused for 63 ms, ")
     assert resize_sentence(replace(RESIZE, phases={})) == "a worker was lost: what it cost is not known yet"
 
 

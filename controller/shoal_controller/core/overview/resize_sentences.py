@@ -13,10 +13,13 @@ from shoal_protos.plural import plural
 from shoal_controller.core.machine.spec import ResizeView
 from shoal_controller.core.overview.amounts import duration, listed, size
 
+LONG_SECONDS = 0.1
+"""What was noticed sooner than this was noticed at once."""
+
 
 def resize_sentence(resize: ResizeView, gone: Collection[WorkerId] = (), came: Collection[WorkerId] = ()) -> str:
     """`gone`, `came`: members of the world before only, and of this one only; empty: not known, or none."""
-    return f"{_cause(resize, gone, came)}: {_cost(resize)}"
+    return f"{_cause(resize, gone, came)}{_noticed(resize)}: {_cost(resize)}"
 
 
 def last_telling(resizes: Sequence[ResizeView]) -> int | None:
@@ -49,6 +52,12 @@ def _cause(resize: ResizeView, gone: Collection[WorkerId], came: Collection[Work
         Reason.RESTORE: f"all went back to step {resize.from_step}",
     }
     return causes.get(Reason(resize.reason), resize.reason)
+
+
+def _noticed(resize: ResizeView) -> str:
+    """How long nobody knew: it is not in the pause, but who waited for a frozen worker stood still meanwhile."""
+    seconds = resize.phases.get("detect", 0.0)
+    return f", noticed after {duration(seconds)}" if seconds >= LONG_SECONDS else ""
 
 
 def _was(workers: Collection[WorkerId]) -> str:
