@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from math import nan
 
@@ -24,8 +25,8 @@ def test_a_ring_keeps_the_newest_points_in_order(capacity: int, times: list[floa
     ring, twin = Ring(capacity), []
     for step, time in enumerate(times):
         ring.put(point(time, step=step))
-        if not twin or time > twin[-1][0]:
-            twin = [*twin, (time, step)][-capacity:]
+        if not twin or time != twin[-1][0]:
+            twin = [*(one for one in twin if one[0] < time), (time, step)][-capacity:]
     columns = ring.after(-1.0)
     assert list(zip(columns[TIME], columns["step"], strict=True)) == twin
     assert ring.newest == (twin[-1][0] if twin else None)
@@ -78,6 +79,19 @@ def test_samples_per_second_are_counted_over_the_last_seconds_and_never_below_no
         series.record(Sample(0, None, None, samples, 0.0, 1, 1), float(second))
     rates = series.points(Span.HOUR, 0.0, 9.0)["samples_per_second"]
     assert rates == [None, None, 0.0, 0.0, 10.0, 7.5, 6.0, 10.0, 2.85714]
+
+
+def test_a_clock_that_was_ahead_and_is_set_right_stops_nothing() -> None:
+    """What was noted of a time that is to come is forgotten; what is measured then is shown."""
+    series = JobSeries(0.0)
+    read = itertools.count(8, 8)
+    for second in (*range(1000, 1100), *range(90_000, 90_100), *range(1100, 1200)):
+        series.record(Sample(second, 1.0, None, next(read), 0.5, 1, 3), float(second))
+    hour, day = series.points(Span.HOUR, 0.0, 1199.0), series.points(Span.DAY, 0.0, 1199.0)
+    assert hour[TIME] == list(range(1000, 1200)) and set(hour["samples_per_second"][101:]) == {8.0}
+    assert day[TIME][:4] == [1000.0, 1030.0, 1060.0, 1090.0] and day[TIME][-1] > 1150
+    last = series.minutes(1199.0)[-3:]
+    assert [minute.number for minute in last if minute is not None] == [17, 18, 19]
 
 
 def test_a_job_that_is_over_keeps_no_points_for_ever() -> None:

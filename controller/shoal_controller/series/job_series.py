@@ -111,7 +111,7 @@ class JobSeries:
         self._see_minute(sample, now)
         active = sample.active if self._fewest_active is None else min(self._fewest_active, sample.active)
         newest = self._rings[Span.DAY].newest
-        if newest is None or now - newest >= DAY_EVERY:
+        if newest is None or not 0 <= now - newest < DAY_EVERY:
             self._rings[Span.DAY].put({**point, "active": active})
             self._fewest_active = None
         else:
@@ -147,9 +147,11 @@ class JobSeries:
     def _see_minute(self, sample: Sample, now: float) -> None:
         """What the small picture of the last hour shows of the minute that it is."""
         number, active, loss = int(now // 60), sample.active, sample.loss
-        if self._minutes and self._minutes[-1].number >= number:
+        while self._minutes and self._minutes[-1].number > number:
+            self._minutes.pop()  # the clock was set back
+        if self._minutes and self._minutes[-1].number == number:
             last = self._minutes.pop()
-            number, active = last.number, min(active, last.active)
+            active = min(active, last.active)
             loss = loss if loss is not None and isfinite(loss) else last.loss
         self._minutes.append(Minute(number, active, sample.wanted, loss if loss is None or isfinite(loss) else None))
 
@@ -159,6 +161,8 @@ class JobSeries:
         if samples is None:
             recent.clear()
             return None
+        if recent and recent[-1][0] > now:
+            recent.clear()  # the clock was set back
         while len(recent) > 1 and recent[1][0] <= now - RATE_SECONDS:
             recent.popleft()
         recent.append((now, samples))

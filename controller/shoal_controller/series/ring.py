@@ -7,7 +7,7 @@ measured, so a gap stays one.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from math import isfinite, nan
 from typing import Any
@@ -61,10 +61,12 @@ class Ring:
         return float(self._columns[TIME][self._oldest - 1]) if len(self) else None
 
     def put(self, point: Point) -> None:
-        """Add a point of all columns. One that is not younger than the newest is left out: the clock was set back."""
+        """Add a point of all columns. Where the clock was set back, points of what is now the future are forgotten."""
         time = point[TIME]
-        if time is None or (self.newest is not None and time <= self.newest):
+        if time is None or time == self.newest:
             return
+        if self.newest is not None and time < self.newest:
+            self._forget_from(time)
         if len(self) < self._capacity:
             for name, column in self._columns.items():
                 column.append(_kept(column.typecode, point[name]))
@@ -72,6 +74,13 @@ class Ring:
         for name, column in self._columns.items():
             column[self._oldest] = _kept(column.typecode, point[name])
         self._oldest = (self._oldest + 1) % self._capacity
+
+    def _forget_from(self, time: float) -> None:
+        """Keep what is older than that."""
+        count = bisect_left(self.column(TIME), time)
+        for name, code in TYPECODES.items():
+            self._columns[name] = array(code, self.column(name)[:count])
+        self._oldest = 0
 
     def after(self, time: float) -> dict[str, list[Value]]:
         """All columns of the points beyond that time, oldest first; None where there was nothing."""
