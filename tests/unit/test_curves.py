@@ -65,7 +65,7 @@ def test_a_curve_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pyt
     kept = curves(tmp_path)
     for step in (1, 2):
         kept.look([view(step)], float(step))
-    assert capsys.readouterr().out.count("a job's curve cannot be written") == 1
+    assert "".join(capsys.readouterr()).count("a job's curve cannot be written") == 1
 
 
 def test_a_picture_is_drawn_of_a_job_and_of_a_file_of_steps(
