@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_driver import Driver, training
+from shoal_controller.api.page_answers import worlds_of
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -27,6 +28,7 @@ from shoal_controller.core.overview.attention import Level, attention, by_attent
 from shoal_controller.core.overview.holdings import holdings, missing_copies
 from shoal_controller.core.overview.previews import lanes_among, preview
 from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
+from shoal_controller.series.job_series import JobSeries
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.plan import EVERYONE, Reason
@@ -148,6 +150,13 @@ def test_where_there_is_room_for_one_change_a_balance_does_not_hide_the_one_befo
     reasons: list[str], telling: int | None
 ) -> None:
     assert last_telling([replace(RESIZE, reason=reason) for reason in reasons]) == telling
+
+
+def test_a_world_ends_where_the_next_begins_and_the_last_one_with_its_job() -> None:
+    worlds = [replace(RESIZE, generation=number, began_at=10.0 * number) for number in (1, 2)]
+    for ended in (None, 25.0):
+        found = worlds_of(replace(IDLE, resizes=tuple(worlds), ended_at=ended), JobSeries(0.0))
+        assert [(world.began, world.ended) for world in found] == [(10.0, 20.0), (20.0, ended)]
 
 
 # ---- activities

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 from math import nan
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machine_driver import training
 from shoal_controller.core.machine.sample import Sample
+from shoal_controller.series import job_series
 from shoal_controller.series.job_series import DAY_EVERY, MINUTES, MOST_BYTES, JobSeries, Minute, Span, short
 from shoal_controller.series.ring import HIGHEST, POINT_BYTES, TIME, TYPECODES, Ring
+from shoal_protos.checkpoint import CheckpointRef
 
 CALM = Sample(step=1, loss=2.5, step_seconds=0.25, samples=8, goodput_ratio=0.5, active=2, wanted=3)
 
@@ -92,6 +96,27 @@ def test_a_clock_that_was_ahead_and_is_set_right_stops_nothing() -> None:
     assert day[TIME][:4] == [1000.0, 1030.0, 1060.0, 1090.0] and day[TIME][-1] > 1150
     last = series.minutes(1199.0)[-3:]
     assert [minute.number for minute in last if minute is not None] == [17, 18, 19]
+
+
+def test_lanes_are_remembered_of_the_last_worlds_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_series, "MOST_LANES", 24)
+    world = training(2).job.durable.current
+    assert world is not None and world.lanes == 8
+    series = JobSeries(0.0)
+    for generation in (1, 2, 3, 4, 5):
+        series.see_world(replace(world, generation=generation))
+    assert [series.lanes_of(generation) is not None for generation in (1, 2, 3, 4, 5)] == [False] * 2 + [True] * 3
+
+
+def test_of_a_checkpoint_that_was_there_before_nobody_says_when_it_was_saved() -> None:
+    series, old, new = JobSeries(0.0), CheckpointRef(1, 20, "/c/20"), CheckpointRef(2, 40, "/c/40")
+    series.see_checkpoints((old,), 5.0)
+    series.see_checkpoints((new, old), 7.0)
+    assert (series.saved_at(new), series.saved_at(old)) == (7.0, None)
+    series.see_checkpoints((new,), 9.0)
+    assert series.saved_at(new) == 7.0
 
 
 def test_a_job_that_is_over_keeps_no_points_for_ever() -> None:
