@@ -250,6 +250,9 @@ def test_a_death_that_is_confirmed_says_what_is_lost_with_it() -> None:
     assert asked(silent(training(), "w1"), ConfirmLost("w1")).endswith(
         "its blocks go on with their mirrors, no step is lost"
     )
+    job = training()
+    job.feed(DrainWorker("w0", 600.0, "maintenance"))
+    assert asked(silent(job, "w1"), ConfirmLost("w1")).endswith("no step is lost"), "w0 has its blocks while it drains"
     alone = asked(silent(training(mirrors=0), "w1"), ConfirmLost("w1"))
     assert "have no other copy: the job starts again from step 0" in alone
 

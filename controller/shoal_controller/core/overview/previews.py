@@ -75,8 +75,9 @@ def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
     world = before.world
     if world is None or worker not in world.workers:
         return "nobody waits for it any more"
-    stays = [member.worker for member in world.members if _serves(after, member.worker)]
-    lost = exposed_blocks(world, world.workers - set(stays))
+    here = [member.worker for member in world.members if _is_here(after, member.worker)]
+    stays = [name for name in here if _serves(after, name)] or here
+    lost = exposed_blocks(world, world.workers - set(here))  # one that drains has its blocks until others have them
     if not lost:
         parts = [_lanes_go(before, worker, stays), "its blocks go on with their mirrors", "no step is lost"]
         return ", ".join(filter(None, (*parts, _replaced(before, after))))
@@ -147,6 +148,11 @@ def _cancelled(before: JobView, after: JobView) -> str:
 def _serves(view: JobView, worker: WorkerId) -> bool:
     """Whether it stays in the job."""
     return any(w.worker == worker and w.state not in (State.LOST, State.LEFT, State.DRAINING) for w in view.workers)
+
+
+def _is_here(view: JobView, worker: WorkerId) -> bool:
+    """Whether it still has what it holds."""
+    return any(w.worker == worker and w.state not in (State.LOST, State.LEFT) for w in view.workers)
 
 
 def _started(before: JobView, after: JobView) -> list[WorkerId]:
