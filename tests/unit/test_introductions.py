@@ -72,7 +72,8 @@ async def audit(api):
 async def test_the_history_names_the_client_for_whom_a_neighbour_asked(tmp_path):
     async with leading(tmp_path) as api, follower(place(api.port)) as client:
         assert (await client.post("/jobs", json=TRAIN)).status_code == 202
-        assert (await client.post("/jobs/train/scale?why=a%20b%2Fc", json={"workers": 4})).status_code == 202
+        assert (await client.post("/jobs/train/scale", json={"workers": 4})).status_code == 202
+        assert (await client.get("/jobs/train/events?worker=a%20b%2Fc")).status_code == 200
         assert await audit(api) == [
             f"token root from {ELSEWHERE}: create the job", f"token root from {ELSEWHERE}: scale to 4 workers"
         ]  # fmt: skip

@@ -14,7 +14,7 @@ from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret, section_of
 from shoal_controller.launchers.own_variables import SET_IN_PODS
-from shoal_protos.validation import first_sentence
+from shoal_protos.validation import every_sentence
 
 JOB: dict[str, Any] = {
     "job": "demo", "launcher": "kubernetes", "command": ["python", "train.py"], "workers": {"wanted": 4, "min": 2},
@@ -39,7 +39,7 @@ def _fields(spec: JobSpec) -> dict[str, Any]:
 def refusal(**fields: Any) -> str:
     with pytest.raises(ValidationError) as error:
         JobBody.model_validate({**JOB, **fields})
-    return first_sentence(error.value.errors(), "the body", JobBody)
+    return every_sentence(error.value.errors(), "the body", JobBody)
 
 
 # ---- the pod
