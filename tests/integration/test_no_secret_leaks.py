@@ -200,6 +200,7 @@ def commands(controller: Controller) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.timeout(300)  # thirty commands, one after the other
+@pytest.mark.timeout(300)  # each of many commands is a fresh Python
 def test_no_secret_is_where_it_does_not_belong(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with controller(tmp_path) as (started, etcd):
