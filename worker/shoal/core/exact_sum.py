@@ -8,23 +8,23 @@ from __future__ import annotations
 import math
 
 MOST_PARTS = 4
-"""Far more than numbers of one kind need (two or three); what is wider loses its lowest bits."""
+"""As many as 212 bits from the highest to the lowest: numbers of one kind need two or three."""
 
 
 def add(parts: list[float], value: float) -> None:
-    """Adds a number, in place. `parts`: what they add up to exactly; they do not overlap (Shewchuk)."""
-    if not math.isfinite(value) or not all(map(math.isfinite, parts)):
-        parts[:] = [sum(parts) + value]
+    """Adds a number, in place. `parts`: what they add up to exactly, the largest first: the sum rounded, what that
+    leaves rounded, and so on. So one sum has one form, and as few parts as hold it (Shewchuk's sums, by `math.fsum`).
+    """
+    rest = [*parts, value]
+    if not math.isfinite(rounded := sum(rest)):
+        parts[:] = [rounded]
         return
-    kept = []
-    for part in parts:
-        large, small = (value, part) if abs(value) >= abs(part) else (part, value)
-        value = large + small
-        if rest := small - (value - large):
-            kept.append(rest)
-    parts[:] = [*kept, value][-MOST_PARTS:]
+    parts.clear()
+    while len(parts) < MOST_PARTS and (largest := math.fsum(rest)):
+        parts.append(largest)
+        rest.append(-largest)
 
 
 def total(parts: list[float]) -> float:
     """The sum, rounded once."""
-    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
+    return parts[0] if parts else 0.0
