@@ -41,10 +41,18 @@ def test_on_step_is_called_once_for_every_step_wherever_a_worker_dies(name: str,
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
+def has_heard(worker: Any) -> bool:
+    """That rank 0 is through with the callbacks of the step at hand."""
+    comes = worker.engine.parts.boundary._called._comes
+    return comes is not None and comes.is_over
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 def test_each_step_is_told_of_once_where_rank_0_dies_around_its_callbacks(when: str, stage: int) -> None:
-    """Within them it had not told of it yet: as a process that is killed while it writes a line."""
+    """Within them it had not told of it yet: as a process that is killed while it writes a line. After them the others
+    have heard of it.
+    """
     seen: list[int] = []
 
     def watch(engine: Engine) -> None:
@@ -61,8 +69,12 @@ def test_each_step_is_told_of_once_where_rank_0_dies_around_its_callbacks(when: 
     options = {**OPTIONS, "stage": stage}
     with Crew("abc", Task(options, prepare=watch)) as crew:
         crew.train_to(1)
-        if when != "within":
-            crew.plant("a", *((3, "hand_out") if when == "before" else (4, "forward")))
+        if when == "before":
+            crew.plant("a", 3, "hand_out")
+        if when == "after":
+            crew.train_to(3)
+            crew.until("b and c to hear of it", lambda: all(map(has_heard, map(crew.workers.get, "bc"))))
+            crew.plant("a", 4, "forward")
         assert crew.finish() == undisturbed(Task(options))
     assert seen == [1, 2, 3, 4, 5, 6]
 
