@@ -13,6 +13,7 @@ import pytest
 import torch
 from crew import Crew, Killed, Task, engine_of, undisturbed
 from integration.scripts import Samples
+from matrices import shortened
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.boundary import Boundary
@@ -31,7 +32,7 @@ def watching(seen: list[int], **options: Any) -> Task:
 @pytest.mark.parametrize(
     ("stage", "name"), [(0, "b"), (0, "c"), (1, "a"), (1, "b"), (1, "c")], ids=lambda value: str(value)
 )
-@pytest.mark.parametrize("point", ["vote", "in_vote", "optimizer", "hand_out"])
+@pytest.mark.parametrize("point", shortened(["vote", "in_vote", "optimizer", "hand_out"], "in_vote", "hand_out"))
 def test_on_step_is_called_once_for_every_step_wherever_a_worker_dies(name: str, point: str, stage: int) -> None:
     seen: list[int] = []
     with Crew("abc", watching(seen, stage=stage)) as crew:

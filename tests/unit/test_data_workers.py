@@ -20,6 +20,7 @@ import psutil
 import pytest
 import shoal
 import torch
+from matrices import shortened
 from shoal.core.sampler import Sampler
 from shoal.data.batch_memory import receive, send
 from shoal.data.data_workers import DataWorkers, Reading
@@ -274,7 +275,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", shortened(["fork", "spawn", "forkserver"], "forkserver"))
 def test_data_workers_end_with_a_training_process_that_is_killed(method: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(method=method))
     command = [sys.executable, str(tmp_path / "script.py")]

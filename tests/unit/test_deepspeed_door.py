@@ -12,6 +12,7 @@ import shoal.deepspeed as deepspeed
 import torch
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
+from matrices import shortened
 from shoal.deepspeed.client_state import saved_in
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, is_within
 from shoal.deepspeed.elastic_loader import ElasticLoader
@@ -60,8 +61,8 @@ def test_it_has_the_same_bits_in_every_world(names: str) -> None:
         assert crew.finish() == undisturbed(Task(OPTIONS))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("point", ["exchange", "vote", "hand_out"])
+@pytest.mark.parametrize("stage", shortened([2, 3], 3))
+@pytest.mark.parametrize("point", shortened(["exchange", "vote", "hand_out"], "exchange", "hand_out"))
 def test_it_has_the_same_bits_through_a_kill_and_a_join(stage: int, point: str) -> None:
     options = {**OPTIONS, "stage": stage}
     with Crew("abc", Task(options, script=script)) as crew:

@@ -17,6 +17,7 @@ import torch
 from allocated_bytes import most_bytes
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, task, with_model, without_values
+from matrices import shortened
 from safetensors.torch import load_file, save_file
 from shoal.blocks.residency import Residency
 from shoal.checkpoint.catalogue import resolve
@@ -64,7 +65,7 @@ def engine(one: Task) -> Engine:
         return engine_of(one, AloneLink(), Faults([]))
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+@pytest.mark.parametrize("precision", shortened([{}, {"bf16": {"enabled": True}}], {}))
 def test_every_stage_and_world_begins_with_the_same_values(precision: dict[str, Any]) -> None:
     more = precision and {"precision": precision}
     right = undisturbed(with_model(task(0, **more), built()))
@@ -77,7 +78,7 @@ def test_every_stage_and_world_begins_with_the_same_values(precision: dict[str, 
             assert crew.finish() == right, (stage, workers)
 
 
-@pytest.mark.parametrize("point", ["gather", "backward", "vote", "prepare"])
+@pytest.mark.parametrize("point", shortened(["gather", "backward", "vote", "prepare"], "gather", "vote"))
 def test_a_loss_changes_no_bit(point: str) -> None:
     with Crew("abc", with_model(task(), built())) as crew:
         crew.plant("c", 3, point)

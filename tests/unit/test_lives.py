@@ -14,7 +14,7 @@ from crew import Crew, Task, Worker, undisturbed
 from shoal.faults import POINTS
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 
-LIVES = int(os.environ.get("SHOAL_LIVES", "8"))
+LIVES = int(os.environ.get("SHOAL_LIVES", "4"))
 MOST_WORKERS = 5
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

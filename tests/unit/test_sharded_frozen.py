@@ -18,6 +18,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from hard_units import WIDTH, and_train, of, task
 from integration.scripts import VOCABULARY
+from matrices import shortened
 from safetensors.torch import load_file
 from shoal.blocks.state_home import WEIGHTS, BesideParameters
 from shoal.blocks.unit_flats import Presence
@@ -78,7 +79,11 @@ def adapters(stage: int = 3, model: Any = Adapters, **more: Any) -> Task:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"precision": {"bf16": {"enabled": True}}}, {"gradient_clipping": 0.1}, {"micro_batches_per_lane": 2}]
+    "more",
+    shortened(
+        [{}, {"precision": {"bf16": {"enabled": True}}}, {"gradient_clipping": 0.1}, {"micro_batches_per_lane": 2}],
+        {"precision": {"bf16": {"enabled": True}}},
+    ),
 )
 def test_every_world_ends_as_one_worker_in_stage_0(more: dict[str, Any]) -> None:
     right = undisturbed(adapters(0, **more))
@@ -90,7 +95,15 @@ def test_every_world_ends_as_one_worker_in_stage_0(more: dict[str, Any]) -> None
             assert crew.finish() == right, workers
 
 
-@pytest.mark.parametrize("point", ["forward", "gather", "backward", "mirror", "fill", "vote", "hand_out", "prepare"])
+@pytest.mark.parametrize(
+    "point",
+    shortened(
+        ["forward", "gather", "backward", "mirror", "fill", "vote", "hand_out", "prepare"],
+        "gather",
+        "mirror",
+        "prepare",
+    ),
+)
 def test_a_loss_anywhere_changes_no_bit(point: str) -> None:
     with Crew("abc", adapters()) as crew:
         crew.plant("c", 3, point)

@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
+from matrices import shortened
 from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.taken_gradients import TakenGradient
 from shoal.faults import Faults
@@ -39,7 +40,11 @@ def test_stages_1_and_2_have_the_same_bits_in_every_world(micro_batches: int) ->
 
 
 @pytest.mark.parametrize(
-    "point", ["forward", "backward", "exchange", "mirror", "fill", "vote", "optimizer", "hand_out", "prepare", "begin"]
+    "point",
+    shortened(
+        ["forward", "backward", "exchange", "mirror", "fill", "vote", "optimizer", "hand_out", "prepare", "begin"],
+        *("exchange", "mirror", "vote", "hand_out", "prepare"),
+    ),
 )
 @pytest.mark.parametrize("victim", ["a", "c"])
 def test_a_loss_anywhere_in_a_step_costs_this_step_at_most_and_no_bit(point: str, victim: str) -> None:
@@ -52,7 +57,7 @@ def test_a_loss_anywhere_in_a_step_costs_this_step_at_most_and_no_bit(point: str
 
 
 @pytest.mark.parametrize("point", ["forward", "backward"])
-@pytest.mark.parametrize("lane", range(LANES))
+@pytest.mark.parametrize("lane", shortened(range(LANES), 1, LANES - 1))
 def test_a_loss_at_any_lane_of_a_step_runs_the_whole_step_again(lane: int, point: str) -> None:
     """A worker of two has three lanes, the other two: what the dead one was sent of them is lost."""
 
