@@ -81,6 +81,13 @@ def clamp_data(engine: Engine) -> None:
         parameter.data.clamp_(-0.01, 0.01)
 
 
+@pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 3}}])
+def test_weights_that_are_loaded_between_initialize_and_the_loop_are_refused(options: dict[str, Any]) -> None:
+    """In half precision they would be lost without a word: masters have the values of before."""
+    with pytest.raises(UserError, match=r"was changed between shoal\.initialize and the loop \(load_state_dict"):
+        undisturbed(Task(OPTIONS | options, prepare=load_in_place))
+
+
 STRUCTURE = [
     (load_by_assignment, r'parameter ".*" was replaced after shoal\.initialize .*would not be trained'),
     (to_double_and_back, r'parameter ".*" got new memory after shoal\.initialize .*would not be trained'),

@@ -82,6 +82,8 @@ class ModuleGuard:
         self._places = [_place(parameter) for parameter in self._trained]
         self._windows = Windows(flats)
         self._versions: list[int] = []
+        self._as_initialized: list[int] | None = self._versions_now()
+        """Until the first batch."""
         self._content: tuple[object, int] | None = None
         """The world and the checksum of the window, as of the last commit."""
         self._awaited: tuple[object, int] | None = None
@@ -147,13 +149,27 @@ class ModuleGuard:
 
     # ---- values
 
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._trained]
+
+    def check_before_the_loop(self) -> None:
+        """Once, before the engine itself changes a parameter: raises `UserError` where the script has done so."""
+        known, self._as_initialized = self._as_initialized, None
+        for name, parameter, version in zip(self._names, self._trained, known or (), strict=known is not None):
+            if parameter._version != version:
+                raise UserError(
+                    f'parameter "{name}" was changed between shoal.initialize and the loop (load_state_dict, an '
+                    "initialization), when the engine has taken its value over: master weights, and a start anew, "
+                    "would have the old one. Do this before shoal.initialize."
+                )
+
     def mark(self, world: object) -> None:
         """Whatever the parameters are now is the engine's doing: before the first batch of a world."""
         if self._awaited is not None and self._awaited[0] is world:
             return
         self._awaited = None
         if self._content is None or self._content[0] is not world:
-            self._versions = [parameter._version for parameter in self._trained]
+            self._versions = self._versions_now()
             self._content = (world, checksum(self._windows.of(self._flats)))
 
     def on_commit(self, world: object, coming: Collection[int] = ()) -> None:
@@ -170,7 +186,7 @@ class ModuleGuard:
             self._awaited = None
 
     def _check_values(self, world: object) -> None:
-        versions = [parameter._version for parameter in self._trained]
+        versions = self._versions_now()
         if self._versions and versions != self._versions:
             at = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
             raise UserError(f'parameter "{self._names[at]}" {CHANGED}')
@@ -185,7 +201,7 @@ class ModuleGuard:
 
     def forget_writes(self) -> None:
         """What was written is no more: it was written to copies."""
-        self._versions = [parameter._version for parameter in self._trained] if self._versions else []
+        self._versions = self._versions_now() if self._versions else []
 
     def forgive(self, before: list[int]) -> None:
         """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""

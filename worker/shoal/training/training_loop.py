@@ -16,11 +16,13 @@ from torch import Tensor
 from shoal.data.source import NO_SAMPLES
 from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
+from shoal.logs import get_logger
 from shoal.numerics import check_threads
 from shoal.training.context import TrainingContext
 from shoal.training.parts import Parts
 from shoal.training.state import ENDS
 
+log = get_logger("shoal")
 IDLE_SECONDS = 0.1
 """Pause between two votes without a step."""
 WAITING = ("save", *ENDS)
@@ -38,6 +40,9 @@ class TrainingLoop:
     def batches(self) -> Generator[Any, None, None]:
         """What the user's loop is to train, until the last step is committed and all that was asked for is done."""
         context = self._context
+        if context.over and context.left_loop:
+            means = "one loop over the engine is the whole job, all epochs; another one has no batch"
+            log.warning("the_job_is_over", step=context.global_step, means=means)
         context.left_loop = False
         try:
             yield from self._batches(lambda: context.over)
@@ -67,6 +72,7 @@ class TrainingLoop:
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
+        context.state.module_guard.check_before_the_loop()
         while not is_over():
             parts.update.check_whole()
             if context.world is None:
