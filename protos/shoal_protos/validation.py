@@ -18,6 +18,8 @@ from pydantic.fields import FieldInfo
 
 LONGEST_SHOWN = 80
 """Characters of a wrong value that are repeated."""
+BULLET = "\n  - "
+"""Between the sentences of one message."""
 MOST_FAULTS = 20
 """SeveralFaults that are listed, of however many."""
 
@@ -168,7 +170,13 @@ def all_of(sentences: Sequence[str], whole: str) -> str:
     if len(sentences) == 1:
         return sentences[0]
     more = [f"… and {len(sentences) - MOST_FAULTS} more"] if len(sentences) > MOST_FAULTS else []
-    return "\n  - ".join([f"{whole} has {len(sentences)} faults:", *sentences[:MOST_FAULTS], *more])
+    return BULLET.join([f"{whole} has {len(sentences)} faults:", *sentences[:MOST_FAULTS], *more])
+
+
+def each_of(message: str) -> list[str]:
+    """The sentences that `all_of` has made one message of."""
+    _, *sentences = message.split(BULLET)
+    return sentences or [message]
 
 
 def find(

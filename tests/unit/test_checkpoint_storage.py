@@ -117,6 +117,11 @@ def test_a_path_below_a_file_gets_a_sentence(tmp_path: Path) -> None:
             LocalStorage(tmp_path / place).prepare()
 
 
+def test_a_place_where_no_folder_can_be_made_gets_a_sentence() -> None:
+    with pytest.raises(StorageFailed, match=r"^cannot keep checkpoints in /proc/shoal/x: no folder can be made there"):
+        LocalStorage(Path("/proc/shoal/x")).prepare()
+
+
 def test_a_place_without_permission_gets_a_sentence() -> None:
     with pytest.raises(StorageFailed, match=r"^cannot keep checkpoints in /sys/shoal: .* the right to write there, or"):
         LocalStorage(Path("/sys/shoal")).prepare()

@@ -220,7 +220,8 @@ def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
     assert found[-1].value == pytest.approx(engine.loss)
 
 
-def test_trackers_that_are_not_installed_are_named_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_that_are_not_installed_are_named_all_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     with pytest.raises(UserError) as refusal:
         trained({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}})

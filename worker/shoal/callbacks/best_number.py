@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal_protos.errors import UserError
+from shoal_protos.validation import all_of
 
+from shoal.callbacks.step_callback import check_folder
 from shoal.logs import get_logger
 
 if TYPE_CHECKING:
@@ -25,12 +27,24 @@ LOSS = "loss"
 log = get_logger("shoal")
 
 
+def _wrong(number: object, mode: object, smallest_change: object) -> Iterator[str]:
+    if not isinstance(number, str):
+        yield f"number is {number!r}; expected the name of a number, such as {LOSS!r}."
+    if mode not in BETTER:
+        yield f"mode is {mode!r}; allowed are {', '.join(BETTER)}."
+    if not isinstance(smallest_change, int | float):
+        yield f"smallest_change is {smallest_change!r}; expected a number."
+
+
 class BestNumber:
     """Looks at one number after each step that has it."""
 
-    def __init__(self, number: str, mode: str, smallest_change: float = 0.0) -> None:
-        if mode not in BETTER:
-            raise UserError(f"shoal.callbacks.{type(self).__name__}: mode is {mode!r}; allowed are min, max.")
+    def __init__(self, number: str, mode: str, smallest_change: float = 0.0, faults: Iterable[str] = ()) -> None:
+        """Raises `UserError` for values that are not allowed, and those of `faults`."""
+        name = f"shoal.callbacks.{type(self).__name__}"
+        wrong = [*faults, *_wrong(number, mode, smallest_change)]
+        if wrong:
+            raise UserError(all_of(wrong if len(wrong) > 1 else [f"{name}: {wrong[0]}"], name))
         self.number, self._is_better = number, BETTER[mode]
         self._change = -abs(smallest_change) if mode == "min" else abs(smallest_change)
         self.step = self.best_step = self.worse = 0
@@ -56,6 +70,9 @@ class BestNumber:
         self.step = step
         value = engine.loss if self.number == LOSS else engine.reports.get(self.number)
         if value is None:
+            if self.best is None and engine.context.over and engine.rank == 0:
+                log.warning("number_never_reported", callback=type(self).__name__, number=self.number,
+                            reported=sorted(engine.reports), means="it has done nothing in the whole job")  # fmt: skip
             return
         if not math.isnan(value) and (self.best is None or self._is_better(value, self.best + self._change)):
             self.best, self.best_step, self.worse = value, step, 0
@@ -78,9 +95,10 @@ class EarlyStopping(BestNumber):
 
     def __init__(self, number: str = LOSS, patience: int = 3, mode: str = "min", smallest_change: float = 0.0) -> None:
         """`number`: the loss, or what the script reports. Raises `UserError` for values that are not allowed."""
-        super().__init__(number, mode, smallest_change)
-        if not isinstance(patience, int) or patience < 1:
-            raise UserError(f"shoal.callbacks.EarlyStopping: patience is {patience!r}; expected a number from 1.")
+        fits = isinstance(patience, int) and patience >= 1
+        super().__init__(
+            number, mode, smallest_change, () if fits else [f"patience is {patience!r}; expected a number from 1."]
+        )
         self._patience = patience
 
     def on_worse(self, engine: Engine) -> None:
@@ -96,9 +114,12 @@ class SaveBest(BestNumber):
     """
 
     def __init__(self, path: str | Path, number: str = LOSS, mode: str = "min") -> None:
-        """Raises `UserError` for values that are not allowed."""
+        """Raises `UserError` for values that are not allowed, or a folder that cannot be written."""
         super().__init__(number, mode)
         self._path = Path(path)
+        check_folder("SaveBest", self._path.parent)
+        if self._path.is_dir():
+            raise UserError(f"shoal.callbacks.SaveBest: {self._path} is a folder; name a file in it.")
 
     def on_best(self, engine: Engine) -> None:
         engine.export(self._path)

@@ -25,8 +25,8 @@ log = get_logger("shoal")
 
 
 def check_monitoring(monitoring: Monitoring) -> None:
-    """Raises `UserError` for all packages that are missing, or all places that cannot be written."""
-    if faults := [*missing_packages(monitoring)] or [*places_that_cannot_be_written(monitoring)]:
+    """Raises `UserError` for all packages that are missing, and all places that cannot be written."""
+    if faults := [*missing_packages(monitoring), *places_that_cannot_be_written(monitoring)]:
         raise UserError(all_of(faults))
 
 

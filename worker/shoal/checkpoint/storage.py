@@ -118,7 +118,10 @@ class LocalStorage:
 
     def prepare(self) -> None:
         with as_storage_error("keep checkpoints", self.url):
-            self._root.mkdir(parents=True, exist_ok=True)
+            try:
+                self._root.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError as error:  # in /proc, or below a link to nowhere
+                raise StorageFailed(f"cannot keep checkpoints in {self.url}: no folder can be made there.") from error
             if not os.access(self._root, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

@@ -36,7 +36,6 @@ class GivenData:
 
     dataset: Any
     collate_fn: Callable[[list[Any]], Any] | None
-    micro_batch_size: int | None = None
     reading: Reading = HERE
     """How it is read ahead."""
 
@@ -50,7 +49,14 @@ def data_of(given: Any, collate_fn: Callable[[list[Any]], Any] | None, name: str
     if ignored:
         log.info("parts of the DataLoader are left alone", **ignored)
     own = given.collate_fn if given.collate_fn is not default_collate else None
-    return GivenData(given.dataset, collate_fn or own, given.batch_size, reading_of(given))
+    if None not in (own, collate_fn) and own is not collate_fn:
+        raise UserError(f"collate_fn is given, and {name} is a DataLoader with a collate_fn of its own; keep one.")
+    return GivenData(given.dataset, collate_fn or own, reading_of(given))
+
+
+def batch_size_of(given: Any) -> int | None:
+    """A DataLoader's."""
+    return given.batch_size if isinstance(given, DataLoader) else None
 
 
 def reading_of(loader: DataLoader[Any]) -> Reading:
@@ -67,11 +73,11 @@ def reading_of(loader: DataLoader[Any]) -> Reading:
     )
 
 
-def check_batch_size(data: GivenData, settled: int) -> None:
+def check_batch_size(given: Any, settled: int) -> None:
     """Raises `UserError` where a DataLoader's batches are others than micro-batches."""
-    if data.micro_batch_size not in (None, settled):
+    if batch_size_of(given) not in (None, settled):
         raise UserError(
-            f"the DataLoader's batch_size is {data.micro_batch_size}, and micro-batches have {settled} samples "
+            f"the DataLoader's batch_size is {batch_size_of(given)}, and micro-batches have {settled} samples "
             "(`train_micro_batch_size_per_gpu`); make them equal."
         )
 

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.config.load import Beside, load_config
-from shoal.data.given_data import check_batch_size, data_of
+from shoal.config.sentences import all_of
+from shoal.data.given_data import batch_size_of, check_batch_size, data_of
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.surface import ARGUMENTS
 from shoal.logs import get_logger
-from shoal.training.arguments import check_given, refuse_unknown
+from shoal.training.arguments import Refusals, check_given, refuse_unknown
 from shoal.training.exit import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 
@@ -36,22 +37,23 @@ def initialize(*by_position: Any, **named: Any) -> Made:
     """
     tell_errors_in_a_sentence()
     given = _arguments(by_position, named)
-    if given.get("training_data") is None:
-        raise UserError(
-            "deepspeed.initialize got no training_data; give it the dataset, or the DataLoader, and loop over the "
-            "loader that it returns: which worker reads which samples changes with the world."
-        )
-    data = data_of(given["training_data"], given.get("collate_fn"), "training_data")
+    refusals, samples = Refusals("deepspeed.initialize"), given.get("training_data")
+    refusals.of(_check_meaning, given)
+    data = refusals.of(data_of, samples, given.get("collate_fn"), "training_data")
     model, parameters = given.get("model"), given.get("model_parameters")
     parameters = list(parameters) if parameters is not None else None
     optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
     if optimizer is not None and not isinstance(optimizer, Optimizer) and callable(optimizer):
         optimizer = optimizer(parameters if parameters is not None else _trainable(model))
-    check_given(model, optimizer, scheduler if isinstance(scheduler, LRScheduler) or not callable(scheduler) else None)
-    beside = Beside(given.get("shoal"), data.micro_batch_size, optimizer is not None, scheduler is not None)
-    config = load_config(_config(given), beside)
-    check_batch_size(data, config.micro_batch_size)
-    assert isinstance(model, nn.Module), "checked"
+    made_later = callable(scheduler) and not isinstance(scheduler, LRScheduler)
+    refusals.of(check_given, model, optimizer, None if made_later else scheduler)
+    beside = Beside(given.get("shoal"), batch_size_of(samples), optimizer is not None, scheduler is not None)
+    source = refusals.of(_config, given)
+    config = refusals.of(load_config, source, beside) if source is not None else None
+    if config is not None:
+        refusals.of(check_batch_size, samples, config.micro_batch_size)
+    refusals.raise_all()
+    assert isinstance(model, nn.Module) and data is not None and config is not None, "refused otherwise"
     given_parts = Given(
         model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters, reading=data.reading
     )
@@ -69,11 +71,23 @@ def _arguments(by_position: tuple[Any, ...], named: Mapping[str, Any]) -> dict[s
     twice = [name for name in named if name in placed]
     if twice:
         raise UserError(f"deepspeed.initialize got {', '.join(twice)} by position and by name; keep one.")
-    given = {**placed, **named}
-    for name in ("mpu", "mesh_param"):
-        if given.get(name) is not None:
-            raise UserError(f"deepspeed.initialize got {name}; every lane runs the whole model. Leave it out.")
-    return given
+    return {**placed, **named}
+
+
+def _check_meaning(given: Mapping[str, Any]) -> None:
+    """Raises `UserError` for arguments that have none here, and for the one that is needed here."""
+    faults = [
+        f"deepspeed.initialize got {name}; every lane runs the whole model. Leave it out."
+        for name in ("mpu", "mesh_param")
+        if given.get(name) is not None
+    ]
+    if given.get("training_data") is None:
+        faults.append(
+            "deepspeed.initialize got no training_data; give it the dataset, or the DataLoader, and loop over the "
+            "loader that it returns: which worker reads which samples changes with the world."
+        )
+    if faults:
+        raise UserError(all_of(faults))
 
 
 def _config(given: Mapping[str, Any]) -> str | Path | Mapping[str, Any]:

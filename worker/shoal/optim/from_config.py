@@ -129,12 +129,14 @@ def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:
 
 def _check_names(section: str, kind: type[Any], given: Mapping[str, Any]) -> None:
     allowed = [name for name in inspect.signature(kind).parameters if name not in ("params", "optimizer", "last_epoch")]
-    for name, value in given.items():
-        if name not in allowed:
-            raise UserError(
-                f"`{section}.params.{name}` is an unknown parameter of {kind.__name__} (given: {shown(value)}). "
-                f"Expected one of {', '.join(allowed)}."
-            )
+    faults = [
+        f"`{section}.params.{name}` is an unknown parameter of {kind.__name__} (given: {shown(value)}). "
+        f"Expected one of {', '.join(allowed)}."
+        for name, value in given.items()
+        if name not in allowed
+    ]
+    if faults:
+        raise UserError(all_of(faults))
 
 
 def _make(section: str, kind: Callable[..., Made], over: Any, given: Mapping[str, Any]) -> Made:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal_protos.errors import UserError
 from shoal_protos.validation import shown
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +17,16 @@ from shoal.config.document import Scheduler as SchedulerSection
 
 OTHER_NAMES = {"adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw"}
 """What DeepSpeed's Adam is: it decouples weight decay."""
+
+
+def check_scheduled(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Raises `UserError` where a schedule is another optimizer's: no rate that trains would ever change."""
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UserError(
+            f"the scheduler, a {type(scheduler).__name__}, sets the rates of another optimizer than the one that "
+            f"trains ({type(optimizer).__name__}). Build it over the optimizer that is given (optimizer=), or name "
+            "both in the config."
+        )
 
 
 def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:

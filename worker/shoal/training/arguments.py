@@ -1,28 +1,84 @@
-"""What a script gives to `shoal.initialize`: kinds that cannot work are refused by name before anything is built."""
+"""What a script gives to `shoal.initialize`: kinds that cannot work are refused by name before anything is built.
+
+Whoever checks several things that do not depend on each other says all that is wrong at once: `Refusals`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from shoal_protos.errors import UserError
+from shoal_protos.validation import all_of, each_of
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+Checked = ParamSpec("Checked")
+Found = TypeVar("Found")
+
+KINDS: dict[str, tuple[type, str]] = {
+    "model": (nn.Module, "torch.nn.Module"),
+    "optimizer": (Optimizer, "torch.optim.Optimizer"),
+    "scheduler": (LRScheduler, "torch.optim.lr_scheduler.LRScheduler"),
+}
+SEVERAL = (
+    "An engine trains one model by one optimizer: put several networks into one module, and their parameters into "
+    "groups of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
+)
+_laid_out: WeakSet[nn.Module] = WeakSet()
+"""Models whose parameters an engine has laid out, or tried to."""
+
+
+class Refusals:
+    """What is refused of a call's arguments, said in one message."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._sentences: list[str] = []
+
+    def of(self, check: Callable[Checked, Found], *args: Checked.args, **kwargs: Checked.kwargs) -> Found | None:
+        """What `check` returns; None where it refuses."""
+        try:
+            return check(*args, **kwargs)
+        except UserError as error:
+            self._sentences += each_of(str(error))
+            return None
+
+    def raise_all(self) -> None:
+        """Raises `UserError` where anything was refused."""
+        if self._sentences:
+            raise UserError(all_of(self._sentences, self._call))
+
 
 def check_given(model: Any, optimizer: Any, scheduler: Any) -> None:
     """Raises `UserError` for several models, optimizers or schedulers, and for what `check_model` refuses."""
-    for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, Optimizer),
-                              ("scheduler", scheduler, LRScheduler)):  # fmt: skip
-        if not isinstance(value, kind) and (value is not None or name == "model"):
-            raise UserError(
-                f"{name} is a {type(value).__name__}; expected one {kind.__module__}.{kind.__name__}. An engine trains "
-                "one model by one optimizer: put several networks into one module, and their parameters into groups "
-                "of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
-            )
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    if faults := [fault for name, value in given.items() for fault in _wrong_kind(name, value)]:
+        raise UserError(all_of(faults, "the call"))
     check_model(model)
+
+
+def _wrong_kind(name: str, value: Any) -> Iterator[str]:
+    kind, called = KINDS[name]
+    if isinstance(value, kind) or (value is None and name != "model"):
+        return
+    if isinstance(value, type):
+        yield f"{name} is the class {value.__name__}; expected an object of it, {value.__name__}(…)."
+    else:
+        yield f"{name} is a {type(value).__name__}; expected one {called}. {SEVERAL}"
+
+
+def lay_out_once(model: nn.Module) -> None:
+    """Raises `UserError` for a model that an engine has had before: its parameters lie in blocks, with hooks."""
+    if model in _laid_out:
+        raise UserError(
+            "the model was given to an engine before, which has laid out its parameters; build it anew before each "
+            "shoal.initialize (in a notebook: run the cell that builds it once more), and the optimizer over it."
+        )
+    _laid_out.add(model)
 
 
 def refuse_unknown(call: str, unknown: Collection[str], known: Collection[str]) -> None:
@@ -46,10 +102,11 @@ def check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
+        named = f'module "{name}"' if name else f"the model ({type(module).__name__})"
         if module.sparse:
-            raise UserError(f'module "{name}" makes sparse gradients, which have no blocks; build it sparse=False.')
+            raise UserError(f"{named} makes sparse gradients, which have no blocks; build it sparse=False.")
         if module.max_norm is not None:
             raise UserError(
-                f'module "{name}" has max_norm={module.max_norm}: its forward would change weights on each worker by '
+                f"{named} has max_norm={module.max_norm}: its forward would change weights on each worker by "
                 "itself. Build it without, and scale what it returns."
             )

@@ -169,6 +169,9 @@ class Engine:
 
     def on_step(self, callback: Callable[[Engine], None]) -> None:
         """Calls `callback(engine)` once per committed step, on whoever is rank 0 then."""
+        if not callable(callback) or isinstance(callback, type):
+            raise UserError(f"engine.on_step got {callback!r}; expected a function that takes the engine, or an object "
+                            "of a class of shoal.callbacks.")  # fmt: skip
         if isinstance(callback, BestNumber):
             self.register_state(f"{type(callback).__name__} {callback.number}", callback)
             self.parts.boundary.add_watcher(lambda: callback(self))
@@ -221,7 +224,10 @@ class Engine:
 
 
 def _number(name: str, value: float | Tensor) -> float:
-    tensor = torch.as_tensor(value).detach()
+    try:
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise UserError(f"engine.report got {name}={value!r}; expected one number.") from None
     if tensor.numel() != 1:
         raise UserError(
             f"engine.report got {name} of shape {tuple(tensor.shape)}; expected one number, such as its mean()."

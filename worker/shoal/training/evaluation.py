@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shoal.core.exact_sum import add
 from shoal.data.seeds import RandomState, seed_everything
@@ -40,6 +41,20 @@ def _untouched(module: nn.Module) -> Iterator[None]:
                 if not torch.equal(buffer, before):
                     buffer.copy_(before)
         random.restore()
+
+
+def check_numbered(dataset: Any) -> None:
+    """Raises `UserError` for what has no numbered samples, of which each lane takes its own."""
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            "engine.shard got a DataLoader; give its dataset, engine.shard(loader.dataset): each worker reads the "
+            "samples of its lanes, and the collate_fn of training makes micro-batches of them."
+        )
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise UserError(
+            f"engine.shard got a {type(dataset).__name__}, which has no numbered samples; give a map-style dataset "
+            "(__getitem__ and __len__)."
+        )
 
 
 Sums = dict[str, list[float]]
@@ -98,6 +113,7 @@ class Evaluation:
         """
         if not self.active:
             raise UserError("engine.shard is for `with engine.evaluating():`.")
+        check_numbered(dataset)
         context = self._context
         config, loop = context.config, context.loop
         for lane in context.lanes:

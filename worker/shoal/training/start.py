@@ -27,7 +27,7 @@ from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.fetch import Fetcher
-from shoal.data.given_data import check_batch_size, data_of
+from shoal.data.given_data import batch_size_of, check_batch_size, data_of
 from shoal.data.given_source import source_of
 from shoal.data.source import Source
 from shoal.device import Device
@@ -36,12 +36,12 @@ from shoal.heap import keep_freed_memory
 from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
-from shoal.optim.given_objects import optimizer_differs, scheduler_differs
+from shoal.optim.given_objects import check_scheduled, optimizer_differs, scheduler_differs
 from shoal.optim.take_over import take_over
 from shoal.session.link import Link
 from shoal.session.link_choice import open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
-from shoal.training.arguments import check_given, refuse_unknown
+from shoal.training.arguments import Refusals, check_given, lay_out_once, refuse_unknown
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
 from shoal.training.state import NO_STEP, Limits, TrainingState
@@ -86,11 +86,15 @@ def initialize(
     """
     tell_errors_in_a_sentence()
     refuse_unknown("shoal.initialize", unknown, inspect.signature(initialize).parameters)
-    check_given(model, optimizer, scheduler)
-    data = data_of(dataset, collate_fn)
-    beside = Beside(None, data.micro_batch_size, optimizer is not None, scheduler is not None)
-    settled = load_config(config, beside)
-    check_batch_size(data, settled.micro_batch_size)
+    refusals = Refusals("shoal.initialize")
+    refusals.of(check_given, model, optimizer, scheduler)
+    data = refusals.of(data_of, dataset, collate_fn)
+    beside = Beside(None, batch_size_of(dataset), optimizer is not None, scheduler is not None)
+    settled = refusals.of(load_config, config, beside)
+    if settled is not None:
+        refusals.of(check_batch_size, dataset, settled.micro_batch_size)
+    refusals.raise_all()
+    assert data is not None and settled is not None, "refused otherwise"
     return assemble(Given(model, settled, data.dataset, optimizer, scheduler, data.collate_fn, reading=data.reading))
 
 
@@ -110,16 +114,19 @@ def _link_and_faults(device: Device, only_gloo: bool) -> tuple[Link, Faults]:
 def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Faults]]) -> Engine:
     """The engine alone. `open_link`: given the device, and whether only gloo may carry bulk."""
     model, settled, dataset = given.model, given.config, given.dataset
-    check_monitoring(settled.monitoring)
+    refusals = Refusals("the job")
+    refusals.of(check_monitoring, settled.monitoring)
     make_exact(settled.exact, settled.torch_threads)
     keep_freed_memory()
-    checkpoint_activations(model, settled)
-    source = given.source or source_of(dataset, given.collate_fn, settled, given.reading)
-    sampler = source.sampler
-    last_step = sampler.last_step(settled.max_steps, settled.epochs)
-    limits = Limits.of(settled, last_step)
-    optimizer = _optimizer(given)
+    refusals.of(checkpoint_activations, model, settled)
+    source = given.source or refusals.of(source_of, dataset, given.collate_fn, settled, given.reading)
+    last_step = refusals.of(source.sampler.last_step, settled.max_steps, settled.epochs) if source else None
+    optimizer = refusals.of(_optimizer, given)
+    refusals.raise_all()
+    assert source is not None and last_step is not None and optimizer is not None, "refused otherwise"
+    sampler, limits = source.sampler, Limits.of(settled, last_step)
     scheduler = _scheduler(given, optimizer, limits.last_step)
+    lay_out_once(model)
     state = TrainingState(model, optimizer, scheduler, limits)
     check_joiners_can_be_given(state)
     # data workers are forked before the session has threads and connections
@@ -159,6 +166,8 @@ def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRSchedule
     if scheduler is not None and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(optimizer)
         check_given(given.model, optimizer, scheduler)
+    if scheduler is not None:
+        check_scheduled(scheduler, optimizer)
     if section is None:
         return scheduler
     if scheduler is None:
