@@ -56,6 +56,7 @@ def routed(
 # ---- etcd
 
 
+@outages
 def test_each_server_of_etcd_is_killed_and_started_again_in_turn(etcd: Etcd) -> None:
     with Controllers(etcd, workers=4, options={**TWO_MIRRORS, "max_steps": 60}, pace=PACE) as cluster:
         cluster.wait_step(2)

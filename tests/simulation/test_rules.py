@@ -76,6 +76,8 @@ NOTICED_BY: dict[str, str | int] = {
 SEARCHED_FOR_LONG = {
     "a member keeps what it voted for until that vote is over",
     "only blocks whose gradient has arrived roll forward",
+    "a joiner keeps every planned generation",
+    "a save is given up only when no member is writing",
 }
 """Hundreds of seeds pass before one notices."""
 SEARCHED = 400
