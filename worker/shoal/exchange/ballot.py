@@ -9,7 +9,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
+
+MOST_READ = 64
+"""Ballots that are remembered as read, but for what differs in every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +73,33 @@ class Ballot:
     """The step of the newest whole checkpoint of this life of the job that it knows of."""
 
     def to_bytes(self) -> bytes:
-        parts = [_NUMBERS.pack(*(getattr(self, name) for name in _NUMBERS_OF))]
-        parts += [_text(getattr(self, name)) for name in _TEXTS_OF]
-        parts += [_floats(self.losses), _lists(self.reports), _lists(self.evaluations), _COUNT.pack(len(self.requests))]
-        for request in self.requests:
-            parts += [_text(request.kind), _text(request.detail), _PLACE.pack(request.rank, request.step)]
-        return b"".join(parts)
+        rest = self._rest()
+        return _HEAD.pack(self.step, len(rest)) + _floats(self.losses) + rest
 
     @classmethod
     def from_bytes(cls, content: memoryview) -> Ballot:
         """The inverse of `to_bytes`; what stands behind it is not read."""
         reader = _Reader(content)
-        fields: dict[str, Any] = dict(zip(_NUMBERS_OF, reader.unpack(_NUMBERS), strict=True))
-        fields |= {name: reader.text() for name in _TEXTS_OF}
-        fields |= {"losses": reader.floats(), "reports": reader.lists(), "evaluations": reader.lists()}
-        requests = [Request(reader.text(), reader.text(), *reader.unpack(_PLACE)) for _ in range(reader.count())]
-        return cls(**fields, requests=tuple(requests))
+        step, length = reader.unpack(_HEAD)
+        return cls(step=step, losses=reader.floats(), **_read_rest(reader.take(length)))
+
+    def _rest(self) -> bytes:
+        """All but what differs in every step."""
+        parts = [_NUMBERS.pack(*_numbers_of(self)), *map(_text, _texts_of(self))]
+        parts += [_lists(self.reports), _lists(self.evaluations), _COUNT.pack(len(self.requests))]
+        for request in self.requests:
+            parts += [_text(request.kind), _text(request.detail), _PLACE.pack(request.rank, request.step)]
+        return b"".join(parts)
 
 
 _NUMBERS_OF = (
-    "step", "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
+    "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
     "calls_back",
 )  # fmt: skip
 _TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving", "stream")
+_numbers_of, _texts_of = attrgetter(*_NUMBERS_OF), attrgetter(*_TEXTS_OF)
+_HEAD = struct.Struct("<qI")
+"""The step, and the length of what stands behind the losses."""
 _NUMBERS = struct.Struct(f"<{len(_NUMBERS_OF)}q")
 _COUNT, _PLACE = struct.Struct("<I"), struct.Struct("<qq")
 
@@ -106,6 +115,19 @@ def _floats(values: Sequence[float]) -> bytes:
 
 def _lists(lists: Mapping[str, Sequence[float]]) -> bytes:
     return _COUNT.pack(len(lists)) + b"".join(_text(name) + _floats(values) for name, values in lists.items())
+
+
+@lru_cache(maxsize=MOST_READ)
+def _read_rest(content: bytes) -> dict[str, Any]:
+    """Fields of a ballot, which nobody changes: as a rule a member says the same in many steps, as others do."""
+    reader = _Reader(memoryview(content))
+    fields: dict[str, Any] = dict(zip(_NUMBERS_OF, reader.unpack(_NUMBERS), strict=True))
+    fields |= {name: reader.text() for name in _TEXTS_OF}
+    fields |= {"reports": reader.lists(), "evaluations": reader.lists()}
+    fields["requests"] = tuple(
+        Request(reader.text(), reader.text(), *reader.unpack(_PLACE)) for _ in range(reader.count())
+    )
+    return fields
 
 
 class _Reader:
@@ -124,11 +146,11 @@ class _Reader:
         return int(found)
 
     def text(self) -> str:
-        count = self.count()
-        if not count:
-            return ""
+        return str(self.take(self.count()), "utf-8")
+
+    def take(self, count: int) -> bytes:
         self._at += count
-        return str(self._content[self._at - count : self._at], "utf-8")
+        return bytes(self._content[self._at - count : self._at])
 
     def floats(self) -> list[float]:
         count = self.count()

@@ -126,8 +126,8 @@ def cast(
     rows = gather(row)
     if times is not None:
         times.agree(rows[:, compared:])
-    found = _findings(traffic, rows[:, end:compared], comparisons)
-    return replace(_record(traffic, rows[:, :end], bool(most)), **found)
+    record = _record(traffic, rows[:, :end], bool(most))
+    return replace(record, **_findings(traffic, rows[:, end:compared], comparisons)) if comparisons else record
 
 
 def _findings(
