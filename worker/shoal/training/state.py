@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -183,6 +184,13 @@ class TrainingState:
     @property
     def everything(self) -> Runs:
         return every(self.held_layout.blocks)
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """What frozen parameters take that are whole on every worker: a sum over the whole module, and always the
+        same.
+        """
+        return sum(one.nbytes for one in frozen_parameters(self).values())
 
     @property
     def scale(self) -> float:

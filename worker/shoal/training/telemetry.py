@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal_protos.checkpoint import SaveReport
 from shoal_protos.messages import Change, Telemetry
 
-from shoal.training.state import TrainingState, frozen_parameters
+from shoal.training.state import TrainingState
 
 LATEST_CHANGES = 8
 LATEST_STEPS = 1000
@@ -115,7 +115,7 @@ class Meter:
 def held_bytes(state: TrainingState) -> dict[str, int]:
     """What the state of training takes between two steps, by kind."""
     return {
-        "parameters": state.weights.bytes + sum(one.nbytes for one in frozen_parameters(state).values()),
+        "parameters": state.weights.bytes + state.frozen_bytes,
         "gradients": state.sums.bytes,
         **state.held.bytes_by_place(),
     }
