@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from operator import is_
+from itertools import pairwise, repeat
+from operator import attrgetter, is_
 
 import torch
 from shoal_protos.errors import UserError
@@ -24,6 +24,11 @@ from shoal.core.units import unit_numbers
 
 Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 """One flat tensor per bucket, in bucket order."""
+MOST_RANGES = 4_096
+"""Views of gradients that are kept: the same ones are asked for in every step of a world."""
+
+_GRAD, _REQUIRES = attrgetter("grad"), attrgetter("requires_grad")
+"""Mapped over all parameters in each lane: without a line of Python for each."""
 
 
 def trainable(
@@ -239,7 +244,19 @@ class Gradients(WholeValues):
         flats = [memory_on(layout.device, bucket.elements, bucket.wide_dtype) for bucket in layout.buckets]
         super().__init__(layout, flats)
         self._views = all_views(layout, self.flats)
+        halves = [bucket.has_masters for bucket in layout.buckets for _ in bucket.slots]
+        self._put = [None if is_half else view for view, is_half in zip(self._views, halves, strict=True)]
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
+        self._ranges: dict[tuple[int, int, int], Tensor] = {}
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        place = bucket, start, stop
+        known = self._ranges.get(place)
+        if known is None:
+            if len(self._ranges) == MOST_RANGES:
+                self._ranges.clear()  # those of worlds that are over
+            known = self._ranges[place] = super().range(*place)
+        return known
 
     def zero(self) -> None:
         torch._foreach_zero_(self.flats)
@@ -249,9 +266,11 @@ class Gradients(WholeValues):
         (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` was changed since the start,
         and where there are gradients that are not the engine's.
         """
-        for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
-            refuse_others(name, parameter, view)
-            parameter.grad = view if view.dtype == parameter.dtype else None
+        if not all(map(is_, map(_GRAD, parameters), repeat(None))) or not all(map(_REQUIRES, parameters)):
+            for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
+                refuse_others(name, parameter, view)
+        for parameter, put in zip(parameters, self._put, strict=True):
+            parameter.grad = put
 
     def add(
         self,

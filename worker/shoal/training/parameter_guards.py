@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
 BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
+OWN_HOOKS = 1
+"""The engine's, on each parameter's accumulated gradient."""
+
+_REQUIRES, _VERSION, _HOOKS = map(attrgetter, ("requires_grad", "_version", "_post_accumulate_grad_hooks"))
+"""Mapped over all parameters in each step: without a line of Python for each."""
 
 
 def checksum(values: Tensor) -> int:
@@ -79,7 +84,7 @@ class ModuleGuard:
 
     def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], flats: Flats) -> None:
         self._module, self._names, self._trained, self._flats = module, list(trained), list(trained.values()), flats
-        self._places = [_place(parameter) for parameter in self._trained]
+        self._places = self._where()
         self._windows = Windows(flats)
         self._versions: list[int] = []
         self._as_initialized: list[int] | None = self._versions_now()
@@ -99,7 +104,7 @@ class ModuleGuard:
         self._content_of_containers = self._contained()
         self._by_name = dict(self._module.named_parameters(remove_duplicate=False))
         self._all = list(self._module.parameters())
-        self._requires = [parameter.requires_grad for parameter in self._all]
+        self._requires = list(map(_REQUIRES, self._all))
 
     def _contained(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._containers)))
@@ -109,17 +114,22 @@ class ModuleGuard:
         """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, hooked
         on, or changed since the last commit in this world.
         """
-        if [parameter.requires_grad for parameter in self._all] != self._requires:
+        if list(map(_REQUIRES, self._all)) != self._requires:
             self._name_what_is_frozen_otherwise()
         now, known = self._contained(), self._content_of_containers
         if len(now) != len(known) or not all(map(is_, now, known)):
             self._name_what_differs()
             self._look_at_structure()  # parts without parameters may come and go
-        if [_place(parameter) for parameter in self._trained] != self._places:
+        if self._where() != self._places:
             self._name_what_was_moved()
-        for name, parameter in zip(self._names, self._trained, strict=True):
-            refuse_hooks(name, parameter, own=1)
+        if any(hooks is not None and len(hooks) > OWN_HOOKS for hooks in map(_HOOKS, self._trained)):
+            for name, parameter in zip(self._names, self._trained, strict=True):
+                refuse_hooks(name, parameter, OWN_HOOKS)
         self._check_values(world)
+
+    def _where(self) -> list[Any]:
+        """Where the values of each parameter lie. Flats that are here all the time keep their addresses from others."""
+        return list(map(Tensor.data_ptr if self._flats else _place, self._trained))
 
     def _name_what_differs(self) -> None:
         now = dict(self._module.named_parameters(remove_duplicate=False))
@@ -140,8 +150,8 @@ class ModuleGuard:
                 raise UserError(f'parameter "{name}" was {change} after shoal.initialize. {BEFORE}')
 
     def _name_what_was_moved(self) -> None:
-        for name, parameter, place in zip(self._names, self._trained, self._places, strict=True):
-            if _place(parameter) != place:
+        for name, now, place in zip(self._names, self._where(), self._places, strict=True):
+            if now != place:
                 raise UserError(
                     f'parameter "{name}" got new memory after shoal.initialize (module.to, .double, .half, '
                     f"vector_to_parameters, or an assignment to .data), and would not be trained. {BEFORE}"
@@ -150,7 +160,7 @@ class ModuleGuard:
     # ---- values
 
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in self._trained]
+        return list(map(_VERSION, self._trained))
 
     def check_before_the_loop(self) -> None:
         """Once, before the engine itself changes a parameter: raises `UserError` where the script has done so."""
