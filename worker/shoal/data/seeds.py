@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ import numpy
 import torch
 
 from shoal.device import accelerators_random_state, restore_accelerators_random_state, seed_accelerators
+
+WORDS = struct.Struct("<3Q2I")
+"""For torch, accelerators and `random`, and two for numpy."""
 
 
 def seed_everything(seed: int, step: int, lane: int, micro: int, *, purpose: str = "") -> None:
@@ -25,11 +29,11 @@ def seed_everything(seed: int, step: int, lane: int, micro: int, *, purpose: str
 def seed_from(place: str) -> None:
     """Seed all generators by a text that names what they are for."""
     digest = hashlib.blake2b(place.encode(), digest_size=32, person=b"shoal.seeds").digest()
-    words = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 32, 8)]
+    *words, low, high = WORDS.unpack(digest)
     torch.default_generator.manual_seed(words[0])
     seed_accelerators(words[1])
     random.seed(words[2])
-    numpy.random.seed([words[3] & 0xFFFFFFFF, words[3] >> 32])
+    numpy.random.seed([low, high])
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,16 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [_plain_group(number, group) for number, group in enumerate(optimizer.param_groups)]
 
 
+def _is_plain_tuple(value: Any) -> bool:
+    """As betas are."""
+    return type(value) is tuple and PLAIN.issuperset(map(type, value))
+
+
 def _plain_group(number: int, group: Group) -> dict[str, Any]:
     return {
-        key: value if type(value) in PLAIN else _plain(value, f"{key} of optimizer group {number}")
+        key: value
+        if type(value) in PLAIN or _is_plain_tuple(value)
+        else _plain(value, f"{key} of optimizer group {number}")
         for key, value in sorted(group.items())
         if key != "params"
     }

@@ -53,6 +53,7 @@ class HandedParameters(Parameters):
         self._by_bucket = by_bucket(state.layout, state.parameters)
         self._bucket_of = {id(one): bucket for bucket, found in enumerate(self._by_bucket) for one in found}
         self._modules = frozenset(state.module.modules())
+        self._keys = [storage_key(flat) for flat in state.flats.flats]
         self._can_be_guarded = _can_be_guarded(state.module, state.parameters)
         self._hand_out: HandOut | None = None
         self._guarded: list[int] = []
@@ -109,7 +110,7 @@ class HandedParameters(Parameters):
     def _are_viewed(self) -> bool:
         """Whether more tensors lie in the parameters' memory than they and the held blocks."""
         state = self._context.state
-        keys = [storage_key(flat) for flat in state.flats.flats]
+        keys = self._keys
         known = [OF_A_FLAT + len(found) for found in self._by_bucket]
         for segment in state.held.segments:
             known[segment.stretch.bucket] += storage_key(segment.parameter) == keys[segment.stretch.bucket]
@@ -119,6 +120,8 @@ class HandedParameters(Parameters):
     # ---- until all is here
 
     def settle(self) -> None:
+        if self._hand_out is None:
+            return  # as a rule
         with self._lock, _apart():
             if self._hand_out is not None:
                 self._hand_out.finish()

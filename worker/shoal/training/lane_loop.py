@@ -151,10 +151,10 @@ class LaneLoop:
         """Accumulates into the live gradient copy. `arriving`: where the reduction may write to it from now on."""
         self._order.backward_begins(self._where(state))
         scaled = loss if state.loss_scale is None else loss.float() * state.scale
-        (scaled / self._micro_batches).backward()
+        (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
         self._order.backward_ends(self._more)
         state.gradient_guard.on_backward(arriving)
-        self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.detach().double()))
+        self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.item()))
 
     @property
     def has_gradient(self) -> bool:
