@@ -135,3 +135,28 @@ def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
         crew.plant("c", 3, point)
         crew.finish()
     assert [step for step, numbers in reports.items() if "seen" in numbers] == [3], reports
+
+
+def test_a_mean_of_zero_is_a_number_too() -> None:
+    """An exact sum of zero has no parts."""
+
+    def step(engine: Engine) -> None:
+        if engine.step() and engine.context.over:
+            with engine.evaluating():
+                for _ in engine.shard(DATA):
+                    engine.report(right=0.0, bias=1.0 - 2.0 * engine.rank)
+
+    with Crew("ab", Task({"max_steps": 2}, step=step)) as crew:
+        crew.finish()
+        assert [worker.engine.reports for worker in crew.workers.values()] == [{"right": 0.0, "bias": 0.0}] * 2
+
+
+def test_names_that_no_vote_has_room_for_are_refused_where_they_are_given() -> None:
+    engine = alone(OPTIONS)
+    with engine.evaluating():
+        for _ in engine.shard(DATA):
+            with pytest.raises(UserError, match=r"engine\.report in an evaluation got 1 name with 10004 bytes"):
+                engine.report(**{"x" * 10_000: 1.0})
+            with pytest.raises(UserError, match=r"engine\.report got loss, a dict; expected one number"):
+                engine.report(loss={"a": 1})  # type: ignore[arg-type]
+            break

@@ -282,4 +282,4 @@ def _evaluated(each: list[dict[str, list[float]]]) -> dict[str, float]:
             counts[name] = counts.get(name, 0.0) + lanes
             for part in parts:
                 add(sums.setdefault(name, []), part)
-    return {name: total(parts) / counts[name] for name, parts in sums.items() if counts[name]}
+    return {name: total(sums.get(name, [])) / lanes for name, lanes in counts.items() if lanes}
