@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,43 @@ def test_every_world_ends_as_one_worker(stage: int) -> None:
         crew.train_to(4)
         crew.add("d")
         assert crew.finish() == right
+
+
+def test_a_turn_reaches_a_joiner_that_replays_and_one_that_differs_fails_the_job() -> None:
+    task = gan(1, max_steps=12)
+    with Crew("abc", task) as crew:
+        crew.train_to(3)
+        joiner = crew.add("d")
+        crew.train_until("d to be in", lambda: joiner in crew.members())
+        assert crew.finish() == undisturbed(task)
+
+    def each_its_own(engine: Engine, batch: Any) -> None:
+        real = batch["tokens"].float() / 255
+        engine.turn("generator" if engine.rank == 1 else "discriminator")
+        assert isinstance(engine.module, Gan)
+        engine.backward(engine.module.of_discriminator(real) + engine.module.of_generator(real))
+        engine.step()
+
+    with Crew("ab", replace(task, body=each_its_own)) as crew:
+        crew.allow()
+        crew.until("the job to fail", lambda: crew.job.durable.phase.over)
+        assert "turn of optimizer group 0 is true here and false there" in crew.job.durable.reason
+
+
+def test_values_of_the_next_body_are_not_compared_in_a_vote_without_a_step() -> None:
+    """Where the world breaks between two steps, a vote settles what the last one has left, and some members may have
+    begun the next body, which has set its turn or its rate, and others not.
+    """
+
+    def script(engine: Engine, before: Callable[[], None]) -> None:
+        for batch in engine:
+            before()
+            body(engine, batch)
+        engine.turn("generator" if engine.rank == 1 else "discriminator")
+        engine.fingerprint()
+
+    with Crew("ab", replace(gan(1), script=script)) as crew:
+        assert crew.finish() == undisturbed(gan(1))
 
 
 def test_state_in_files_stays_as_it_is_where_it_is_not_its_turn(tmp_path: Path) -> None:

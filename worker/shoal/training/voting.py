@@ -45,7 +45,8 @@ class Voting:
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step), times)
-        refuse_others(group, record, context.state.optimizer, context.state.modes)
+        if step > context.state.step:  # in one without a step some have begun the next body, and set its values
+            refuse_others(group, record, context.state.optimizer, context.state.modes)
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 
