@@ -68,6 +68,14 @@ def test_all_members_get_the_rows_and_numbers_of_a_world_of_one(names: str) -> N
     assert [step for step in seen if seen[step]] == [3, 4], "callbacks of the next step find them"
 
 
+def test_rows_arrive_though_no_step_and_no_number_follows() -> None:
+    engine = alone(Engine.step)
+    with engine.evaluating():
+        for batch in engine.shard(DATA):
+            engine.gather(tokens=batch["tokens"][:, 0])
+    assert engine.gathers["sample"].tolist() == list(range(22)) and engine.reports == {}
+
+
 @pytest.mark.parametrize("point", ["vote", "in_vote", "hand_out"])
 def test_rows_of_survivors_are_not_lost_where_the_world_breaks(point: str) -> None:
     """And all have the same ones, those of the dead if they were exchanged."""
@@ -88,6 +96,28 @@ def test_rows_of_survivors_are_not_lost_where_the_world_breaks(point: str) -> No
     assert len(mine) >= 10 and mine.items() <= right.items()
 
 
+def test_rows_of_an_older_evaluation_and_of_a_lane_that_ran_twice_count_once() -> None:
+    def step(engine: Engine) -> None:
+        if not engine.step() or engine.global_step not in (2, 4):
+            return
+        with engine.evaluating():
+            for turn in range(2):
+                for batch in engine.shard(DATA):
+                    rows = batch["tokens"][:, 0] * 10 + turn
+                    if engine.global_step == 2:
+                        engine.gather(first=rows)
+                    elif engine.rank == 0:
+                        engine.gather(second=rows)
+
+    with Crew("ab", Task(OPTIONS, step=step)) as crew:
+        crew.finish()
+        one, other = (worker.engine.gathers for worker in crew.workers.values())
+        held = {sample for sample in range(22) if sample % 4 in crew.workers["a"].engine.lanes}
+    assert same(one, other) and set(one) == {"sample", "second"}
+    assert one["sample"].tolist() == sorted(held)
+    assert {value % 10 for value in one["second"].tolist()} == {1}, "what came later counts"
+
+
 def test_torchmetrics_of_gathered_rows_are_those_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     check = RequirementCache._check_requirement
 
@@ -103,6 +133,11 @@ def test_torchmetrics_of_gathered_rows_are_those_of_all_samples(monkeypatch: pyt
         if engine.step() and engine.global_step == 2:
             with engine.evaluating():
                 for batch in engine.shard(DATA):
+                    for call in (engine.gather, engine.report):
+                        with pytest.raises(
+                            UserError, match="got auroc, a BinaryAUROC that has seen this worker's lanes"
+                        ):
+                            call(auroc=BinaryAUROC())  # type: ignore[arg-type]
                     engine.gather(score=batch["tokens"][:, 0] / 255, label=batch["targets"][:, 0] % 2)
 
     def measured(names: str) -> float:
@@ -130,12 +165,52 @@ def test_rows_of_another_shape_are_one_sentence(monkeypatch: pytest.MonkeyPatch)
             for wrong in (torch.ones(3), torch.tensor(1.0), [1, 2]):
                 with pytest.raises(UserError, match=r"gather got a of shape .*; expected a tensor with one row"):
                     engine.gather(a=wrong)  # type: ignore[arg-type]
-            with pytest.raises(UserError, match="under another name"):
-                engine.gather(sample=torch.ones(2))
+            for name in ("sample", "__metadata__"):
+                with pytest.raises(UserError, match="under another name"):
+                    engine.gather(**{name: torch.ones(2)})
             monkeypatch.setattr(gathered_rows, "MOST_BYTES", 4)
             with pytest.raises(UserError, match=r"more than 0 MiB on this worker in one evaluation; gather less"):
                 engine.gather(a=torch.ones(2))
             break
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sentence"),
+    [
+        (
+            torch.ones(2, 3),
+            torch.ones(2, 4),
+            "rows of shape (4,), and before, in the same evaluation, of torch.float32 with",
+        ),
+        (torch.ones(2), torch.ones(2).double(), "got a of torch.float64 with rows of shape (), and before"),
+        (torch.ones(2), torch.ones(2).to_sparse(), "and torch.sparse_coo, which cannot be sent"),
+        (torch.ones(2), torch.ones(2, dtype=torch.complex128), "got a of torch.complex128 and torch.strided, which"),
+    ],
+)
+def test_rows_that_cannot_lie_beside_others_are_refused_where_they_are_given(
+    first: Tensor, second: Tensor, sentence: str
+) -> None:
+    engine = alone(Engine.step)
+    with engine.evaluating(), pytest.raises(UserError) as refused:
+        batches = engine.shard(DATA)
+        next(batches)
+        engine.gather(a=first)
+        next(batches)
+        engine.gather(a=second)
+    assert sentence in str(refused.value)
+
+
+def test_rows_that_differ_between_members_fail_all_of_them_in_one_sentence() -> None:
+    def step(engine: Engine) -> None:
+        if engine.step() and engine.global_step == 2:
+            with engine.evaluating():
+                for batch in engine.shard(DATA):
+                    engine.gather(padded=batch["tokens"][:, : 3 + engine.rank])
+
+    with Crew("ab", Task(OPTIONS, step=step)) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.over)
+        assert "pad rows to one shape for all batches" in crew.job.durable.reason
 
 
 @given(st.lists(st.floats(0.5, 1.0), max_size=40), st.randoms())

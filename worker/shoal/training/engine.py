@@ -26,6 +26,7 @@ from shoal.optim.turns import set_turn
 from shoal.session.link import Link
 from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
+from shoal.training.gathered_rows import refuse_metric
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
@@ -224,6 +225,7 @@ class Engine:
 
 
 def _number(name: str, value: float | Tensor) -> float:
+    refuse_metric("engine.report", name, value)
     try:
         tensor = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):

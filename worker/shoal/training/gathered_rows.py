@@ -18,6 +18,8 @@ from shoal.training.context import TrainingContext
 
 GATHER = Request("gather")
 SAMPLE = "sample"
+RESERVED = (SAMPLE, "__metadata__")
+"""The second one is safetensors' own."""
 MOST_BYTES = 64 << 20
 """Of one worker's rows of one evaluation."""
 
@@ -36,18 +38,23 @@ class GatheredRows:
         self.all: dict[str, Tensor] = {}  # each (samples, …)
 
     def add(self, samples: list[int], named: dict[str, Tensor]) -> None:
-        """Those of a micro-batch. Raises `UserError` where they are not one for each sample, or too many."""
+        """Those of a micro-batch. Raises `UserError` where they are too many, of other kinds than before, or not one
+        for each sample.
+        """
         for name, rows in named.items():
-            if not isinstance(rows, Tensor) or rows.dim() == 0 or len(rows) != len(samples) or name == SAMPLE:
+            refuse_metric("engine.gather", name, rows)
+            if not isinstance(rows, Tensor) or rows.dim() == 0 or len(rows) != len(samples) or name in RESERVED:
                 shape = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
                 raise UserError(
                     f"engine.gather got {name} of shape {shape}; expected a tensor with one row for each of the "
-                    f"{len(samples)} samples of the micro-batch" + (", under another name." if name == SAMPLE else ".")
+                    f"{len(samples)} samples of the micro-batch"
+                    + (", under another name." if name in RESERVED else ".")
                 )
         if self._step != self._context.state.step:
             self._step, self._mine, self._bytes = self._context.state.step, [], 0
-        kept = {name: rows.detach().cpu().contiguous() for name, rows in named.items()}
-        self._bytes += sum(rows.nbytes for rows in kept.values())
+        kept = {name: _sendable(name, rows) for name, rows in named.items()}
+        _check_kinds(self._mine[0] if self._mine else {}, kept)
+        self._bytes += sum(len(name) + rows.nbytes for name, rows in kept.items())
         if self._bytes > MOST_BYTES:
             raise UserError(
                 f"engine.gather was given more than {MOST_BYTES >> 20} MiB on this worker in one evaluation; gather "
@@ -78,9 +85,54 @@ class GatheredRows:
         return safetensors.torch.save(_joined(self._mine)) if self._mine else b""
 
 
+def refuse_metric(call: str, name: str, value: object) -> None:
+    """Raises `UserError` for an object that counts by itself, as those of torchmetrics: what it has counted is of the
+    lanes that were here, which is another part of the samples in every world.
+    """
+    if all(callable(getattr(value, method, None)) for method in ("update", "compute", "reset")):
+        raise UserError(
+            f"{call} got {name}, a {type(value).__name__} that has seen this worker's lanes only. Gather what it is "
+            "updated with (engine.gather(score=…, label=…)), and compute it from engine.gathers, which is the same on "
+            "all workers."
+        )
+
+
+def _sendable(
+    name: str,
+    rows: Tensor,  # (samples, …)
+) -> Tensor:  # the same, in host memory
+    """Raises `UserError` for a kind of tensor that cannot be sent."""
+    try:
+        kept = rows.detach().cpu().contiguous()
+        safetensors.torch.save({name: kept[:0]})
+    except Exception as error:
+        raise UserError(
+            f"engine.gather got {name} of {rows.dtype} and {rows.layout}, which cannot be sent "
+            f"({type(error).__name__}: {error}); gather plain numbers."
+        ) from None
+    return kept
+
+
+def _check_kinds(
+    before: dict[str, Tensor],  # each (samples, …)
+    rows: dict[str, Tensor],  # likewise
+) -> None:
+    """Raises `UserError` where rows of one name differ in more than their number."""
+    for name in sorted(before.keys() & rows.keys()):
+        known, found = before[name], rows[name]
+        if (known.shape[1:], known.dtype) != (found.shape[1:], found.dtype):
+            raise UserError(
+                f"engine.gather got {name} of {found.dtype} with rows of shape {tuple(found.shape[1:])}, and before, "
+                f"in the same evaluation, of {known.dtype} with {tuple(known.shape[1:])}; pad rows to one shape for "
+                "all batches, or gather a number for each sample."
+            )
+
+
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of the names that all have."""
+    """Of the names that all have. Raises `UserError` where members have gathered rows of several kinds."""
     names = set.intersection(*map(set, parts))
+    for part in parts[1:]:
+        _check_kinds(parts[0], part)
     return {name: torch.cat([part[name] for part in parts]) for name in sorted(names)}
 
 
