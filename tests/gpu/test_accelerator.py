@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from over_gloo import over_gloo
+from shoal.core.sampler import Sampler
+from shoal.data.data_workers import Reading
+from shoal.data.fetch import Fetcher
+from shoal.data.source import NumberedSamples
 from shoal.device import Accelerator, device_of
 from shoal.group.group import Group
 from shoal.group.staged import StagedGroup
@@ -67,3 +71,16 @@ def test_messages_between_tensors_of_a_device_have_what_was_computed() -> None:
         staged.wait(sends)
 
     over_gloo(3, act)
+
+
+def test_a_batch_goes_to_the_device_through_pinned_memory() -> None:
+    dataset = [{"x": torch.full((1000,), float(number)), "name": str(number)} for number in range(40)]
+    source = NumberedSamples(dataset, None, Sampler(40, 4, 2, 1, 3), 3)
+    for processes in (0, 1):
+        fetcher = Fetcher(source, None, 3, "cuda", Reading(processes, pinned=True))
+        try:
+            batch = fetcher.micro_batch(0, 0, 0)
+        finally:
+            fetcher.close()
+        expected = source.read((0, 0, 0)).batch
+        assert batch["x"].is_cuda and torch.equal(batch["x"].cpu(), expected["x"]) and batch["name"] == expected["name"]

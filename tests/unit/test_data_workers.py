@@ -5,8 +5,10 @@ In whole jobs of real processes: integration/test_data_workers.py.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -21,11 +23,15 @@ import pytest
 import shoal
 import torch
 from matrices import shortened
+from shoal.config.load import load_config
 from shoal.core.sampler import Sampler
 from shoal.data.batch_memory import receive, send
 from shoal.data.data_workers import DataWorkers, Reading
 from shoal.data.fetch import Fetcher
 from shoal.data.source import NumberedSamples
+from shoal.faults import Faults
+from shoal.session.alone import AloneLink
+from shoal.training.start import Given, engine_with
 from shoal_protos.errors import PeerError, UserError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -81,6 +87,10 @@ def test_as_many_batches_as_a_dataloader_are_read_ahead_and_no_more() -> None:
         upcoming = iter([(step, lane, 0) for step in range(1, 5) for lane in range(LANES)])
         workers.take((0, 0, 0), upcoming, lambda _: None)
         assert len(workers._ready) + sum(len(worker.asked) for worker in workers._workers) == 6
+        for one in workers._workers:
+            select.select([one.channel], [], [])  # its first answer lies there
+        workers.take((1, 0, 0), iter([(1, lane, 0) for lane in range(1, LANES)]), lambda _: None)
+        assert workers._ready
         workers.take((4, 0, 0), iter(()), lambda _: None)
         assert set(workers._ready) == set(), "what nobody waits for any more is dropped"
     finally:
@@ -160,6 +170,45 @@ def test_worker_init_fn_and_get_worker_info_are_as_in_a_dataloader() -> None:
     assert "READ_BY" not in os.environ
 
 
+def test_samples_are_read_and_collated_with_one_thread_of_torch_everywhere() -> None:
+    """Other counts of threads give other bits."""
+
+    class Counts(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for processes in (0, 1):
+            order = Sampler(40, LANES, MICRO, 1, 3)
+            numbered = NumberedSamples(Counts(), lambda counts: [*counts, torch.get_num_threads()], order, 3)
+            fetcher = Fetcher(numbered, None, 3, "cpu", Reading(processes))
+            try:
+                assert fetcher.micro_batch(0, 0, 0) == [1, 1, 1]
+            finally:
+                fetcher.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_data_workers_are_started_before_there_is_a_link() -> None:
+    """So that a fork copies no thread and no connection of the session."""
+    children: list[str] = []
+
+    def open_link(*_: object) -> tuple[AloneLink, Faults]:
+        children.extend(child.name for child in multiprocessing.active_children())
+        return AloneLink(), Faults([])
+
+    config = load_config({
+        "train_micro_batch_size_per_gpu": MICRO, "optimizer": {"type": "SGD"}, "shoal": {"lanes": 4, "max_steps": 1},
+    })  # fmt: skip
+    engine = engine_with(Given(nn.Linear(3, 1), config, Noisy(), reading=Reading(processes=1)), open_link)
+    engine.context.loop.fetcher.close()
+    assert children == ["shoal data worker 0"]
+
+
 # ---- what goes wrong
 
 
@@ -172,6 +221,29 @@ def test_a_batch_that_collate_fn_cannot_take_names_its_samples(processes: int) -
         fetcher.micro_batch(0, 0, 0)
         fetcher.micro_batch(0, 1, 0)
     assert place in str(refused.value) and "padded only by a collate_fn of yours" in str(refused.value)
+
+
+def nothing(samples: list[Any]) -> None:
+    """Forgets to return its batch."""
+
+
+def one_by_one(samples: list[Any]) -> Iterator[Any]:
+    yield from samples
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("collate", "found"), [(nothing, r"nothing \(None\)"), (one_by_one, "a generator, which is read once")]
+)
+def test_what_is_no_batch_names_its_samples(collate: Any, found: str, processes: int) -> None:
+    fetcher = Fetcher(
+        NumberedSamples(Noisy(), collate, Sampler(40, LANES, MICRO, 1, 3), 3), None, 3, "cpu", Reading(processes)
+    )
+    try:
+        with pytest.raises(UserError, match=f"collate_fn gave {found} for samples .* of step 1, lane 0; expected"):
+            fetcher.micro_batch(0, 0, 0)
+    finally:
+        fetcher.close()
 
 
 class Broken(Noisy):

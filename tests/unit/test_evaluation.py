@@ -157,6 +157,6 @@ def test_names_that_no_vote_has_room_for_are_refused_where_they_are_given() -> N
         for _ in engine.shard(DATA):
             with pytest.raises(UserError, match=r"engine\.report in an evaluation got 1 name with 10004 bytes"):
                 engine.report(**{"x" * 10_000: 1.0})
-            with pytest.raises(UserError, match=r"engine\.report got loss, a dict; expected one number"):
+            with pytest.raises(UserError, match=r"engine\.report got loss=\{'a': 1\}; expected one number"):
                 engine.report(loss={"a": 1})  # type: ignore[arg-type]
             break

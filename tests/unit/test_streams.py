@@ -145,8 +145,8 @@ def test_a_lane_that_is_run_again_reads_nothing_again_and_gets_unchanged_samples
     Numbers.read = 0
     assert [source.read((step, 0, 0)).batch for step in range(3)] == copies and Numbers.read == 0
     source.read((3, 0, 0))
-    source.read((0, 0, 0))
-    assert Numbers.read > 8, "what lies farther back is read again from the beginning"
+    assert source.read((0, 0, 0)).batch == copies[0], "what lies farther back is read again from the beginning"
+    assert Numbers.read > 8
 
 
 def test_a_lane_that_others_have_trained_meanwhile_is_opened_at_a_state_and_else_read_through() -> None:
@@ -310,6 +310,17 @@ def test_a_stream_that_gives_a_lane_nothing_is_refused(processes: int | None) ->
         UserError, match=r"stream Shares gives lane 3 of 4 no sample in its first pass; every lane needs"
     ):
         job(Shares(3), processes)
+
+
+@pytest.mark.parametrize("kind", [Numbers, Shares])
+def test_a_stream_that_is_shorter_than_when_it_was_read_is_refused(kind: type[Numbers]) -> None:
+    """As where files were deleted between two runs. One that ends later is read on."""
+    source = samples(kind(37))
+    mark = [source.read((step, 1, 0)).bookmark for step in range(3)][-1]
+    assert mark is not None and mark.offset > 5
+    assert samples(kind(39)).read((3, 1, 0), mark).batch == source.read((3, 1, 0)).batch
+    with pytest.raises(UserError, match=rf"ends after \d samples? in pass 1 of lane 1, and had at least {mark.offset}"):
+        samples(kind(6)).read((3, 1, 0), mark)
 
 
 def test_epochs_of_a_stream_without_a_length_are_refused() -> None:

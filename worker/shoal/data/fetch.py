@@ -18,6 +18,9 @@ from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
 from shoal.data.data_workers import HERE, DataWorkers, Reading
 from shoal.data.seeds import seed_everything
 from shoal.data.source import Collate, Place, Source, collated, named, read_numbered
+from shoal.logs import get_logger
+
+log = get_logger("shoal")
 
 
 class Fetcher:
@@ -35,6 +38,8 @@ class Fetcher:
         self._source, self._collate, self._seed = source, collate_fn or default_collate, seed
         self._device = torch.device(device)
         self._is_pinned = reading.pinned and self._device.type != "cpu"
+        if reading.pinned and not self._is_pinned:
+            log.info("pin_memory_is_left_alone", means="the model is on the CPU, and batches stay where they are")
         self._workers = DataWorkers(source, reading, seed) if reading.processes else None
         self.positions = StreamPositions()
         """What all members know of the lanes' streams."""

@@ -22,6 +22,7 @@ IGNORED: dict[str, tuple[object, str]] = {
     "drop_last": (False, "the rest of an epoch, less than a step, is always left out"),
     "generator": (None, "the order follows from shoal.seed"),
     "in_order": (True, "batches come in order"),
+    "pin_memory_device": ("", "batches go to the model's device"),
     "snapshot_every_n_steps": (1, "the position is in every checkpoint of the job"),
 }
 """Attributes of a DataLoader that are left alone, with the value that needs no mention, and what holds instead."""

@@ -108,9 +108,9 @@ def read_numbered(dataset: Any, indices: Sequence[int]) -> list[Any]:
 
 
 def collated(collate: Collate, samples: list[Any], described: str) -> Any:
-    """The batch. Raises `UserError` naming the samples where the function fails on them."""
+    """The batch. Raises `UserError` naming the samples where the function fails on them, or gives no batch."""
     try:
-        return collate(samples)
+        batch = collate(samples)
     except ShoalError:
         raise
     except Exception as error:
@@ -120,6 +120,10 @@ def collated(collate: Collate, samples: list[Any], described: str) -> Any:
             "Samples of unequal shape are padded only by a collate_fn of yours; a sample that it cannot take is to be "
             "left out of the dataset."
         ) from error
+    if batch is None or isinstance(batch, Iterator):
+        found = "nothing (None)" if batch is None else f"a {type(batch).__name__}, which is read once"
+        raise UserError(f"collate_fn gave {found} for {described}; expected a batch, such as a dict of tensors.")
+    return batch
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pickle
 from typing import Any
 
 from shoal_protos.errors import UserError
+from shoal_protos.plural import plural
 from torch.utils.data import default_collate, default_convert
 
 from shoal.core.stream_position import Bookmark, StreamOrder
@@ -88,6 +89,8 @@ class _LaneReader:
         self._stream: OpenedStream | None = None
         self._taken = self._begun = self._offset = self._passes = 0
         """The lane's samples until now, and until this pass; the stream's in this pass; passes that have ended."""
+        self._least = 0
+        """So many samples the stream had in this pass when it was read before."""
         self._batches: dict[int, tuple[bytes, Bookmark | None]] = {}
         """The last ones, pickled: who is given samples may change them."""
         self.bookmark: Bookmark | None = None
@@ -116,9 +119,10 @@ class _LaneReader:
     def _open(self, bookmark: Bookmark | None) -> None:
         """At the bookmark where it has the stream's state; else at the beginning of its pass."""
         self._stream = self._source.opened(self._lane)
-        self._taken, self._begun, self._offset, self._passes = 0, 0, 0, 0
+        self._taken, self._begun, self._offset, self._passes, self._least = 0, 0, 0, 0, 0
         if bookmark is not None:
             self._taken = self._begun = bookmark.begun
+            self._least = bookmark.offset
             self._passes = bookmark.passes
             if bookmark.state:
                 self._taken, self._offset = bookmark.batches * self._size, bookmark.offset
@@ -154,6 +158,12 @@ class _LaneReader:
     def _end_pass(self) -> None:
         """The lane reads its stream again from the beginning."""
         name, lanes = type(self._source.dataset).__name__, self._source.sampler.lanes
+        if self._offset < self._least:
+            raise UserError(
+                f"stream {name} ends after {plural(self._offset, 'sample')} in pass {self._passes + 1} of lane "
+                f"{self._lane}, and had at least {self._least} there when it was read before; a job goes on only with "
+                "the data that it began with."
+            )
         if self._taken == self._begun:
             which = "in its first pass" if self._passes == 0 else f"in pass {self._passes + 1}"
             raise UserError(
@@ -164,7 +174,7 @@ class _LaneReader:
             log.info("stream_ended", lane=self._lane, samples=self._taken,
                      means="the lane reads it again from its beginning, now and each time")  # fmt: skip
         self._passes += 1
-        self._begun, self._offset = self._taken, 0
+        self._begun, self._offset, self._least = self._taken, 0, 0
         self._begin_pass("")
 
     def _bookmark(self, number: int) -> Bookmark | None:
