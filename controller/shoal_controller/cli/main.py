@@ -21,6 +21,7 @@ from shoal_controller.cli.doctor import doctor
 from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
 from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.events import events
+from shoal_controller.cli.faulty_flags import AllFaults
 from shoal_controller.cli.jobs import cancel, describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
 from shoal_controller.cli.plot import plot
@@ -79,11 +80,11 @@ def shoal(version: Annotated[bool, Version] = False) -> None:
 
 for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
-    app.command(_command.__name__.rstrip("_"), context_settings=_settings)(_ended(_command))
+    app.command(_command.__name__.rstrip("_"), cls=AllFaults, context_settings=_settings)(_ended(_command))
 
 tokens = typer.Typer(cls=JobOrCommand, no_args_is_help=True, help="Tokens: of people and programs, and of workers.")
 for _command in TOKEN_COMMANDS:
-    tokens.command(_command.__name__.rstrip("_"))(_ended(_command))
+    tokens.command(_command.__name__.rstrip("_"), cls=AllFaults)(_ended(_command))
 app.add_typer(tokens, name="token")
 
 

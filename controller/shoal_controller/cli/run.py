@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.errors import NotFound, UserError
 
+from shoal_controller.cli.faulty_flags import refuse_all
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
 from shoal_controller.cli.page import check_flags, show_page
 
@@ -67,7 +68,6 @@ async def run(
     Ctrl-C saves a checkpoint if checkpoint.path is set, ends the job and reports; the second kills its workers.
     """
     check_machine()
-    check_flags(no_page, open_page)
     name = job or name_of(script)
     wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
     command = [sys.executable, str(script.resolve()), *own(arguments or [])]
@@ -77,16 +77,17 @@ async def run(
         "launcher": "local",
         "command": command,
     }
-    check_spec(spec)
     from shoal_controller.cli.attend import attend
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.settings import data_folder
 
+    places = Places(http, grpc, store, data, no_page=no_page, logs=log_dir)
+    refuse_all([lambda: check_spec(spec), lambda: check_flags(no_page, open_page), places.check])
     logs = log_dir.resolve() / name if log_dir is not None else data_folder(data) / "jobs" / name
     printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:
-        async with serving(Places(http, grpc, store, data, no_page=no_page, logs=log_dir), own=True) as here:
+        async with serving(places, own=True) as here:
             show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
             if warning := keeps_another(name, here.server.shell.spec(name).command, command):

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -54,18 +54,28 @@ class Places:
     logs: Path | None = None
     """Of local workers."""
 
+    def check(self) -> None:
+        """Raises `UserError` where no controller can be started with them; nothing is made."""
+        from shoal_controller.settings import Settings
+
+        Settings(**self._given())
+
     def settings(self, own: bool) -> Settings:
         """`own`: a command's own controller, which makes its token and shows a display instead of its log."""
         from shoal_controller.settings import Settings, data_folder
         from shoal_controller.tokens import made_token
 
-        given: dict[str, object] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
-        given |= {"open": self.open or None, "page": False if self.no_page else None, "log_dir": self.logs}
+        given = self._given()
         if own and not os.environ.get("SHOAL_TOKEN"):
             given["token"] = made_token(data_folder(self.data))
         if own and not os.environ.get("SHOAL_LOG_LEVEL"):
             given["log_level"] = "warning"
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        return Settings(**given)
+
+    def _given(self) -> dict[str, Any]:
+        given: dict[str, Any] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
+        given |= {"open": self.open or None, "page": False if self.no_page else None, "log_dir": self.logs}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @asynccontextmanager
