@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew
-from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, gpt2, untimed_log
+from models.trainer_scripts import (
+    SAMPLES,
+    STEPS,
+    STEPS_PER_EPOCH,
+    Script,
+    Sequences,
+    column,
+    gpt2,
+    untimed_log,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -81,3 +90,37 @@ def test_they_are_the_same_through_a_kill_and_a_join(point: str, tmp_path: Path)
         assert crew.finish() == right.fingerprint
     assert len(kept) == 3
     assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
+
+
+def test_samples_are_grouped_by_length_alike_in_every_world(tmp_path: Path) -> None:
+    """The library draws that order from whatever was drawn before, so it cannot be the original's."""
+    listed = [Sequences()[index] for index in range(SAMPLES)]
+    script = Script(tmp_path, {"train_sampling_strategy": "group_by_length"}, {"train_dataset": listed})
+    right = script.alone()
+    order, lengths = right.engine.context.loop.fetcher.sampler, [len(one["input_ids"]) for one in listed]
+    epochs = []
+    for epoch in range(2):
+        steps = range(epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH)
+        batches = [order.indices(step, lane, micro) for step in steps for lane, micro in order.places]
+        spread = [max(found) - min(found) for batch in batches if (found := [lengths[one] for one in batch])]
+        assert sorted(one for batch in batches for one in batch) == list(range(SAMPLES))
+        assert sum(spread) <= 2 * len(spread), "of 0 to 6, in batches of 3"
+        epochs.append(batches)
+    assert epochs[0] != epochs[1]
+    with Crew("abc", script.task()) as crew:
+        crew.train_to(2)
+        crew.plant("a", STEPS_PER_EPOCH + 1, "exchange")
+        crew.train_to(6)
+        crew.add("d")
+        assert crew.finish() == right.fingerprint
+
+
+def test_fp16_trains_near_float32_with_the_same_bits_in_every_world(tmp_path: Path) -> None:
+    """accelerate refuses it without a GPU, so there is no original. The scale comes down first."""
+    script = Script(tmp_path, {"fp16": True, "num_train_epochs": 4})
+    right = script.alone()
+    with Crew("abc", script.task()) as crew:
+        crew.train_to(2)
+        crew.plant("b", 7, "exchange")
+        assert crew.finish() == right.fingerprint
+    assert column(right, "loss")[-1] < 0.9 * column(right, "loss")[0]

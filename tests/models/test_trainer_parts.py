@@ -52,6 +52,23 @@ def test_callbacks_are_told_in_the_order_of_the_original(tmp_path: Path) -> None
     assert events[1] == events[0]
 
 
+def test_the_progress_bar_is_that_of_whoever_is_rank_0(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Bar(transformers.ProgressCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            super().on_step_end(args, state, control, **named)
+            if self.training_bar is not None:
+                assert self.training_bar.total == STEPS
+                seen.append((state.global_step, self.training_bar.n))
+
+    with Crew("abc", Script(tmp_path, given={"callbacks": lambda: [Bar()]}).task()) as crew:
+        crew.train_to(3)
+        crew.plant("a", 5, "exchange")
+        crew.finish()
+    assert seen == [(step, step) for step in range(1, STEPS + 1)]
+
+
 class OwnLoss:
     """An override as scripts have it."""
 
