@@ -69,6 +69,22 @@ async def test_if_match_is_read_as_http_has_it(tmp_path, header, status):
 
 
 @asynchronous
+async def test_the_version_of_another_job_or_of_another_run_matches_nothing(tmp_path):
+    async with serving(tmp_path) as api:
+        mine = (await api.client.post("/v1/jobs", json=TRAIN)).headers["etag"]
+        theirs = (await api.client.post("/v1/jobs", json={**TRAIN, "job": "other"})).headers["etag"]
+        assert mine != theirs
+        for tag in (theirs, '"none-1"', '"' + "x" * 5000 + '"', f'{theirs}, "x"'):
+            headers = {"If-Match": tag}
+            problem = await api.ask("POST", "/v1/jobs/train/scale", 412, json={"workers": 4}, headers=headers)
+            assert problem["code"] == "version_mismatch"
+        await api.ask("DELETE", "/v1/jobs/train", 202, headers={"If-Match": mine})
+        again = (await api.client.post("/v1/jobs", json=TRAIN)).headers["etag"]
+        assert again != mine
+        await api.ask("DELETE", "/v1/jobs/train", 412, headers={"If-Match": mine})
+
+
+@asynchronous
 async def test_a_job_that_is_over_is_forgotten_only_at_the_version_that_was_seen(tmp_path):
     async with serving(tmp_path) as api:
         old = (await api.client.post("/v1/jobs", json=TRAIN)).headers["etag"]
@@ -217,6 +233,25 @@ async def test_a_page_goes_on_where_its_last_entry_was_though_that_is_gone(tmp_p
         assert [one["step"] for one in found] == [50, 20]
         problem = await api.ask("GET", "/v1/jobs/b/checkpoints?after=latest", 400)
         assert problem["detail"] == "`after` is 'latest'; expected `next` of the page before, such as 3-400"
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("limit=-1", 400), ("limit=0", 400), ("limit=99999999999999999999", 400), ("limit=x", 400), ("limit=1e3", 400),
+        ("limit=", 400), ("after=" + "9" * 300, None), ("after=" + "x" * 301, 400), ("after=%00", None),
+        ("after=-1", None), ("after=%ff%fe", None), ("limit=1&limit=2", None), ("aftre=a", 400),
+    ],
+)  # fmt: skip
+@asynchronous
+async def test_garbage_for_a_page_is_refused_or_begins_somewhere_and_never_fails(tmp_path, query, status):
+    machine = SmallMachine(shown={"workers": WORKERS, "checkpoints": CHECKPOINTS})
+    async with serving(tmp_path, machine=machine) as api:
+        await api.ask("POST", "/v1/jobs", 202, json={"job": "b"})
+        for path in ("/v1/jobs", "/v1/jobs/b/workers", "/v1/jobs/b/checkpoints", "/v1/jobs/b/events", "/v1/events"):
+            answer = await api.client.get(f"{path}?{query}")
+            assert answer.status_code == status or (status is None and answer.status_code in (200, 400)), answer.text
+            assert answer.status_code == 200 or answer.json()["code"] == "invalid_request"
 
 
 # ---- what a program goes by

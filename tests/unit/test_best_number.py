@@ -101,10 +101,21 @@ def test_the_best_weights_are_exported_each_time_once(tmp_path: Path, monkeypatc
     assert torch.equal(load_file(path)["up.weight"], weights[12])
 
 
-def test_a_job_that_starts_over_begins_anew() -> None:
-    class Stand:
-        global_step, loss, rank = 0, 1.0, 1
+class Stand:
+    """What a callback reads of an engine."""
 
+    global_step, loss, rank = 0, 1.0, 1
+
+
+def test_a_step_whose_boundary_is_run_again_counts_once() -> None:
+    stand, stopping = Stand(), EarlyStopping(patience=5)
+    for step in (1, 2, 2, 3):
+        stand.global_step = step
+        stopping(stand)  # type: ignore[arg-type]
+    assert stopping.worse == 2
+
+
+def test_a_job_that_starts_over_begins_anew() -> None:
     stand, stopping = Stand(), EarlyStopping(patience=5)
     for step in (1, 2, 3, 1):
         stand.global_step = step

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from machine_driver import MADE_OF, Driver, training
-from shoal_controller.core.machine.events import Cancel, Pause, Resume, Scale
+from shoal_controller.core.machine.events import Cancel, DrainWorker, Pause, Resume, Scale
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.errors import Conflict
@@ -34,6 +34,14 @@ def test_a_version_grows_with_what_is_asked_and_not_with_what_happens() -> None:
     job.wait(300)
     assert job.view.phase is Phase.CANCELLED
     assert job.view.version == begin + 5, "asked to end, and over"
+
+
+def test_a_drain_that_is_asked_for_is_another_version_too() -> None:
+    """Though neither the job's size nor its phase says so."""
+    job = training(3)
+    begin = job.view.version
+    job.feed(DrainWorker("w1", 30.0))
+    assert job.view.version == begin + 1
 
 
 def test_a_pause_that_nobody_has_asked_for_is_another_version_too() -> None:

@@ -6,7 +6,16 @@ from typing import Annotated, Any, Self
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from shoal_protos.validation import LONGEST_SHOWN, MOST_FAULTS, Allowed, every_sentence, raise_all, sentence, shown
+from shoal_protos.validation import (
+    LONGEST_SHOWN,
+    MOST_FAULTS,
+    Allowed,
+    Unshown,
+    every_sentence,
+    raise_all,
+    sentence,
+    shown,
+)
 
 
 class Inner(BaseModel):
@@ -80,6 +89,8 @@ class Sizes(BaseModel):
         ({"least": 5, "name": "odd"}, ["`least` is 5; expected at most 4 (`most`)", "`name` is odd"]),
         ({"least": 5, "nme": "odd"}, ["`nme` is an unknown key (given: \"odd\"); did you mean `name`?"
           " Allowed at the top level are least, most, name", "`least` is 5; expected at most 4 (`most`)"]),
+        ({"most": "x", "zz": 1}, ["`zz` is an unknown key (given: 1). Allowed at the top level are least, most, name",
+          '`most` is "x"; expected a whole number']),
         ({"least": 5, "most": "x"}, ['`most` is "x"; expected a whole number']),
         ({"leats": 5, "mos": 3}, ["`leats` is an unknown key (given: 5); did you mean `least`? Allowed at the top "
           "level are least, most, name", "`mos` is an unknown key (given: 3); did you mean `most`?"]),
@@ -116,3 +127,37 @@ def test_a_value_that_contains_itself_is_shown() -> None:
     endless: list[object] = []
     endless.append(endless)
     assert shown(endless) == '"[[...]]"'
+
+
+class Container(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    env: Annotated[dict[str, str], Unshown()] = {}
+    port: int = 0
+
+
+class Pod(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    container: Container
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"env": {"TOKEN": ["s3cret"]}},
+        {"env": "s3cret"},
+        {"envs": {"TOKEN": "s3cret"}},
+        {"TOKEN": "s3cret", "port": "x"},
+        ["s3cret"],
+    ],
+)
+def test_a_value_that_may_be_a_secret_is_never_repeated(given: object) -> None:
+    """Under its key, under one that is misspelt, and where the whole is of another type."""
+    with pytest.raises(ValidationError) as refusal:
+        Pod.model_validate({"container": given})
+    said = every_sentence(refusal.value.errors(), "the pod", Pod, {"container": given})
+    assert "`container" in said and "s3cret" not in said
+    with pytest.raises(ValidationError) as refusal:
+        Pod.model_validate({"container": {"prot": 7}})
+    assert "(given: 7)" in every_sentence(refusal.value.errors(), "the pod", Pod), "a number is no secret"
