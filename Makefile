@@ -149,7 +149,7 @@ test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/gpu $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
 
-mutants: $(READY)
+mutants: $(MODELS)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)
 
 protos: $(READY)

@@ -38,6 +38,8 @@ CHEAPEST_FIRST = ("tests/unit/", "tests/simulation/test_scenarios.py", "tests/si
 """The first test that fails ends a run."""
 SWITCHES_OFF = "tests/simulation/test_rules.py"
 """Switches a rule off by itself and looks who notices, so it passes whether the rule is there or not."""
+WITH_MODELS = "tests/models/"
+"""Needs what `make trainer` installs apart."""
 NO_PYTHON = re.compile(r"(?:NameError|ImportError|UnboundLocalError|AttributeError: module).*")
 """A mutant that fails of itself breaks no rule."""
 
@@ -95,7 +97,10 @@ def verdict(mutant: Mutant, tree: Path) -> Verdict:
 
 def _run(tests: list[str], tree: Path) -> tuple[bool, str]:
     """Whether one of them fails as it should, and which one, or what is wrong."""
-    packages = os.pathsep.join(str(tree / name) for name in PACKAGES)
+    paths = [tree / name for name in PACKAGES]
+    if any(test.startswith(WITH_MODELS) for test in tests):
+        paths += [ROOT / ".venv/models", tree / "tests/scripts/torchvision_without_cuda"]
+    packages = os.pathsep.join(map(str, paths))
     # what is compiled anew is not kept: the next mutant of the file may be of the same size and second
     environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     try:
