@@ -330,30 +330,6 @@ def test_a_flag_that_is_missing_or_unknown_is_exit_2() -> None:
     assert shoal("no-such-command").returncode == 2
 
 
-def test_all_that_is_wrong_with_a_commands_arguments_is_said_at_once(tmp_path: Path) -> None:
-    """What typer finds, and what only the command can."""
-    typed = shoal("run", "--workers", "0", "--min-workers", "x", "nothere.py")
-    beginning, *faults = typed.stderr.splitlines()
-    assert (typed.returncode, beginning) == (2, "shoal: the command has 3 faults:")
-    for fault, name in zip(faults, ("'SCRIPT'", "'--workers'", "'--min-workers'"), strict=True):
-        assert fault.startswith(f"  - Invalid value for {name}: ")
-    missing = shoal("drain")
-    assert missing.stderr.splitlines() == [
-        "shoal: the command has 2 faults:", "  - Missing argument 'JOB'", "  - Missing argument 'WORKER'",
-    ]  # fmt: skip
-    flags = ["--workers", "2", "--min-workers", "4", "--http", "nohost", "--open-page", "--no-page"]
-    (tmp_path / "a.py").touch()
-    own = shoal("run", *flags, "a.py", folder=tmp_path)
-    assert (own.returncode, own.stdout) == (2, "")
-    assert own.stderr.splitlines() == [
-        "shoal: the command has 3 faults:",
-        "  - --workers is 2; expected 4 (--min-workers) to the job's lanes",
-        "  - --open-page and --no-page exclude each other; leave one of them out",
-        "  - 'nohost' is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070",
-    ]
-    assert not [*tmp_path.glob(".*")], "nothing was begun"
-
-
 def test_a_worker_becomes_the_command_with_its_environment_set() -> None:
     script = "import os; print(os.getpid(), os.environ['SHOAL_CONTROLLER'], os.environ['SHOAL_JOB'])"
     command = [SHOAL, "worker", "--controller", "h:1", "--job", "j", "--", sys.executable, "-c", script]

@@ -11,7 +11,7 @@ import torch
 from shoal.core.sampler import Sampler
 from shoal.data.data_workers import Reading
 from shoal.data.fetch import Fetcher
-from shoal.data.given_data import GivenData, data_of
+from shoal.data.given_data import GivenData, batch_size_of, check_batch_size, data_of
 from shoal.data.source import NumberedSamples
 from shoal_protos.errors import UserError
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -25,7 +25,6 @@ def note(_: int) -> None:
 
 HONOURED: dict[str, tuple[dict[str, Any], Callable[[GivenData], bool]]] = {
     "dataset": ({}, lambda data: data.dataset is DATASET),
-    "batch_size": ({"batch_size": 4}, lambda data: data.micro_batch_size == 4),
     "shuffle": ({"shuffle": True}, lambda data: data.dataset is DATASET),
     "collate_fn": ({"collate_fn": list}, lambda data: data.collate_fn is list),
     "num_workers": ({"num_workers": 2}, lambda data: data.reading.processes == 2),
@@ -56,7 +55,7 @@ def loader(**arguments: Any) -> DataLoader[Any]:
 
 
 def test_every_argument_of_a_dataloader_is_in_one_of_the_tables() -> None:
-    known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
+    known = set(inspect.signature(DataLoader.__init__).parameters) - {"self", "batch_size"}
     assert known == HONOURED.keys() | SAID.keys() | REFUSED.keys()
 
 
@@ -67,6 +66,13 @@ def test_what_is_honoured_is_in_what_reads(name: str, capsys: pytest.CaptureFixt
     assert "left alone" not in capsys.readouterr().err
     if name != "dataset" and name not in ("shuffle", "persistent_workers"):
         assert not is_there(data_of(loader(), None)), "it is no other argument's doing"
+
+
+def test_the_batch_size_is_that_of_micro_batches_or_refused() -> None:
+    assert batch_size_of(loader(batch_size=4)) == 4
+    check_batch_size(loader(batch_size=4), 4)
+    with pytest.raises(UserError, match="the DataLoader's batch_size is 4, and micro-batches have 2 samples"):
+        check_batch_size(loader(batch_size=4), 2)
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -156,8 +156,8 @@ def test_a_value_that_may_be_a_secret_is_never_repeated(given: object) -> None:
     """Under its key, under one that is misspelt, and where the whole is of another type."""
     with pytest.raises(ValidationError) as refusal:
         Pod.model_validate({"container": given})
-    said = every_sentence(refusal.value.errors(), "the pod", Pod, {"container": given})
-    assert "`container" in said and "s3cret" not in said
+    shown_to_all = every_sentence(refusal.value.errors(), "the pod", Pod, {"container": given})
+    assert "`container" in shown_to_all and "s3cret" not in shown_to_all
     with pytest.raises(ValidationError) as refusal:
         Pod.model_validate({"container": {"prot": 7}})
     assert "(given: 7)" in every_sentence(refusal.value.errors(), "the pod", Pod), "a number is no secret"
