@@ -182,10 +182,16 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
             worker["host"],
             str(worker["pid"] or "–"),
             escape(worker["log"] or worker.get("pod", "")),
-            escape(worker["activity"]["sentence"] if "activity" in worker else ""),
+            escape(_in_a_line(worker["activity"]["sentence"]) if "activity" in worker else ""),
             *([escape(_unsettled(worker))] if explained else []),
         )
     return table
+
+
+def _in_a_line(sentence: str) -> str:
+    """A sentence, and of the traceback below it only the end: a table has a row for every worker that failed."""
+    first, *below = sentence.splitlines() or [""]
+    return f"{first}: {below[-1].strip()}" if below else first
 
 
 def _unsettled(worker: Json) -> str:

@@ -54,9 +54,9 @@ def trainable(
             )
         if parameter.dtype not in (torch.float32, torch.float64, half):
             raise UserError(
-                f'parameter "{name}" has dtype {parameter.dtype}; expected torch.float32 or torch.float64. To train in '
-                'half precision set `bf16: {"enabled": true}` or `fp16: {"enabled": true}` in the config, which keeps '
-                "float32 master weights."
+                f'parameter "{name}" has dtype {parameter.dtype}; expected torch.float32 or torch.float64: '
+                "model.float(), or from_pretrained(…, dtype=torch.float32). Half precision comes from the config, "
+                '`bf16: {"enabled": true}` or `fp16: {"enabled": true}`, which keeps float32 master weights.'
             )
         refuse_hooks(name, parameter, own=0)
         group, unit = group_of[id(parameter)], unit_of[id(parameter)]
