@@ -16,6 +16,7 @@ from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
@@ -79,6 +80,15 @@ def test_a_model_that_an_engine_has_is_refused_by_another_one() -> None:
 def test_of_two_collate_fns_none_is_ignored() -> None:
     loader = DataLoader(SAMPLES, batch_size=2, shuffle=True, collate_fn=list)
     assert "a collate_fn of its own; keep one" in refused(nn.Linear(1, 1), NAMED, loader, collate_fn=default_collate)
+
+
+def test_a_model_that_exchanges_gradients_itself_is_refused_by_its_wrapper() -> None:
+    """Such a class is made without a process group: only what it is is looked at."""
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = nn.Linear(1, 1)
+    assert "(DistributedDataParallel) is a DistributedDataParallel, whose own" in refused(wrapped, NAMED, SAMPLES)
+    assert 'module "0" is a DistributedDataParallel' in refused(nn.Sequential(wrapped), NAMED, SAMPLES)
 
 
 def alone(use: Callable[[Engine], object], prepare: Callable[[Engine], None] = lambda _: None) -> None:

@@ -27,7 +27,7 @@ from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import keeps_another, name_of, own
 from shoal_controller.cli.submit import read_spec
-from shoal_controller.cli.tables import amount, jobs_table, seconds, workers_table
+from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
 
@@ -201,14 +201,6 @@ def test_a_long_reason_leaves_a_job_its_name_and_phase() -> None:
     printed = narrow.file.getvalue()  # type: ignore[attr-defined]
     assert "a-job-of-mine  failed" in printed and "2/3" in printed and "7/100" in printed
     assert printed.count("very") == 60 and "Traceback" not in printed
-
-
-def test_a_worker_that_failed_is_a_row_without_its_traceback() -> None:
-    trace = "its process 9 ended with status 1\nTraceback (most recent call last):\n  File x\nKeyError: 'RANK'"
-    wide = Console(width=300, file=io.StringIO())
-    wide.print(workers_table([{**WORKER, "activity": {"sentence": trace}}]))
-    printed = wide.file.getvalue()  # type: ignore[attr-defined]
-    assert "its process 9 ended with status 1: KeyError: 'RANK'" in printed and "Traceback" not in printed
 
 
 def test_q_leaves_top(controller: str) -> None:

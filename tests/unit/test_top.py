@@ -9,6 +9,7 @@ import pytest
 from asynchronous import asynchronous
 from rich.console import Console, RenderableType
 from shoal_controller.cli.endings import Unreachable
+from shoal_controller.cli.tables import workers_table
 from shoal_controller.cli.top import _screen
 from shoal_protos.errors import NotFound, Refused, ShoalError, StoreError
 
@@ -70,3 +71,15 @@ async def test_while_no_controller_answers_it_says_so_and_tries_again(error: Sho
 async def test_what_will_not_change_ends_it() -> None:
     with pytest.raises(Refused):
         await _screen(Answers(fails=Refused("another token")))  # type: ignore[arg-type]
+
+
+def test_a_worker_that_failed_is_a_row_without_its_traceback() -> None:
+    worker = {
+        "worker": "w0", "host": "here", "pid": 7, "state": "lost", "rank": None, "lanes": [], "blocks": 0,
+        "mirrored_blocks": 0, "step": 7, "step_seconds": 0.5, "memory_bytes": 1000, "log": None,
+        "activity": {"sentence": "its process 7 ended with status 1\nTraceback (most …):\n  File x\nKeyError: 'RANK'"},
+    }  # fmt: skip
+    console = Console(width=300, file=io.StringIO())
+    console.print(workers_table([worker]))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "its process 7 ended with status 1: KeyError: 'RANK'" in printed and "Traceback" not in printed

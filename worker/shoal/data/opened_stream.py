@@ -136,7 +136,7 @@ def _split(dataset: Any, lane: int, lanes: int) -> Any:
     shards = dataset.num_shards
     if lane == 0 and shards % lanes:
         log.info("stream_has_uneven_shards", shards=shards, lanes=lanes, means=f"every lane reads through "
-                 f"{plural(shards, 'shard')} and keeps every {lanes}th sample; a multiple of {lanes} shards is read "
+                 f"{plural(shards, 'shard')} and keeps one sample in {lanes}; a multiple of {lanes} shards is read "
                  "once")  # fmt: skip
     return split_dataset_by_node(dataset, rank=lane, world_size=lanes)
 

@@ -28,6 +28,12 @@ SEVERAL = (
     "An engine trains one model by one optimizer: put several networks into one module, and their parameters into "
     "groups of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
 )
+WRAPPERS = {
+    "DistributedDataParallel": "give the module within it (model.module)",
+    "FullyShardedDataParallel": 'give the module within it, and `zero_optimization: {"stage": 3}` in the config',
+    "FSDPModule": 'leave fully_shard out, and give `zero_optimization: {"stage": 3}` in the config',
+}
+"""Torch's modules that exchange gradients or parameters themselves, and what to do; by name, as imports are slow."""
 _laid_out: WeakSet[nn.Module] = WeakSet()
 """Models whose parameters an engine has laid out, or tried to."""
 
@@ -100,13 +106,23 @@ def check_model(model: nn.Module) -> None:
                 "optimizer is made and shoal.initialize is called."
             )
     for name, module in model.named_modules():
+        named = f'module "{name}"' if name else f"the model ({type(module).__name__})"
+        _check_wrapper(named, module)
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
-        named = f'module "{name}"' if name else f"the model ({type(module).__name__})"
         if module.sparse:
             raise UserError(f"{named} makes sparse gradients, which have no blocks; build it sparse=False.")
         if module.max_norm is not None:
             raise UserError(
                 f"{named} has max_norm={module.max_norm}: its forward would change weights on each worker by "
                 "itself. Build it without, and scale what it returns."
+            )
+
+
+def _check_wrapper(named: str, module: nn.Module) -> None:
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
+            raise UserError(
+                f"{named} is a {kind.__name__}, whose own process group would take part in every step and does not "
+                f"change with the workers: {WRAPPERS[kind.__name__]}."
             )
