@@ -138,6 +138,12 @@ def test_every_fault_of_a_config_and_a_place_that_cannot_be_written_are_told(tmp
     assert "`train_batch_sizes` is an unknown key" in found["config"]["found"]
     assert "did you mean `shoal.lanes`" in found["config"]["found"]
     assert found["checkpoints"]["found"].startswith("cannot keep checkpoints in /proc/none")
+    optimizer, scheduler = {"type": "AdmaW"}, {"type": "WarmupLR", "params": {"warmup_steps": 3}}
+    settings = {"train_batch_size": 2, "shoal": {"lanes": 2, "max_steps": 1}, "optimizer": optimizer}
+    config.write_text(json.dumps({**settings, "scheduler": scheduler}))
+    status, found = doctor(tmp_path, "--for", "client", "--config", str(config))
+    assert status == 1 and '`optimizer.type` is "AdmaW"' in found["config"]["found"]
+    assert "did you mean `scheduler.params.warmup_num_steps`" in found["config"]["found"]
     shown = yaml.safe_load(raw(tmp_path, "--for", "client", "--output", "yaml").stdout)
     assert shown["checks"][0]["check"] == "python"
 

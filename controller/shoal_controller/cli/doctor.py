@@ -48,7 +48,8 @@ CONTROLLER_SIDE = {
     Purpose.WORKER: (*OF_MACHINE, "shared memory", "open files", "session"),
     Purpose.CLIENT: (*OF_MACHINE, "token", "controller"),
 }
-TRAINING_SIDE = ("torch", "devices", "backend", "config", "checkpoints")
+OF_CONFIG = ("config", "checkpoints")
+TRAINING_SIDE = ("torch", "devices", "backend", *OF_CONFIG)
 TRAINS = (Purpose.RUN, Purpose.WORKER)
 EXTRAS = {
     Purpose.RUN: ["shoal[controller]", "shoal[worker]"],
@@ -98,9 +99,9 @@ async def findings(purpose: Purpose, given: dict[str, Any]) -> AsyncIterator[Fin
     """All of them, in their order."""
     async for finding in looked("shoal_controller.doctor", CONTROLLER_SIDE[purpose], given):
         yield finding
-    if purpose in TRAINS:
-        async for finding in looked("shoal.doctor", TRAINING_SIDE, given):
-            yield finding
+    named = OF_CONFIG if given["config"] or given["checkpoint"] else ()
+    async for finding in looked("shoal.doctor", TRAINING_SIDE if purpose in TRAINS else named, given):
+        yield finding
 
 
 async def looked(module: str, checks: Sequence[str], given: dict[str, Any]) -> AsyncIterator[Finding]:

@@ -13,14 +13,19 @@ import tempfile
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.finding import Check, Finding, Given, Verdict
 
+if TYPE_CHECKING:
+    from shoal.config.training import TrainingConfig
+
 TORCH = (2, 13)
 BACKEND_SECONDS = 20.0
 ROOM_BYTES = 1 << 30
+MANY_STEPS = 1_000_000
+"""Of a job whose config does not say how many it has."""
 NO_TORCH = "install shoal[worker]"
 NO_PLACE = "give another path, or the right to use it"
 
@@ -113,11 +118,29 @@ def config(given: Given) -> Finding:
         from shoal.config.load import load_config
 
         settled = load_config(Path(given["config"]))
+        _try_named(settled)
     except ImportError as error:
         return Finding("config", Verdict.FAILED, f"it cannot be read here: {error}", expected, NO_TORCH)
     except UserError as error:
         return Finding("config", Verdict.FAILED, str(error), expected, "see docs/configuration.md")
     return Finding("config", Verdict.OK, f"{given['config']}: {settled.lanes} lanes", expected)
+
+
+def _try_named(settled: TrainingConfig) -> None:
+    """Raises `UserError` for an optimizer or a scheduler that cannot be made as the config has it, where torch is."""
+    try:
+        from torch import nn, optim
+
+        from shoal.optim.from_config import build_optimizer, build_scheduler
+        from shoal.training.arguments import Refusals
+    except ImportError:
+        return
+    refusals, model = Refusals("the config"), nn.Linear(1, 1)
+    made = refusals.of(build_optimizer, settled.optimizer, model) if settled.optimizer else None
+    if settled.scheduler:
+        over = made or optim.AdamW(model.parameters())
+        refusals.of(build_scheduler, settled.scheduler, over, settled.max_steps or MANY_STEPS)
+    refusals.raise_all()
 
 
 def checkpoints(given: Given) -> Finding:
