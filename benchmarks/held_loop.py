@@ -15,10 +15,13 @@ from asyncio import events
 from pathlib import Path
 
 from shoal_controller.cli.main import main
+from shoal_controller.sessions.settings import SessionSettings
 
 LEAST_SECONDS = 0.005
 READ_SECONDS = 0.001
 PR_SET_PDEATHSIG = 1
+STREAMS = 1 << 14
+"""Of one address: all simulated workers have the same one, and no token."""
 
 
 def measure(file: Path) -> None:
@@ -52,5 +55,7 @@ def _whose(handle: asyncio.Handle) -> str:
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     measure(Path(sys.argv[1]))
+    for bound in ("of_address", "of_token"):
+        object.__setattr__(SessionSettings().limits, bound, STREAMS)
     sys.argv = ["shoal", *sys.argv[2:]]
     main()
