@@ -92,11 +92,12 @@ def test_they_are_the_same_through_a_kill_and_a_join(point: str, tmp_path: Path)
     assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
 
 
-def test_samples_are_grouped_by_length_alike_in_every_world(tmp_path: Path) -> None:
+def test_samples_are_grouped_by_length_alike_in_every_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The library draws that order from whatever was drawn before, so it cannot be the original's."""
     listed = [Sequences()[index] for index in range(SAMPLES)]
     script = Script(tmp_path, {"train_sampling_strategy": "group_by_length"}, {"train_dataset": listed})
     right = script.alone()
+    assert "and not the original's" in capsys.readouterr().err, "it is said"
     order, lengths = right.engine.context.loop.fetcher.sampler, [len(one["input_ids"]) for one in listed]
     epochs = []
     for epoch in range(2):

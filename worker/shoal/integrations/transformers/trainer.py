@@ -142,6 +142,9 @@ class ElasticTraining:
         if sizes.lanes == 1:
             log.warning("one_lane", means="only one worker can train: a step has one micro-batch. Raise "
                         'gradient_accumulation_steps, or give the Trainer shoal={"lanes": n}')  # fmt: skip
+        if self.args.train_sampling_strategy == "group_by_length":
+            log.info("batches_are_grouped_by_length", means="in an order that is drawn from seed and epoch, the same "
+                     "in every world, and not the original's")  # fmt: skip
 
     def _optimizer_and_scheduler(self, max_steps: int) -> tuple[Any, LRScheduler | None]:
         """Those of the arguments, where the DeepSpeed configuration names none."""
