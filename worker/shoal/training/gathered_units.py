@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.released import OnTouch
-from shoal.blocks.unit_flats import Presence, Unit, storage_key, units_of
+from shoal.blocks.unit_flats import Presence, Unit, units_of
 from shoal.core.layout import Stretch
 from shoal.device import DeviceCopy
 from shoal.exchange.unit_fetch import FirstValuesFetch, UnitFetch
@@ -33,11 +33,14 @@ PLAIN = {Tensor, nn.Parameter}
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
-def _has_memory(
+def _memory_of(
     tensor: Tensor,  # of any shape
-) -> bool:
-    """Whether it lies anywhere, rather than stand for others that do."""
-    return tensor.layout is torch.strided and not _is_wrapped(tensor)
+) -> int:
+    """The key of what it lies in, as `storage_key` has it; 0: in nothing, as it stands for others that do."""
+    if tensor.layout is not torch.strided or _is_wrapped(tensor):
+        return 0
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class GatheredUnits:
@@ -82,9 +85,9 @@ class GatheredUnits:
     ) -> Unit | None:
         """The one in whose flats it lies."""
         if type(tensor) in PLAIN:
-            return self._by_storage.get(storage_key(tensor)) if _has_memory(tensor) else None
+            return self._by_storage.get(_memory_of(tensor))
         with torch._C.DisableTorchFunctionSubclass():
-            return self._by_storage.get(storage_key(tensor)) if _has_memory(tensor) else None
+            return self._by_storage.get(_memory_of(tensor))
 
     def of_modules(self, modules: list[nn.Module]) -> list[Unit]:
         """Those with parameters of these modules, or of what they hold."""

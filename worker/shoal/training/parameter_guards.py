@@ -23,7 +23,6 @@ from shoal.blocks.flat import Flats, Gradients, refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
-from shoal.blocks.unit_flats import storage_key
 from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
@@ -33,6 +32,8 @@ OWN_HOOKS = 1
 
 _REQUIRES, _VERSION, _HOOKS = map(attrgetter, ("requires_grad", "_version", "_post_accumulate_grad_hooks"))
 """Mapped over all parameters in each step: without a line of Python for each."""
+_KEY = attrgetter("_cdata")
+"""Of a storage: as `storage_key` has it."""
 
 
 def checksum(values: Tensor) -> int:
@@ -128,8 +129,13 @@ class ModuleGuard:
         self._check_values(world)
 
     def _where(self) -> list[Any]:
-        """Where the values of each parameter lie. Flats that are here all the time keep their addresses from others."""
-        return list(map(Tensor.data_ptr if self._flats else _place, self._trained))
+        """Where the values of each parameter lie: in which memory, and where in it; the same where that comes and goes.
+        Flats that are here all the time keep their addresses from others.
+        """
+        if self._flats:
+            return list(map(Tensor.data_ptr, self._trained))
+        storages = map(_KEY, map(Tensor.untyped_storage, self._trained))
+        return list(zip(storages, map(Tensor.storage_offset, self._trained), strict=True))
 
     def _name_what_differs(self) -> None:
         now = dict(self._module.named_parameters(remove_duplicate=False))
@@ -217,13 +223,6 @@ class ModuleGuard:
         """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""
         if self._flats and self._versions and self.whole() == before:
             self.forget_writes()
-
-
-def _place(
-    parameter: nn.Parameter,  # of its own shape
-) -> tuple[int, int]:
-    """Which memory it is a view of, and where in it; the same where that comes and goes."""
-    return storage_key(parameter), int(parameter.storage_offset())
 
 
 CHANGED = (
