@@ -11,6 +11,7 @@ import pytest
 from shoal_controller.cli import acts, demo, verdict
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.display import Lines, watch
+from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.tables import console
 from shoal_protos.errors import JobFailed
 
@@ -207,3 +208,22 @@ def test_without_a_terminal_a_job_is_shown_as_lines(
     )
     assert "world 2 of 3, generation 2" in lines[2]
     assert lines[3].startswith("disturbed succeeded: step 40/40")
+
+
+@pytest.mark.parametrize("misses", [3, 4])
+def test_a_request_without_an_answer_is_made_again_before_the_controller_is_given_up(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, misses: int
+) -> None:
+    """As where the machine was suspended in the midst of one."""
+
+    def miss() -> None:
+        raise Unreachable("no controller answers")
+
+    monkeypatch.setattr("shoal_controller.cli.display.POLL_SECONDS", 0.0)
+    pretended.max_steps, pretended.later = 40, [miss] * misses
+    with Lines(console(stderr=True)) as shown:
+        if misses < 4:
+            assert asyncio.run(watch(pretended, "disturbed", shown))["step"] == 40  # type: ignore[arg-type]
+            return
+        with pytest.raises(Unreachable):
+            asyncio.run(watch(pretended, "disturbed", shown))  # type: ignore[arg-type]

@@ -18,12 +18,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate, seconds_left, time_left
 from shoal_controller.cli.tables import console, event_line, number, phase, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
+MOST_MISSES = 4
+"""Requests in a row without an answer."""
 QUIET_SECONDS = 5.0
 """Interval of lines without a terminal and without a change."""
 
@@ -130,16 +133,28 @@ def display() -> Display:
 
 
 async def watch(client: Client, job: str, shown: Display, revision: int = 0, printed: Printed | None = None) -> Json:
-    """Show a job, its events beyond a revision, and what it prints, until it is over; returns it as it ended."""
-    rate = Rate()
+    """Show a job, its events beyond a revision, and what it prints, until it is over; returns it as it ended.
+
+    A machine that was suspended finds its own requests too late: only after several in a row is the controller gone.
+    """
+    rate, misses = Rate(), 0
     while True:
-        view = await client.job(job)
-        for event in await client.events(job, after=revision):
+        try:
+            view, events = await client.job(job), await client.events(job, after=revision)
+            workers = await client.workers(job) if printed is not None else []
+        except Unreachable:
+            misses += 1
+            if misses == MOST_MISSES:
+                raise
+            await asyncio.sleep(POLL_SECONDS)
+            continue
+        misses = 0
+        for event in events:
             revision = event["revision"]
             if event["kind"] not in IN_PASSING:
                 shown.tell(event_line(event).partition("\n")[0])
         if printed is not None:
-            for line in printed.take_lines(await client.workers(job)):
+            for line in printed.take_lines(workers):
                 shown.tell(line)
         rate.see(view["samples"] or 0, time.monotonic())
         shown.show(view, rate.per_second)
