@@ -169,7 +169,7 @@ docs: $(READY)
 	$(BIN)/python -m shoal.deepspeed.doc_page > docs/deepspeed.md
 
 page: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m '' tests/unit/test_page_files.py tests/integration/test_page.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m '' tests/unit/test_page_files.py tests/integration/test_page*.py $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/page.py
 
 page-pictures: $(READY) packages

@@ -6,59 +6,32 @@ from __future__ import annotations
 
 import re
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from integration.browser import CHROMIUM, PHONE, REFUSED, Watched, browsed
 from integration.cluster import Cluster, until
+from integration.shown_job import LONG, PACE, Guarded, confirm, duration, preview, training, world_of
 from matrices import shortened
 from playwright.sync_api import Route, expect
 
 Json = dict[str, Any]
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)")
 
-PACE = 0.03
-LONG = {"max_steps": 3000}
+NEPAL = ZoneInfo("Asia/Kathmandu")
+"""The reader's zone: no whole hours from UTC."""
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202eesrever\u2066"
 SHOWN = "<script>alert(1)</script><img src=x onerror=alert(1)>⟨U+202E⟩esrever⟨U+2066⟩"
-
-
-class Guarded(Cluster):
-    """With a token, and others that it makes."""
-
-    token = "operators-secret-of-the-page"
-
-    def token_of(self, name: str, role: str) -> str:
-        return str(self._answer("POST", "/tokens", {"name": name, "role": role})["token"])
-
-
-def training(workers: int = 3, kind: type[Cluster] = Cluster, **more: Any) -> Cluster:
-    """A job that goes on until the test lets it go."""
-    return kind(workers=workers, options={**LONG, **more}, pace=PACE)
-
-
-def worlds(cluster: Cluster) -> list[Json]:
-    return list(cluster._answer("GET", f"/jobs/{cluster.job_name}/worlds")["worlds"])
-
-
-def world_of(cluster: Cluster, reason: str) -> Json | None:
-    """The last one of that reason whose pause is known."""
-    found = [world for world in worlds(cluster) if world["reason"] == reason and world["phases"]]
-    return found[-1] if found else None
-
-
-def duration(seconds: float) -> str:
-    """As the page writes one below a second."""
-    milliseconds = 1000 * seconds
-    return f"{float(f'{milliseconds:.2g}'):g} ms" if seconds < 0.01 else f"{round(milliseconds)} ms"
 
 
 # ---- what it shows
 
 
 def test_after_a_kill_the_mark_the_reason_and_the_pause_are_those_of_rest() -> None:
-    with training() as cluster, browsed(cluster.url) as seen:
+    with training() as cluster, browsed(cluster.url, look={"timezone_id": NEPAL.key}) as seen:
         cluster.wait_step(5)
         seen.open_job()
         cluster.kill("w1")
@@ -75,10 +48,55 @@ def test_after_a_kill_the_mark_the_reason_and_the_pause_are_those_of_rest() -> N
         for event, entry in zip(rest["timeline"], panel.locator(".entries li").all(), strict=True):
             expect(entry).to_contain_text(event["message"])
         assert panel.locator(".phases li").count() == sum(seconds > 0 for seconds in rest["phases"].values())
+        began = datetime.fromtimestamp(world["began"], UTC)
+        expect(panel.locator("h3 time")).to_have_text(re.compile(rf"{began.astimezone(NEPAL):%H:%M:%S}$"))
+        expect(panel.locator("h3 time")).to_have_attribute("title", f"{began:%Y-%m-%d %H:%M:%S} UTC")
         seen.open()
         job = seen.page.locator(".job-line")
         expect(job).to_contain_text("2/3")
         expect(job).to_contain_text(cluster._answer("GET", "/jobs/job/summary")["last_resize"]["sentence"])
+
+
+def test_every_part_of_a_job_shows_what_rest_says_and_all_pictures_one_time() -> None:
+    with training(workers=2) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(3)
+        held = until("all copies", lambda: copied(cluster))
+        seen.open_job()
+        for member in held["members"]:
+            counts = [str(sum(end - first for first, end in member[kind])) for kind in ("owned", "mirrored")]
+            cells = [member["worker"], member["domain"], "".join(map(str, member["lanes"])), *counts]
+            row = seen.page.locator("#section-holdings tbody tr").filter(has_text=member["worker"])
+            expect(row.locator("th, td")).to_have_text(cells)
+            worker = cluster.workers()[member["worker"]]
+            row = seen.page.locator(f"tr[data-worker={worker['worker']}]")
+            expect(row.locator(".state")).to_have_text("active")
+            expect(row.locator(".host")).to_contain_text(worker["host"])
+            expect(row.locator(".memory")).to_contain_text("MB")
+        filtered(seen, cluster.events())
+        for value in seen.page.locator(".chart .value").all():
+            expect(value).not_to_have_text("–")
+        seen.button("Closer").click()
+        begin, end = seen.page.locator("#axis-range").inner_text().split(" – ")
+        expect(seen.page.locator(".chart .unseen")).to_contain_text([f" from {begin} to {end}: "] * 4)
+        picture = seen.page.get_by_role("img", name=f"The world from {begin} to {end}: 2 workers")
+        expect(picture).to_be_visible()
+
+
+def copied(cluster: Cluster) -> Json | None:
+    """Who holds what, once every block has its copies."""
+    held = cluster._answer("GET", "/jobs/job/holdings")
+    return held if held["members"] and not held["missing"] and not held["fills"] else None
+
+
+def filtered(seen: Watched, events: list[Json]) -> None:
+    """Events by kind, by worker and by both are those of REST."""
+    lines = seen.page.locator(".events li")
+    expect(lines).to_have_count(len(events))
+    for kind, worker in (("open", ""), ("", "w1"), ("open", "w1"), ("", "")):
+        seen.page.get_by_label("Kind", exact=True).select_option(kind)
+        seen.page.get_by_label("Worker", exact=True).select_option(worker)
+        fitting = [one for one in events if kind in ("", one["kind"]) and worker in ("", one["worker"])]
+        expect(lines.locator(".message")).to_contain_text([one["message"] for one in reversed(fitting)])
 
 
 LOOKS: dict[str, Json] = {
@@ -180,22 +198,26 @@ def hostile(answer: Json, long: str) -> Json:
 # ---- what is pressed
 
 
-def confirm(seen: Watched, press: str, sentence: str | re.Pattern[str]) -> None:
-    """The dialog says what will be done; do it."""
-    expect(seen.dialog().locator("#act-sentence")).to_have_text(sentence)
-    seen.dialog().get_by_role("button", name=press, exact=True).click()
-    expect(seen.dialog()).to_have_count(0)
-
-
-def preview(cluster: Cluster, act: str, **given: Any) -> str:
-    more = "".join(f"&{name}={value}" for name, value in given.items())
-    return str(cluster._answer("GET", f"/jobs/{cluster.job_name}/preview?act={act}{more}")["sentence"])
-
-
-def test_scale_and_drain_by_clicking() -> None:
-    with training() as cluster, browsed(cluster.url) as seen:
+def test_save_confirm_a_loss_scale_and_drain_by_clicking(tmp_path: Path) -> None:
+    options = {**LONG, "shoal": {"checkpoint": {"path": str(tmp_path)}}}
+    asked_only = {"suspect_after": 1000}  # whoever is silent counts as lost only when somebody says so
+    with (
+        Cluster(workers=4, options=options, spec=asked_only, pace=PACE) as cluster,
+        browsed(cluster.url) as seen,
+    ):
         cluster.wait_step(3)
         seen.open_job()
+        seen.button("Save a checkpoint…").click()
+        confirm(seen, "Save a checkpoint", preview(cluster, "checkpoint"))
+        expect(seen.page.locator("#section-checkpoints tbody tr")).to_have_count(1)
+        cluster.stop("w3")
+        until("its silence", lambda: cluster._answer("GET", "/jobs/job/preview?act=lost&worker=w3")["possible"])
+        seen.button("Confirm that w3 is lost").click()
+        confirm(seen, "It is dead", preview(cluster, "lost", worker="w3"))
+        cluster.wait_world(3)
+        expect(seen.page.locator("tr[data-worker=w3]")).to_have_count(0)
+        expect(seen.page.locator(".events [data-kind=lost]")).to_contain_text("w3")
+        cluster.wait_step(cluster.job()["step"] + 2)
         seen.button("Scale…").click()
         seen.dialog().get_by_label("Workers wanted").fill("2")
         confirm(seen, "Scale", preview(cluster, "scale", workers=2))
@@ -204,12 +226,11 @@ def test_scale_and_drain_by_clicking() -> None:
         cluster.wait_step(cluster.job()["step"] + 2)
         there = [name for name, worker in cluster.workers().items() if worker["state"] == "active"]
         seen.button(f"Drain {there[-1]}").click()
-        expect(seen.dialog()).to_contain_text(there[-1])
         confirm(seen, "Drain", preview(cluster, "drain", worker=there[-1]))
         cluster.wait_state(there[-1], "left")
         expect(seen.page.locator(f"tr[data-worker={there[-1]}]")).to_have_count(0)
         asked = [event["data"]["action"] for event in cluster.events() if event["kind"] == "audit"]
-        assert asked == ["create", "scale", "drain"]
+        assert asked == ["create", "checkpoint", "lost", "scale", "drain"]
 
 
 def test_without_the_right_nothing_can_be_pressed() -> None:
@@ -319,12 +340,12 @@ def test_an_answer_that_breaks_off_is_a_lost_connection_and_asked_for_again() ->
             cut.append(route.request.url)
             return route.fulfill(status=200, content_type="application/json", body='{"version": ')
 
-        seen.page.route(re.compile(r"/v1/(about|jobs/job/(summary|workers)|events\?job=.*)$"), half)
+        seen.page.route(re.compile(r"/v1/(about|events\?job=.*)$"), half)
         seen.open_job()
         expect(seen.page.locator("tr[data-worker=w0]")).to_be_visible()
         expect(seen.page.locator(".events [data-kind=open]")).to_have_count(1)
         expect(seen.page.locator("#banner")).to_be_hidden()
-        assert len(cut) == 4
+        assert len(cut) == 2
 
 
 @pytest.mark.parametrize("width", [1920, 1760, 1500])
@@ -390,24 +411,6 @@ def tab_to(seen: Watched, place: str) -> None:
 
 
 # ---- what goes wrong
-
-
-def test_a_lost_connection_is_said_and_caught_up_with() -> None:
-    with training(workers=2) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
-        cluster.wait_step(3)
-        seen.open_job()
-        cluster.kill_controller()
-        banner = seen.page.locator("#banner")
-        expect(banner).to_contain_text("No connection to the controller")
-        cluster.start_controller()
-        expect(banner).to_be_hidden()
-        cluster.wait_phase("running")
-        step = cluster.job()["step"] + 10
-        cluster.wait_step(step)
-        cluster.kill("w1")
-        expect(seen.page.locator(".events [data-kind=lost]")).to_have_count(1)
-        expect(seen.page.locator("[data-fact=world]")).to_have_text("1 of 2 workers")
-        assert int(re.sub(r"\D", "", seen.page.locator("[data-fact=step]").inner_text().partition(" of ")[0])) >= step
 
 
 def test_a_job_that_is_gone_is_said_to_be() -> None:

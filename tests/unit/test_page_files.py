@@ -65,7 +65,19 @@ def test_the_first_file_has_no_script_nor_style_of_its_own() -> None:
 def test_every_file_that_is_named_exists_and_every_module_is_used() -> None:
     named = set(re.findall(r'(?:src|href)="/page/([^"]+)"', (FILES / "index.html").read_text()))
     for file in modules():
-        named |= {name.removeprefix("./") for name in re.findall(r'from "(\./[a-z_]+\.js)"', file.read_text())}
+        named |= set(re.findall(r'(?:from |import\()"\./([a-z_]+\.js)"', file.read_text()))
         named |= set(re.findall(r'"/page/([^"]+)"', file.read_text()))
     assert [name for name in sorted(named) if not (FILES / name).is_file()] == []
     assert [file.name for file in modules() if file.name not in named] == []
+
+
+def test_the_list_of_jobs_waits_for_no_module_that_the_first_file_has_not_named() -> None:
+    """Else each one costs another way to the controller and back, and those of the view of one job as well."""
+    needed, more = set[str](), ["main.js"]
+    while more:
+        text = (FILES / more.pop()).read_text()
+        more += set(re.findall(r'from "\./([a-z_]+\.js)"', text)) - needed
+        needed |= set(more)
+    named = re.findall(r'modulepreload" href="/page/([^"]+)"', (FILES / "index.html").read_text())
+    assert sorted(named) == sorted(needed)
+    assert "job_view.js" not in needed

@@ -159,6 +159,8 @@ class SeriesAnswer(Answer):
     """What a controller remembers of a job's course: columns of equal length, the oldest first."""
 
     job: str
+    time: float
+    """The controller's clock, in seconds since the epoch. A reader's later points are from before it was set back."""
     run: str
     """Which run of the job: a new one begins anew."""
     span: Span

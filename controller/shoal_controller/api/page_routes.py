@@ -97,12 +97,14 @@ async def get_summary(job: str, shell: Readable) -> JobRow:
 async def get_series(job: str, shell: Readable, span: ASpan = Span.HOUR, after: AfterTime = 0.0) -> SeriesAnswer:
     """Show a job's last hour or day: its steps, loss, speed and workers, as far as this controller remembers them."""
     series = shell.runner(job).series
-    columns = series.points(span, after, shell.clock())
+    now = shell.clock()
+    columns = series.points(span, after, now)
     since = series.since if shell.since is not None else None
     return SeriesAnswer.model_validate(
         {
-            "job": job, "run": shell.spec(job).run, "span": span, "every_seconds": span.every_seconds, "since": since,
-            "sentence": since_sentence(since), "times": columns.pop("time"), **columns,
+            "job": job, "time": now, "run": shell.spec(job).run, "span": span,
+            "every_seconds": span.every_seconds, "since": since, "sentence": since_sentence(since),
+            "times": columns.pop("time"), **columns,
         }
     )  # fmt: skip
 

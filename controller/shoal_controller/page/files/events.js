@@ -41,7 +41,15 @@ export class Events {
       if (!(error instanceof Problem)) throw error;
       if (error.status >= 400 && error.status < 500) return; // the job's view says it
     }
-    follow(path, { after, onEvent: (event) => this.add(event), onProblem: () => {}, signal: this.signal });
+    const missed = (id) => this.catchUp(`${path}?after=${id}`, id);
+    follow(path, { after, onEvent: (event) => this.add(event), onProblem: () => {}, missed, signal: this.signal });
+  }
+
+  /** Where they do not come by themselves, ask for them. Returns the revision of the last one. */
+  async catchUp(path, id) {
+    const found = await get(path, this.signal);
+    for (const event of found.events) this.add(event);
+    return found.events.at(-1)?.revision ?? id;
   }
 
   /** The revision from which on the newest events are asked for: a long job has thousands. */

@@ -3,16 +3,20 @@
 
 import { refreshAges, clock } from "./amounts.js";
 import { announce } from "./announce.js";
-import { letIn } from "./access.js";
-import { element, foreign } from "./elements.js";
-import { showJob } from "./job_view.js";
+import { known, letIn } from "./access.js";
+import { connection } from "./connection.js";
+import { element, foreign, setText, visible } from "./elements.js";
 import { showJobs } from "./jobs_view.js";
-import { ABOUT, Problem, get, onConnection, pause } from "./rest.js";
+import { ABOUT, Problem, get, pause } from "./rest.js";
 
 const RELOADED = "shoal-reloaded-for"; // in sessionStorage: the version for which this tab has loaded itself anew
 
 let shown = new AbortController();
 let entering = false; // the token is being tried, or asked for
+let jobView = null;
+
+/** The view of one job, loaded once: the first paint, and the list of all jobs, do not wait for it. */
+const loadJobView = () => (jobView ??= import("./job_view.js").catch(() => (jobView = null)));
 
 function place() {
   return document.getElementById("view");
@@ -26,19 +30,34 @@ async function route() {
   const [, kind, job, worker] = location.hash.split("/").map(decoded);
   const isJob = kind === "jobs" && job;
   showTrail(isJob ? job : null);
-  try {
+  if (isJob) loadJobView();
+  await enter(signal);
+  if (signal.aborted) return;
+  if (!isJob) return void showJobs(place(), signal);
+  const loaded = await loadJobView();
+  if (signal.aborted) return;
+  if (loaded) loaded.showJob(place(), job, worker ?? "", signal);
+  else place().replaceChildren(element("p", { class: "sentence" }, "The controller did not answer when this part of the page was loaded. Load the page again."));
+}
+
+/** Returns when the reader is let in, or wants to see something else. */
+async function enter(signal) {
+  const way = connection.way(signal);
+  while (!signal.aborted) {
     entering = true;
-    await letIn(place());
-    entering = false;
-  } catch (error) {
-    if (!(error instanceof Problem)) throw error;
-    place().replaceChildren(element("p", { class: "sentence" }, error.message));
+    try {
+      await letIn(place());
+      return connection.answered(way);
+    } catch (error) {
+      if (!(error instanceof Problem)) throw error;
+      if (signal.aborted) return undefined;
+      connection.failed(way, error);
+      place().replaceChildren(element("p", { class: "sentence" }, visible(error.message)));
+    } finally {
+      entering = false;
+    }
     await pause(1500, signal);
-    return signal.aborted ? undefined : route();
   }
-  if (signal.aborted) return undefined;
-  if (isJob) showJob(place(), job, worker ?? "", signal);
-  else showJobs(place(), signal);
   return undefined;
 }
 
@@ -56,23 +75,25 @@ function showTrail(job) {
   document.getElementById("trail").replaceChildren(...here);
 }
 
-function showConnection(since) {
+const TROUBLES = {
+  lost: (since) => `No connection to the controller since ${since}. Training goes on without it; this page shows what was known then, and catches up by itself.`,
+  partly: (since, why) => `Since ${since} a part of this page is not up to date: ${visible(why).replace(/(; try again|\.)?$/, "")}. It catches up by itself.`,
+  unsteady: (since) => `The connection to the controller has come and gone since ${since}: what this page shows may be some seconds old.`,
+};
+
+/** `state`: what is wrong with the connection; null: nothing. */
+function showConnection(state) {
   const banner = document.getElementById("banner");
-  const wasLost = !banner.hidden;
-  banner.hidden = since === null;
-  document.body.classList.toggle("disconnected", since !== null);
-  if (since !== null) {
-    banner.textContent = `No connection to the controller since ${clock(since)}. Training goes on without it; this page shows what was known then, and catches up by itself.`;
-  } else if (wasLost) {
-    announce("Connected again; this page has caught up.");
-    checkVersion();
-  }
+  const wasShown = !banner.hidden;
+  banner.hidden = state === null;
+  document.body.classList.toggle("disconnected", state?.kind === "lost");
+  if (state) setText(banner, TROUBLES[state.kind](clock(state.since), state.why));
+  else if (wasShown) announce("Connected again; this page has caught up.");
 }
 
 /** A controller of another version has another page: load it, once. */
-async function checkVersion() {
+function checkVersion(about) {
   const own = document.querySelector('meta[name="shoal-page"]').content;
-  const about = await get(ABOUT).catch(() => null);
   if (!about?.page || about.page === own || sessionStorage.getItem(RELOADED) === about.page) return;
   sessionStorage.setItem(RELOADED, about.page);
   location.reload();
@@ -83,9 +104,10 @@ if (!window.shoalLacks) {
     event.preventDefault();
     place().focus();
   });
-  onConnection(showConnection);
+  connection.listeners.add(showConnection);
+  connection.mended.addEventListener("whole", () => get(ABOUT).then(checkVersion, () => {}));
   window.addEventListener("hashchange", route);
   window.addEventListener("shoal-unauthorized", () => entering || route());
   setInterval(refreshAges, 1000);
-  route().then(checkVersion);
+  route().then(() => checkVersion(known())).then(loadJobView);
 }

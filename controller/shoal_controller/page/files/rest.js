@@ -2,6 +2,7 @@
 // themselves. Called by the views and acts. Shows nothing.
 
 import { noteClock } from "./amounts.js";
+import { connection } from "./connection.js";
 
 const TOKEN = "shoal-token"; // in sessionStorage: of this tab, gone with it
 export const ABOUT = "/v1/about"; // where a token is tried
@@ -27,21 +28,6 @@ export function keepToken(given) {
   else sessionStorage.removeItem(TOKEN);
 }
 
-const listeners = new Set();
-let lostSince = null;
-
-/** Call `listener(null)` whenever the controller answers, `listener(since)` whenever it does not. */
-export function onConnection(listener) {
-  listeners.add(listener);
-  listener(lostSince);
-}
-
-function noteConnection(answers) {
-  const before = lostSince;
-  lostSince = answers ? null : (lostSince ?? Date.now() / 1000);
-  if (before !== lostSince) for (const listener of listeners) listener(lostSince);
-}
-
 function headersWith(more) {
   const shown = token();
   return shown ? { Authorization: `Bearer ${shown}`, ...more } : more;
@@ -57,10 +43,7 @@ export async function request(method, path, { body, version, signal } = {}) {
   const answer = await fetched(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal: either });
   const found = await answer.json().catch(() => undefined);
   if (!answer.ok) throw problemOf(answer, found);
-  if (found === undefined) {
-    noteConnection(false); // it broke off: what half of it says is not known
-    throw new Problem(0, "unreachable", "The controller's answer broke off.");
-  }
+  if (found === undefined) throw new Problem(0, "unreachable", "The controller's answer broke off."); // half of it says nothing
   return found;
 }
 
@@ -72,12 +55,9 @@ async function fetched(path, options) {
     answer = await fetch(path, { ...options, cache: "no-store", credentials: "omit", redirect: "error" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    noteConnection(false);
     throw new Problem(0, "unreachable", "The controller does not answer.");
   }
   if (answer.status === 401 && path !== ABOUT) window.dispatchEvent(new Event("shoal-unauthorized"));
-  const leads = answer.status !== 503 && answer.status !== 502 && answer.status !== 504;
-  noteConnection(leads);
   if (answer.headers.get("Date")) noteClock(answer.headers.get("Date"));
   return answer;
 }
@@ -90,19 +70,24 @@ function problemOf(answer, found) {
 
 /**
  * Follow server-sent events until `signal`: `onEvent(event, kind)` for each, in order and once; `onProblem(problem)` where
- * the controller refuses. A connection that ends is made again, from the last event on.
+ * the controller refuses. A connection that ends is made again, from the last event on. Where none comes about,
+ * `missed(id)` may ask otherwise for what came after that event, and returns the id of the last one.
  */
-export async function follow(path, { after, onEvent, onProblem, signal }) {
-  const place = { id: after === undefined ? null : String(after), wait: FIRST_WAIT };
+export async function follow(path, { after, onEvent, onProblem, missed, signal }) {
+  const place = { id: after === undefined ? null : String(after), wait: FIRST_WAIT, way: connection.way(signal, true) };
   while (!signal.aborted) {
     try {
       await followOnce(path, place, onEvent, signal);
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof Problem && error.status >= 400 && error.status < 500) return void onProblem(error);
-      noteConnection(false);
+      if (error instanceof Problem && error.status >= 400 && error.status < 500) {
+        connection.answered(place.way);
+        return void onProblem(error);
+      }
+      connection.failed(place.way, error instanceof Problem ? error : new Problem(0, "unreachable", "Events do not come."));
+      if (missed) place.id = String(await missed(place.id).catch(() => place.id));
     }
-    await pause(place.wait * (0.75 + Math.random() / 2), signal);
+    await pause(place.wait * (0.75 + Math.random() / 2), signal, connection.mended);
     place.wait = Math.min(LONGEST_WAIT, 2 * place.wait);
   }
 }
@@ -121,7 +106,7 @@ async function followOnce(path, place, onEvent, signal) {
       clearTimeout(timer);
       timer = setTimeout(() => silence.abort(), SILENT_MILLISECONDS);
       place.wait = FIRST_WAIT;
-      noteConnection(true);
+      connection.answered(place.way);
       lines.feed(part.value);
     }
   } finally {
@@ -162,16 +147,19 @@ class EventLines {
   }
 }
 
-/** Resolves after so many milliseconds, or at once where `signal` is given up. */
-export function pause(milliseconds, signal) {
+/** Resolves after so many milliseconds, or at once where `signal` is given up or `mended` says that there are answers. */
+export function pause(milliseconds, signal, mended) {
   return new Promise((resolve) => {
     const timer = setTimeout(done, milliseconds);
     function done() {
       clearTimeout(timer);
       signal?.removeEventListener("abort", done);
+      mended?.removeEventListener("answers", done);
       resolve();
     }
-    if (signal?.aborted) done();
-    else signal?.addEventListener("abort", done);
+    if (signal?.aborted) return done();
+    signal?.addEventListener("abort", done);
+    mended?.addEventListener("answers", done);
+    return undefined;
   });
 }

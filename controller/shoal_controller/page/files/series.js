@@ -10,13 +10,19 @@ const GAP = 3.5; // so many missing points are a gap, not a line
 class Columns {
   constructor(span) {
     this.span = span;
+    this.run = null;
     this.clear();
   }
 
   clear() {
     this.times = [];
-    this.run = null;
     for (const name of COLUMNS) this[name] = [];
+  }
+
+  /** The clock was set back: what is now the future is measured once more. */
+  forgetAfter(time) {
+    const kept = this.times.findLastIndex((one) => one <= time) + 1;
+    for (const name of ["times", ...COLUMNS]) this[name].length = kept;
   }
 
   add(answer) {
@@ -43,7 +49,6 @@ export class Series {
     this.hour = new Columns("hour");
     this.day = new Columns("day");
     this.sentence = "";
-    this.since = null;
   }
 
   /** Ask for what is new since the last time. */
@@ -52,16 +57,15 @@ export class Series {
     const last = columns.times.at(-1);
     const after = last === undefined ? "" : `&after=${last}`;
     const answer = await get(`/v1/jobs/${encodeURIComponent(this.job)}/series?span=${span}${after}`, signal);
-    if (columns.run !== null && columns.run !== `${answer.run} ${answer.since}`) {
-      columns.clear(); // another run of that name, or another leader: its history begins anew
-      columns.run = `${answer.run} ${answer.since}`;
-      return this.refresh(span, signal);
-    }
-    columns.run = `${answer.run} ${answer.since}`;
-    columns.add(answer);
     this.sentence = answer.sentence;
-    this.since = answer.since;
-    return undefined;
+    if (answer.since === null) return undefined; // nobody records now; what was recorded stays
+    const run = `${answer.run} ${answer.since}`;
+    const isAnew = columns.run !== null && columns.run !== run; // another run, or another leader: its history begins anew
+    columns.run = run;
+    if (isAnew) columns.clear();
+    else if (last > answer.time) columns.forgetAfter(answer.time);
+    else return void columns.add(answer);
+    return this.refresh(span, signal);
   }
 
   /** The columns that show this time best. */
