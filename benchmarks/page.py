@@ -1,9 +1,10 @@
 """What the page costs in a browser: `python benchmarks/page.py`, part of `make page`.
 
 Jobs of simulated workers over real gRPC (simulated_workers.py), 100 of 100 by default, on a controller in a process of
-its own; Chromium shows them with a phone's viewport and its CPU slowed four times. Rows: bytes loaded and the first
-paint, and for each interaction the longest and the median time from the press to the next frame, and the main thread's
-CPU. Figures depend on the machine, so nothing fails by them.
+its own; Chromium shows them with a phone's viewport and its CPU slowed four times. Rows: bytes loaded, the first paint
+and when all jobs are there; for each interaction the longest and the median time from the press to the next frame, and
+the main thread's CPU; the controller's CPU, and what it sends, with one page open. Figures depend on the machine, so
+nothing fails by them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ TYPED = """(input, given) => new Promise((resolve) => {
     input.dispatchEvent(new Event("input"));
     requestAnimationFrame(() => setTimeout(() => resolve((performance.now() - began) / 1000)));
 })"""
+OPEN_SECONDS = 20.0
+"""For how long the controller is watched."""
 
 
 async def start_jobs(there: Controller, jobs: int, each: int) -> list[JobWorkers]:
@@ -64,15 +67,15 @@ async def first_paint(page: Page, url: str) -> list[str]:
     slowing = await page.context.new_cdp_session(page)
     await slowing.send("Emulation.setCPUThrottlingRate", {"rate": SLOWER})
     loaded: list[int] = []
-    await page.route("**/page/**", lambda route: route.continue_())
     page.on("response", lambda answer: loaded.append(int(answer.headers.get("content-length", 0))))
     await page.goto(url)
     await page.locator(".job-line").first.wait_for()
     paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? -1"
     seconds = await page.evaluate(paint) / 1000
+    shown = await page.evaluate("new Promise((done) => requestAnimationFrame(() => done(performance.now() / 1000)))")
     files = sum(loaded)
     await slowing.send("Emulation.setCPUThrottlingRate", {"rate": 1})
-    return [f"{seconds:.3f} ({verdict(seconds, PAINT_SECONDS)})", f"{files:,}"]
+    return [f"{seconds:.3f} ({verdict(seconds, PAINT_SECONDS)})", f"{shown:.3f}", f"{files:,}"]
 
 
 @dataclass
@@ -131,6 +134,23 @@ async def interactions(page: Page, url: str) -> list[list[str]]:
     return [filtering.row("jobs filtered"), *others]
 
 
+async def open_page(there: Controller, page: Page, name: str, place: str) -> list[str]:
+    """A row: the controller's CPU while a page is open, in percent of a core, and what it sends to it in a second."""
+    await page.goto("about:blank")
+    received: list[int] = []
+    session = await page.context.new_cdp_session(page)
+    await session.send("Network.enable")
+    session.on("Network.dataReceived", lambda part: received.append(int(part["dataLength"])))
+    await page.goto(place)
+    await page.wait_for_timeout(2000)
+    received.clear()
+    before = there.cpu_seconds()
+    await page.wait_for_timeout(1000 * OPEN_SECONDS)
+    cpu = (there.cpu_seconds() - before) / OPEN_SECONDS
+    await session.detach()
+    return [name, f"{100 * cpu:.1f} %", f"{sum(received) / OPEN_SECONDS / 1000:,.0f} kB/s"]
+
+
 async def measure(given: argparse.Namespace) -> None:
     with controller("embedded") as there:
         every_job = await start_jobs(there, given.jobs, given.each)
@@ -142,15 +162,19 @@ async def measure(given: argparse.Namespace) -> None:
             await phone.close()
             page = await browser.new_page(viewport={"width": 1440, "height": 1000})
             pressed_rows = await interactions(page, url)
+            places = {"nothing": "about:blank", "the list of jobs": url, "one job": f"{url}/#/jobs/job0"}
+            open_rows = [await open_page(there, page, name, place) for name, place in places.items()]
             await browser.close()
         await asyncio.gather(*(job.end() for job in every_job))
     size = f"{given.jobs} jobs of {given.each} workers"
-    show(f"First paint on a phone with its CPU {SLOWER} times slower, {size}", ["seconds", "bytes loaded"], [painted])
+    titles = ["first paint, seconds", "all jobs shown, seconds", "bytes loaded"]
+    show(f"A phone with its CPU {SLOWER} times slower, {size}", titles, [painted])
     show(
         f"From a press to the next frame, seconds, {size}",
         ["pressed", "median", "longest", "longest CPU"],
         pressed_rows,
     )
+    show(f"The controller while a page is open, {size}", ["open", "CPU", "sent"], open_rows)
 
 
 def main() -> None:
