@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from controller_process import Controller, controller
-from simulated_workers import JobWorkers, start_job
+from simulated_workers import start_job
 from tables import show, verdict
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -33,7 +36,9 @@ SLOWER = 4
 PAINT_SECONDS, INTERACTION_SECONDS, LOADED_BYTES = 0.5, 0.1, 300_000
 TIMES = 8
 HEARTBEAT_SECONDS = 15.0
-"""Ten thousand sessions beat in one process beside the browser."""
+"""Ten thousand sessions beat beside the browser."""
+PROCESSES = 2
+"""In which workers are simulated."""
 PATIENCE = 120_000
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 TO_THE_NEXT_FRAME = """(press) => new Promise((resolve) => {
@@ -53,17 +58,42 @@ OPEN_SECONDS = 20.0
 """For how long the controller is watched."""
 
 
-async def start_jobs(there: Controller, jobs: int, each: int) -> list[JobWorkers]:
-    """One after the other, as in control_plane.py."""
+def simulate(grpc: str, each: int, jobs: Connection) -> None:
+    """A process with the workers of jobs whose numbers come, until its parent is gone: each keeps two files open, and
+    ten thousand are too many for one process.
+    """
+    asyncio.run(_simulate(grpc, each, jobs))
+
+
+async def _simulate(grpc: str, each: int, jobs: Connection) -> None:
     started = []
+    with contextlib.suppress(EOFError):
+        while True:
+            number = await asyncio.to_thread(jobs.recv)
+            started.append(await start_job(grpc, f"job{number}", each, 4 * each))
+            jobs.send(number)
+
+
+async def start_jobs(there: Controller, jobs: int, each: int) -> None:
+    """One after the other, as in control_plane.py, in turn in each of the processes."""
+    spawn, ends = multiprocessing.get_context("spawn"), []
+    for _ in range(PROCESSES):
+        end, far_end = spawn.Pipe()
+        spawn.Process(target=simulate, args=(there.grpc, each, far_end), daemon=True).start()
+        far_end.close()
+        ends.append(end)
     for number in range(jobs):
         await there.submit(f"job{number}", each, heartbeat_seconds=HEARTBEAT_SECONDS)
-        started.append(await start_job(there.grpc, f"job{number}", each, 4 * each))
-    return started
+        end = ends[number % PROCESSES]
+        end.send(number)
+        await asyncio.to_thread(end.recv)
 
 
 async def first_paint(page: Page, url: str) -> list[str]:
-    """Seconds to the first paint with contents on a slowed phone, and what was loaded until all was there."""
+    """Seconds to the first paint with contents on a slowed phone, and what was loaded until all was there. The browser
+    itself has started: it has shown something else.
+    """
+    await page.goto(f"{url}/healthz")
     slowing = await page.context.new_cdp_session(page)
     await slowing.send("Emulation.setCPUThrottlingRate", {"rate": SLOWER})
     loaded: list[int] = []
@@ -153,7 +183,7 @@ async def open_page(there: Controller, page: Page, name: str, place: str) -> lis
 
 async def measure(given: argparse.Namespace) -> None:
     with controller("embedded") as there:
-        every_job = await start_jobs(there, given.jobs, given.each)
+        await start_jobs(there, given.jobs, given.each)
         url = f"http://{there.http}"
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS])
@@ -165,7 +195,6 @@ async def measure(given: argparse.Namespace) -> None:
             places = {"nothing": "about:blank", "the list of jobs": url, "one job": f"{url}/#/jobs/job0"}
             open_rows = [await open_page(there, page, name, place) for name, place in places.items()]
             await browser.close()
-        await asyncio.gather(*(job.end() for job in every_job))
     size = f"{given.jobs} jobs of {given.each} workers"
     titles = ["first paint, seconds", "all jobs shown, seconds", "bytes loaded"]
     show(f"A phone with its CPU {SLOWER} times slower, {size}", titles, [painted])

@@ -99,15 +99,13 @@ function checkVersion(about) {
   location.reload();
 }
 
-if (!window.shoalLacks) {
-  document.getElementById("skip").addEventListener("click", (event) => {
-    event.preventDefault();
-    place().focus();
-  });
-  connection.listeners.add(showConnection);
-  connection.mended.addEventListener("whole", () => get(ABOUT).then(checkVersion, () => {}));
-  window.addEventListener("hashchange", route);
-  window.addEventListener("shoal-unauthorized", () => entering || route());
-  setInterval(refreshAges, 1000);
-  route().then(() => checkVersion(known())).then(loadJobView);
-}
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  place().focus();
+});
+connection.listeners.add(showConnection);
+connection.mended.addEventListener("whole", () => get(ABOUT).then(checkVersion, () => {}));
+window.addEventListener("hashchange", route);
+window.addEventListener("shoal-unauthorized", () => entering || route());
+setInterval(refreshAges, 1000);
+route().then(() => checkVersion(known())).then(loadJobView);
