@@ -108,7 +108,7 @@ def test_a_model_that_is_rounded_already_trains_with_masters_from_what_it_has() 
 
 
 def test_a_half_precision_model_without_the_section_is_one_sentence() -> None:
-    with ONE_AT_A_TIME, pytest.raises(UserError, match=r'has dtype torch.bfloat16; .*set `bf16: \{"enabled": true\}`'):
+    with ONE_AT_A_TIME, pytest.raises(UserError, match=r'torch.bfloat16; .*the config, `bf16: \{"enabled": true\}`'):
         engine_of(Task(options({}), model=lambda: Model(0.1, True).bfloat16()), AloneLink(), Faults([]))
 
 
