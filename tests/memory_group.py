@@ -31,6 +31,9 @@ class Wire:
     def __init__(self, size: int, changed: threading.Condition) -> None:
         self.size, self.changed = size, changed
         self.gone: set[int] = set()
+        """Whose connections are cut: nothing lands any more, in them or of them."""
+        self.closed: set[int] = set()
+        """Who is through: what they have sent still lands, as over gloo, where a send ends after a receive."""
         self.arrived: dict[Way, deque[Tensor]] = defaultdict(deque)
         self.awaited: dict[Way, deque[Posted]] = defaultdict(deque)
         self.served: dict[tuple[int, int], Callable[[int, Tensor], None]] = {}
@@ -40,17 +43,26 @@ class Wire:
         """Of all messages that were sent."""
 
     def leave(self, rank: int) -> None:
-        """This member's connections are closed."""
+        """This member's connections are cut."""
         self.gone.add(rank)
         self.changed.notify_all()
+
+    def close(self, rank: int) -> None:
+        """This member neither sends nor takes anything any more."""
+        self.closed.add(rank)
+        self.changed.notify_all()
+
+    def carries(self, way: Way) -> bool:
+        """Whether a message that was sent on this way may land."""
+        return not self.gone & {way[0], way[1]} and way[1] not in self.closed
 
     def match(self, way: Way) -> None:
         """Messages land, in order."""
         arrived, awaited = self.arrived[way], self.awaited[way]
-        while arrived and awaited and not self.gone & {way[0], way[1]}:
+        while arrived and awaited and self.carries(way):
             awaited.popleft().land(arrived.popleft())
         on_request = self.served.get(way[1:])
-        while on_request is not None and arrived and not self.gone & {way[0], way[1]}:
+        while on_request is not None and arrived and self.carries(way):
             with contextlib.suppress(WorldChanged):
                 on_request(way[0], arrived.popleft().view(torch.int64))
         self.changed.notify_all()
@@ -137,20 +149,20 @@ class MemoryGroup:
         self.wire.leave(self.rank)
 
     def close(self) -> None:
-        self.wire.leave(self.rank)
+        self.wire.close(self.rank)
 
     def _post(self, kind: str, way: Way) -> Way:
         self.wire.posts.append((kind, way))
-        if self.rank in self.wire.gone:
+        if self.rank in self.wire.gone | self.wire.closed:
             raise WorldChanged("the group is closed")
         return way
 
     def await_(self, peer: int, done: Callable[[], bool]) -> None:
-        gone = self.wire.gone
-        self._wait(lambda: done() or self.rank in gone or peer in gone)
+        gone, closed = self.wire.gone, self.wire.closed
+        self._wait(lambda: done() or not {self.rank, peer}.isdisjoint(gone | closed))
         if done():
             return
-        if self.rank in gone:
+        if self.rank in gone | closed:
             raise WorldChanged("the group was aborted")
         self._broken.add(peer)
         raise WorldChanged(f"the connection to rank {peer} broke")
