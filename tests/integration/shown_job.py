@@ -40,7 +40,9 @@ def world_of(cluster: Cluster, reason: str) -> Json | None:
 
 
 def duration(seconds: float) -> str:
-    """As the page writes one below a second."""
+    """As the page writes one below ten seconds."""
+    if seconds >= 0.9995:
+        return f"{seconds:.1f} s"
     milliseconds = 1000 * seconds
     return f"{float(f'{milliseconds:.2g}'):g} ms" if seconds < 0.01 else f"{round(milliseconds)} ms"
 

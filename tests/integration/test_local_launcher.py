@@ -19,6 +19,7 @@ from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.launchers.process import Process
 from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.errors import NotFound, StoreError, UserError
 
@@ -145,6 +146,21 @@ def test_what_another_run_left_is_ended_by_the_controller_that_finds_it(tmp_path
     with_controller(tmp_path, scene)
 
 
+def test_a_process_of_another_run_is_known_before_its_environment_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel shows it a moment after the program has begun."""
+
+    async def scene(controller: Controller) -> None:
+        old = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await controller.launcher.release()
+        monkeypatch.setattr(Process, "variable", lambda process, name: "")
+        assert await controller.launcher.adopt([], replace(spec(SLEEPER), run="run-2")) == {}
+        assert ended(old.pid) and controller.records() == []
+
+    with_controller(tmp_path, scene)
+
+
 def test_a_worker_leads_a_session_of_its_own_and_a_kill_ends_all_of_its_group(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec("sleep 600 & echo $!; wait"))
@@ -242,6 +258,7 @@ import asyncio, os, sys
 from pathlib import Path
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.launchers.process import Process
 
 async def main():
     launcher = LocalLauncher(Path(sys.argv[1]), WorkerEnvironment(lambda: ["127.0.0.1:7071"]), None)

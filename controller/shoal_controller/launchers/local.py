@@ -201,7 +201,7 @@ class LocalLauncher:
         offset = output.stat().st_size if output.exists() else 0
         taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
         process = Process.start(spec.command, self._environment.of(worker, spec, taken), output)
-        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset)
+        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset, run=spec.run)
         try:
             records.write(record)
         except OSError:
@@ -250,7 +250,7 @@ class LocalLauncher:
             process = self._alive(record)
             if process is None:
                 continue
-            if process.variable("SHOAL_RUN") in ("", spec.run):
+            if (record.run or process.variable("SHOAL_RUN")) in ("", spec.run):
                 process.release()
                 continue
             log.warning("a worker of another run is killed", job=spec.job, worker=record.worker, pid=process.pid)

@@ -40,6 +40,8 @@ class ProcessRecord:
     """Where this process's output begins in the log."""
     ended: bool = False
     code: int | None = None
+    run: str = ""
+    """The job's that it was started for. Empty: it was found without a record, and its environment says it."""
 
     def end(self, code: int | None) -> ProcessRecord:
         return replace(self, ended=True, code=code)
