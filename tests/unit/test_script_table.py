@@ -20,9 +20,9 @@ def test_no_more_lines_of_a_script_are_changed_than_its_limit(chosen: Script) ->
     assert 0 < len(changed) <= chosen.limit, changed
 
 
-@pytest.mark.parametrize("name", json.loads(MEASURED.read_text()))
+@pytest.mark.parametrize("name", [one.name for one in SCRIPTS])
 def test_the_figures_of_a_script_are_those_of_its_present_files(name: str) -> None:
-    measured = json.loads(MEASURED.read_text())[name]
+    measured = json.loads(MEASURED.read_text()).get(name, {"files": "never measured"})
     assert measured["files"] == script(name).digest, f'run `make scripts ARGS="{name}"`'
     assert sorted(measured["fingerprints"]) == ["1", "2", "3", "killed"]
     assert len(set(measured["fingerprints"].values())) == 1
