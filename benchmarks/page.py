@@ -58,34 +58,34 @@ OPEN_SECONDS = 20.0
 """For how long the controller is watched."""
 
 
-def simulate(grpc: str, each: int, jobs: Connection) -> None:
+def simulate(grpc: str, jobs: Connection) -> None:
     """A process with the workers of jobs whose numbers come, until its parent is gone: each keeps two files open, and
     ten thousand are too many for one process.
     """
-    asyncio.run(_simulate(grpc, each, jobs))
+    asyncio.run(_simulate(grpc, jobs))
 
 
-async def _simulate(grpc: str, each: int, jobs: Connection) -> None:
+async def _simulate(grpc: str, jobs: Connection) -> None:
     started = []
     with contextlib.suppress(EOFError):
         while True:
-            number = await asyncio.to_thread(jobs.recv)
-            started.append(await start_job(grpc, f"job{number}", each, 4 * each))
+            number, workers = await asyncio.to_thread(jobs.recv)
+            started.append(await start_job(grpc, f"job{number}", workers, 4 * workers))
             jobs.send(number)
 
 
-async def start_jobs(there: Controller, jobs: int, each: int) -> None:
+async def start_jobs(there: Controller, sizes: Sequence[int]) -> None:
     """One after the other, as in control_plane.py, in turn in each of the processes."""
     spawn, ends = multiprocessing.get_context("spawn"), []
     for _ in range(PROCESSES):
         end, far_end = spawn.Pipe()
-        spawn.Process(target=simulate, args=(there.grpc, each, far_end), daemon=True).start()
+        spawn.Process(target=simulate, args=(there.grpc, far_end), daemon=True).start()
         far_end.close()
         ends.append(end)
-    for number in range(jobs):
-        await there.submit(f"job{number}", each, heartbeat_seconds=HEARTBEAT_SECONDS)
+    for number, workers in enumerate(sizes):
+        await there.submit(f"job{number}", workers, heartbeat_seconds=HEARTBEAT_SECONDS)
         end = ends[number % PROCESSES]
-        end.send(number)
+        end.send((number, workers))
         await asyncio.to_thread(end.recv)
 
 
@@ -183,7 +183,8 @@ async def open_page(there: Controller, page: Page, name: str, place: str) -> lis
 
 async def measure(given: argparse.Namespace) -> None:
     with controller("embedded") as there:
-        await start_jobs(there, given.jobs, given.each)
+        others = given.others or given.each
+        await start_jobs(there, [given.each] + [others] * (given.jobs - 1))
         url = f"http://{there.http}"
         async with async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS])
@@ -195,7 +196,7 @@ async def measure(given: argparse.Namespace) -> None:
             places = {"nothing": "about:blank", "the list of jobs": url, "one job": f"{url}/#/jobs/job0"}
             open_rows = [await open_page(there, page, name, place) for name, place in places.items()]
             await browser.close()
-    size = f"{given.jobs} jobs of {given.each} workers"
+    size = f"{given.jobs} jobs, one of {given.each} workers, the others of {others}"
     titles = ["first paint, seconds", "all jobs shown, seconds", "bytes loaded"]
     show(f"A phone with its CPU {SLOWER} times slower, {size}", titles, [painted])
     show(
@@ -210,6 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="First paint and interactions of the page with many jobs.")
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--each", type=int, default=100, help="workers of a job")
+    parser.add_argument("--others", type=int, default=0, help="workers of each job but the one that is looked at")
     os.environ["OMP_NUM_THREADS"] = "1"
     asyncio.run(measure(parser.parse_args()))
 
