@@ -1,16 +1,14 @@
 """What is wrong with a command's arguments, all of it at once: typer tells the first thing alone.
 
-`AllFaults` is the class of every command (main.py); `refuse_all` is for what a command checks by itself. Nothing heavy
-may be imported here before something is wrong.
+`AllFaults` is the class of every command (main.py). Nothing heavy may be imported here before something is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import typer
-from shoal_protos.errors import UserError
 from typer.core import TyperCommand
 
 from shoal_controller.cli.endings import WRONG_USE, say
@@ -43,17 +41,3 @@ class AllFaults(TyperCommand):
                 _, rest = parameter.handle_parse_result(ctx, values, rest)
             except typer.BadParameter as fault:
                 yield fault.format_message().removesuffix(".")
-
-
-def refuse_all(checks: Iterable[Callable[[], object]]) -> None:
-    """Raises `UserError` with all that these checks raise one for."""
-    faults: list[str] = []
-    for check in checks:
-        try:
-            check()
-        except UserError as error:
-            faults.append(str(error))
-    if faults:
-        from shoal_protos.validation import all_of
-
-        raise UserError(all_of(faults, THE_COMMAND))

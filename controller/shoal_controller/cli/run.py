@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import NotFound, UserError
 
-from shoal_controller.cli.faulty_flags import refuse_all
+from shoal_controller.cli.faulty_flags import THE_COMMAND
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
 from shoal_controller.cli.page import check_flags, show_page
 
@@ -83,7 +84,11 @@ async def run(
     from shoal_controller.settings import data_folder
 
     places = Places(http, grpc, store, data, no_page=no_page, logs=log_dir)
-    refuse_all([lambda: check_spec(spec), lambda: check_flags(no_page, open_page), places.check])
+    refusals = Refusals(THE_COMMAND)
+    refusals.of(check_spec, spec)
+    refusals.of(check_flags, no_page, open_page)
+    refusals.of(places.check)
+    refusals.raise_all()
     logs = log_dir.resolve() / name if log_dir is not None else data_folder(data) / "jobs" / name
     printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:

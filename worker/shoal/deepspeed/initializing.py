@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import UserError
 from torch import nn
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.surface import ARGUMENTS
 from shoal.logs import get_logger
-from shoal.training.arguments import Refusals, check_given, refuse_unknown
+from shoal.training.arguments import check_given, refuse_unknown
 from shoal.training.exit import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 

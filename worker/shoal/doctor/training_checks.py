@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.finding import Check, Finding, Given, Verdict
 
@@ -132,7 +133,6 @@ def _try_named(settled: TrainingConfig) -> None:
         from torch import nn, optim
 
         from shoal.optim.from_config import build_optimizer, build_scheduler
-        from shoal.training.arguments import Refusals
     except ImportError:
         return
     refusals, model = Refusals("the config"), nn.Linear(1, 1)

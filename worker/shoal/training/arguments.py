@@ -1,23 +1,17 @@
-"""What a script gives to `shoal.initialize`: kinds that cannot work are refused by name before anything is built.
-
-Whoever checks several things that do not depend on each other says all that is wrong at once: `Refusals`.
-"""
+"""What a script gives to `shoal.initialize`: kinds that cannot work are refused by name before anything is built."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Collection, Iterator
+from typing import Any
 from weakref import WeakSet
 
 from shoal_protos.errors import UserError
-from shoal_protos.validation import all_of, each_of
+from shoal_protos.validation import all_of
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-
-Checked = ParamSpec("Checked")
-Found = TypeVar("Found")
 
 KINDS: dict[str, tuple[type, str]] = {
     "model": (nn.Module, "torch.nn.Module"),
@@ -36,27 +30,6 @@ WRAPPERS = {
 """Torch's modules that exchange gradients or parameters themselves, and what to do; by name, as imports are slow."""
 _laid_out: WeakSet[nn.Module] = WeakSet()
 """Models whose parameters an engine has laid out, or tried to."""
-
-
-class Refusals:
-    """What is refused of a call's arguments, said in one message."""
-
-    def __init__(self, call: str) -> None:
-        self._call = call
-        self._sentences: list[str] = []
-
-    def of(self, check: Callable[Checked, Found], *args: Checked.args, **kwargs: Checked.kwargs) -> Found | None:
-        """What `check` returns; None where it refuses."""
-        try:
-            return check(*args, **kwargs)
-        except UserError as error:
-            self._sentences += each_of(str(error))
-            return None
-
-    def raise_all(self) -> None:
-        """Raises `UserError` where anything was refused."""
-        if self._sentences:
-            raise UserError(all_of(self._sentences, self._call))
 
 
 def check_given(model: Any, optimizer: Any, scheduler: Any) -> None:

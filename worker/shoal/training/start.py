@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shoal_protos.all_at_once import Refusals
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
@@ -41,7 +42,7 @@ from shoal.optim.take_over import take_over
 from shoal.session.link import Link
 from shoal.session.link_choice import open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
-from shoal.training.arguments import Refusals, check_given, lay_out_once, refuse_unknown
+from shoal.training.arguments import check_given, lay_out_once, refuse_unknown
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
 from shoal.training.state import NO_STEP, Limits, TrainingState
