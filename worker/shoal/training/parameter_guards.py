@@ -171,8 +171,10 @@ class ModuleGuard:
     def check_before_the_loop(self) -> None:
         """Once, before the engine itself changes a parameter: raises `UserError` where the script has done so."""
         known, self._as_initialized = self._as_initialized, None
-        for name, parameter, version in zip(self._names, self._trained, known or (), strict=known is not None):
-            if parameter._version != version:
+        if known is None:
+            return
+        for name, version, now in zip(self._names, known, self._versions_now(), strict=True):
+            if now != version:
                 raise UserError(
                     f'parameter "{name}" was changed between shoal.initialize and the loop (load_state_dict, an '
                     "initialization), when the engine has taken its value over: master weights, and a start anew, "
