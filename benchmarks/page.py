@@ -33,7 +33,7 @@ from playwright.async_api import CDPSession, Locator, Page, async_playwright
 
 SLOWER = 4
 """How many times slower the browser's CPU is for the first paint."""
-PAINT_SECONDS, INTERACTION_SECONDS, LOADED_BYTES = 0.5, 0.1, 300_000
+PAINT_SECONDS, INTERACTION_SECONDS = 0.5, 0.1
 TIMES = 8
 HEARTBEAT_SECONDS = 15.0
 """Ten thousand sessions beat beside the browser."""

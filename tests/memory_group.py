@@ -52,9 +52,13 @@ class Wire:
         self.closed.add(rank)
         self.changed.notify_all()
 
+    def is_over(self, rank: int) -> bool:
+        """Whether nothing lands in that member any more."""
+        return rank in self.gone or rank in self.closed
+
     def carries(self, way: Way) -> bool:
         """Whether a message that was sent on this way may land."""
-        return not self.gone & {way[0], way[1]} and way[1] not in self.closed
+        return way[0] not in self.gone and not self.is_over(way[1])
 
     def match(self, way: Way) -> None:
         """Messages land, in order."""
@@ -153,16 +157,16 @@ class MemoryGroup:
 
     def _post(self, kind: str, way: Way) -> Way:
         self.wire.posts.append((kind, way))
-        if self.rank in self.wire.gone | self.wire.closed:
+        if self.wire.is_over(self.rank):
             raise WorldChanged("the group is closed")
         return way
 
     def await_(self, peer: int, done: Callable[[], bool]) -> None:
-        gone, closed = self.wire.gone, self.wire.closed
-        self._wait(lambda: done() or not {self.rank, peer}.isdisjoint(gone | closed))
+        is_over = self.wire.is_over
+        self._wait(lambda: done() or is_over(self.rank) or is_over(peer))
         if done():
             return
-        if self.rank in gone | closed:
+        if is_over(self.rank):
             raise WorldChanged("the group was aborted")
         self._broken.add(peer)
         raise WorldChanged(f"the connection to rank {peer} broke")

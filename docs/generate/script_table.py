@@ -71,10 +71,9 @@ def unmeasured(script: Script) -> str:
 
 
 def page() -> str:
-    """The page, of the scripts that are here."""
+    """The page."""
     kept = json.loads(MEASURED.read_text())
-    here = [script for script in SCRIPTS if script.is_here]
-    rows = [row(script, kept[script.name]) if script.name in kept else unmeasured(script) for script in here]
+    rows = [row(script, kept[script.name]) if script.name in kept else unmeasured(script) for script in SCRIPTS]
     torch = ", ".join(sorted({measured["torch"] for measured in kept.values()})) or "one version"
     return f"{OPENING}\n{HEAD}{''.join(rows)}{CLOSING.format(torch=torch)}"
 

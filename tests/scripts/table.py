@@ -54,10 +54,6 @@ class Script:
         return ROOT / "examples" / f"{self.name}.py"
 
     @property
-    def is_here(self) -> bool:
-        return self.original.exists() and self.port.exists()
-
-    @property
     def digest(self) -> str:
         """Of all that the row was measured with; what is measured holds for these files alone."""
         read = [self.original, self.port, *(ROOT / file for file in self.files)]

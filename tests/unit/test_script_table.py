@@ -11,10 +11,8 @@ from scripts.measuring import Measured
 from scripts.run import MEASURED
 from scripts.table import ROOT, SCRIPTS, Script, script
 
-HERE = [one for one in SCRIPTS if one.is_here]
 
-
-@pytest.mark.parametrize("chosen", HERE, ids=lambda chosen: chosen.name)
+@pytest.mark.parametrize("chosen", SCRIPTS, ids=lambda chosen: chosen.name)
 def test_no_more_lines_of_a_script_are_changed_than_its_limit(chosen: Script) -> None:
     changed = changed_lines(chosen.original.read_text(), chosen.port.read_text())
     assert 0 < len(changed) <= chosen.limit, changed
