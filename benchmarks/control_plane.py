@@ -113,16 +113,9 @@ async def _kill_some(there: Controller, jobs: list[JobWorkers]) -> tuple[float, 
     controller's CPU seconds, the wall's, and the share of another core that the simulated workers took meanwhile.
     """
     since, before, own = time.monotonic(), there.cpu_seconds(), time.process_time()
-    await asyncio.gather(*(_kill(job, max(1, round(KILLED * len(job.workers)))) for job in jobs))
+    await asyncio.gather(*(job.kill(max(1, round(KILLED * len(job.workers)))) for job in jobs))
     took = max(await asyncio.gather(*(job.until_after(since, job.committed_at) for job in jobs))) - since
     return there.cpu_seconds() - before, took, (time.process_time() - own) / took
-
-
-async def _kill(job: JobWorkers, count: int) -> None:
-    """Workers of one host, or of two where it has fewer: copies lie on other hosts, so that no blocks are lost."""
-    first = random.Random(2).choice(sorted(job.workers.values(), key=lambda worker: worker.number))
-    names = sorted(job.workers, key=lambda name: (job.workers[name].host != first.host, name))[:count]
-    await asyncio.gather(*(job.workers.pop(name).kill() for name in names))
 
 
 # ---- one large job
@@ -138,7 +131,7 @@ async def one_job(workers: int, blocks: int, store: str) -> list[str]:
         await asyncio.sleep(SETTLE_SECONDS)
         job.holding = True
         before, since = there.cpu_seconds(), time.monotonic()
-        await _kill(job, 1)
+        await job.kill(1)
         opened = await job.until_after(since, job.opened_at)
         await _until_handled(job)
         built = there.cpu_seconds()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
 import sys
 import time
 from dataclasses import dataclass, field
@@ -115,6 +116,12 @@ class JobWorkers:
                 self.news.clear()
                 await self.news.wait()
         return min(found)
+
+    async def kill(self, count: int) -> None:
+        """Workers of one host, or of two where it has fewer: copies lie on other hosts, so that no blocks are lost."""
+        first = random.Random(2).choice(sorted(self.workers.values(), key=lambda worker: worker.number))
+        names = sorted(self.workers, key=lambda name: (self.workers[name].host != first.host, name))[:count]
+        await asyncio.gather(*(self.workers.pop(name).kill() for name in names))
 
     async def end(self) -> None:
         await asyncio.gather(*(worker.kill() for worker in self.workers.values()))
@@ -281,6 +288,14 @@ class SimulatedWorker:
         if self.committed_in == self.membership.generation > 0:
             self.boundaries += self.job.step - self.step
             self.step = self.job.step
+            self._hold_filled()
+
+    def _hold_filled(self) -> None:
+        """What this generation's fills have brought so far."""
+        plan = self.membership.recovery
+        rank = None if plan is None else plan.rank_of(self.name, self.membership.incarnation)
+        if plan is not None and rank is not None:
+            self.holds = plan.shares[rank].keeps | plan.filled(rank, self.boundaries)
 
     def _publish(self) -> None:
         assert self.dialogue is not None
