@@ -22,6 +22,7 @@ from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 32
 LAYERS = 3
@@ -286,3 +287,25 @@ def test_modules_that_are_not_there_are_refused_and_those_that_are_named(
     with pytest.raises(UserError) as refusal:
         engine(task(modules, model))
     assert str(refusal.value) == sentence
+
+
+class AppliedTwice(nn.Module):
+    """A layer whose gradients autograd makes in two parts: each call's backward is one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(256, WIDTH), Calm(), nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for _ in range(2):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_comes_in_two_parts_is_refused_in_every_stage_at_the_first_step(stage: int) -> None:
+    made = engine(Task({**OPTIONS, "lanes": 1, "stage": stage}, model=AppliedTwice))
+    batch = next(iter(made))
+    with pytest.raises(UserError, match="use_reentrant=False"):
+        made.backward(made.module(**batch))

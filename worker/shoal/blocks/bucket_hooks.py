@@ -32,12 +32,10 @@ class BucketHooks:
         """`on_whole`: called with a bucket when all its gradients are there, in whatever order backward makes them."""
         self._on_whole = on_whole
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
-        self._is_half = [bucket.has_masters for bucket in layout.buckets]
         self._on_filled: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
         self._order: Sequence[int] = range(len(self._slots))
         self._next = 0
-        self._is_filled: list[bool] = []
         owners = [(b, s) for b, count in enumerate(self._slots) for s in range(count)]
         for number, ((bucket, slot), parameter) in enumerate(zip(owners, parameters, strict=True)):
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, bucket, slot))
@@ -49,7 +47,6 @@ class BucketHooks:
         """
         self._missing = [set(range(count)) for count in self._slots]
         self._order = range(len(self._slots)) if order is None else order
-        self._is_filled = [False] * len(self._slots)
         self._next, self._on_filled = 0, on_filled
         try:
             yield
@@ -69,7 +66,7 @@ class BucketHooks:
     ) -> None:
         if self._on_filled is None:
             return
-        if self._is_filled[bucket] or (self._is_half[bucket] and slot not in self._missing[bucket]):
+        if slot not in self._missing[bucket]:  # also where its bucket has not left yet: that depends on the order
             raise UserError(
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
@@ -84,7 +81,7 @@ class BucketHooks:
         self._on_whole(bucket)
         while self._next < len(self._order) and not self._missing[self._order[self._next]]:
             filled = self._order[self._next]
-            self._next, self._is_filled[filled] = self._next + 1, True
+            self._next += 1
             self._on_filled(filled)
 
 
