@@ -36,15 +36,19 @@ PAUSE = threading.Event()
 
 
 class Job:
-    """`steps` of training on `workers` hosts, at `pace` seconds a micro-batch. `spec`: more of the job's."""
+    """`steps` of training on `workers` hosts, at `pace` seconds a micro-batch, in a stage of ZeRO. `spec`: more of the
+    job's.
+    """
 
-    def __init__(self, hosts: Hosts | Loopback, workers: int, steps: int, pace: float, **spec: float) -> None:
+    def __init__(
+        self, hosts: Hosts | Loopback, workers: int, steps: int, pace: float, stage: int = 0, **spec: float
+    ) -> None:
         self.hosts, self.workers, self.steps, self._spec = hosts, workers, steps, spec
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         self.disk = self.folder / "disk"
         self._env = {
-            **os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(steps), "PACE": str(pace), "SHOAL_TOKEN": TOKEN,
-            "CHECKPOINTS": str(self.disk / "checkpoints"), "SHOAL_LOG_LEVEL": "info",
+            **os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(steps), "PACE": str(pace), "STAGE": str(stage),
+            "SHOAL_TOKEN": TOKEN, "CHECKPOINTS": str(self.disk / "checkpoints"), "SHOAL_LOG_LEVEL": "info",
         }  # fmt: skip
         self._controller: subprocess.Popen[bytes] | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

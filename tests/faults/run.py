@@ -2,10 +2,12 @@
 
     python -m tests.faults.run --minutes 60          make faults MINUTES=60
     python -m tests.faults.run --seed 17 --rounds 1  one round again
+    python -m tests.faults.run --stage 3 --kinds kill  only kills, only in stage 3 of ZeRO
 
 A round is one job: a worker on each of some hosts, faults of every kind drawn from its seed while it trains, then
-everything is healed and it ends. Its fingerprint has to be that of an undisturbed run. Exit status 1 where it is not,
-where a job fails, or where it does not end. Without root no links are cut and no disk is filled: then it says so.
+everything is healed and it ends. Stages of ZeRO take turns. Its fingerprint has to be that of an undisturbed run in
+stage 0. Exit status 1 where it is not, where a job fails, or where it does not end. Without root no links are cut and
+no disk is filled: then it says so.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,6 +32,7 @@ from faults.stranger import MANNERS
 
 STEPS, PACE = 500, 0.08
 WORKERS = 4
+STAGES = (0, 1, 2, 3)
 LAST_FAULT = 440
 """The step after which nothing more strikes."""
 END_SECONDS = 240.0
@@ -38,7 +41,7 @@ END_SECONDS = 240.0
 class Faults:
     """What strikes one job. Each method is one kind; `pending` undoes what has an end, at its time."""
 
-    def __init__(self, job: Job, chance: random.Random) -> None:
+    def __init__(self, job: Job, chance: random.Random, only: Collection[str] = ()) -> None:
         self._job, self._chance = job, chance
         self._pending: list[tuple[float, Callable[[], None]]] = []
         self.counts: Counter[str] = Counter()
@@ -48,7 +51,7 @@ class Faults:
         if job.hosts.has_links:
             kinds += [self.cut_pair, self.cut_one_way, self.cut_from_controller, self.fill_disk]
             kinds += [self.refuse, self.refuse_controller, self.lose, self.shape, self.take_port]
-        self._kinds = kinds
+        self._kinds = [kind for kind in kinds if not only or kind.__name__ in only]
 
     def strike(self) -> None:
         kind = self._chance.choice(self._kinds)
@@ -193,12 +196,12 @@ def undisturbed(steps: int = STEPS) -> str:
     return done.stdout.split("FINGERPRINT ")[1].split()[0]
 
 
-def round_of(seed: int, hosts: Hosts | Loopback, expected: str) -> str:
-    """Empty where it ended as the undisturbed run did, else what is wrong."""
+def round_of(seed: int, stage: int, kinds: Collection[str], hosts: Hosts | Loopback, expected: str) -> str:
+    """Empty where it ended as the undisturbed run did, else what is wrong. `kinds`: of faults, empty: all."""
     chance = random.Random(seed)
     began = time.monotonic()
-    with Job(hosts, WORKERS, STEPS, PACE) as job:
-        faults = Faults(job, chance)
+    with Job(hosts, WORKERS, STEPS, PACE, stage) as job:
+        faults = Faults(job, chance, kinds)
         wait("the first checkpoint", lambda: job.look().get("last_checkpoint_step"), 120)
         while job.look().get("step", 0) < LAST_FAULT and time.monotonic() - began < END_SECONDS:
             faults.strike()
@@ -222,8 +225,8 @@ def round_of(seed: int, hosts: Hosts | Loopback, expected: str) -> str:
         report = job.report()
         lost = sum(world["lost_steps"] for world in report["generations"])
         print(
-            f"seed {seed}: {phase} at step {report['steps']}, {len(report['generations'])} worlds, {lost} steps gone "
-            f"back, {time.monotonic() - began:.0f} s; {dict(faults.counts)}",
+            f"seed {seed}, stage {stage}: {phase} at step {report['steps']}, {len(report['generations'])} worlds, "
+            f"{lost} steps gone back, {time.monotonic() - began:.0f} s; {dict(faults.counts)}",
             flush=True,
         )
         if phase == "succeeded" and report["fingerprint"] == expected:
@@ -237,6 +240,8 @@ def main() -> int:
     arguments.add_argument("--minutes", type=float, default=60.0, help="no round begins after so many")
     arguments.add_argument("--rounds", type=int, default=1_000_000, help="at most so many")
     arguments.add_argument("--seed", type=int, default=0, help="of the first round")
+    arguments.add_argument("--stage", type=int, choices=STAGES, help="of ZeRO (default: each in turn)")
+    arguments.add_argument("--kinds", nargs="+", default=(), metavar="KIND", help="of faults, by name (default: all)")
     given = arguments.parse_args()
     end = time.monotonic() + 60 * given.minutes
     expected = undisturbed()
@@ -245,7 +250,9 @@ def main() -> int:
     wrong, rounds = [], 0
     while time.monotonic() < end and rounds < given.rounds:
         with Hosts(WORKERS) if Hosts.can_be_had() else Loopback() as hosts:
-            found = round_of(given.seed + rounds, hosts, expected)
+            seed = given.seed + rounds
+            stage = STAGES[seed % len(STAGES)] if given.stage is None else given.stage
+            found = round_of(seed, stage, given.kinds, hosts, expected)
         rounds += 1
         if found:
             wrong.append(found)

@@ -1,7 +1,8 @@
 """What is trained while faults strike: a small model with everything that has to keep its bits.
 
 Dropout, batch normalization, a tied parameter, clipping and a schedule. Environment: `PACE` seconds a micro-batch,
-`STEPS`, `CHECKPOINTS` (a folder; empty: none). Prints the fingerprint at its end.
+`STEPS`, `CHECKPOINTS` (a folder; empty: none), `STAGE` of ZeRO, whose bits are the same in all. Prints the
+fingerprint at its end.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def main() -> None:
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50}},
             "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": int(os.environ.get("STAGE", "0"))},
             "shoal": {
                 "lanes": 6, "mirrors": 1, "max_steps": STEPS,
                 **({"checkpoint": checkpoint} if checkpoint["path"] else {}),
