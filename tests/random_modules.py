@@ -106,6 +106,15 @@ REENTRANT = "recomputed reentrant"
 WAYS = ("plain", "plain", "twice", "left out", "by batch", "recomputed", REENTRANT, "added")
 
 
+PRECISIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"bf16": {"enabled": True}},
+    {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
+    {"fp16": {"enabled": True, "loss_scale": 128}},
+)
+"""What such a model may be trained in: the first scale of the third overflows."""
+
+
 class RandomModel(nn.Module):
     """Tokens to the mean cross entropy of the next ones, by a random program."""
 

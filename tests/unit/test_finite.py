@@ -84,10 +84,13 @@ def test_a_script_that_swallows_that_cannot_go_on() -> None:
         undisturbed(Task(OPTIONS, body=stubborn))
 
 
-@pytest.mark.parametrize(("workers", "where"), [("ab", "lanes 2 to 3"), ("abcd", "lane 2")])
-def test_all_members_stop_alike_and_name_the_lanes(workers: str, where: str) -> None:
-    """As closely as partial sums tell: with one lane a worker, the lane."""
-    with Crew(workers, Task(OPTIONS, body=bad_gradient)) as crew:
+@pytest.mark.parametrize(
+    ("stage", "workers", "where"),
+    [(1, "ab", "lanes 2 to 3"), (1, "abcd", "lane 2"), (2, "ab", "lanes 0 to 3"), (3, "abc", "lanes 0 to 3")],
+)
+def test_all_members_stop_alike_and_name_the_lanes(stage: int, workers: str, where: str) -> None:
+    """As closely as partial sums tell: with one lane a worker, the lane; sums of shards have all lanes in them."""
+    with Crew(workers, Task({**OPTIONS, "stage": stage}, body=bad_gradient)) as crew:
         crew.allow()
         crew.until("the end", lambda: crew.job.durable.phase.over)
         assert crew.job.durable.phase.value == "failed"

@@ -7,13 +7,8 @@ from typing import Any
 from crew import Crew, Task, undisturbed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_modules import RandomModel, optimizer_of
+from random_modules import PRECISIONS, RandomModel, optimizer_of
 
-PRECISIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"bf16": {"enabled": True}},
-    {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}},
-)
 POINTS = (
     "forward", "backward", "exchange", "mirror", "vote", "optimizer", "hand_out", "fill", "prepare", "promote", "begin",
 )  # fmt: skip

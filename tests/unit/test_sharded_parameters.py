@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from integration.scripts import VOCABULARY
 from matrices import shortened
-from random_modules import RandomModel
+from random_modules import PRECISIONS, RandomModel
 from random_modules import optimizer_of as optimizer_of_random
 from shoal.blocks.released import Released
 from shoal.blocks.unit_flats import Presence, Unit
@@ -139,17 +139,20 @@ def test_a_drained_worker_takes_no_parameter_with_it() -> None:
         assert crew.finish() == undisturbed(of(task(0)))
 
 
-@given(st.integers(0, 1 << 30), st.sampled_from(["forward", "gather", "backward", "vote", "fill", "begin"]), st.data())
+POINTS = ("forward", "gather", "backward", "vote", "fill", "begin")
+
+
+@given(st.integers(0, 1 << 30), st.sampled_from(PRECISIONS), st.sampled_from(POINTS), st.data())
 @settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None)
 def test_a_random_module_has_the_same_bits_in_stage_3_through_a_loss_and_a_join(
-    number: int, point: str, data: st.DataObject
+    number: int, precision: dict[str, Any], point: str, data: st.DataObject
 ) -> None:
     lanes, micro_batches = data.draw(st.integers(2, 5)), data.draw(st.sampled_from([1, 1, 2]))
     names = "abcd"[: data.draw(st.integers(2, min(4, lanes)))]
-    options = {"max_steps": 5, "lanes": lanes, "micro_batches_per_lane": micro_batches}
+    options = {"max_steps": 5, "lanes": lanes, "micro_batches_per_lane": micro_batches, "precision": precision}
 
     def of_stage(stage: int) -> Task:
-        model, optimizer = (lambda: RandomModel(number)), optimizer_of_random(number)
+        model, optimizer = (lambda: RandomModel(number, is_half=bool(precision))), optimizer_of_random(number)
         return Task({**options, "stage": stage}, model=model, optimizer=optimizer)
 
     right = undisturbed(of_stage(0))

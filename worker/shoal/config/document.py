@@ -262,7 +262,8 @@ class Shoal(Section):
     modules of these classes. Not given: none."""
     stop_on_nan: Switch = True
     """True: the job fails before the update of a step whose loss or gradient is not finite, and names step, parameter
-    and lane. False: the step is made; the 1st, 10th, 100th, … such step is an event."""
+    and lane, or the lanes of a sum: in stages 2 and 3 that of all. False: the step is made; the 1st, 10th, 100th, …
+    such step is an event."""
     mixed_numerics: Switch = False
     """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
     exact: Switch = True
