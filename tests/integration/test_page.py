@@ -82,6 +82,37 @@ def test_every_part_of_a_job_shows_what_rest_says_and_all_pictures_one_time() ->
         expect(picture).to_be_visible()
 
 
+CURVE = """async (values) => {
+    const { curve } = await import("/page/sparkline.js");
+    const drawn = curve({ loss: values, every_seconds: 60 }, "loss");
+    return [drawn.getAttribute("aria-label"), drawn.querySelector(".line").getAttribute("d")];
+}"""
+WORLD = """async ([active, wanted]) => {
+    const { world } = await import("/page/sparkline.js");
+    const drawn = world({ active, wanted, every_seconds: 60 });
+    const path = (part) => drawn.querySelector(part).getAttribute("d");
+    return [drawn.getAttribute("aria-label"), path(".area"), path(".wanted")];
+}"""
+
+
+def test_small_pictures_have_the_shape_of_their_numbers_and_gaps_where_nothing_is_known() -> None:
+    with training(workers=1) as cluster, browsed(cluster.url) as seen:
+        seen.open()
+        label, line = seen.page.evaluate(CURVE, [None, 4.0, 2.0, 3.0, None, None, 2.5, 2.0, 2.0])
+        assert label == "loss over the last 6 minutes: from 4 to 2"
+        assert points(line) == [[(0, 3), (17.1, 25), (34.3, 14)], [(85.7, 19.5), (102.9, 25), (120, 25)]]
+        label, area, wanted = seen.page.evaluate(WORLD, [[None, 4, 4, 3, 3, 4, 4, 4, 4], [None, *[4] * 8]])
+        assert label == "workers over the last 8 minutes: 3 to 4 workers"
+        assert re.findall(r"V([\d.]+)h", area) == [f"{height:.1f}" for height in (3, 3, 9, 9, 3, 3, 3, 3)]
+        assert re.findall(r"V([\d.]+)", wanted) == ["3.0"] * 7
+
+
+def points(path: str) -> list[list[tuple[float, float]]]:
+    """Where the lines of an SVG path go, one list for each that is drawn without a gap."""
+    lines = [re.findall(r"([\d.]+) ([\d.]+)", line) for line in path.split("M")[1:]]
+    return [[(float(x), float(y)) for x, y in line] for line in lines]
+
+
 def copied(cluster: Cluster) -> Json | None:
     """Who holds what, once every block has its copies."""
     held = cluster._answer("GET", "/jobs/job/holdings")
@@ -210,6 +241,8 @@ def test_save_confirm_a_loss_scale_and_drain_by_clicking(tmp_path: Path) -> None
         seen.button("Save a checkpoint…").click()
         confirm(seen, "Save a checkpoint", preview(cluster, "checkpoint"))
         expect(seen.page.locator("#section-checkpoints tbody tr")).to_have_count(1)
+        assert [saved["verified"] for saved in cluster._answer("GET", "/jobs/job/checkpoints")["checkpoints"]] == [True]
+        expect(seen.page.locator("#section-checkpoints tbody td:nth-child(4)")).to_have_text("verified")
         cluster.stop("w3")
         until("its silence", lambda: cluster._answer("GET", "/jobs/job/preview?act=lost&worker=w3")["possible"])
         seen.button("Confirm that w3 is lost").click()
@@ -231,6 +264,16 @@ def test_save_confirm_a_loss_scale_and_drain_by_clicking(tmp_path: Path) -> None
         expect(seen.page.locator(f"tr[data-worker={there[-1]}]")).to_have_count(0)
         asked = [event["data"]["action"] for event in cluster.events() if event["kind"] == "audit"]
         assert asked == ["create", "checkpoint", "lost", "scale", "drain"]
+
+
+def test_a_checkpoint_that_has_no_copies_to_compare_is_not_verified_and_not_called_damaged(tmp_path: Path) -> None:
+    options = {**LONG, "shoal": {"checkpoint": {"path": str(tmp_path)}, "mirrors": 0}}
+    with Cluster(workers=1, options=options, pace=PACE) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(3)
+        seen.open_job()
+        seen.button("Save a checkpoint…").click()
+        confirm(seen, "Save a checkpoint", preview(cluster, "checkpoint"))
+        expect(seen.page.locator("#section-checkpoints tbody td:nth-child(4)")).to_have_text("not verified")
 
 
 def test_without_the_right_nothing_can_be_pressed() -> None:
