@@ -23,6 +23,7 @@ from shoal_protos.messages import Ending, Refusal, Shutdown
 from shoal_controller.audit import Create, audit_entry
 from shoal_controller.background import BackgroundWork
 from shoal_controller.callers import Caller
+from shoal_controller.core.machine.block_copies import copies_wanted
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import (
     Adopt,
@@ -315,7 +316,7 @@ class Runner:
             self._carried_out = self._job
             self._rests_until = rests_until(self._job)
             self._background.show(self._job.durable.current)
-            self.series.see_world(self._job.durable.current)
+            self.series.see_world(self._job.durable.current, copies_wanted(self._job.durable))
             self.series.see_checkpoints(self._job.durable.checkpoints, self._life.clock())
         except StoreError as error:
             if not isinstance(error, Unfit):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_driver import Driver, training
 from shoal_controller.api.page_answers import worlds_of
+from shoal_controller.core.machine.block_copies import missing_copies
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -19,16 +20,16 @@ from shoal_controller.core.machine.events import (
     Scale,
 )
 from shoal_controller.core.machine.machine import step
-from shoal_controller.core.machine.sample import sample
+from shoal_controller.core.machine.sample import Sample, sample
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.core.machine.view import view
 from shoal_controller.core.overview.activities import activity_sentence
 from shoal_controller.core.overview.amounts import duration, listed, size
 from shoal_controller.core.overview.attention import Level, attention, by_attention
-from shoal_controller.core.overview.holdings import holdings, missing_copies
+from shoal_controller.core.overview.holdings import holdings
 from shoal_controller.core.overview.previews import lanes_among, preview
 from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
-from shoal_controller.series.job_series import JobSeries
+from shoal_controller.series.job_series import JobSeries, Span
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.plan import EVERYONE, Reason
@@ -42,6 +43,7 @@ ACTIVE = WorkerView(
     worker="w0", host="h", pid=7, state=State.ACTIVE, rank=0, lanes=(0,), blocks=1, mirrored_blocks=1, step=1,
     step_seconds=0.1, memory_bytes={}, log="",
 )  # fmt: skip
+CALM = Sample(1, None, None, None, 0.0, 1, 1)
 RESIZE = ResizeView(
     generation=2, workers=2, reason="kill", from_step=6, pause_seconds=0.063, phases={"plan": 0.01}, promoted_blocks=5,
     pause_bytes=0, fill_bytes=0, checkpoint_bytes=0, lost_steps=0,
@@ -214,7 +216,30 @@ def test_missing_copies_are_those_that_a_count_finds(kept: list[tuple[set[int], 
     world = replace(world, shares=shares, blocks=8)
     copies = [sum(block in owned | held for owned, held in kept) for block in range(8)]
     assert missing_copies(world, wanted) == Runs.of(block for block in range(8) if copies[block] < wanted)
-    assert missing_copies(world, None) == Runs.of(block for block in range(8) if copies[block] < len(kept))
+
+
+@pytest.mark.parametrize("mirrors", [0, 1, 2, 3, EVERYONE])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_world_at_rest_has_all_copies_that_are_wanted_whatever_its_size(workers: int, mirrors: int) -> None:
+    shown = training(workers, mirrors=mirrors).view
+    series = JobSeries(0.0)
+    series.see_world(shown.world, shown.copies_wanted)
+    series.record(CALM, 1.0)
+    assert shown.copies_wanted == min(mirrors + 1, workers)
+    assert (attention(shown, 0.0).level, shown.unmirrored_blocks, len(holdings(shown).missing)) == (Level.FINE, 0, 0)
+    assert series.points(Span.HOUR, 0.0, 1.0)["unmirrored_blocks"] == [0]
+
+
+def test_a_copy_that_is_missing_is_said_everywhere_though_another_one_is_left() -> None:
+    job = training(5, mirrors=2)
+    job.die("w4")
+    job.recover()
+    shown = job.view
+    found = holdings(shown)
+    assert found.missing and shown.unmirrored_blocks == len(found.missing)
+    calm = replace(shown, wanted=shown.active, reason="")
+    assert attention(calm, 0.0).sentence.endswith(f"{len(found.missing)} blocks with fewer copies than wanted")
+    assert "have fewer copies than wanted" in found.sentence
 
 
 def test_where_everybody_mirrors_everybody_has_every_block() -> None:

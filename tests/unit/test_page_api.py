@@ -280,7 +280,7 @@ async def test_a_world_has_its_lanes_only_where_this_controller_has_seen_it_begi
     machine = SmallMachine(shown={"resizes": (resize(1, 5.0, reason="start"), resize(2, 9.0)), "ended_at": None})
     async with with_page(tmp_path, machine=machine) as api:
         await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
-        api.shell.runner("train").series.see_world(training(3).job.durable.current)
+        api.shell.runner("train").series.see_world(training(3).job.durable.current, 2)
         worlds = (await api.ask("GET", "/v1/jobs/train/worlds"))["worlds"]
         assert [(one["generation"], one["began"], one["ended"]) for one in worlds] == [(1, 5.0, 9.0), (2, 9.0, None)]
         assert worlds[0]["lanes"].keys() == {"w0", "w1", "w2"} and worlds[1]["lanes"] is None

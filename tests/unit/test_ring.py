@@ -106,7 +106,7 @@ def test_lanes_are_remembered_of_the_last_worlds_only(
     assert world is not None and world.lanes == 8
     series = JobSeries(0.0)
     for generation in (1, 2, 3, 4, 5):
-        series.see_world(replace(world, generation=generation))
+        series.see_world(replace(world, generation=generation), 2)
     assert [series.lanes_of(generation) is not None for generation in (1, 2, 3, 4, 5)] == [False] * 2 + [True] * 3
 
 

@@ -180,6 +180,7 @@ class SeriesAnswer(Answer):
     """Workers in the world; in the series of a day the fewest since the point before."""
     wanted: list[int]
     unmirrored_blocks: list[int]
+    """Blocks with fewer copies than wanted."""
 
 
 def _last_resize(view: JobView, series: JobSeries) -> LastResizeAnswer | None:
@@ -273,7 +274,7 @@ class HoldingsAnswer(Answer):
     lanes: int | None
     blocks: int
     copies_wanted: int | None
-    """Of every block, the owner's among them; None: not known, or one with every member."""
+    """Of every block in this world, the owner's among them: never more than it has members; None: there is none."""
     block_bytes: int | None
     """Bytes of one block's state; None: not known."""
     sentence: str

@@ -143,8 +143,10 @@ def _redundant(view: JobView) -> Json:
     if view.phase.over or not view.active:
         return _condition("Redundant", None, "NoWorld", f"the job is {view.phase.value}; no worker holds its state")
     if view.unmirrored_blocks:
-        sentence = f"{plural(view.unmirrored_blocks, 'block')} without a copy on another worker"
+        sentence = f"{plural(view.unmirrored_blocks, 'block')} with fewer copies than wanted"
         return _condition("Redundant", False, "CopiesMissing", sentence)
+    if view.copies_wanted == 1:
+        return _condition("Redundant", False, "NoMirrors", "every block is with one worker only")
     return _condition("Redundant", True, "Mirrored", "every block has its copies")
 
 

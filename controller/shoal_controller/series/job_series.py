@@ -15,8 +15,8 @@ from math import isfinite
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.plan import Plan, WorkerId
 
+from shoal_controller.core.machine.block_copies import missing_copies
 from shoal_controller.core.machine.sample import Sample
-from shoal_controller.core.machine.view import unmirrored
 from shoal_controller.series.ring import POINT_BYTES, TIME, Point, Ring, Value
 
 HOUR_SECONDS, HOUR_EVERY = 3600, 1
@@ -117,13 +117,13 @@ class JobSeries:
         else:
             self._fewest_active = active
 
-    def see_world(self, world: Plan | None) -> None:
+    def see_world(self, world: Plan | None, copies_wanted: int | None) -> None:
         """The world that may train now."""
         if world is None or (self._worlds and self._worlds[-1].generation == world.generation):
             return
         shares = zip(world.members, world.shares, strict=True)
         self._worlds.append(WorldSeen(world.generation, {member.worker: share.lanes for member, share in shares}))
-        self._unmirrored = unmirrored(world)
+        self._unmirrored = len(missing_copies(world, copies_wanted))
         while len(self._worlds) > 1 and len(self._worlds) * world.lanes > MOST_LANES:
             self._worlds.popleft()
 

@@ -116,6 +116,7 @@ class JobView:
     """When the job was over; None while it is not."""
     workers: tuple[WorkerView, ...] = ()
     unmirrored_blocks: int = 0
+    """Those with fewer copies than wanted (`block_copies.py`)."""
     figures: Figures = field(default_factory=Figures)
     """What is counted, as it is in the store."""
     samples: int | None = None
@@ -141,7 +142,7 @@ class JobView:
     stage: int | None = None
     """ZeRO's; None: not known."""
     copies_wanted: int | None = None
-    """Of every block, the owner's among them; None: not known, or as many as there are members."""
+    """Of every block in this world, the owner's among them; None: there is no world."""
     block_bytes: int | None = None
     """Bytes of one block's state: what a fill sends; None: not known."""
     deepest_inbox: int = 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from shoal_protos.messages import Ending, MemberState
-from shoal_protos.plan import EVERYONE, Plan
-from shoal_protos.runs import NO_BLOCKS, every, union
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS
 
-from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord
+from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
+from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
@@ -18,6 +19,7 @@ def view(job: Job, now: float) -> JobView:
     active = active_members(job)
     description = durable.description
     lanes = description.lanes if description is not None else spec.lanes
+    copies = copies_wanted(durable)
     return JobView(
         job=spec.job,
         phase=shown_phase(job),
@@ -39,7 +41,7 @@ def view(job: Job, now: float) -> JobView:
         started_at=durable.started_at,
         ended_at=durable.ended_at if durable.phase.over else None,
         workers=_workers(job, now),
-        unmirrored_blocks=unmirrored(durable.current),
+        unmirrored_blocks=len(missing_copies(durable.current, copies)),
         figures=durable.figures,
         samples=samples_read(job),
         goodput_ratio=goodput(job, now),
@@ -53,7 +55,7 @@ def view(job: Job, now: float) -> JobView:
         stopping=durable.stopping,
         world=durable.current,
         stage=description.stage if description is not None else None,
-        copies_wanted=_copies_wanted(durable),
+        copies_wanted=copies,
         block_bytes=description.state_bytes if description is not None else None,
         resizes=tuple(map(_resize, durable.history)),
     )
@@ -128,18 +130,6 @@ def goodput(job: Job, now: float) -> float:
     end = figures.last_commit if job.durable.phase.over else max(now, figures.last_commit)
     wall = end - figures.training_began
     return min(1.0, figures.trained_seconds / wall) if wall > 0 else 0.0
-
-
-def unmirrored(world: Plan | None) -> int:
-    if world is None:
-        return 0
-    return len(every(world.blocks) - union(share.mirrored for share in world.shares))
-
-
-def _copies_wanted(durable: Durable) -> int | None:
-    """Of every block; None: not known, or one with every member."""
-    description = durable.description
-    return None if description is None or description.mirrors >= EVERYONE else description.mirrors + 1
 
 
 def _resize(resize: Resize) -> ResizeView:

@@ -101,7 +101,7 @@ def _fewer(view: JobView) -> str:
 
 
 def _unmirrored(view: JobView) -> str:
-    if view.phase is not Phase.RUNNING or view.active < 2 or not view.unmirrored_blocks:
+    if view.phase is not Phase.RUNNING or not view.unmirrored_blocks:
         return ""
     return f"{_trains(view)}; {plural(view.unmirrored_blocks, 'block')} with fewer copies than wanted"
 

@@ -13,6 +13,7 @@ from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
+from shoal_controller.core.machine.block_copies import missing_copies
 from shoal_controller.core.machine.spec import JobView, WorkerView
 from shoal_controller.core.overview.amounts import listed, size
 
@@ -73,17 +74,6 @@ def holdings(view: JobView) -> Holdings:
     return Holdings(members, fills, missing, domains, "; ".join(filter(None, sentences)))
 
 
-def missing_copies(world: Plan, copies_wanted: int | None) -> Runs:
-    """Blocks with fewer copies than wanted, the owner's among them. `copies_wanted`: None: one with every member."""
-    if copies_wanted is None:
-        return union(every(world.blocks) - share.keeps for share in world.shares)
-    enough = [every(world.blocks), *[NO_BLOCKS] * copies_wanted]
-    for share in world.shares:
-        for copies in range(copies_wanted, 0, -1):
-            enough[copies] |= enough[copies - 1] & share.keeps
-    return every(world.blocks) - enough[copies_wanted]
-
-
 def exposed_blocks(world: Plan, inside: frozenset[WorkerId]) -> Runs:
     """Blocks of which only these members have copies."""
     shares = zip(world.members, world.shares, strict=True)
@@ -110,11 +100,14 @@ def _fills(world: Plan, workers: Mapping[WorkerId, WorkerView]) -> Iterator[Fill
 def _copies(view: JobView, world: Plan, missing: Runs) -> str:
     if world.world_size == 1:
         return f"{world.members[0].worker} has the only copy of every block"
-    if not missing:
-        copies = "every worker has every block" if view.copies_wanted is None else ""
-        return copies or f"every block has {'its copy' if view.copies_wanted == 1 else f'{view.copies_wanted} copies'}"
-    fewer = "are not with every worker" if view.copies_wanted is None else "have fewer copies than wanted"
-    return f"{plural(len(missing), 'block')} {fewer}"
+    everywhere = view.copies_wanted == world.world_size
+    if missing:
+        fewer = "are not with every worker" if everywhere else "have fewer copies than wanted"
+        return f"{plural(len(missing), 'block')} {fewer}"
+    if everywhere:
+        return "every worker has every block"
+    none = view.copies_wanted == 1
+    return "no block has a mirror, as none is wanted" if none else f"every block has {view.copies_wanted} copies"
 
 
 def _on_their_way(view: JobView, fills: Sequence[FillProgress]) -> str:
