@@ -317,7 +317,6 @@ class Runner:
             self._rests_until = rests_until(self._job)
             self._background.show(self._job.durable.current)
             self.series.see_world(self._job.durable.current, copies_wanted(self._job.durable))
-            self.series.see_checkpoints(self._job.durable.checkpoints, self._life.clock())
         except StoreError as error:
             if not isinstance(error, Unfit):
                 raise

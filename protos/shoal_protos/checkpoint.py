@@ -26,6 +26,9 @@ class CheckpointRef:
     """Which run of the job saved it; empty: not known."""
     verified: bool = field(default=False, compare=False)
     """Whether the copies of all its blocks were compared when it was saved, and agreed."""
+    saved_at: float | None = field(default=None, compare=False)
+    """When the controller heard that it had just been saved, in seconds since the epoch; None: not known, as of one
+    that was found in its folder. Only the controller knows it: it does not travel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,15 @@ from dataclasses import fields, replace
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
+from shoal_controller.api.answers import CheckpointAnswer
+from shoal_controller.api.page_answers import JobRow
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Close
 from shoal_controller.core.machine.events import Started
 from shoal_controller.core.machine.job import restore
 from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.overview.attention import attention
+from shoal_controller.series.job_series import JobSeries
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import (
     Heartbeat,
@@ -91,6 +95,42 @@ def test_a_checkpoint_of_another_run_is_read_and_the_event_names_that_run() -> N
     job.hello("w0", status=Status(0, 0, MemberState.WAITING, 0, -1, 0, checkpoint=found))
     assert job.view.last_checkpoint_step == 7
     assert "a checkpoint of step 7 was found at /checkpoints/7; run run-0 has saved it, this is run run-1" in job.notes
+
+
+def test_a_checkpoint_has_an_age_only_where_its_world_was_heard_to_save_it() -> None:
+    """One that is found, or that was saved while nobody was there, may be of any age; no age goes over to another."""
+    found, old, saved = (
+        CheckpointRef(generation, 7 * generation, f"/c/{generation}", run=RUN) for generation in (1, 2, 3)
+    )
+    job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True))
+    job.hello("w0", status=replace(NEW, checkpoint=found))
+    job.hello("w1", status=replace(NEW, checkpoint=found))
+    assert ages(job) == {7: None}, "it lay there"
+    job.recover()
+    job.now += 100.0
+    job.beat("w0", checkpoint=saved)
+    assert ages(job) == {21: 100.0, 7: None}
+    job.restart()
+    job.now += 100.0
+    job.hello("w0")
+    job.beat("w0")
+    assert ages(job) == {21: 100.0, 7: None}, "it is stored"
+    away = CheckpointRef(3, 30, "/c/30", run=RUN)
+    job.hello("w1", status=replace(job.statuses["w1"], checkpoint=away))
+    job.beat("w1")
+    assert ages(job) == {30: None, 21: 100.0, 7: None}, "it was saved while no controller was there"
+    job.job = replace(job.job, durable=replace(job.job.durable, checkpoints=()))
+    job.beat("w0", checkpoint=old)
+    assert ages(job) == {14: None}, "it is an older one, taken where a newer one could not be read"
+
+
+def ages(job: Driver) -> dict[int, float | None]:
+    """Of every checkpoint that the job knows: when it was saved."""
+    shown = [CheckpointAnswer.of(one) for one in job.view.checkpoints]
+    row = JobRow.of(job.view, attention(job.view, job.now), JobSeries(0.0), job.now)
+    assert row.last_checkpoint is not None and row.last_checkpoint.time == shown[0].saved
+    assert ("ago" in row.last_checkpoint.sentence) is (shown[0].saved is not None)
+    return {one.step: one.saved for one in shown}
 
 
 def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> None:

@@ -122,7 +122,7 @@ def is_sound(job: Driver, loop: asyncio.Runner) -> None:
     assert stored(through_the_store(job.job.durable)) == (state, records)
     assert len(state) < 4096 and sum(map(len, records.values())) < 100_000
     view = job.view
-    shown = [JobAnswer.of(view), ReportAnswer.of(view), *(CheckpointAnswer.of(one, 1.0) for one in view.checkpoints)]
+    shown = [JobAnswer.of(view), ReportAnswer.of(view), *(CheckpointAnswer.of(one) for one in view.checkpoints)]
     for answer in (*shown, *map(WorkerAnswer.of, view.workers)):
         json.loads(answer.model_dump_json(), parse_constant=pytest.fail)
     metrics = Metrics()

@@ -15,7 +15,6 @@ from shoal_controller.core.machine.sample import Sample
 from shoal_controller.series import job_series
 from shoal_controller.series.job_series import DAY_EVERY, MINUTES, MOST_BYTES, JobSeries, Minute, Span, short
 from shoal_controller.series.ring import HIGHEST, POINT_BYTES, TIME, TYPECODES, Ring
-from shoal_protos.checkpoint import CheckpointRef
 
 CALM = Sample(step=1, loss=2.5, step_seconds=0.25, samples=8, goodput_ratio=0.5, active=2, wanted=3)
 
@@ -108,15 +107,6 @@ def test_lanes_are_remembered_of_the_last_worlds_only(
     for generation in (1, 2, 3, 4, 5):
         series.see_world(replace(world, generation=generation), 2)
     assert [series.lanes_of(generation) is not None for generation in (1, 2, 3, 4, 5)] == [False] * 2 + [True] * 3
-
-
-def test_of_a_checkpoint_that_was_there_before_nobody_says_when_it_was_saved() -> None:
-    series, old, new = JobSeries(0.0), CheckpointRef(1, 20, "/c/20"), CheckpointRef(2, 40, "/c/40")
-    series.see_checkpoints((old,), 5.0)
-    series.see_checkpoints((new, old), 7.0)
-    assert (series.saved_at(new), series.saved_at(old)) == (7.0, None)
-    series.see_checkpoints((new,), 9.0)
-    assert series.saved_at(new) == 7.0
 
 
 def test_a_job_that_is_over_keeps_no_points_for_ever() -> None:

@@ -204,15 +204,16 @@ class CheckpointAnswer(Answer):
     path: str
     bytes: int
     saved: float | None
-    """When it became known, in seconds since the epoch; None: before this controller began to lead."""
+    """When its world told that it was saved, in seconds since the epoch; None: not known, as of one that was found in
+    its folder, or that was saved while no controller was there."""
     verified: bool
     """Whether the copies of all its blocks were compared when it was saved, and agreed."""
 
     @classmethod
-    def of(cls, reference: CheckpointRef, saved: float | None) -> Self:
+    def of(cls, reference: CheckpointRef) -> Self:
         return cls(
             step=reference.step, generation=reference.generation, path=reference.path, bytes=reference.bytes,
-            saved=saved, verified=reference.verified,
+            saved=reference.saved_at, verified=reference.verified,
         )  # fmt: skip
 
 

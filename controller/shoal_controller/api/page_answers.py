@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.runs import Span as BlockSpan
 
@@ -81,7 +80,7 @@ class LastCheckpointAnswer(Answer):
 
     step: int
     time: float | None
-    """When it became known, in seconds since the epoch; None: not known."""
+    """When it was saved, in seconds since the epoch; None: not known, as of one that was found in its folder."""
     sentence: str
 
 
@@ -355,17 +354,10 @@ def _world(
     )  # fmt: skip
 
 
-def saved_at(checkpoint: CheckpointRef, view: JobView, series: JobSeries) -> float | None:
-    """When it became known: of the newest one the job remembers that."""
-    if view.checkpoints and checkpoint == view.checkpoints[0] and view.figures.last_checkpoint is not None:
-        return view.figures.last_checkpoint
-    return series.saved_at(checkpoint)
-
-
 def _last_checkpoint(view: JobView, now: float) -> LastCheckpointAnswer | None:
     if view.last_checkpoint_step is None:
         return None
-    time = view.figures.last_checkpoint
+    time = view.checkpoints[0].saved_at if view.checkpoints else None
     ago = f", {duration(max(0.0, now - time))} ago" if time is not None else ""
     return LastCheckpointAnswer(
         step=view.last_checkpoint_step, time=time, sentence=f"step {view.last_checkpoint_step}{ago}"

@@ -31,7 +31,6 @@ from shoal_controller.api.event_filter import AFilter
 from shoal_controller.api.event_routes import A_STREAM
 from shoal_controller.api.known_parameters import check_parameters
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
-from shoal_controller.api.page_answers import saved_at
 from shoal_controller.api.pages import (
     After,
     Limit,
@@ -202,10 +201,8 @@ async def get_report(job: str, shell: Readable) -> ReportAnswer:
 async def list_checkpoints(job: str, shell: Readable, limit: Limit = None, after: After = None) -> CheckpointsAnswer:
     """List the job's checkpoints, newest first."""
     begin = None if after is None else checkpoint_place(after)
-    view, series = shell.view(job), shell.runner(job).series
-    found, more = page(sorted(view.checkpoints, key=place_of), place_of, begin, limit)
-    times = [saved_at(one, view, series) for one in found]
-    answers = [CheckpointAnswer.of(one, saved) for one, saved in zip(found, times, strict=True)]
+    found, more = page(sorted(shell.view(job).checkpoints, key=place_of), place_of, begin, limit)
+    answers = [CheckpointAnswer.of(one) for one in found]
     return CheckpointsAnswer(checkpoints=answers, next=cursor_of(found[-1]) if more else None)
 
 

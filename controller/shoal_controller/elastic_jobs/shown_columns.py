@@ -58,5 +58,5 @@ def _last_resize(view: JobView, now: float) -> str:
 def _checkpoint(view: JobView, now: float) -> str:
     if view.last_checkpoint_step is None:
         return ""
-    at = view.figures.last_checkpoint
+    at = view.checkpoints[0].saved_at if view.checkpoints else None
     return f"{view.last_checkpoint_step:,}" + (f" {span(now - at)}" if at is not None else "")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
 
-from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.block_copies import missing_copies
@@ -88,9 +87,6 @@ class JobSeries:
         self._minutes: deque[Minute] = deque(maxlen=MINUTES)
         self._worlds: deque[WorldSeen] = deque(maxlen=MOST_WORLDS)
         self._unmirrored = 0
-        self._checkpoints: tuple[CheckpointRef, ...] | None = None
-        self._saved: dict[CheckpointRef, float] = {}
-        """When those became known that were not there at the beginning."""
         self._samples: deque[tuple[float, int]] = deque()
         """The samples read by some time, of the last `RATE_SECONDS`; the first may be older."""
         self._newest_rate: float | None = None
@@ -126,16 +122,6 @@ class JobSeries:
         self._unmirrored = len(missing_copies(world, copies_wanted))
         while len(self._worlds) > 1 and len(self._worlds) * world.lanes > MOST_LANES:
             self._worlds.popleft()
-
-    def see_checkpoints(self, found: tuple[CheckpointRef, ...], now: float) -> None:
-        """All checkpoints that there are now."""
-        if found is self._checkpoints:
-            return
-        if self._checkpoints is not None:
-            new = set(found) - set(self._checkpoints)
-            kept = {one: self._saved[one] for one in found if one in self._saved}
-            self._saved = kept | dict.fromkeys(new, now)
-        self._checkpoints = found
 
     def forget_the_old(self, now: float) -> None:
         """Of a job that is over nothing new comes: what is older than its span goes."""
@@ -187,10 +173,6 @@ class JobSeries:
     def samples_per_second(self) -> float | None:
         """Over the last seconds; None: not known."""
         return self._newest_rate
-
-    def saved_at(self, checkpoint: CheckpointRef) -> float | None:
-        """When it became known; None: before this was recorded."""
-        return self._saved.get(checkpoint)
 
     def lanes_of(self, generation: int) -> Mapping[WorkerId, tuple[int, ...]] | None:
         """Who trained which lanes in a world; None: it began before this was recorded, or too long ago."""

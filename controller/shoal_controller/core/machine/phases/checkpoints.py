@@ -46,8 +46,10 @@ def give_up_after(turn: Turn, path: str, generation: int) -> None:
     turn.keep(checkpoints=tuple(one for one in turn.durable.checkpoints if not _is_given_up(turn.durable, one)))
 
 
-def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
-    """A worker says which one it knows of, and which number the next generation must exceed."""
+def on_status(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None:
+    """A worker says which one it knows of, and which number the next generation must exceed. `before`: what it said
+    last.
+    """
     _exceed(turn, status.highest_saved)
     claimed = status.checkpoint
     if claimed is None or claimed.path in turn.durable.unreadable_checkpoints or _is_given_up(turn.durable, claimed):
@@ -62,7 +64,8 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     if why := claims.false_checkpoint(turn, worker, claimed):
         claims.refuse_claim(turn, worker, why, "checkpoints")
         return
-    _keep(turn, (*turn.durable.checkpoints, claimed))
+    saved_at = turn.now if _was_just_saved(claimed, before) else None
+    _keep(turn, (*turn.durable.checkpoints, replace(claimed, saved_at=saved_at)))
     _exceed(turn, claimed.generation)
     turn.keep_figures(turn.job.figures.checkpointed(turn.now))
     verb = "saved" if status.generation else "found"
@@ -75,6 +78,16 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     )  # fmt: skip
     if status.generation:
         _close_request(turn, claimed.step)
+
+
+def _was_just_saved(claimed: CheckpointRef, before: Status) -> bool:
+    """Whether it was saved since the worker that tells of it was last heard. One that a worker found at its start, or
+    instead of one that it could not read, or that was saved while no controller was there, may be of any age.
+    """
+    known = before.checkpoint
+    return before.generation > 0 and (
+        known is None or (known.generation, known.step) < (claimed.generation, claimed.step)
+    )
 
 
 def _exceed(turn: Turn, generation: int) -> None:
@@ -147,7 +160,7 @@ def drop_unreadable(turn: Turn, worker: WorkerId, found: UnreadableCheckpoint) -
 def _see_the_one_before(turn: Turn) -> None:
     """What workers have found instead of it."""
     for process in tuple(turn.serving()):
-        on_status(turn, process.worker, process.status)
+        on_status(turn, process.worker, process.status, process.status)
 
 
 def on_opened(turn: Turn, generation: int) -> None:

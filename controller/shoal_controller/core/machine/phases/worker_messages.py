@@ -55,7 +55,7 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     checkpoints.on_telemetry(turn, worker)
     training_data.on_telemetry(turn, worker)
     if is_newer:
-        _learn(turn, worker, status)
+        _learn(turn, worker, status, known.status)
     send_if_due(turn, worker)
     return known.status.position != status.position  # for step and holdings a tick is soon enough
 
@@ -129,7 +129,7 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     process = turn.job.processes[worker]
     if status.sequence >= process.status.sequence:
         turn.see(worker, **_standing(process, status))
-        _learn(turn, worker, status)
+        _learn(turn, worker, status, process.status)
 
 
 def _standing(process: Process, status: Status) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def _standing(process: Process, status: Status) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _learn(turn: Turn, worker: WorkerId, status: Status) -> None:
-    """What it tells of the job."""
+def _learn(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None:
+    """What it tells of the job. `before`: what it said last."""
     durable = turn.durable
     highest = max(durable.last_generation, status.promised, status.generation)
     if highest > durable.last_generation:
         turn.keep(last_generation=highest)
-    checkpoints.on_status(turn, worker, status)
+    checkpoints.on_status(turn, worker, status, before)
     corruption.on_status(turn, worker, status)
     planned_changes.on_status(turn, status)
     if status.committed_in > durable.committed_in:
