@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_driver import Driver, training
+from shoal_controller.api.answers import JobAnswer
 from shoal_controller.api.page_answers import worlds_of
 from shoal_controller.core.machine.block_copies import missing_copies
 from shoal_controller.core.machine.events import (
@@ -17,6 +18,7 @@ from shoal_controller.core.machine.events import (
     DrainWorker,
     OperatorRequest,
     Pause,
+    Resume,
     Scale,
 )
 from shoal_controller.core.machine.machine import step
@@ -180,6 +182,17 @@ def test_a_worker_says_what_it_does_or_for_whom_it_waits() -> None:
 
 def test_every_phase_of_a_step_has_words() -> None:
     assert all(activity_sentence(replace(ACTIVE, activity=Activity(1, 1, phase))) for phase in StepPhase)
+
+
+# ---- jobs
+
+
+def test_a_job_is_said_to_be_paused_whatever_phase_it_is_in() -> None:
+    job = Driver()
+    for request, paused in ((Pause(), True), (Resume(), False)):
+        job.feed(request)
+        shown = JobAnswer.of(job.view)
+        assert (shown.phase, shown.paused) == (Phase.WAITING, paused)
 
 
 # ---- holdings

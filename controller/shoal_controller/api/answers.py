@@ -47,6 +47,9 @@ class JobAnswer(Answer):
     samples: int | None
     """Read in committed steps; None while a controller that was started again does not know yet."""
     last_checkpoint_step: int | None
+    paused: bool
+    """Whether it is to run no steps until it is resumed: also while its phase is another one, as it waits or changes
+    its world."""
     reason: str
     """Why it is in this phase, in one sentence."""
     created: float
@@ -66,8 +69,8 @@ class JobAnswer(Answer):
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
             step=view.step, max_steps=view.max_steps, loss=view.loss, samples=view.samples,
-            last_checkpoint_step=view.last_checkpoint_step, reason=view.reason, created=view.created_at,
-            started=view.started_at, ended=view.ended_at, version=version_of(view),
+            last_checkpoint_step=view.last_checkpoint_step, paused=view.paused, reason=view.reason,
+            created=view.created_at, started=view.started_at, ended=view.ended_at, version=version_of(view),
         )  # fmt: skip
 
 
