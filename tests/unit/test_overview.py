@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from machine_driver import Driver, training
+from machine_driver import MADE_OF, Driver, training
 from shoal_controller.api.answers import JobAnswer
 from shoal_controller.api.page_answers import worlds_of
 from shoal_controller.core.machine.block_copies import missing_copies
@@ -144,6 +144,40 @@ def test_a_resize_names_whom_it_took_and_what_it_moved() -> None:
     at_once = resize_sentence(replace(RESIZE, phases={"detect": 0.05, "plan": 0.01}), ["w1"])
     assert at_once.startswith("w1 was lost: training paused for 63 ms, ")
     assert resize_sentence(replace(RESIZE, phases={})) == "a worker was lost: what it cost is not known yet"
+
+
+@pytest.mark.parametrize(
+    ("start", "sentence"),
+    [
+        ({}, "the job began with 2 workers: "),
+        ({"from_step": 4}, "the job began with 2 workers, from a checkpoint of step 4: "),
+        ({"starts_again": True}, "nobody had the job's state any more: 2 workers began again from step 0: "),
+        (
+            {"starts_again": True, "from_step": 4},
+            "nobody had the job's state any more: 2 workers went on from the checkpoint of step 4: ",
+        ),
+    ],
+)
+def test_only_the_first_start_is_called_the_beginning_of_the_job(start: dict[str, object], sentence: str) -> None:
+    assert resize_sentence(replace(RESIZE, reason="start", **{"from_step": 0, **start})).startswith(sentence)
+
+
+def test_steps_that_are_lost_with_all_workers_are_those_of_the_world_that_begins_again() -> None:
+    job = Driver(wanted=1, launcher="local", made_of=replace(MADE_OF, max_steps=1000))
+    job.start(1)
+    job.beat("w0", step=10, boundaries=10)
+    job.wait(2.0)
+    job.exit("w0")
+    job.wait(5.0)
+    job.restart()
+    del job.statuses["w0"]
+    job.wait(60.0)
+    fresh = next(reversed(job.job.durable.roster))
+    job.hello(fresh)
+    job.recover()
+    began, again = job.view.resizes
+    assert (began.starts_again, began.lost_steps) == (False, 0)
+    assert (again.starts_again, again.lost_steps) == (True, 10)
 
 
 @pytest.mark.parametrize(

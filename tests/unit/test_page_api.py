@@ -284,7 +284,7 @@ async def test_a_world_has_its_lanes_only_where_this_controller_has_seen_it_begi
         worlds = (await api.ask("GET", "/v1/jobs/train/worlds"))["worlds"]
         assert [(one["generation"], one["began"], one["ended"]) for one in worlds] == [(1, 5.0, 9.0), (2, 9.0, None)]
         assert worlds[0]["lanes"].keys() == {"w0", "w1", "w2"} and worlds[1]["lanes"] is None
-        assert worlds[0]["sentence"].startswith("the job began with 2 workers: ")
+        assert worlds[0]["sentence"].startswith("the job began with 2 workers, from a checkpoint of step 40: ")
 
 
 @asynchronous

@@ -239,6 +239,8 @@ class Durable:
     step: int = 0
     """What people are shown: a step that all members were seen to have committed, at most `SHOW_SECONDS` old."""
     history: tuple[Resize, ...] = ()
+    returned_steps: int = 0
+    """Steps that were given up since the last world: the next one has them in its history."""
     figures: Figures = field(default_factory=Figures)
     skipped_micro_batches: int = 0
     """Micro-batches that the script gave up, as far as members have reported."""

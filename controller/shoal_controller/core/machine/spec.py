@@ -203,3 +203,5 @@ class ResizeView:
     lost_steps: int
     began_at: float = 0.0
     """Seconds since the epoch."""
+    starts_again: bool = False
+    """It began as the job's first world did, of a job that had trained before: nobody had its state any more."""

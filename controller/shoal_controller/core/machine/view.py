@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal_protos.messages import Ending, MemberState
-from shoal_protos.plan import Plan
+from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
@@ -57,7 +57,7 @@ def view(job: Job, now: float) -> JobView:
         stage=description.stage if description is not None else None,
         copies_wanted=copies,
         block_bytes=description.state_bytes if description is not None else None,
-        resizes=tuple(map(_resize, durable.history)),
+        resizes=tuple(_resize(one, durable.started_at) for one in durable.history),
     )
 
 
@@ -132,7 +132,7 @@ def goodput(job: Job, now: float) -> float:
     return min(1.0, figures.trained_seconds / wall) if wall > 0 else 0.0
 
 
-def _resize(resize: Resize) -> ResizeView:
+def _resize(resize: Resize, first_began_at: float | None) -> ResizeView:
     return ResizeView(
         generation=resize.generation,
         workers=resize.workers,
@@ -146,6 +146,7 @@ def _resize(resize: Resize) -> ResizeView:
         checkpoint_bytes=resize.checkpoint_bytes,
         lost_steps=resize.lost_steps,
         began_at=resize.began_at,
+        starts_again=resize.reason is Reason.START and resize.began_at != first_began_at,
     )
 
 

@@ -42,7 +42,7 @@ def _cause(resize: ResizeView, gone: Collection[WorkerId], came: Collection[Work
     who_went, who_came = listed(sorted(gone)) or "a worker", listed(sorted(came)) or "a worker"
     world = plural(resize.workers, "worker")
     causes = {
-        Reason.START: f"the job began with {world}",
+        Reason.START: _start(resize, world),
         Reason.KILL: f"{who_went} {_was(gone)} lost",
         Reason.JOIN: f"{who_came} joined",
         Reason.DRAIN: f"{who_went} {_was(gone)} drained",
@@ -52,6 +52,18 @@ def _cause(resize: ResizeView, gone: Collection[WorkerId], came: Collection[Work
         Reason.RESTORE: f"all went back to step {resize.from_step}",
     }
     return causes.get(Reason(resize.reason), resize.reason)
+
+
+def _start(resize: ResizeView, world: str) -> str:
+    """Only the first one is the job's beginning."""
+    if resize.starts_again:
+        where = (
+            f"went on from the checkpoint of step {resize.from_step}" if resize.from_step else "began again from step 0"
+        )
+        return f"nobody had the job's state any more: {world} {where}"
+    return f"the job began with {world}" + (
+        f", from a checkpoint of step {resize.from_step}" if resize.from_step else ""
+    )
 
 
 def _noticed(resize: ResizeView) -> str:

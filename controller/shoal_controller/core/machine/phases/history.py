@@ -48,7 +48,7 @@ def on_begun(turn: Turn, plan: Plan) -> None:
 def on_opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
     """A world made from inventories may train. `waited`: for whom, as the end of a sentence."""
     step = plan.recovery.step if plan.recovery is not None else 0
-    _enter(turn, plan, step, lost_steps)
+    _enter(turn, plan, step, lost_steps + turn.durable.returned_steps)
     turn.note(
         EventKind.OPEN,
         f"generation {plan.generation} is open with {_names(plan)}, from step {step}{waited}",
@@ -62,10 +62,8 @@ def on_opened(turn: Turn, plan: Plan, lost_steps: int, waited: str) -> None:
 
 
 def on_return(turn: Turn, steps: int) -> None:
-    """The job begins again from step 0."""
-    if turn.durable.history:
-        newest = turn.durable.history[-1]
-        turn.keep(history=(*turn.durable.history[:-1], replace(newest, lost_steps=newest.lost_steps + steps)))
+    """The job begins again from an earlier step, in a world that is not there yet."""
+    turn.keep(returned_steps=turn.durable.returned_steps + steps)
     turn.count("shoal_job_lost_steps_total", steps)
 
 
@@ -94,7 +92,7 @@ def _enter(turn: Turn, plan: Plan, step: int, lost_steps: int) -> None:
     """A generation enters the history, and the one before gets its last figures."""
     count_fills(turn)
     resize = Resize(plan.generation, plan.world_size, plan.reason, step, lost_steps=lost_steps, began_at=turn.now)
-    turn.keep(history=(*turn.durable.history, resize)[-HISTORY:])
+    turn.keep(history=(*turn.durable.history, resize)[-HISTORY:], returned_steps=0)
     if turn.durable.started_at is None:
         turn.keep(started_at=turn.now)
     turn.change(changes={})
