@@ -1,7 +1,8 @@
 """The timeline of one change of the world, cut from a job's history: what led to it, and what it went through. Pure.
 
-Events carry the generation that trained when they were noted, so those before a world began bear an older one: they
-are found between the end of the change before and the first figures of this one.
+Events carry the generation that trained when they were noted, so those before a world began bear an older one. They are
+found between its cause and its first figures: a world may have trained for days before that, and what happened
+meanwhile is not of this change.
 """
 
 from __future__ import annotations
@@ -32,8 +33,21 @@ BEFORE_IT_BEGAN = frozenset(
 )  # fmt: skip
 """Kinds that may lead to a change, or belong to it."""
 
-ASKED_FOR = (Reason.START, Reason.DRAIN, Reason.SCALE_UP, Reason.SCALE_DOWN)
-"""Reasons for which an operator may have asked."""
+ASKED_BY = {
+    Reason.START: "create", Reason.DRAIN: "drain", Reason.SCALE_UP: "scale", Reason.SCALE_DOWN: "scale",
+}  # fmt: skip
+"""The request (`audit.py`) by which an operator may have asked for a change of that reason."""
+
+CAUSES = {
+    Reason.JOIN: (EventKind.JOINED, EventKind.RETURNED),
+    Reason.DRAIN: (EventKind.DRAINING,),
+    Reason.SCALE_UP: (EventKind.SCALED, EventKind.JOINED, EventKind.RETURNED),
+    Reason.SCALE_DOWN: (EventKind.SCALED, EventKind.DRAINING),
+}
+"""What leads to a planned change of that reason, perhaps long before: of each kind and worker the last."""
+
+MOMENT = 1.0
+"""Seconds: a connection that ended so shortly before a change was prepared belongs to it."""
 
 WAITED = re.compile(r"; waiting for (?P<whom>[^;]*?)(?: to | \(|: [0-9.]+ s|$)")
 NAME = re.compile(r"\bw[0-9]+\b")
@@ -58,11 +72,54 @@ def timeline(events: Sequence[JobEvent], generation: int, reason: str) -> Timeli
     begins = _index_of_beginning(events, generation)
     if begins is None:
         return Timeline((), "", (), "")
-    before = [event for event in events[_end_of_last(events, begins) : begins] if event.kind in BEFORE_IT_BEGAN]
+    before = _before(events, begins, Reason(reason))
     after = [event for event in _until_next(events[begins + 1 :]) if event.kind in AFTER_IT_BEGAN]
     found = (*before, events[begins], *after)
     slowest = next((event.worker for event in after if event.kind == EventKind.RESIZED), "")
     return Timeline(found, _noticed_by(before, Reason(reason)), _waited_for(found), slowest)
+
+
+def _before(events: Sequence[JobEvent], begins: int, reason: Reason) -> list[JobEvent]:
+    """From its cause on."""
+    end_of_last, beginning = _end_of_last(events, begins), events[begins]
+    found = [event for event in events[end_of_last:begins] if event.kind in BEFORE_IT_BEGAN]
+    if reason is Reason.START and not end_of_last:
+        return found  # of the job's first world all is of its beginning
+    noticed = _noticed_at(found, beginning)
+    causes = [event.time for event in _causes(found, beginning, reason)]
+    since = min([noticed, *causes]) - MOMENT
+    return [event for event in found if event.time >= since]
+
+
+def _noticed_at(before: Sequence[JobEvent], beginning: JobEvent) -> float:
+    """When the controller knew of the cause of a loss or a start, less the time in which nobody had noticed it; of a
+    planned change when it was planned.
+    """
+    if beginning.kind == EventKind.BEGUN:
+        planned = _plan_of(before, beginning)
+        return planned.time if planned is not None else beginning.time
+    first = next((event for event in before if event.kind in (EventKind.PREPARE, EventKind.ANEW)), beginning)
+    seconds = first.data.get("detect_seconds", 0.0)
+    return first.time - (seconds if isinstance(seconds, int | float) else 0.0)
+
+
+def _plan_of(before: Sequence[JobEvent], beginning: JobEvent) -> JobEvent | None:
+    """By which a planned change was announced."""
+    words = f"generation {beginning.generation} will replace "
+    plans = (event for event in reversed(before) if event.kind == EventKind.PLAN and event.message.startswith(words))
+    return next(plans, None)
+
+
+def _causes(before: Sequence[JobEvent], beginning: JobEvent, reason: Reason) -> list[JobEvent]:
+    """What led to a planned change: of those whom its plan adds or removes, and requests of operators for it."""
+    planned = _plan_of(before, beginning) if beginning.kind == EventKind.BEGUN else None
+    names = frozenset(NAME.findall(planned.message)) if planned is not None else frozenset()
+    last: dict[tuple[str, WorkerId], JobEvent] = {}
+    for event in before:
+        asked = event.kind == EventKind.AUDIT and event.data.get("action") == ASKED_BY.get(reason)
+        if (asked or event.kind in CAUSES.get(reason, ())) and (not event.worker or event.worker in names):
+            last[event.kind, event.worker] = event
+    return list(last.values())
 
 
 def _index_of_beginning(events: Sequence[JobEvent], generation: int) -> int | None:
@@ -87,17 +144,22 @@ def _noticed_by(before: Sequence[JobEvent], reason: Reason) -> str:
     """Whoever said first what the change is made for."""
     if not before:
         return ""
-    if reason is Reason.KILL:
+    if reason in (Reason.KILL, Reason.RESTORE):
         lost = next((event for event in before if event.kind == EventKind.LOST), None)
         return str(lost.data.get("noticed_by", "the controller")) if lost is not None else "the controller"
     if reason is Reason.JOIN:
         return next((event.worker for event in before if event.kind == EventKind.JOINED), "the controller")
-    return _asker(before) if reason in ASKED_FOR else "the controller"
+    return _asker(before, reason)
 
 
-def _asker(before: Sequence[JobEvent]) -> str:
-    """Whether an operator has asked for it."""
-    return "an operator" if any(event.kind == EventKind.AUDIT for event in before) else "the controller"
+def _asker(before: Sequence[JobEvent], reason: Reason) -> str:
+    """Whether an operator has asked for it: by a request of that kind, of a worker that it concerns."""
+    drained = {event.worker for event in before if event.kind == EventKind.DRAINING}
+    for event in before:
+        asks = event.kind == EventKind.AUDIT and event.data.get("action") == ASKED_BY.get(reason)
+        if asks and (reason is not Reason.DRAIN or event.worker in drained):
+            return "an operator"
+    return "the controller"
 
 
 def _waited_for(events: Sequence[JobEvent]) -> tuple[WorkerId, ...]:
