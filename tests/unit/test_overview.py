@@ -329,6 +329,19 @@ def test_a_death_that_is_confirmed_says_what_is_lost_with_it() -> None:
     assert "have no other copy: the job starts again from step 0" in alone
 
 
+def test_a_drain_of_a_worker_that_is_evicted_says_that_it_is_given_up_and_what_is_lost_with_it() -> None:
+    job = training(mirrors=0, suspect_after=1, reconnect_seconds=1.0)
+    silent(job, "w2")
+    del job.statuses["w2"]
+    job.wait(20.0)
+    assert next(worker.state for worker in job.view.workers if worker.worker == "w2") is State.LOST
+    sentence = asked(job, DrainWorker("w2"))
+    assert sentence.startswith("drain w2: it is silent, and is given up as if it were dead: ")
+    assert (
+        sentence.endswith("have no other copy: the job starts again from step 0") and "nothing is lost" not in sentence
+    )
+
+
 def test_what_the_machine_refuses_the_preview_refuses_with_its_sentence() -> None:
     job = training(1)
     for request in (DrainWorker("w9"), Scale(9), ConfirmLost("w0")):

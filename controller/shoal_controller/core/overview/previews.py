@@ -58,6 +58,8 @@ def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
 
 def _drained(before: JobView, after: JobView, worker: WorkerId, grace_seconds: float) -> str:
     world = before.world
+    if not _is_here(before, worker):
+        return f"it is silent, and is given up as if it were dead: {_given_up(before, after, worker)}"
     if world is None or worker not in world.workers:
         return ", ".join(filter(None, ("it has no lanes and no blocks", _replaced(before, after))))
     stays = [member.worker for member in world.members if member.worker != worker and _serves(after, member.worker)]
@@ -83,7 +85,7 @@ def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
         return ", ".join(filter(None, (*parts, _replaced(before, after))))
     back = before.last_checkpoint_step
     where = f"all go back to the checkpoint of step {back}" if back is not None else "the job starts again from step 0"
-    return f"{plural(len(lost), 'block')} have no other copy: {where}"
+    return f"{plural(len(lost), 'block')} {'has' if len(lost) == 1 else 'have'} no other copy: {where}"
 
 
 def _lanes_go(view: JobView, worker: WorkerId, stays: Sequence[WorkerId]) -> str:
