@@ -342,6 +342,26 @@ def test_a_drain_of_a_worker_that_is_evicted_says_that_it_is_given_up_and_what_i
     )
 
 
+def test_a_resume_promises_steps_only_where_enough_workers_are_there() -> None:
+    job = training()
+    job.feed(Pause())
+    job.wait(5.0)
+    assert asked(job, Resume()) == "resume: training goes on from step 1 with the same workers"
+    empty = Driver()
+    empty.feed(Pause())
+    assert asked(empty, Resume()) == "resume: no step runs yet: 0 workers are active, min_workers is 1"
+    changing = training()
+    changing.feed(Pause())
+    changing.die("w2")
+    assert (
+        asked(changing, Resume()) == "resume: training goes on from step 1, about, once the job is no longer resizing"
+    )
+
+
+def test_a_cancel_speaks_of_one_worker_as_of_one() -> None:
+    assert asked(training(1), Cancel()).startswith("cancel: 1 worker ends after its step, at about step 1; ")
+
+
 def test_what_the_machine_refuses_the_preview_refuses_with_its_sentence() -> None:
     job = training(1)
     for request in (DrainWorker("w9"), Scale(9), ConfirmLost("w0")):

@@ -23,7 +23,7 @@ from shoal_controller.core.machine.events import (
     Save,
     Scale,
 )
-from shoal_controller.core.machine.spec import JobView, State
+from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import duration, listed
 from shoal_controller.core.overview.holdings import exposed_blocks
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, share_rounds
@@ -44,7 +44,7 @@ def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
         case Pause():
             return f"pause: no step runs after step {before.step}, about; workers stay, and keep what they hold"
         case Resume():
-            return f"resume: training goes on from step {before.step} with the same workers"
+            return f"resume: {_resumed(after)}"
         case Save():
             return "save a checkpoint: after the next step, beside training; it is listed once it is complete"
         case Cancel():
@@ -137,6 +137,16 @@ def _scaled(before: JobView, after: JobView) -> str:
     return f"{change}: training goes on meanwhile"
 
 
+def _resumed(after: JobView) -> str:
+    """It trains at once only with a world that is large enough."""
+    if after.active < after.min_workers:
+        are = "is" if after.active == 1 else "are"
+        return f"no step runs yet: {plural(after.active, 'worker')} {are} active, min_workers is {after.min_workers}"
+    if after.world is None or after.phase in (Phase.RESIZING, Phase.STALLED):
+        return f"training goes on from step {after.step}, about, once the job is no longer {after.phase.value}"
+    return f"training goes on from step {after.step} with the same workers"
+
+
 def _cancelled(before: JobView, after: JobView) -> str:
     if before.phase.over:
         return "the job is over: it is forgotten, with its events and logs; its checkpoints stay"
@@ -144,7 +154,8 @@ def _cancelled(before: JobView, after: JobView) -> str:
         return f"no world trains: the job is over at once, at step {before.step}"
     kept = f"; the last checkpoint is of step {before.last_checkpoint_step}" if before.last_checkpoint_step else ""
     none = "; it has no checkpoint" if before.last_checkpoint_step is None else ""
-    return f"{plural(before.active, 'worker')} end after their step, at about step {before.step}{kept}{none}"
+    ending = "1 worker ends after its step" if before.active == 1 else f"{before.active} workers end after their step"
+    return f"{ending}, at about step {before.step}{kept}{none}"
 
 
 def _serves(view: JobView, worker: WorkerId) -> bool:
