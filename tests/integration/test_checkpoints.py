@@ -103,6 +103,7 @@ def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
         until("its size", lambda: listing()[0]["bytes"])
         (listed,) = listing()
         assert (listed["step"], listed["generation"]) == (step, 1) and listed["bytes"] > 100_000
+        assert listed["saved"] is not None, "its world was heard to save it"
         assert Path(listed["path"]).parent == tmp_path
         figures = cluster.metrics()
         assert f'shoal_checkpoint_last_step{{job_name="job"}} {float(step)}' in figures
