@@ -118,10 +118,9 @@ def _parameters(setup: MemorySetup) -> list[MemoryItem]:
     if setup.stage < 3:
         return [MemoryItem("parameters", width * parameters), MemoryItem("frozen parameters", round(frozen))]
     kept: Location = "host" if setup.offload_parameters else "device"
-    part = 1 / setup.workers if MASTER_BYTES[setup.precision] else setup.copies  # without masters they are the state
     units = min(UNITS_GATHERED * setup.unit, parameters + setup.frozen)
     return [
-        MemoryItem("parameters", round(width * parameters * part), kept),
+        MemoryItem("parameters", round(width * parameters * setup.copies), kept),
         MemoryItem("frozen parameters", round(frozen * setup.copies), kept),
         MemoryItem("gathered units", width * (units + min(units, parameters)), in_step=True),  # with their gradients
     ]

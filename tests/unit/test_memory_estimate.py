@@ -45,7 +45,7 @@ def per_parameter(**setup: Any) -> float:
 def test_at_rest_the_formulas_of_each_stage_and_precision_hold() -> None:
     assert [per_parameter(stage=stage, mirrors=0) for stage in STAGES] == [16, 10, 6, 3]
     assert [per_parameter(stage=stage, mirrors=1) for stage in STAGES] == [16, 12, 8, 6]
-    assert [per_parameter(stage=stage, mirrors=1, precision="bf16") for stage in STAGES] == [18, 12, 8, 6.5]
+    assert [per_parameter(stage=stage, mirrors=1, precision="bf16") for stage in STAGES] == [18, 12, 8, 7]
     assert per_parameter(lanes=8, mirrors=0) == 14
     assert per_parameter(lanes=32, mirrors=0) == 22
 
