@@ -64,6 +64,8 @@ class MemorySetup:
     """Parameters that need no gradient."""
     frozen_width: float = 0
     """Bytes of one of those; 0: as of a trained one."""
+    micro_batches: int = 1
+    """Of a lane; above 1 its gradient is whole between them, also in stages 2 and 3."""
 
     @property
     def copies(self) -> float:
@@ -136,6 +138,7 @@ def _gradients(setup: MemorySetup) -> list[MemoryItem]:
         return [MemoryItem("gradients", whole), MemoryItem("lane sums", lane_sums), come_down]
     waiting = round(whole * waiting_subtrees(setup.lanes, setup.workers) / setup.workers)
     return [
+        MemoryItem("gradients", whole if setup.micro_batches > 1 else 0, in_step=True),
         MemoryItem("lane sums", waiting, in_step=True),
         MemoryItem("reduced gradients", reduced, in_step=True),
         come_down,

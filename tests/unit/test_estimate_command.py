@@ -93,6 +93,18 @@ def test_a_config_decides_what_no_flag_does(tmp_path: Path) -> None:
     assert (stage, one["at_rest"]["device"], one["at_rest"]["host"]) == (1, 8 * GB + GB // 2, 0)
 
 
+@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "micro_batches_per_lane"])
+def test_several_micro_batches_a_lane_are_read_from_the_config(key: str, tmp_path: Path) -> None:
+    document: dict[str, Any] = {"zero_optimization": {"stage": 2}, "shoal": {}}
+    (document["shoal"] if key == "micro_batches_per_lane" else document)[key] = 4
+    asked = ("--params", "1e9", "--workers", "8", "--config", config(tmp_path, document))
+    several, one = stages(*asked)[2], stages(*asked, "--micro-batches", "1")[2]
+    assert several["at_most"]["device"] - one["at_most"]["device"] == 4 * GB
+    assert several["at_rest"] == one["at_rest"]
+    _, output, _ = ran(*asked)
+    assert output.splitlines()[0].endswith("8 workers, 8 lanes of 4 micro-batches, 1 mirror")
+
+
 def test_mirrors_of_a_config_are_limited_by_the_workers_as_in_a_job(tmp_path: Path) -> None:
     file = config(tmp_path, {"shoal": {"mirrors": 3, "lanes": 2}, "zero_optimization": {"stage": "auto"}})
     assert stages("--params", "100", "--workers", "2", "--config", file)[1]["at_rest"]["device"] == 1600
@@ -113,6 +125,7 @@ WRONG = [
     (["--precision", "int8"], "--precision is int8; expected fp32, bf16 or fp16."),
     (["--offload", "moon"], "--offload is moon; expected none, host or file."),
     (["--lanes", "0"], "--lanes is 0; expected a whole number from 1 to 10^15."),
+    (["--micro-batches", "0"], "--micro-batches is 0; expected a whole number from 1 to 10^15."),
     (["--state-bytes", "-1"], "--state-bytes is -1; expected a whole number from 0 to 10^15."),
     (["--unit", "none"], "--unit is 'none'; expected a whole number from 1 to 10^15, such as 7e9."),
 ]

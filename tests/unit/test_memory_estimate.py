@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal_protos import memory_estimate
 from shoal_protos.memory_estimate import (
     STAGES,
     MemorySetup,
+    Precision,
     estimate,
     stack_copies,
     state_bytes_of,
@@ -55,6 +57,17 @@ def test_in_a_step_stages_2_and_3_hold_reduced_gradients_sums_buckets_and_units(
     for stage, rest, units in ((2, 8, 0), (3, 6, 8 * 3 * 1000)):
         one = estimate(MemorySetup(parameters=P, workers=4, lanes=16, stage=stage, unit=1000))
         assert one.at_most("device") == rest * P + 2 * P + 2 * P + buckets + units
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_in_stages_2_and_3_a_lane_of_several_micro_batches_has_its_whole_gradient_in_a_step(
+    precision: Precision,
+) -> None:
+    for stage, more in ((0, 0), (1, 0), (2, 4 * P), (3, 4 * P)):
+        one = estimate(MemorySetup(P, 4, stage, 16, precision=precision))
+        two = estimate(replace(one.setup, micro_batches=2))
+        assert two.at_most("device") - one.at_most("device") == more
+        assert two.at_rest("device") == one.at_rest("device")
 
 
 def test_offload_moves_state_to_the_host_or_to_files() -> None:

@@ -36,6 +36,9 @@ def estimate(
     stage: Annotated[int | None, typer.Option("--stage", help="ZeRO stage. Default: the config's, or all.")] = None,
     mirrors: Annotated[int | None, typer.Option("--mirrors", help="Mirrors of each block. Default: 1.")] = None,
     lanes: Annotated[int | None, typer.Option("--lanes", help="Lanes of the job. Default: one a worker.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option("--micro-batches", help="Micro-batches of a lane. Default: the config's, or 1.")
+    ] = None,
     precision: Annotated[str | None, typer.Option("--precision", help="fp32 (default), bf16 or fp16.")] = None,
     offload: Annotated[
         str | None,
@@ -59,7 +62,10 @@ def estimate(
     from shoal_controller.cli.estimate_config import wanted_by
 
     wanted = wanted_by(config, state_bytes) if config is not None else {}
-    flags = {"stage": stage, "lanes": lanes, "precision": precision, "offload": offload, "state_bytes": state_bytes}
+    flags = {
+        "stage": stage, "lanes": lanes, "micro_batches": micro_batches, "precision": precision, "offload": offload,
+        "state_bytes": state_bytes,
+    }  # fmt: skip
     wanted |= {name: value for name, value in flags.items() if value is not None}
     _check(workers, mirrors, wanted)
     trained, at_rest = _count("--params", params), _count("--frozen", frozen) if frozen is not None else 0
@@ -101,7 +107,7 @@ def _check(workers: int, mirrors: int | None, wanted: dict[str, Any]) -> None:
         if name in wanted and wanted[name] not in allowed:
             names = [str(one) for one in allowed]
             raise UserError(f"--{name} is {wanted[name]}; expected {', '.join(names[:-1])} or {names[-1]}.")
-    for name, least in (("lanes", 1), ("state_bytes", 0)):
+    for name, least in (("lanes", 1), ("micro_batches", 1), ("state_bytes", 0)):
         if name in wanted and not least <= wanted[name] <= MOST:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {wanted[name]}; expected a whole number from {least} to 10^15.")
@@ -154,9 +160,10 @@ def _table(estimates: list[MemoryEstimate]) -> RenderableType:
 def _heading(setup: MemorySetup) -> str:
     offload = {"none": "", "host": ", optimizer state on the host", "file": ", optimizer state in files"}[setup.offload]
     frozen = f" and {setup.frozen:,} frozen ones" if setup.frozen else ""
+    of_a_lane = f" of {setup.micro_batches} micro-batches" if setup.micro_batches > 1 else ""
     return (
         f"Bytes of a worker: {setup.parameters:,} parameters{frozen} in {setup.precision}, {setup.workers} "
-        f"worker{'s'[: setup.workers != 1]}, {setup.lanes} lane{'s'[: setup.lanes != 1]}, {setup.mirrors} "
+        f"worker{'s'[: setup.workers != 1]}, {setup.lanes} lane{'s'[: setup.lanes != 1]}{of_a_lane}, {setup.mirrors} "
         f"mirror{'s'[: setup.mirrors != 1]}{offload}"
     )
 

@@ -27,6 +27,7 @@ def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
         "stage": config.at("zero_optimization.stage", _is_stage, "0, 1, 2 or 3"),
         "mirrors": config.at("shoal.mirrors", _is_natural, "a whole number of at least 0"),
         "lanes": _lanes(config),
+        "micro_batches": _micro_batches(config),
         "precision": _precision(config),
         "state_bytes": state_bytes if state_bytes is not None else _state_bytes(config),
         "offload": _device(config, "zero_optimization.offload_optimizer.device", DEVICES),
@@ -74,10 +75,14 @@ def _lanes(config: _Keys) -> int | None:
     """As given, or what is left of the batch; None where the config does not say."""
     lanes, batch = config.count("shoal.lanes"), config.count("train_batch_size")
     micro = config.count("train_micro_batch_size_per_gpu")
-    accumulated = config.count("shoal.micro_batches_per_lane") or config.count("gradient_accumulation_steps") or 1
     if lanes is not None or batch is None or micro is None:
         return lanes
-    return max(1, batch // (micro * accumulated))
+    return max(1, batch // (micro * (_micro_batches(config) or 1)))
+
+
+def _micro_batches(config: _Keys) -> int | None:
+    """Of a lane, as given by either name."""
+    return config.count("shoal.micro_batches_per_lane") or config.count("gradient_accumulation_steps")
 
 
 def _precision(config: _Keys) -> str | None:

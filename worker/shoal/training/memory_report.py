@@ -76,6 +76,7 @@ class MemoryReport:
             workers=workers,
             stage=config.stage,
             lanes=config.lanes,
+            micro_batches=config.micro_batches_per_lane,
             mirrors=min(config.mirrors, workers - 1),
             precision=precision,
             state_bytes=by_parameter,
