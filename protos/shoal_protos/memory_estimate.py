@@ -27,7 +27,9 @@ MASTER_BYTES: dict[Precision, int] = {"fp64": 0, "fp32": 0, "bf16": 4, "fp16": 4
 
 BUCKET_BYTES = 8 << 20
 BUCKETS_ON_THEIR_WAY = 2
-"""In stages 2 and 3: the one that is being filled, and the one before it."""
+"""In stages 2 and 3: the one that is being filled, and the one before it; of a large parameter the gradient as backward
+makes it, and its bucket. What comes of them is bounded by pieces, which a bucket of any size is cut into.
+"""
 UNITS_GATHERED = 3
 """In stage 3: the unit at work, the next one, and one whose gradients leave."""
 IN_FLIGHT_BYTES = 16 << 20
@@ -66,6 +68,10 @@ class MemorySetup:
     """Bytes of one of those; 0: as of a trained one."""
     micro_batches: int = 1
     """Of a lane; above 1 its gradient is whole between them, also in stages 2 and 3."""
+    largest_parameter: int = 0
+    """Elements of the largest trained one, which is in one bucket whatever its size; 0: it is no larger than a bucket.
+    Only stages 2 and 3 ask.
+    """
 
     @property
     def copies(self) -> float:
@@ -166,7 +172,8 @@ def _exchange(setup: MemorySetup) -> list[MemoryItem]:
     if setup.stage < 2:
         most = IN_FLIGHT_BYTES + max(PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
     else:
-        most = round(BUCKETS_ON_THEIR_WAY * BUCKET_BYTES * (1 + others / setup.workers))
+        largest = max(BUCKET_BYTES, PARAMETER_BYTES[setup.precision] * setup.largest_parameter)
+        most = BUCKETS_ON_THEIR_WAY * (largest + round(BUCKET_BYTES * others / setup.workers))
     return [MemoryItem("exchange buffers", most, in_step=True)]
 
 

@@ -45,7 +45,17 @@ def test_the_table_has_a_row_for_each_stage_and_says_what_comes_on_top() -> None
     assert rows[4:] == [
         "Activations, and what PyTorch needs itself, come on top.",
         "Largest unit: 218,750,000 parameters.",
+        "A parameter above 8 MiB adds twice what it has above that in a step (--largest-parameter).",
     ]
+
+
+def test_a_parameter_that_is_larger_than_a_bucket_can_be_said() -> None:
+    asked = ("--params", "7e9", "--workers", "8")
+    small, large = stages(*asked), stages(*asked, "--largest-parameter", "131072000")
+    more = [large[stage]["at_most"]["device"] - small[stage]["at_most"]["device"] for stage in range(4)]
+    assert more == [0, 0, *[2 * (4 * 131_072_000 - (8 << 20))] * 2]
+    _, output, _ = ran(*asked, "--largest-parameter", "131072000")
+    assert output.splitlines()[-1] == "Largest unit: 218,750,000 parameters."
 
 
 def test_what_is_not_supported_yet_has_an_asterisk(tmp_path: Path) -> None:

@@ -70,6 +70,18 @@ def test_in_stages_2_and_3_a_lane_of_several_micro_batches_has_its_whole_gradien
         assert two.at_rest("device") == one.at_rest("device")
 
 
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_in_stages_2_and_3_a_parameter_above_a_bucket_is_there_twice_in_a_step(
+    precision: Precision, width: int
+) -> None:
+    embedding = 100 << 20
+    for stage, more in ((0, 0), (1, 0), (2, 2), (3, 2)):
+        small = estimate(MemorySetup(900 * P, 4, stage, 4, precision=precision))
+        large = estimate(replace(small.setup, largest_parameter=embedding))
+        assert large.at_most("device") - small.at_most("device") == more * (width * embedding - BUCKET_BYTES)
+        assert estimate(replace(small.setup, largest_parameter=1000)).items == small.items
+
+
 def test_offload_moves_state_to_the_host_or_to_files() -> None:
     host = estimate(MemorySetup(P, workers=4, stage=2, lanes=4, precision="bf16", offload="host"))
     assert (host.at_rest("device"), host.at_rest("host"), host.at_most("host")) == (2 * P, 6 * P, 8 * P)

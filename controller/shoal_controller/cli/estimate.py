@@ -52,6 +52,14 @@ def estimate(
         str | None,
         typer.Option("--unit", metavar="N", help="Parameters of the largest unit, for stage 3. Default: a 32nd."),
     ] = None,
+    largest_parameter: Annotated[
+        str | None,
+        typer.Option(
+            "--largest-parameter",
+            metavar="N",
+            help="Elements of the largest parameter, as of an embedding. Default: no more than 8 MiB.",
+        ),
+    ] = None,
     frozen: Annotated[
         str | None,
         typer.Option("--frozen", metavar="N", help="Parameters that need no gradient, as under adapters. Default: 0."),
@@ -70,8 +78,10 @@ def estimate(
     _check(workers, mirrors, wanted)
     trained, at_rest = _count("--params", params), _count("--frozen", frozen) if frozen is not None else 0
     total = trained + at_rest
+    largest = _count("--largest-parameter", largest_parameter) if largest_parameter is not None else 0
     setup: dict[str, Any] = {
         "parameters": trained,
+        "largest_parameter": min(trained, largest),
         "frozen": at_rest,
         "workers": workers,
         "lanes": workers,
@@ -173,6 +183,8 @@ def _notes(estimates: list[MemoryEstimate]) -> list[str]:
     notes = ["Activations, and what PyTorch needs itself, come on top."]
     if any(one.setup.stage == 3 for one in estimates):
         notes.append(f"Largest unit: {setup.unit:,} parameters.")
+    if not setup.largest_parameter and any(one.setup.stage > 1 for one in estimates):
+        notes.append("A parameter above 8 MiB adds twice what it has above that in a step (--largest-parameter).")
     if not all(one.built for one in estimates):
         notes.append("* Not supported yet: what its design needs.")
     return notes

@@ -69,8 +69,10 @@ class MemoryReport:
             by_parameter *= PARAMETER_BYTES["fp64"] / PARAMETER_BYTES["fp32"]
         frozen = [*frozen_parameters(state).values(), *frozen_in_blocks(state).values()]
         elements = sum(parameter.numel() for parameter in frozen)
+        sizes = [slot.parameter.elements for bucket in buckets for slot in bucket.slots]
         return MemorySetup(
-            parameters=sum(slot.parameter.elements for bucket in buckets for slot in bucket.slots),
+            parameters=sum(sizes),
+            largest_parameter=max(sizes),
             frozen=elements,
             frozen_width=sum(one.numel() * one.element_size() for one in frozen) / elements if elements else 0,
             workers=workers,
