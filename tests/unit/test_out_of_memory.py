@@ -18,16 +18,30 @@ from torch import Tensor
 
 FULL = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 
+PINNED = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+"""Of `torch.empty(…, pin_memory=True)`."""
+
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError(), OSError(errno.ENOMEM, "x"), RuntimeError(FULL), torch.OutOfMemoryError("CUDA out of memory.")],
-)
+    [
+        MemoryError(), OSError(errno.ENOMEM, "x"), RuntimeError(FULL), torch.OutOfMemoryError("CUDA out of memory."),
+        torch.AcceleratorError(PINNED), RuntimeError(PINNED), RuntimeError("HIP error: out of memory"),
+    ],
+)  # fmt: skip
 def test_what_every_allocator_says_is_understood(error: Exception) -> None:
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), OSError(errno.ENOSPC, "x"), ValueError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes differ"),
+        RuntimeError("CUDA error: device-side assert"),
+        OSError(errno.ENOSPC, "x"),
+        ValueError(),
+    ],
+)
 def test_another_error_is_left_alone(error: Exception) -> None:
     note_what(error, "something was made")
     explain(error, "in the loop", load_config(smallest()), 2)

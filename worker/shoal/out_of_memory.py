@@ -16,6 +16,8 @@ from shoal.config.training import TrainingConfig
 
 OF_THE_CPU = ("can't allocate memory", "not enough memory")
 """What torch's allocators for the CPU say; they have no class of their own."""
+OF_A_DRIVER = ("error: out of memory",)
+"""What an accelerator's driver says (`torch.AcceleratorError`): of pinned memory above all."""
 
 
 ESTIMATE = "`shoal estimate`"
@@ -26,7 +28,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OF_THE_CPU)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in (*OF_THE_CPU, *OF_A_DRIVER))
 
 
 def note_what(error: BaseException, making: str) -> None:
