@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,16 @@ import shoal.blocks.unit_flats
 import torch
 from crew import Crew, Task, undisturbed
 from hard_units import of, task
+from integration.scripts import Adapted, optimizer_of
+from late_device import LateDevice
 from shoal.checkpoint import snapshot
 from shoal.config import load_config
-from shoal.out_of_memory import explain, is_out_of_memory, note_what, place_of
+from shoal.device import HOST, Device
+from shoal.out_of_memory import Setting, explain, is_out_of_memory, note_what, place_of, ways
+from shoal.training.activation_checkpointing import checkpoint_activations
+from shoal.training.engine import Engine
+from shoal.training.memory_setting import memory_setting
+from shoal.training.state import Limits, TrainingState
 from torch import Tensor
 
 FULL = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
@@ -44,7 +53,7 @@ def test_what_every_allocator_says_is_understood(error: Exception) -> None:
 )
 def test_another_error_is_left_alone(error: Exception) -> None:
     note_what(error, "something was made")
-    explain(error, "in the loop", load_config(smallest()), 2)
+    explain(error, "in the loop", lambda: setting_of(smallest()))
     assert not hasattr(error, "__notes__")
 
 
@@ -52,19 +61,114 @@ def smallest(**more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 1, "shoal": {"lanes": 1, "max_steps": 1, "mirrors": 0}, **more}
 
 
+def setting_of(document: dict[str, Any], workers: int = 2, device: Device = HOST) -> Setting:
+    """Of a model with units."""
+    return Setting(load_config(document), workers, device.on_host, has_units=True, steps_in_parts=True)
+
+
 def test_what_is_said_names_where_it_was_and_only_what_is_not_done_yet() -> None:
     error = RuntimeError(FULL)
     note_what(error, 'unit 3 of 9 was gathered ("layers.2", 4,096 bytes of parameters)')
     note_what(error, "the update was made")
-    config = load_config(smallest(zero_optimization={"stage": 3}, bf16={"enabled": True}))
+    setting = setting_of(smallest(zero_optimization={"stage": 3}, bf16={"enabled": True}), workers=4)
     for _ in range(2):
-        explain(error, "in the forward of step 5, lane 2", config, 4)
+        explain(error, "in the forward of step 5, lane 2", lambda: setting)
     nearest, whole = error.__notes__
     assert nearest == 'Memory ran out while unit 3 of 9 was gathered ("layers.2", 4,096 bytes of parameters).'
     assert whole.startswith("That was in the forward of step 5, lane 2, in ZeRO stage 3 with 4 workers. Less is needed")
     assert "`shoal.units`" in whole
     assert "offload_optimizer" in whole
     assert not any(words in whole for words in ("bf16", "mirrors", "micro_batch", "stage: 4"))
+
+
+OFFER = re.compile("`([a-z_.]+): ([^`]+)`")
+"""A key with a value that is offered."""
+
+
+def offers(setting: Setting, folder: Path, is_of_device: bool = True) -> dict[str, Any]:
+    """By dotted key. What does not name a value is left out."""
+    found = OFFER.findall("\n".join(ways(setting, is_of_device)))
+    return {key: json.loads(value.replace("…", str(folder))) for key, value in found}
+
+
+def with_key(document: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    section, name = key.rsplit(".", 1)
+    return {**document, section: {**document.get(section, {}), name: value}}
+
+
+def start(document: dict[str, Any], device: Device) -> None:
+    """As far as a worker refuses what its config says. Raises `UserError`."""
+    config, model = load_config(document), Adapted(0.1, True)
+    checkpoint_activations(model, config)
+    TrainingState(model, optimizer_of(model), None, Limits.of(config, 1), device)
+
+
+@pytest.mark.parametrize("device", [HOST, LateDevice()], ids=["on the CPU", "on a device"])
+def test_nothing_is_offered_that_a_worker_would_refuse(device: Device, tmp_path: Path) -> None:
+    document, seen = smallest(zero_optimization={"stage": 0}), dict[str, Any]()
+    while offered := offers(setting_of(document, device=device), tmp_path):
+        for key, value in offered.items():
+            start(with_key(document, key, value), device)
+        key, value = next(iter(offered.items()))
+        assert seen.get(key) != value, f"`{key}: {value}` is offered to a config that has it"
+        seen[key] = value
+        document = with_key(document, key, value)
+    offloads = {key: value["device"] for key, value in seen.items() if "offload" in key}
+    in_memory = {"zero_optimization.offload_optimizer": "cpu", "zero_optimization.offload_param": "cpu"}
+    assert offloads == ({"zero_optimization.offload_optimizer": "nvme"} if device.on_host else in_memory)
+    assert ("activation_checkpointing.cpu_checkpointing" in seen) is not device.on_host
+    assert seen["zero_optimization.stage"] == 3
+
+
+def test_the_hosts_memory_is_not_offered_where_it_is_what_ran_out(tmp_path: Path) -> None:
+    setting = setting_of(smallest(zero_optimization={"stage": 3}), device=LateDevice())
+    assert "zero_optimization.offload_optimizer" in offers(setting, tmp_path, is_of_device=True)
+    assert "zero_optimization.offload_optimizer" not in offers(setting, tmp_path, is_of_device=False)
+    for error, is_offered in ((torch.OutOfMemoryError("CUDA out of memory."), True), (RuntimeError(PINNED), False)):
+        explain(error, "in the backward of step 1, lane 0", lambda: setting)
+        assert ("offload_optimizer" in error.__notes__[-1]) is is_offered
+
+
+IN_A_LANE = "a smaller `train_micro_batch_size_per_gpu`, and more of them in a lane"
+IN_LANES = "a smaller `train_micro_batch_size_per_gpu`, and more lanes"
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "offered"),
+    [
+        (1, 1, [IN_A_LANE]),
+        (1, 2, [IN_A_LANE, "`zero_optimization.stage: 2`, with one"]),
+        (2, 1, [IN_LANES]),
+        (3, 2, [IN_LANES, "one micro-batch in a lane, and more lanes"]),
+    ],
+)
+def test_where_gradients_are_sharded_more_lanes_are_offered_and_not_more_micro_batches_in_one(
+    stage: int, micro_batches: int, offered: list[str]
+) -> None:
+    document = with_key(smallest(zero_optimization={"stage": stage}), "shoal.micro_batches_per_lane", micro_batches)
+    found = list(ways(setting_of(document | {"train_micro_batch_size_per_gpu": 4}), is_of_device=True))
+    assert [way for way in found if "micro" in way] == [
+        next(way for way in found if way.startswith(beginning)) for beginning in offered
+    ]
+
+
+class Counted(torch.optim.AdamW):
+    """It may count its steps."""
+
+
+def test_a_worker_says_what_its_advice_depends_on(tmp_path: Path) -> None:
+    found: list[Setting] = []
+
+    def look(engine: Engine) -> None:
+        found.append(memory_setting(engine.context))
+
+    undisturbed(of(task(prepare=look)))
+    undisturbed(Task({"max_steps": 1, "lanes": 1}, prepare=look, device=LateDevice))
+    undisturbed(Task({"max_steps": 1, "lanes": 1}, prepare=look, optimizer=lambda model: Counted(model.parameters())))
+    assert [(one.is_on_host, one.has_units, one.steps_in_parts) for one in found] == [
+        (True, True, True), (False, False, True), (True, False, False),
+    ]  # fmt: skip
+    assert list(offers(found[-1], tmp_path)) == ["zero_optimization.stage", "bf16.enabled"]
 
 
 def test_a_place_in_a_model_is_what_names_have_in_common() -> None:

@@ -7,7 +7,8 @@ them with the traceback. `note_what` is called where Shoal makes something large
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
@@ -19,8 +20,21 @@ OF_THE_CPU = ("can't allocate memory", "not enough memory")
 OF_A_DRIVER = ("error: out of memory",)
 """What an accelerator's driver says (`torch.AcceleratorError`): of pinned memory above all."""
 
-
 ESTIMATE = "`shoal estimate`"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What decides which ways are open to a worker."""
+
+    config: TrainingConfig
+    workers: int
+    is_on_host: bool
+    """Whether its model is on the CPU."""
+    has_units: bool
+    """Whether the model has modules that `shoal.activation_checkpointing: "units"` finds."""
+    steps_in_parts: bool
+    """Whether its optimizer can be stepped piece by piece, as state in files must be."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -37,35 +51,68 @@ def note_what(error: BaseException, making: str) -> None:
         error.add_note(f"Memory ran out while {making}.")
 
 
-def explain(error: BaseException, where: str, config: TrainingConfig, workers: int) -> None:
-    """`where` training stood."""
+def explain(error: BaseException, where: str, find: Callable[[], Setting]) -> None:
+    """`where` training stood. `find`: only asked where memory ran out."""
     if not is_out_of_memory(error) or any(ESTIMATE in note for note in getattr(error, "__notes__", ())):
         return
     note_what(error, "activations, gradients or the script's own tensors were made")
-    less = "\n".join(f"  - {way}" for way in _ways(config))
+    setting = find()
+    less = "\n".join(f"  - {way}" for way in ways(setting, isinstance(error, torch.OutOfMemoryError)))
+    workers = f"{setting.workers} worker{'s' if setting.workers > 1 else ''}"
     error.add_note(
-        f"That was {where}, in ZeRO stage {config.stage} with {workers} worker{'s' if workers > 1 else ''}. "
+        f"That was {where}, in ZeRO stage {setting.config.stage} with {workers}. "
         f"Less is needed with\n{less}\n{ESTIMATE} says how much a worker needs with each of them."
     )
 
 
-def _ways(config: TrainingConfig) -> Iterator[str]:
-    """Those that the config does not go yet."""
-    if config.micro_batch_size > 1:
-        yield "a smaller `train_micro_batch_size_per_gpu`, and more of them in a lane (`shoal.micro_batches_per_lane`);"
-    if not config.activation_checkpointing:
+def ways(setting: Setting, is_of_device: bool) -> Iterator[str]:
+    """Those that the config does not go yet, and that would not be refused.
+
+    `is_of_device`: an accelerator's own memory ran out, so that the host's may have some left.
+    """
+    config = setting.config
+    yield from _by_batches(config)
+    if not config.activation_checkpointing and setting.has_units:
         yield '`shoal.activation_checkpointing: "units"`;'
-    if config.stage < 3:
-        yield f"`zero_optimization.stage: {config.stage + 1}`;"
-    else:
-        yield "smaller units (`shoal.units`);"
-    if config.precision.parameters is None:
-        yield "`bf16.enabled: true`;"
-    if config.state_folder is None:
-        yield "optimizer state in a file (`zero_optimization.offload_optimizer`);"
-    if config.mirrors > 0 and config.stage:
+    yield from _by_stage(config)
+    if config.precision.parameters is None and config.precision.autocast is None:
+        yield "`bf16.enabled: true`, which halves activations;"
+    if not setting.is_on_host:
+        yield from _by_host_memory(config) if is_of_device else ()
+    elif config.state_folder is None and setting.steps_in_parts:
+        yield 'optimizer state in a file, `zero_optimization.offload_optimizer: {"device": "nvme", "nvme_path": "…"}`;'
+    if config.mirrors > 0 and config.stage and setting.workers > 1:
         yield "fewer `shoal.mirrors`, and so fewer workers that may die at once;"
     yield "more workers, in every stage above 0."
+
+
+def _by_batches(config: TrainingConfig) -> Iterator[str]:
+    """Where gradients are sharded, several micro-batches make a lane's gradient whole: more lanes do not."""
+    is_sharded, is_one = config.stage >= 2, config.micro_batches_per_lane == 1
+    if config.micro_batch_size > 1:
+        more = "more lanes (`shoal.lanes`)" if is_sharded else "more of them in a lane (`shoal.micro_batches_per_lane`)"
+        yield f"a smaller `train_micro_batch_size_per_gpu`, and {more};"
+    if is_sharded and not is_one:
+        yield "one micro-batch in a lane, and more lanes (`shoal.lanes`): between several its gradient is whole;"
+
+
+def _by_stage(config: TrainingConfig) -> Iterator[str]:
+    if config.stage == 3:
+        yield "smaller units (`shoal.units`);"
+    elif config.stage == 1 and config.micro_batches_per_lane > 1:
+        yield "`zero_optimization.stage: 2`, with one micro-batch in a lane, and more lanes (`shoal.lanes`);"
+    else:
+        yield f"`zero_optimization.stage: {config.stage + 1}`;"
+
+
+def _by_host_memory(config: TrainingConfig) -> Iterator[str]:
+    """Of a model on an accelerator."""
+    if config.activation_checkpointing and not config.cpu_checkpointing:
+        yield "`activation_checkpointing.cpu_checkpointing: true`;"
+    if not config.state_on_host:
+        yield '`zero_optimization.offload_optimizer: {"device": "cpu"}`;'
+    elif config.stage == 3 and not config.parameters_on_host:
+        yield '`zero_optimization.offload_param: {"device": "cpu"}`;'
 
 
 def place_of(names: Sequence[str]) -> str:

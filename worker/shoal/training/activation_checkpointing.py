@@ -58,13 +58,24 @@ def checkpoint_activations(model: nn.Module, config: TrainingConfig) -> None:
         )
 
 
+def finds_units(model: nn.Module, config: TrainingConfig) -> bool:
+    """Whether there is a module that "units" would put it on."""
+    return bool(_units_with_parameters(model, config))
+
+
+def _units_with_parameters(model: nn.Module, config: TrainingConfig) -> list[nn.Module]:
+    found = [part for unit in unit_modules(model, config.units) for part in _with_a_forward(unit)]
+    return [part for part in found if next(part.parameters(), None) is not None]
+
+
 def _chosen(model: nn.Module, config: TrainingConfig) -> list[nn.Module]:
     by_rule = config.activation_checkpointing == UNITS
     classes = config.units if by_rule else tuple(config.activation_checkpointing)
     check_classes(model, classes, "shoal.units" if by_rule else KEY)
-    found = [part for unit in unit_modules(model, classes) for part in _with_a_forward(unit)]
     if by_rule:
-        found = [part for part in found if next(part.parameters(), None) is not None]
+        found = _units_with_parameters(model, config)
+    else:
+        found = [part for unit in unit_modules(model, classes) for part in _with_a_forward(unit)]
     if not found:
         means = (
             "the model has no nn.ModuleList and no nn.Sequential of several modules" if by_rule

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from functools import partial
 from types import TracebackType
 from weakref import ReferenceType, finalize, ref
 
@@ -19,6 +20,7 @@ from shoal.failure import result_of
 from shoal.logs import get_logger, say
 from shoal.out_of_memory import explain
 from shoal.training.engine import Engine
+from shoal.training.memory_setting import memory_setting
 
 log = get_logger("shoal")
 
@@ -104,7 +106,7 @@ class _ExplainsMemory:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         engine = self._engine()
         if engine is not None:
-            explain(error, _where(engine), engine.context.config, engine.world_size)
+            explain(error, _where(engine), partial(memory_setting, engine.context))
         self._hook(kind, error, trace)
 
 

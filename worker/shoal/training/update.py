@@ -6,6 +6,8 @@ from then on, also where its script goes on after the error.
 
 from __future__ import annotations
 
+from functools import partial
+
 from shoal_protos.errors import UserError
 
 from shoal.blocks.held import OnUpdated, unheard
@@ -15,6 +17,7 @@ from shoal.failure import result_of
 from shoal.out_of_memory import explain, note_what
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
+from shoal.training.memory_setting import memory_setting
 
 
 class Update:
@@ -38,8 +41,7 @@ class Update:
             context.state.commit(record, generation, on_updated)
         except BaseException as error:
             note_what(error, "the update was made, and with the first one optimizer state")
-            workers = context.world.plan.world_size if context.world is not None else 1
-            explain(error, f"in the update of step {record.step}", context.config, workers)
+            explain(error, f"in the update of step {record.step}", partial(memory_setting, context))
             result = result_of(error, context.state.step)
             self._torn, context.leaving = result.failure, True
             context.link.result(result)
