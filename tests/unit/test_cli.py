@@ -67,8 +67,8 @@ FLAGS = {
     "export": "--dtype --format PATH FILE",
     "import": "FILE PATH",
     "estimate": (
-        "--config --frozen --lanes --mirrors --offload --output --params --precision --stage --state-bytes --unit "
-        "--workers"
+        "--config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
+        "--precision --stage --state-bytes --unit --workers"
     ),
     "doctor": "--checkpoint --config --data --for --grpc --http --output --store --url",
 }

@@ -81,7 +81,7 @@ def test_what_is_said_names_where_it_was_and_only_what_is_not_done_yet() -> None
     assert not any(words in whole for words in ("bf16", "mirrors", "micro_batch", "stage: 4"))
 
 
-OFFER = re.compile("`([a-z_.]+): ([^`]+)`")
+OFFER = re.compile("`([a-z0-9_.]+): ([^`]+)`")
 """A key with a value that is offered."""
 
 
