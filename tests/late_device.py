@@ -19,6 +19,9 @@ SOON = 0.25
 """How probable it is that what is on its way lands at a call."""
 
 
+NOTHING = torch.empty(0)
+
+
 class Late:
     """A copy that has begun."""
 
@@ -113,6 +116,7 @@ class LateDevice:
             while not copy.landed:
                 first = self._on_their_way.pop(0)
                 first.target.reshape(-1).copy_(first.source.reshape(-1))
+                first.source = first.target = NOTHING  # a copy that is over keeps no memory
                 first.landed = True
 
     def pass_time(self) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, Task
+from late_device import LateDevice
 from matrices import shortened
 from shoal.blocks.flat import lay_out_model, trainable
 from shoal.blocks.held import probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.layout import BUCKET_BYTES
 from shoal.core.tree import push
+from shoal.device import HOST
 from shoal.exchange import pieces
 from shoal.offload import held_piece, transfers
 from shoal_controller.cli.estimate import COLUMNS
@@ -24,6 +26,7 @@ from shoal_protos import memory_estimate
 from shoal_protos.memory_estimate import (
     STAGES,
     MemorySetup,
+    Offload,
     Precision,
     estimate,
     stack_copies,
@@ -184,6 +187,13 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
 
 
+WIDE = sum(one.numel() for one in Wide().parameters())
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
 def tensor_bytes() -> int:
     """Of all storages that a living tensor uses."""
     gc.collect()
@@ -201,9 +211,8 @@ def test_workers_hold_what_is_estimated_and_their_logs_say_so(
     stage: int, mirrors: int, lanes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"max_steps": 2, "lanes": lanes, "stage": stage, "mirrors": mirrors}
-    task = Task(options, model=Wide, optimizer=lambda model: torch.optim.AdamW(model.parameters()))
-    parameters = sum(one.numel() for one in Wide().parameters())
-    expected = estimate(MemorySetup(parameters, 4, stage, lanes, mirrors)).at_rest("device")
+    task = Task(options, model=Wide, optimizer=adamw)
+    expected = estimate(MemorySetup(WIDE, 4, stage, lanes, mirrors)).at_rest("device")
     before = tensor_bytes()
     with Crew("abcd", task) as crew:
         crew.finish()
@@ -220,7 +229,7 @@ def test_with_state_in_files_workers_hold_what_is_estimated(
     stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = Task({"max_steps": 2, "lanes": 4, "stage": stage, "mirrors": 1, "offload": tmp_path}, model=Wide)
-    expected = estimate(MemorySetup(sum(one.numel() for one in Wide().parameters()), 4, stage, 4, 1, offload="file"))
+    expected = estimate(MemorySetup(WIDE, 4, stage, 4, 1, offload="file"))
     before = tensor_bytes()
     with Crew("abcd", task) as crew:
         crew.finish()
@@ -232,3 +241,37 @@ def test_with_state_in_files_workers_hold_what_is_estimated(
     assert all(1 <= line["state_files"] / expected.at_rest("file") < TOLERANCE for line in logged)
     most = expected.at_rest("device") + expected.at_rest("host")
     assert all(line["measured_bytes"] < TOLERANCE * most and line["estimated_bytes"] == most for line in logged)
+
+
+HALVES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},  # so small that no step is skipped
+}
+IN_MEMORY = [
+    (3, "bf16", "none"), (2, "fp16", "none"), (1, "fp32", "host"), (2, "bf16", "host"), (3, "bf16", "host"),
+    (3, "bf16", "parameters"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "precision", "offload"), shortened(IN_MEMORY, *IN_MEMORY[:2], *IN_MEMORY[3:]))
+def test_half_precision_and_host_memory_take_what_is_estimated(
+    stage: int, precision: Precision, offload: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to_host = {} if offload == "none" else {"offload": "cpu", "offload_param": offload == "parameters"}
+    options = {"max_steps": 2, "lanes": 4, "stage": stage, "precision": HALVES[precision], **to_host}
+    task = Task(options, model=Wide, optimizer=adamw, device=LateDevice if to_host else lambda: HOST)
+    there: Offload = "host" if to_host else "none"
+    setup = MemorySetup(WIDE, 4, stage, 4, 1, precision, offload=there, offload_parameters=offload == "parameters")
+    expected = estimate(setup).at_rest("device") + estimate(setup).at_rest("host")
+    before = tensor_bytes()
+    with Crew("abcd", task) as crew:
+        crew.finish()
+        for worker in crew.workers.values():
+            worker.engine.context.state.device.settle()
+        held = (tensor_bytes() - before) / 4
+    assert 1 <= held / expected <= TOLERANCE
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    logged = [line for line in lines if line["event"] == "memory"]
+    assert [line["estimated_bytes"] for line in logged] == [expected] * 4
+    assert all(0.95 < line["measured_bytes"] / expected < TOLERANCE for line in logged)
