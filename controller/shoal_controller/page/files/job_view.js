@@ -77,7 +77,7 @@ class JobView {
     curves.append(this.history, grid);
     this.charts = new Charts(grid, this.axis, this.signal);
     this.holdings = new Holdings(holdings, this.signal);
-    this.workers = new Workers(workers, this.job, { mayAct: () => mayOperate(), onLog: (worker) => this.log.open(worker), onAct: (act, worker) => this.ask(act, { worker }) });
+    this.workers = new Workers(workers, this.job, this.signal, { mayAct: () => mayOperate(), onLog: (worker) => this.log.open(worker), onAct: (act, worker) => this.ask(act, { worker }) });
     this.log = new LogTail(workers, this.job, this.signal);
     this.checkpoints = new Checkpoints(saved);
     this.eventsPlace = events;

@@ -3,6 +3,7 @@
 
 import { bytes, count, duration, plural } from "./amounts.js";
 import { element, foreign, foreignText, keyed, setText } from "./elements.js";
+import { Evicted } from "./evicted.js";
 import { showLanes } from "./holdings.js";
 import { stateBadge } from "./phases.js";
 
@@ -12,8 +13,8 @@ const STALE_SECONDS = 3;
 
 export class Workers {
   /** `onLog(worker)`, `onAct(act, worker)`: what the buttons do. */
-  constructor(place, job, { onLog, onAct, mayAct }) {
-    Object.assign(this, { job, onLog, onAct, mayAct, workers: [], isWhole: false });
+  constructor(place, job, signal, { onLog, onAct, mayAct }) {
+    Object.assign(this, { job, onLog, onAct, mayAct, workers: [], isWhole: false, evicted: new Evicted(job, signal) });
     this.gone = element("input", { type: "checkbox", id: "show-gone", onchange: () => this.draw() });
     this.summary = element("span", { class: "quiet" });
     this.body = element("tbody");
@@ -28,9 +29,15 @@ export class Workers {
     );
   }
 
-  show(workers) {
+  async show(workers) {
+    await this.evicted.look(workers);
     this.workers = workers;
     this.draw();
+  }
+
+  /** Nobody waits for it any more. */
+  isGone(worker) {
+    return GONE.has(worker.state) && !this.evicted.has(worker);
   }
 
   unfold() {
@@ -39,13 +46,15 @@ export class Workers {
   }
 
   draw() {
-    const gone = this.workers.filter((worker) => GONE.has(worker.state)).length;
-    const rows = this.gone.checked ? this.workers : this.workers.filter((worker) => !GONE.has(worker.state));
-    setText(this.summary, `${plural(this.workers.length - gone, "worker")} here, ${count(gone)} gone`);
+    const stay = this.workers.filter((worker) => !this.isGone(worker));
+    const rows = this.gone.checked ? this.workers : stay;
+    const evicted = stay.filter((worker) => this.evicted.has(worker)).length;
+    const back = evicted ? `, ${count(evicted)} evicted, which may come back` : "";
+    setText(this.summary, `${plural(stay.length - evicted, "worker")} here${back}, ${count(this.workers.length - stay.length)} gone`);
     this.more.hidden = this.isWhole || rows.length <= SHOWN;
     const medians = rows.map((worker) => worker.step_seconds).filter((seconds) => seconds > 0).sort((one, other) => one - other);
     const median = medians[Math.floor(medians.length / 2)] ?? 0;
-    keyed(this.body, this.isWhole ? rows : rows.slice(0, SHOWN), (worker) => worker.worker, (worker) => this.line(worker), (line, worker) => updateLine(line, worker, median));
+    keyed(this.body, this.isWhole ? rows : rows.slice(0, SHOWN), (worker) => worker.worker, (worker) => this.line(worker), (line, worker) => this.update(line, worker, median));
   }
 
   line(worker) {
@@ -53,13 +62,22 @@ export class Workers {
     const press = (label, words, act) => element("button", { type: "button", class: "small", onclick: act, "aria-label": words }, label);
     const name = worker.worker;
     const acts = this.mayAct()
-      ? [press("Drain…", `Drain ${name}`, () => this.onAct("drain", name)), press("Lost…", `Confirm that ${name} is lost`, () => this.onAct("lost", name))]
-      : [];
+      ? { drain: press("Drain…", `Drain ${name}`, () => this.onAct("drain", name)), lost: press("Lost…", `Confirm that ${name} is lost`, () => this.onAct("lost", name)) }
+      : {};
     const log = press("Log", `Log of ${name}`, () => this.onLog(name));
-    const line = element("tr", { "data-worker": name }, element("th", { scope: "row" }, foreign(name)), ...Object.values(cells), element("td", { class: "acts" }, log, ...acts));
+    const line = element("tr", { "data-worker": name }, element("th", { scope: "row" }, foreign(name)), ...Object.values(cells), element("td", { class: "acts" }, log, ...Object.values(acts)));
     line.parts = cells;
     line.acts = acts;
     return line;
+  }
+
+  update(line, worker, median) {
+    updateLine(line, worker, median);
+    const { drain, lost } = line.acts;
+    const isAway = GONE.has(worker.state);
+    line.classList.toggle("gone", this.isGone(worker));
+    if (drain) drain.hidden = isAway || worker.state === "draining";
+    if (lost) lost.hidden = isAway && !this.evicted.mayBeConfirmed(worker);
   }
 }
 
@@ -78,9 +96,6 @@ function updateLine(line, worker, median) {
   const heard = worker.heartbeat_age_seconds;
   setText(parts.heartbeat, heard === null || heard === undefined ? "–" : heard < STALE_SECONDS ? "fresh" : `${duration(heard)} ago`);
   parts.heartbeat.classList.toggle("warn", heard > STALE_SECONDS);
-  const isGone = GONE.has(worker.state);
-  line.classList.toggle("gone", isGone);
-  for (const button of line.acts) button.hidden = isGone || (worker.state === "draining" && button.textContent === "Drain…");
 }
 
 function once(place, key, make) {
