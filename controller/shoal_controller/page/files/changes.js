@@ -2,23 +2,29 @@
 // waited for, seconds per phase. Called by the job's view.
 
 import { bytes, count, duration, moment, plural } from "./amounts.js";
-import { element, foreign, foreignText, keyed, setText } from "./elements.js";
+import { atMostEvery, element, foreign, foreignText, keyed, setText } from "./elements.js";
 import { kindBadge, reasonBadge } from "./phases.js";
 import { Problem, get } from "./rest.js";
 
 const SHOWN = 12; // changes before the list is folded
-/** In the order in which they come. */
+/** In the order in which they come, of a change that is planned and of one that is not. */
 const PHASE_WORDS = {
   detect: "noticing it",
   prepare: "stopping the others",
   plan: "planning",
+  fill: "copying, beside training",
   group: "building the process group",
   promote: "promoting copies",
   open: "opening",
-  first_step: "first step",
-  fill: "copying",
   switch: "switching",
+  first_step: "first step",
 };
+const NOT_KNOWN = "not known";
+const SETTLED = "resized"; // the kind of the last event of a change
+const LOOK_MILLISECONDS = 2000;
+
+/** Whether all members have reported what a change cost; one that dies before never does. */
+export const isCostKnown = (world) => Object.keys(world?.phases ?? {}).length > 0;
 
 export class Changes {
   constructor(place, job, signal) {
@@ -26,6 +32,8 @@ export class Changes {
     this.signal = signal;
     this.worlds = [];
     this.chosen = null;
+    this.found = null; // the timeline that is shown
+    this.lookAgain = atMostEvery(LOOK_MILLISECONDS, () => this.look());
     this.isWhole = false;
     this.panel = element("section", { class: "timeline card", "aria-label": "The chosen change", tabindex: "-1", hidden: true });
     this.body = element("tbody");
@@ -46,6 +54,7 @@ export class Changes {
     this.more.hidden = this.isWhole || newest.length <= SHOWN;
     keyed(this.body, this.isWhole ? newest : newest.slice(0, SHOWN), (world) => world.generation, (world) => this.line(world), updateLine);
     this.mark();
+    this.renew();
   }
 
   unfold() {
@@ -67,23 +76,53 @@ export class Changes {
 
   async choose(world) {
     this.chosen = world.generation;
+    this.found = null;
     this.mark();
     this.listener?.(world.generation);
-    try {
-      const found = await get(`/v1/jobs/${encodeURIComponent(this.job)}/worlds/${world.generation}`, this.signal);
-      if (this.chosen === world.generation) this.panel.replaceChildren(...timeline(found, () => this.close()));
-    } catch (error) {
-      if (!(error instanceof Problem)) throw error;
-      this.panel.replaceChildren(element("p", { class: "problem" }, error.message));
-    }
+    const problem = await this.look();
+    if (this.chosen !== world.generation) return;
+    if (problem) this.panel.replaceChildren(element("p", { class: "problem" }, problem.message));
     this.panel.hidden = false;
     this.panel.focus({ preventScroll: true });
     this.panel.scrollIntoView({ block: "nearest" });
   }
 
+  /** Ask for the timeline that is open. Returns the problem, where there is one. */
+  async look() {
+    const generation = this.chosen;
+    if (generation === null || this.signal.aborted) return null;
+    try {
+      const found = await get(`/v1/jobs/${encodeURIComponent(this.job)}/worlds/${generation}`, this.signal);
+      if (this.chosen === generation) this.draw(found);
+    } catch (error) {
+      if (this.signal.aborted) return null;
+      if (!(error instanceof Problem)) throw error;
+      return error;
+    }
+    return null;
+  }
+
+  /** The open timeline follows what the list says of its world, and is asked for until the change is through. */
+  renew() {
+    const world = this.worlds.find((one) => one.generation === this.chosen);
+    if (!this.found || !world) return;
+    const isThrough = this.found.ended !== null || this.found.timeline.some((event) => event.kind === SETTLED);
+    this.draw({ ...this.found, ...world });
+    if (!isThrough) this.lookAgain();
+  }
+
+  draw(found) {
+    if (JSON.stringify(found) === JSON.stringify(this.found)) return;
+    const held = this.panel.contains(document.activeElement) && document.activeElement !== this.panel;
+    this.found = found;
+    this.panel.replaceChildren(...timeline(found, () => this.close()));
+    if (held) this.panel.querySelector("button").focus({ preventScroll: true });
+  }
+
   close() {
     this.panel.hidden = true;
     this.chosen = null;
+    this.found = null;
     this.mark();
     this.listener?.(null);
   }
@@ -92,26 +131,29 @@ export class Changes {
 function updateLine(line, world) {
   const [workers, pause, moved, lost, sentence] = line.cells5;
   setText(workers, count(world.workers));
-  setText(pause, duration(world.pause_seconds));
-  setText(moved, movedBytes(world.bytes));
+  setText(pause, pauseOf(world));
+  setText(moved, movedBytes(world));
   setText(lost, count(world.lost_steps));
   if (sentence.shown !== world.sentence) sentence.replaceChildren(foreignText(world.sentence));
   sentence.shown = world.sentence;
 }
 
-export function movedBytes(moved) {
+const pauseOf = (world) => (isCostKnown(world) ? duration(world.pause_seconds) : NOT_KNOWN);
+
+function movedBytes(world) {
+  const { bytes: moved } = world;
   const parts = [["in the pause", moved.pause], ["beside training", moved.fill], ["from a checkpoint", moved.checkpoint]].filter(([, size]) => size);
-  return parts.length ? parts.map(([words, size]) => `${bytes(size)} ${words}`).join(", ") : "none";
+  return parts.length ? parts.map(([words, size]) => `${bytes(size)} ${words}`).join(", ") : isCostKnown(world) ? "none" : NOT_KNOWN;
 }
 
 function timeline(world, close) {
   const title = element("h3", {}, reasonBadge(world.reason), ` Generation ${world.generation}, `, moment(world.began));
   const facts = element(
     "dl", { class: "facts" },
-    fact("Pause", duration(world.pause_seconds), "pause"),
-    fact("Bytes moved", movedBytes(world.bytes)),
+    fact("Pause", pauseOf(world), "pause"),
+    fact("Bytes moved", movedBytes(world)),
     fact("Steps lost", count(world.lost_steps)),
-    fact("Blocks promoted", count(world.promoted_blocks)),
+    fact("Blocks promoted", isCostKnown(world) ? count(world.promoted_blocks) : NOT_KNOWN),
     world.noticed_by ? fact("Noticed by", foreign(world.noticed_by)) : null,
     world.waited_for.length ? fact("Waited for", foreign(world.waited_for.join(", "))) : null,
     world.slowest ? fact("Slowest", foreign(world.slowest)) : null,
@@ -132,7 +174,8 @@ function phaseBars(phases) {
   const place = ([name]) => (order.includes(name) ? order.indexOf(name) : order.length);
   const named = Object.entries(phases).filter(([, seconds]) => seconds > 0).sort((one, other) => place(one) - place(other));
   const whole = named.reduce((sum, [, seconds]) => sum + seconds, 0);
-  if (!named.length) return element("p", { class: "quiet" }, "No time was spent in any phase.");
+  if (!named.length) return element("p", { class: "quiet" }, Object.keys(phases).length ? "No time was spent in any phase." : "How long its phases took is not known: not all of its workers have said so.");
+  const cause = named.reduce((sum, [name, seconds]) => (name === "fill" ? sum : sum + seconds), 0); // training goes on meanwhile
   let before = 0;
   const items = named.map(([name, seconds]) => {
     const bar = element("span", { class: "phase-bar", "aria-hidden": "true" });
@@ -141,7 +184,7 @@ function phaseBars(phases) {
     before += seconds;
     return element("li", {}, element("span", { class: "phase-name" }, PHASE_WORDS[name] ?? name.replaceAll("_", " ")), element("span", { class: "phase-seconds" }, duration(seconds)), element("span", { class: "phase-track" }, bar));
   });
-  return element("div", {}, element("h4", {}, `Seconds per phase, from the cause to the first step: ${duration(whole)}`), element("ol", { class: "phases" }, items));
+  return element("div", {}, element("h4", {}, `Seconds per phase, from the cause to the first step: ${duration(cause)}`), element("ol", { class: "phases" }, items));
 }
 
 function entries(events) {

@@ -6,7 +6,7 @@ import { known, mayOperate } from "./access.js";
 import { askFor } from "./acts.js";
 import { bytes, count, duration, figure, percent, plural, since } from "./amounts.js";
 import { announce } from "./announce.js";
-import { Changes } from "./changes.js";
+import { Changes, isCostKnown } from "./changes.js";
 import { Charts } from "./charts.js";
 import { Checkpoints } from "./checkpoints.js";
 import { atMostEvery, element, foreign, foreignText, setText, visible } from "./elements.js";
@@ -124,7 +124,7 @@ class JobView {
     }
     this.head.dataset.level = row.attention.level;
     this.sentences(sentencesOf(row));
-    this.facts.show(row);
+    this.facts.show(row, this.worlds);
     this.axis.suit(job.started, job.ended);
     this.offer(job);
     return undefined;
@@ -204,7 +204,7 @@ class Facts {
     this.values.step.value.after(element("dd", { class: "bar" }, this.bar));
   }
 
-  show(row) {
+  show(row, worlds) {
     const { job, last_resize: change, last_checkpoint: saved } = row;
     const put = (name, value, more) => {
       setText(this.values[name].value, value);
@@ -219,7 +219,16 @@ class Facts {
     put("loss", figure(job.loss), row.step_seconds === null ? "" : `${duration(row.step_seconds)} per step`);
     put("samples", row.samples_per_second === null ? "–" : `${figure(row.samples_per_second, 3)}/s`, job.samples === null ? "" : `${count(job.samples)} so far`);
     put("goodput", percent(row.goodput_ratio), "of wall time in committed steps");
-    put("change", change === null ? "–" : reasonWord(change.reason), change === null ? "" : [`${duration(change.pause_seconds)} pause, ${change.lost_steps ? plural(change.lost_steps, "step") : "no step"} lost, ${bytes(change.bytes.pause)} in the pause, `, since(change.time)]);
+    put("change", change === null ? "–" : reasonWord(change.reason), change === null ? "" : costOf(change, worlds));
     put("saved", saved === null ? "none" : `step ${count(saved.step)}`, saved === null || saved.time === null ? "" : [since(saved.time)]);
   }
+}
+
+/** What the last change cost, as far as its members have said so by now. */
+function costOf(change, worlds) {
+  const world = worlds.find((one) => one.generation === change.generation);
+  const isKnown = change.pause_seconds > 0 || isCostKnown(world);
+  const pause = isKnown ? `${duration(change.pause_seconds)} pause` : "pause not known";
+  const moved = isKnown ? `${bytes(change.bytes.pause)} in the pause, ` : "";
+  return [`${pause}, ${change.lost_steps ? plural(change.lost_steps, "step") : "no step"} lost, ${moved}`, since(change.time)];
 }
