@@ -25,6 +25,9 @@ const DONE = {
   cancel: "The job is being cancelled.",
 };
 
+/** Whether the same request may be let in later. If it was carried out and only the answer is lost, its version is old then. */
+const mayGoBetter = ({ status }) => status === 0 || status === 429 || status >= 500;
+
 /** Ask, and do it if that is confirmed. `given`: `worker` of a drain or loss, `workers` at which a scale begins. */
 export function askFor(act, job, given, onDone) {
   const dialog = new ActDialog(act, job, given, onDone);
@@ -53,6 +56,7 @@ class ActDialog {
     const input = element("input", { type: "number", id: "act-workers", min: 1, step: 1, value: this.given.workers, required: true });
     input.addEventListener("input", () => {
       this.given.workers = Number(input.value);
+      setText(this.problem, ""); // it was of another number
       this.asked += 1; // an answer that is under way is of another number
       this.confirm.disabled = true;
       again();
@@ -99,15 +103,17 @@ class ActDialog {
     const { method, path, body } = this.kind;
     this.confirm.disabled = true;
     setText(this.problem, "");
+    let answer;
     try {
-      await request(method, this.path(path(this.given)), { body: body?.(this.given), version: this.version });
+      answer = await request(method, this.path(path(this.given)), { body: body?.(this.given), version: this.version });
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
+      this.confirm.disabled = !mayGoBetter(error);
       return this.refuse(error);
     }
     announce(DONE[this.act]);
     this.dialog.close();
-    this.onDone(DONE[this.act]);
+    this.onDone(DONE[this.act], [this.version, answer.version]);
     return undefined;
   }
 

@@ -23,6 +23,7 @@ import { Workers } from "./workers.js";
 import { WorldPicture } from "./world_picture.js";
 
 const SPOKEN = new Set(["lost", "failed", "stalled", "resized", "succeeded", "cancelled", "paused", "resumed", "waiting", "anew"]);
+const SAID_MILLISECONDS = 20000; // for which it says what was done
 const FRESH_AFTER = 250; // milliseconds from an event to what it changed
 
 export function showJob(place, job, worker, signal) {
@@ -125,6 +126,7 @@ class JobView {
     this.head.dataset.level = row.attention.level;
     this.sentences(sentencesOf(row));
     this.facts.show(row, this.worlds);
+    if (this.done.versions?.every((version) => version !== job.version)) this.say("");
     this.axis.suit(job.started, job.ended);
     this.offer(job);
     return undefined;
@@ -141,8 +143,9 @@ class JobView {
   offer(job) {
     const may = mayOperate() && !isOver(job.phase);
     for (const act of ["scale", "checkpoint", "cancel"]) this.buttons[act].hidden = !may;
-    this.buttons.pause.hidden = !may || job.phase === "paused";
-    this.buttons.resume.hidden = !may || job.phase !== "paused";
+    const isPaused = job.paused ?? job.phase === "paused"; // one that waits or stands still may be paused as well
+    this.buttons.pause.hidden = !may || isPaused;
+    this.buttons.resume.hidden = !may || !isPaused;
     this.acts.hidden = !may;
   }
 
@@ -170,10 +173,18 @@ class JobView {
 
   ask(act, given = {}) {
     const more = act === "scale" ? { workers: this.row.job.workers.wanted } : given;
-    askFor(act, this.job, more, (sentence) => {
-      setText(this.done, sentence);
+    askFor(act, this.job, more, (sentence, versions) => {
+      this.say(sentence, versions);
       this.soon();
     });
+  }
+
+  /** What was just done: for a while, and while the job has one of these versions, those before and after it. */
+  say(sentence, versions = null) {
+    clearTimeout(this.forgetting);
+    setText(this.done, sentence);
+    this.done.versions = versions;
+    if (sentence) this.forgetting = setTimeout(() => this.say(""), SAID_MILLISECONDS);
   }
 
   refuse(problem) {
