@@ -4,7 +4,7 @@ import { bytes, count, since } from "./amounts.js";
 import { element, foreign, keyed, setText } from "./elements.js";
 import { icon } from "./phases.js";
 
-const SHOWN = 20;
+const SHOWN = 20; // before the rest is folded
 
 export class Checkpoints {
   constructor(place) {
@@ -14,13 +14,23 @@ export class Checkpoints {
     const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
     const table = element("table", {}, element("caption", { class: "unseen" }, "Checkpoints, newest first"), element("thead", {}, head), this.body);
     this.frame = element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "Checkpoints" }, table);
-    place.append(this.none, this.frame);
+    this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() });
+    this.shown = SHOWN;
+    place.append(this.none, this.frame, this.more);
   }
 
   show(checkpoints) {
     this.none.hidden = checkpoints.length > 0;
     this.frame.hidden = !checkpoints.length;
-    keyed(this.body, checkpoints.slice(0, SHOWN), (one) => `${one.step} ${one.path}`, checkpointLine, updateLine);
+    this.checkpoints = checkpoints;
+    this.more.hidden = checkpoints.length <= this.shown;
+    setText(this.more, `Show all ${count(checkpoints.length)} checkpoints`);
+    keyed(this.body, checkpoints.slice(0, this.shown), (one) => `${one.step} ${one.path}`, checkpointLine, updateLine);
+  }
+
+  unfold() {
+    this.shown = Infinity;
+    this.show(this.checkpoints);
   }
 }
 

@@ -15,12 +15,13 @@ export class Holdings {
     this.canvas = element("canvas", { role: "img", "aria-label": "Blocks by holder" });
     this.frame = element("div", { class: "blocks-picture" }, this.canvas);
     this.key = element("p", { class: "quiet note" }, swatch("owned"), " owned ", swatch("mirrored"), " mirrored ", swatch("missing"), " copies missing");
+    this.note = element("p", { class: "quiet note" });
     this.body = element("tbody");
     this.fills = element("ul", { class: "fills", "aria-label": "Copies under way" });
     const titles = ["Worker", "Failure domain", "Lanes", "Owned blocks", "Mirrored blocks"];
     const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
     const table = element("table", {}, element("caption", { class: "unseen" }, "What each worker holds"), element("thead", {}, head), this.body);
-    place.append(this.sentence, this.frame, this.key, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "What each worker holds" }, table));
+    place.append(this.sentence, this.frame, this.key, this.note, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "What each worker holds" }, table));
     const redraw = () => this.draw();
     const sizes = new ResizeObserver(redraw);
     onTheme(redraw, signal);
@@ -37,6 +38,7 @@ export class Holdings {
     keyed(this.fills, found.fills, (fill) => `${fill.source} ${fill.target}`, () => element("li"), (item, fill) => {
       item.replaceChildren(foreign(fill.source), " → ", foreign(fill.target), `: ${count(fill.filled)} of ${plural(fill.blocks, "block")} copied`);
     });
+    setText(this.note, found.members.length > MOST_DRAWN ? `${MOST_DRAWN} of ${plural(found.members.length, "worker")} are drawn; the table below has all.` : "");
     this.draw();
   }
 

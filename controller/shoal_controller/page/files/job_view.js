@@ -91,6 +91,7 @@ class JobView {
     const path = `/v1/jobs/${encodeURIComponent(this.job)}`;
     const asking = (seconds, rest, show) =>
       poll({ ask: async () => show(await get(path + rest, this.signal)), seconds: () => this.pace(seconds), signal: this.signal, onProblem: (problem) => this.refuse(problem) });
+    asking(3600, "/spec", (spec) => this.workers.expect(spec));
     const polls = [
       asking(1, "/summary", (row) => this.show(row)),
       asking(4, "/worlds", (found) => this.showWorlds(found.worlds)),
@@ -163,7 +164,7 @@ class JobView {
   }
 
   drawCurves() {
-    this.charts.show(this.series.between(...this.axis.bounds), this.worlds);
+    this.charts.show(this.series.from(this.axis.bounds[0]), this.worlds);
   }
 
   onEvent(event) {

@@ -5,6 +5,7 @@ import { get } from "./rest.js";
 
 const COLUMNS = ["step", "loss", "step_seconds", "samples_per_second", "goodput_ratio", "active", "wanted"];
 const KEPT = { hour: 3700, day: 2900 };
+const SLACK = 60; // seconds that the hour may lack at its beginning
 const GAP = 3.5; // so many missing points are a gap, not a line
 
 class Columns {
@@ -68,9 +69,10 @@ export class Series {
     return this.refresh(span, signal);
   }
 
-  /** The columns that show this time best. */
-  between(from, to) {
-    const within = to - from <= 3700 && (this.hour.times[0] ?? Infinity) <= from + 60;
-    return within || !this.day.times.length ? this.hour : this.day;
+  /** The columns that show the time from then on best: every second, unless the coarser ones go back further. */
+  from(begin) {
+    if (!this.day.times.length) return this.hour;
+    const known = Math.max(begin, this.day.times[0]);
+    return (this.hour.times[0] ?? Infinity) <= known + SLACK ? this.hour : this.day;
   }
 }

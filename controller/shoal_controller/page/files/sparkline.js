@@ -27,7 +27,16 @@ function young(values, others = values) {
   return Math.max(0, Math.min(first, values.length - FEWEST));
 }
 
-const lasting = (minutes) => (minutes >= 59 ? "the last hour" : `the last ${plural(Math.max(1, minutes), "minute")}`);
+/** From when to when something is known, gaps among it. */
+function spanOf(values, seconds) {
+  const minutes = (points) => Math.round((points * seconds) / 60);
+  const first = values.findIndex(isKnown);
+  const last = values.findLastIndex(isKnown);
+  const whole = minutes(values.length - first);
+  const ago = minutes(values.length - 1 - last);
+  if (ago > 1) return `${plural(Math.max(1, minutes(last + 1 - first)), "minute")} until ${plural(ago, "minute")} ago`; // the present minute may be new
+  return whole >= 59 ? "the last hour" : `the last ${plural(Math.max(1, whole), "minute")}`;
+}
 
 /** A curve with gaps where nothing is known. `hour`: as REST has it. */
 export function curve(hour, name) {
@@ -38,8 +47,7 @@ export function curve(hour, name) {
   const most = Math.max(...known);
   const x = across(values);
   const y = (value) => HEIGHT - 3 - ((HEIGHT - 6) * (value - least)) / (most - least || 1);
-  const over = lasting(Math.round((known.length * hour.every_seconds) / 60));
-  const label = `${name} over ${over}: from ${figure(known[0])} to ${figure(known.at(-1))}`;
+  const label = `${name} over ${spanOf(values, hour.every_seconds)}: from ${figure(known[0])} to ${figure(known.at(-1))}`;
   const last = values.findLastIndex(isKnown);
   return framed(
     label,
@@ -68,8 +76,7 @@ export function world(hour) {
   const known = active.filter(isKnown);
   if (!known.length) return framed("world: not known yet");
   const least = Math.min(...known);
-  const over = lasting(Math.round((known.length * hour.every_seconds) / 60));
-  const label = `workers over ${over}: ${least} to ${plural(Math.max(...known), "worker")}`;
+  const label = `workers over ${spanOf(active, hour.every_seconds)}: ${least} to ${plural(Math.max(...known), "worker")}`;
   return framed(
     label,
     drawing("path", { d: steps(active, x, y), class: "area" }),

@@ -9,12 +9,13 @@ import { stateBadge } from "./phases.js";
 
 const GONE = new Set(["lost", "left"]);
 const SHOWN = 200; // rows before the rest is folded
-const STALE_SECONDS = 3;
+const STALE_SECONDS = 3; // at least: one look at the workers and a heartbeat
+const STALE_HEARTBEATS = 2;
 
 export class Workers {
   /** `onLog(worker)`, `onAct(act, worker)`: what the buttons do. */
   constructor(place, job, signal, { onLog, onAct, mayAct }) {
-    Object.assign(this, { job, onLog, onAct, mayAct, workers: [], isWhole: false, evicted: new Evicted(job, signal) });
+    Object.assign(this, { job, onLog, onAct, mayAct, workers: [], isWhole: false, stale: Infinity, evicted: new Evicted(job, signal) });
     this.gone = element("input", { type: "checkbox", id: "show-gone", onchange: () => this.draw() });
     this.summary = element("span", { class: "quiet" });
     this.body = element("tbody");
@@ -32,6 +33,12 @@ export class Workers {
   async show(workers) {
     await this.evicted.look(workers);
     this.workers = workers;
+    this.draw();
+  }
+
+  /** How often each of them says that it lives; until that is known nobody is called silent. */
+  expect({ heartbeat_seconds: seconds }) {
+    this.stale = Math.max(STALE_SECONDS, STALE_HEARTBEATS * seconds);
     this.draw();
   }
 
@@ -72,7 +79,7 @@ export class Workers {
   }
 
   update(line, worker, median) {
-    updateLine(line, worker, median);
+    updateLine(line, worker, median, this.stale);
     const { drain, lost } = line.acts;
     const isAway = GONE.has(worker.state);
     line.classList.toggle("gone", this.isGone(worker));
@@ -81,7 +88,7 @@ export class Workers {
   }
 }
 
-function updateLine(line, worker, median) {
+function updateLine(line, worker, median, stale) {
   const { parts } = line;
   once(parts.state, worker.state, () => [stateBadge(worker.state)]);
   const does = worker.why || worker.activity?.sentence || "";
@@ -94,8 +101,8 @@ function updateLine(line, worker, median) {
   const host = worker.domain && worker.domain !== worker.host ? `${worker.host} · ${worker.domain}` : worker.host;
   once(parts.host, host + worker.pid, () => [foreign(host || "–", { title: worker.pid ? `pid ${worker.pid}` : null })]);
   const heard = worker.heartbeat_age_seconds;
-  setText(parts.heartbeat, heard === null || heard === undefined ? "–" : heard < STALE_SECONDS ? "fresh" : `${duration(heard)} ago`);
-  parts.heartbeat.classList.toggle("warn", heard > STALE_SECONDS);
+  setText(parts.heartbeat, heard === null || heard === undefined ? "–" : heard <= stale ? "fresh" : `${duration(heard)} ago`);
+  parts.heartbeat.classList.toggle("warn", heard > stale);
 }
 
 function once(place, key, make) {

@@ -228,7 +228,7 @@ function band(pen, lanes, box, colours) {
 
 function noteOf(rows, worlds) {
   const hidden = rows > MOST_ROWS ? `${MOST_ROWS} of ${rows} workers are drawn; the table below has all. ` : "";
-  const unknown = worlds.some((world) => world.lanes === null) ? "Who held which lane is not known of worlds that began before this controller led. " : "";
+  const unknown = worlds.some((world) => world.lanes === null) ? "Who held which lane is not known of worlds that began before this controller led, or too long ago. " : "";
   return hidden + unknown;
 }
 
