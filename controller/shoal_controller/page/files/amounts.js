@@ -61,7 +61,8 @@ export function clock(time) {
   return today ? CLOCK.format(moment) : `${DAY.format(moment)} ${CLOCK.format(moment)}`;
 }
 
-const utc = (time) => `${new Date(time * 1000).toISOString().replace("T", " ").slice(0, 19)} UTC`;
+/** What stands there on hover. */
+export const utc = (time) => `${new Date(time * 1000).toISOString().replace("T", " ").slice(0, 19)} UTC`;
 
 /** A moment: seconds since the epoch. */
 export function moment(time, text = clock(time)) {

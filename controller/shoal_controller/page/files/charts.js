@@ -1,7 +1,7 @@
 // Loss, step time, samples and goodput over the same time: four charts of uPlot that zoom and point together, with a
 // line at every change of the world. Called by the job's view. What is drawn is also said: each chart has a sentence.
 
-import { clock, duration, figure, percent } from "./amounts.js";
+import { clock, duration, figure, percent, utc } from "./amounts.js";
 import { element, setText } from "./elements.js";
 import { reasonTone, reasonWord } from "./phases.js";
 import { ink, onTheme } from "./theme.js";
@@ -99,6 +99,7 @@ export class Charts {
     const at = plot.cursor.idx;
     const time = plot.cursor.left >= 0 && at !== null ? plot.data[0][at] : null;
     if (plot === this.charts[0]) this.axis.point(plot.cursor.left >= 0 ? plot.posToVal(plot.cursor.left, "x") : null);
+    plot.over.title = time === undefined || time === null ? "" : utc(time);
     const index = this.charts.indexOf(plot);
     const value = time === undefined || time === null ? null : plot.data[1][at];
     this.readout(index, time ?? null, value);

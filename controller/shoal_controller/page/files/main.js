@@ -1,7 +1,7 @@
 // The page's beginning: who asks, which view the address names, the banner while the connection is lost, and another
 // version of the page. Each view ends with the signal that it was given.
 
-import { refreshAges, clock } from "./amounts.js";
+import { clock, refreshAges, utc } from "./amounts.js";
 import { announce } from "./announce.js";
 import { known, letIn } from "./access.js";
 import { connection } from "./connection.js";
@@ -10,6 +10,7 @@ import { showJobs } from "./jobs_view.js";
 import { ABOUT, Problem, get, pause } from "./rest.js";
 
 const RELOADED = "shoal-reloaded-for"; // in sessionStorage: the version for which this tab has loaded itself anew
+const VERSION_MILLISECONDS = 60000; // between two looks whether the controller has another page by now
 
 let shown = new AbortController();
 let entering = false; // the token is being tried, or asked for
@@ -87,16 +88,23 @@ function showConnection(state) {
   const wasShown = !banner.hidden;
   banner.hidden = state === null;
   document.body.classList.toggle("disconnected", state?.kind === "lost");
+  banner.title = state ? `since ${utc(state.since)}` : "";
   if (state) setText(banner, TROUBLES[state.kind](clock(state.since), state.why));
   else if (wasShown) announce("Connected again; this page has caught up.");
 }
 
-/** A controller of another version has another page: load it, once. */
+/** A controller of another version has another page: load it, once; not while somebody is asked something. */
 function checkVersion(about) {
+  if (document.querySelector("dialog[open]")) return;
   const own = document.querySelector('meta[name="shoal-page"]').content;
   if (!about?.page || about.page === own || sessionStorage.getItem(RELOADED) === about.page) return;
   sessionStorage.setItem(RELOADED, about.page);
   location.reload();
+}
+
+/** It may have been replaced between two requests, so that nothing has failed. */
+function lookAtVersion() {
+  if (!document.hidden && known()) get(ABOUT).then(checkVersion, () => {});
 }
 
 document.getElementById("skip").addEventListener("click", (event) => {
@@ -104,8 +112,9 @@ document.getElementById("skip").addEventListener("click", (event) => {
   place().focus();
 });
 connection.listeners.add(showConnection);
-connection.mended.addEventListener("whole", () => get(ABOUT).then(checkVersion, () => {}));
+connection.mended.addEventListener("whole", lookAtVersion);
 window.addEventListener("hashchange", route);
 window.addEventListener("shoal-unauthorized", () => entering || route());
 setInterval(refreshAges, 1000);
+setInterval(lookAtVersion, VERSION_MILLISECONDS);
 route().then(() => checkVersion(known())).then(loadJobView);

@@ -1,7 +1,7 @@
 // The one time axis that the world's picture and all charts of a job share: they follow the present together, zoom
 // together, and show one cursor. Called by the job's view; draws its own buttons and nothing else.
 
-import { clock, now } from "./amounts.js";
+import { clock, now, utc } from "./amounts.js";
 import { element, setText } from "./elements.js";
 
 const WHOLE = Infinity; // from the job's beginning, a day at most
@@ -82,6 +82,7 @@ export class TimeAxis {
     const [from, to] = this.bounds;
     for (const listener of this.listeners) listener(from, to);
     setText(this.range, `${clock(from)} – ${clock(to)}${this.fixed ? "" : this.ended == null ? ", following" : ", its end"}`);
+    this.range.title = `${utc(from)} – ${utc(to)}`;
     for (const [span, button] of this.buttons) button.setAttribute("aria-pressed", String(!this.fixed && span === this.span));
   }
 

@@ -2,7 +2,7 @@
 // pressed. One canvas, so that hundreds of workers cost no elements; what it shows is also in the list of changes.
 // Called by the job's view.
 
-import { clock, plural } from "./amounts.js";
+import { clock, plural, utc } from "./amounts.js";
 import { element, keyed, setText, visible } from "./elements.js";
 import { laneColour, laneWords } from "./lanes.js";
 import { reasonIcon, reasonTone, reasonWord } from "./phases.js";
@@ -166,7 +166,7 @@ export class WorldPicture {
     const more = group.worlds.length - 1;
     const words = `${reasonWord(world.reason)} at ${clock(world.began)}: ${visible(world.sentence)}${more ? ` And ${plural(more, "change")} close to it.` : ""}`;
     button.setAttribute("aria-label", words);
-    button.title = words;
+    button.title = `${words} (${utc(world.began)})`;
     const key = `${world.reason} ${more}`;
     if (button.dataset.key === key) return;
     button.dataset.key = key;
