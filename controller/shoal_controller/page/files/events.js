@@ -1,13 +1,14 @@
 // A job's events as they come, newest first, filtered by kind and worker; each with its sentence. As many as a page can
-// hold are kept. Called by the job's view, which hears every event too.
+// hold are kept; older ones, and those that a filter lets through, are asked for when they are wanted.
+// Called by the job's view, which hears every event too.
 
 import { moment } from "./amounts.js";
 import { element, foreign, foreignText, keyed } from "./elements.js";
-import { kindBadge } from "./phases.js";
+import { eventsBefore, newestPlace } from "./older_events.js";
+import { TELLING_KINDS, kindBadge } from "./phases.js";
 import { Problem, follow, get } from "./rest.js";
 
 const KEPT = 2000;
-const FIRST = 300;
 const SHOWN = 60;
 const EVERY_MILLISECONDS = 200;
 const ALL = "";
@@ -15,12 +16,17 @@ const ALL = "";
 export class Events {
   constructor(place, job, signal, onEvent) {
     Object.assign(this, { job, signal, onEvent, events: [], shown: SHOWN, timer: null });
+    this.path = `/v1/jobs/${encodeURIComponent(job)}/events`;
+    this.older = []; // those that fit the filter, before `events`
+    this.reach = 0; // after this revision all that fit are here
+    this.begin = 0; // after this one all are in `events`
+    this.filler = null; // who asks for older ones now
     this.kinds = element("select", { id: "kind", onchange: () => this.refill() });
     this.workers = element("select", { id: "worker", onchange: () => this.refill() });
     this.options = new Map([[this.kinds, new Set()], [this.workers, new Set()]]);
     this.list = element("ol", { class: "events", "aria-label": "Events, newest first" });
-    this.none = element("p", { class: "quiet" }, "No event is like that.");
-    this.more = element("button", { type: "button", class: "small", onclick: () => this.widen() }, "Show older ones");
+    this.none = element("p", { class: "quiet", hidden: true }, "No event is like that.");
+    this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.widen() }, "Show older ones");
     this.kinds.append(element("option", { value: ALL }, "all kinds"));
     this.workers.append(element("option", { value: ALL }, "all workers"));
     const filters = element("div", { class: "filters" }, element("label", { for: "kind" }, "Kind"), this.kinds, element("label", { for: "worker" }, "Worker"), this.workers);
@@ -29,10 +35,13 @@ export class Events {
   }
 
   async start() {
-    const path = `/v1/jobs/${encodeURIComponent(this.job)}/events`;
+    const { path } = this;
     let after = 0;
     try {
-      const found = await get(`${path}?after=${await this.place()}`, this.signal);
+      const begin = await newestPlace(path, this.job, this.signal);
+      const found = await get(`${path}?after=${begin}`, this.signal);
+      this.begin = this.reach = begin;
+      if (begin) for (const kind of TELLING_KINDS) this.offer(this.kinds, kind, kind.replaceAll("_", " "));
       for (const event of found.events) this.take(event);
       after = found.events.at(-1)?.revision ?? 0;
       this.draw();
@@ -52,16 +61,26 @@ export class Events {
     return found.events.at(-1)?.revision ?? id;
   }
 
-  /** The revision from which on the newest events are asked for: a long job has thousands. */
-  async place() {
-    const newest = await get(`/v1/events?job=${encodeURIComponent(this.job)}`, this.signal);
-    return Math.max(0, (newest.events.at(-1)?.revision ?? 0) - FIRST);
+  /** Workers that may have events which are not here. */
+  meet(workers) {
+    if (this.begin) for (const worker of workers) this.offer(this.workers, worker, worker);
   }
 
   take(event) {
     if (event.revision <= (this.events.at(-1)?.revision ?? 0)) return;
     this.events.push(event);
-    if (this.events.length > KEPT) this.events.splice(0, this.events.length - KEPT);
+    if (this.events.length > KEPT) this.forget(this.events.splice(0, this.events.length - KEPT));
+    this.offerOf(event);
+  }
+
+  /** The oldest ones go, but where older ones are shown. */
+  forget(events) {
+    this.begin = events.at(-1).revision;
+    if (this.older.length) this.older.push(...events.filter((event) => this.fits(event)));
+    else this.reach = this.begin;
+  }
+
+  offerOf(event) {
     this.offer(this.kinds, event.kind, event.kind.replaceAll("_", " "));
     if (event.worker) this.offer(this.workers, event.worker, event.worker);
   }
@@ -88,21 +107,59 @@ export class Events {
 
   refill() {
     this.shown = SHOWN;
-    this.draw();
+    this.older = [];
+    this.reach = this.begin;
+    this.filler = null; // what is asked now is of another filter
+    this.fill();
   }
 
   widen() {
     this.shown += 4 * SHOWN;
+    this.fill();
+  }
+
+  fits(event) {
+    const kind = this.kinds.value;
+    const worker = this.workers.value;
+    return (kind === ALL || event.kind === kind) && (worker === ALL || event.worker === worker);
+  }
+
+  fitting() {
+    return [...this.older, ...this.events.filter((event) => this.fits(event))];
+  }
+
+  /** Show what is here, and ask for older ones until there are as many as are to be shown. */
+  async fill() {
     this.draw();
+    if (this.filler) return;
+    const filler = (this.filler = {});
+    try {
+      while (this.reach && this.fitting().length < this.shown) {
+        const { reach } = this;
+        const found = await eventsBefore(this.path, reach + 1, this.query(), this.signal);
+        if (this.filler !== filler) return;
+        if (this.reach !== reach) continue; // some were forgotten meanwhile
+        for (const event of found.events) this.offerOf(event);
+        this.older.unshift(...found.events);
+        this.reach = found.reach;
+      }
+    } catch (error) {
+      if (!(error instanceof Problem) && !this.signal.aborted) throw error; // else the button stays
+    }
+    if (this.filler === filler) this.filler = null;
+    this.draw();
+  }
+
+  /** The filter as REST has it. */
+  query() {
+    return [this.kinds, this.workers].map((one) => (one.value === ALL ? "" : `&${one.id}=${encodeURIComponent(one.value)}`)).join("");
   }
 
   draw() {
     if (this.signal.aborted) return;
-    const kind = this.kinds.value;
-    const worker = this.workers.value;
-    const fitting = this.events.filter((event) => (kind === ALL || event.kind === kind) && (worker === ALL || event.worker === worker));
-    this.none.hidden = fitting.length > 0;
-    this.more.hidden = fitting.length <= this.shown;
+    const fitting = this.fitting();
+    this.none.hidden = fitting.length > 0 || this.reach > 0;
+    this.more.hidden = fitting.length <= this.shown && this.reach === 0;
     keyed(this.list, fitting.slice(-this.shown).reverse(), (event) => event.revision, eventLine);
   }
 }

@@ -95,7 +95,7 @@ class JobView {
     const polls = [
       asking(1, "/summary", (row) => this.show(row)),
       asking(4, "/worlds", (found) => this.showWorlds(found.worlds)),
-      asking(2, "/workers", (found) => this.workers.show(found.workers)),
+      asking(2, "/workers", (found) => this.showWorkers(found.workers)),
       asking(4, "/holdings", (found) => this.holdings.show(found)),
       asking(6, "/checkpoints", (found) => this.checkpoints.show(found.checkpoints)),
     ];
@@ -155,6 +155,11 @@ class JobView {
     this.picture.show(worlds);
     this.changes.show(worlds);
     this.drawCurves();
+  }
+
+  showWorkers(workers) {
+    this.events?.meet(workers.map((worker) => worker.worker));
+    return this.workers.show(workers);
   }
 
   async showSeries(span) {
