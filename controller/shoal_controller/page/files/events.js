@@ -4,8 +4,8 @@
 
 import { moment } from "./amounts.js";
 import { element, foreign, foreignText, keyed } from "./elements.js";
-import { eventsBefore, newestPlace } from "./older_events.js";
-import { TELLING_KINDS, kindBadge } from "./phases.js";
+import { EVENT_KINDS, eventsBefore, newestPlace } from "./older_events.js";
+import { kindBadge } from "./phases.js";
 import { Problem, follow, get } from "./rest.js";
 
 const KEPT = 2000;
@@ -41,7 +41,7 @@ export class Events {
       const begin = await newestPlace(path, this.job, this.signal);
       const found = await get(`${path}?after=${begin}`, this.signal);
       this.begin = this.reach = begin;
-      if (begin) for (const kind of TELLING_KINDS) this.offer(this.kinds, kind, kind.replaceAll("_", " "));
+      if (begin) for (const kind of EVENT_KINDS) this.offer(this.kinds, kind, kind.replaceAll("_", " "));
       for (const event of found.events) this.take(event);
       after = found.events.at(-1)?.revision ?? 0;
       this.draw();

@@ -4,7 +4,16 @@
 
 import { get } from "./rest.js";
 
-export const PIECE = 300; // events at first
+const PIECE = 300; // events at first
+/** All kinds that REST has (docs/events.md): of a long job a reader may look for one that is not here yet. */
+export const EVENT_KINDS = [
+  "anew", "audit", "begun", "cancelled", "cancelling", "checkpoint_damaged", "checkpoint_failed", "checkpoint_found",
+  "checkpoint_passed_over", "checkpoint_saved", "checkpoint_skipped", "claim_refused", "corrupt_block", "disconnected",
+  "dismissed", "draining", "failed", "heard", "joined", "kept_out", "killed", "left", "lost", "micro_batches_skipped",
+  "not_bit_exact", "not_finite", "open", "parting", "paused", "pending", "plan", "prepare", "refused", "resized",
+  "restoring", "resumed", "returned", "saving", "scaled", "silent", "stalled", "starting", "stays", "straggler",
+  "succeeded", "suspected", "trains", "unreachable", "unreadable_event", "waiting",
+];
 const WIDER = 4; // times as many revisions, where nothing was in them: the oldest events are dropped
 const MOST = 10000; // of one answer
 
@@ -15,7 +24,7 @@ export async function newestPlace(path, job, signal) {
   return Math.max(0, last - PIECE);
 }
 
-/** The last revision but `PIECE` at most, of a job that the feed of all jobs has forgotten. */
+/** The last revision but for `PIECE` at most, of a job that the feed of all jobs has forgotten. */
 async function lastBySearch(path, signal) {
   let some = 0; // this revision there is
   let none = null; // there is nothing after this one

@@ -80,9 +80,6 @@ const KINDS_OF_TROUBLE = new Set([
 ]);
 const KINDS_OF_SUCCESS = new Set(["trains", "succeeded", "checkpoint_saved", "joined", "returned", "resized", "open", "begun"]);
 
-/** Kinds that a reader may look for though none of them has come yet. */
-export const TELLING_KINDS = [...KINDS_OF_TROUBLE, ...KINDS_OF_SUCCESS];
-
 /** What an event's kind looks like in a list. */
 export function kindBadge(kind) {
   const tone = KINDS_OF_TROUBLE.has(kind) ? "bad" : KINDS_OF_SUCCESS.has(kind) ? "good" : "quiet";
