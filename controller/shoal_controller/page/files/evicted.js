@@ -4,36 +4,45 @@
 
 import { get } from "./rest.js";
 
-const AT_ONCE = 8; // questions with each look: of a long list of dead workers the rest is asked about later
+const AT_ONCE = 8; // questions with each look: of many the others are asked about later
 
 export class Evicted {
   constructor(job, signal) {
     this.path = `/v1/jobs/${encodeURIComponent(job)}/preview?act=lost&worker=`;
     this.signal = signal;
-    this.dead = new Map(); // worker: why it was lost when the controller said that it is gone
-    this.known = new Map(); // worker: whether its death can be confirmed now
+    this.answers = new Map(); // by worker: for which `why`, in which look, whether it may come back and be confirmed as lost
+    this.looks = 0;
   }
 
-  /** Look at these workers again, the youngest first. */
+  /** Look at these workers again: first at those that nobody has asked about, the youngest first. Who is dead stays so. */
   async look(workers) {
-    const lost = workers.filter((worker) => worker.state === "lost" && this.dead.get(worker.worker) !== worker.why);
-    const asked = lost.slice(-AT_ONCE);
-    const answers = await Promise.all(asked.map(({ worker }) => get(this.path + encodeURIComponent(worker), this.signal)));
-    this.known = new Map();
+    this.looks += 1;
+    const due = workers.filter((worker) => worker.state === "lost" && this.answerOf(worker)?.mayReturn !== false).reverse();
+    const asked = due.sort((one, other) => this.lookAt(one) - this.lookAt(other)).slice(0, AT_ONCE);
+    const found = await Promise.all(asked.map(({ worker }) => get(this.path + encodeURIComponent(worker), this.signal)));
     asked.forEach(({ worker, why }, index) => {
-      const { possible, code } = answers[index];
-      if (possible || code === "worker_alive") this.known.set(worker, possible);
-      else this.dead.set(worker, why);
+      const { possible, code } = found[index];
+      this.answers.set(worker, { why, look: this.looks, possible, mayReturn: possible || code === "worker_alive" });
     });
+  }
+
+  /** What was answered while it was lost for the reason for which it is now. */
+  answerOf({ worker, state, why }) {
+    const answer = this.answers.get(worker);
+    return state === "lost" && answer?.why === why ? answer : undefined;
+  }
+
+  lookAt(worker) {
+    return this.answerOf(worker)?.look ?? 0;
   }
 
   /** Whether it may come back. */
   has(worker) {
-    return this.known.has(worker.worker);
+    return this.answerOf(worker)?.mayReturn === true;
   }
 
   /** Whether an operator may say that it will not. */
   mayBeConfirmed(worker) {
-    return this.known.get(worker.worker) === true;
+    return this.answerOf(worker)?.possible === true;
   }
 }
