@@ -33,6 +33,7 @@ export class Changes {
     this.worlds = [];
     this.chosen = null;
     this.found = null; // the timeline that is shown
+    this.isThrough = false; // nothing more comes of it
     this.lookAgain = atMostEvery(LOOK_MILLISECONDS, () => this.look());
     this.isWhole = false;
     this.panel = element("section", { class: "timeline card", "aria-label": "The chosen change", tabindex: "-1", hidden: true });
@@ -93,7 +94,9 @@ export class Changes {
     if (generation === null || this.signal.aborted) return null;
     try {
       const found = await get(`/v1/jobs/${encodeURIComponent(this.job)}/worlds/${generation}`, this.signal);
-      if (this.chosen === generation) this.draw(found);
+      if (this.chosen !== generation) return null;
+      this.isThrough = found.ended !== null || found.timeline.some((event) => event.kind === SETTLED);
+      this.draw(found);
     } catch (error) {
       if (this.signal.aborted) return null;
       if (!(error instanceof Problem)) throw error;
@@ -106,9 +109,8 @@ export class Changes {
   renew() {
     const world = this.worlds.find((one) => one.generation === this.chosen);
     if (!this.found || !world) return;
-    const isThrough = this.found.ended !== null || this.found.timeline.some((event) => event.kind === SETTLED);
     this.draw({ ...this.found, ...world });
-    if (!isThrough) this.lookAgain();
+    if (!this.isThrough) this.lookAgain();
   }
 
   draw(found) {
