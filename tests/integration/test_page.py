@@ -99,7 +99,7 @@ def test_small_pictures_have_the_shape_of_their_numbers_and_gaps_where_nothing_i
     with training(workers=1) as cluster, browsed(cluster.url) as seen:
         seen.open()
         label, line = seen.page.evaluate(CURVE, [None, 4.0, 2.0, 3.0, None, None, 2.5, 2.0, 2.0])
-        assert label == "loss over the last 6 minutes: from 4 to 2"
+        assert label == "loss over the last 8 minutes: from 4 to 2"
         assert points(line) == [[(0, 3), (17.1, 25), (34.3, 14)], [(85.7, 19.5), (102.9, 25), (120, 25)]]
         label, area, wanted = seen.page.evaluate(WORLD, [[None, 4, 4, 3, 3, 4, 4, 4, 4], [None, *[4] * 8]])
         assert label == "workers over the last 8 minutes: 3 to 4 workers"
