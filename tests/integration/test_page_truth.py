@@ -42,12 +42,6 @@ def test_the_loss_of_an_evicted_worker_is_confirmed_and_the_job_resumed_while_it
         cluster.until("a checkpoint", lambda job: job["last_checkpoint_step"] is not None)
         cluster.stop("w2")
         cluster.wait_phase("stalled")
-
-        def with_paused(row: Json) -> Json:
-            kinds = [one["kind"] for one in cluster.events() if one["kind"] in ("paused", "resumed")]
-            return {**row, "job": {**row["job"], "paused": kinds[-1:] == ["paused"]}}
-
-        altered(seen.page, r"/jobs/job/summary$", with_paused)
         seen.open_job()
         expect(seen.page.locator("#section-workers .filters")).to_contain_text(
             "2 workers here, 1 evicted, which may come back, 0 gone"

@@ -36,7 +36,7 @@ export class Checkpoints {
 
 function checkpointLine(saved) {
   const verified = element("td");
-  const when = saved.saved === null || saved.saved === undefined ? element("span", { class: "quiet" }, "before this history") : since(saved.saved);
+  const when = saved.saved === null || saved.saved === undefined ? element("span", { class: "quiet" }, "not known") : since(saved.saved);
   const line = element(
     "tr", {},
     element("th", { scope: "row" }, count(saved.step)),
