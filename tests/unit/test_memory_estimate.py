@@ -21,6 +21,8 @@ from shoal.core.tree import push
 from shoal.device import HOST
 from shoal.exchange import pieces
 from shoal.offload import held_piece, transfers
+from shoal.training.engine import Engine
+from shoal.training.telemetry import held_bytes
 from shoal_controller.cli.estimate import COLUMNS
 from shoal_protos import memory_estimate
 from shoal_protos.memory_estimate import (
@@ -275,3 +277,21 @@ def test_half_precision_and_host_memory_take_what_is_estimated(
     logged = [line for line in lines if line["event"] == "memory"]
     assert [line["estimated_bytes"] for line in logged] == [expected] * 4
     assert all(0.95 < line["measured_bytes"] / expected < TOLERANCE for line in logged)
+
+
+@pytest.mark.parametrize("stage", shortened([2, 3], 2))
+def test_between_two_micro_batches_workers_hold_the_whole_gradient_that_is_estimated(stage: int) -> None:
+    options = {"max_steps": 2, "lanes": 4, "micro_batches_per_lane": 2, "stage": stage}
+    expected = estimate(MemorySetup(WIDE, 4, stage, 4, 1, micro_batches=2))
+    expected_then = expected.at_rest("device") + 4 * WIDE
+    held: list[int] = []
+
+    def look(engine: Engine) -> None:
+        """Between two micro-batches of the second step."""
+        if engine.global_step == 1 and engine.context.loop.place[1] == 1:
+            held.append(sum(held_bytes(engine.context.state).values()))
+
+    with Crew("abcd", Task(options, model=Wide, optimizer=adamw, in_loop=look)) as crew:
+        crew.finish()
+    assert [item.bytes for item in expected.items if (item.name, item.in_step) == ("gradients", True)] == [4 * WIDE]
+    assert [1 <= one / expected_then <= TOLERANCE for one in held] == [True] * 4
