@@ -83,6 +83,11 @@ class HostBlocks(HeldBlocks):
     def _weights(self, stretch: Stretch, state: State, has_master: bool) -> Tensor:  # (elements,)
         return super()._weights(stretch, state, has_master).to(self.layout.device)
 
+    def bytes_by_place(self) -> dict[str, int]:
+        """With the copies of parameters that the host updates."""
+        own = [one.parameter for one in self._segments if not (one.has_master or self._device.holds(one.parameter))]
+        return {"state": self.state_bytes() + sum(copy.nbytes for copy in own)}
+
     # ---- the update
 
     def apply(
