@@ -102,6 +102,7 @@ def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
     assert code == 0, errors
     assert command.first_line.startswith("http=127.0.0.1:")
     assert " grpc=127.0.0.1:" in command.first_line
+    assert f"page: http://{command.first_line.split()[0].removeprefix('http=')}" in errors
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["fingerprint"] == undisturbed(OPTIONS)
     assert (report["job"], report["steps"]) == ("train", 12)

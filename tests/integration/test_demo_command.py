@@ -20,7 +20,8 @@ def test_the_demo_ends_with_the_same_bits(tmp_path: Path) -> None:
         [SHOAL, "demo", "--steps", "90", "--text", str(text)], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.match(r"http=127\.0\.0\.1:\d+ grpc=127\.0\.0\.1:\d+\n", done.stdout)
+    at = re.match(r"http=(127\.0\.0\.1:\d+) grpc=127\.0\.0\.1:\d+\n", done.stdout)
+    assert at is not None and f"page: http://{at[1]}" in done.stderr
     assert "The same bits" in done.stdout
     first, second = re.findall(r"\b[0-9a-f]{64}\b", done.stdout)
     assert first == second
