@@ -65,7 +65,7 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     "shoal_blocks_unmirrored": ("Blocks with fewer copies than wanted.", lambda view: view.unmirrored_blocks),
     "shoal_checkpoint_last_step": ("Step of the last complete checkpoint.", lambda view: view.last_checkpoint_step),
     "shoal_checkpoint_last_timestamp_seconds": (
-        "Unix time at which the last complete checkpoint became known.",
+        "Unix time at which the last checkpoint was saved that this job was heard to save.",
         lambda view: view.figures.last_checkpoint,
     ),
     "shoal_checkpoint_interval_seconds": (

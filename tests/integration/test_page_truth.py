@@ -60,6 +60,18 @@ def test_the_loss_of_an_evicted_worker_is_confirmed_and_the_job_resumed_while_it
         expect(seen.page.locator("tr[data-worker=w2]")).to_have_count(0)
 
 
+def test_workers_are_shown_where_nobody_says_whether_a_lost_one_may_come_back() -> None:
+    with training(workers=2) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
+        cluster.wait_step(3)
+        seen.page.route("**/preview?act=lost*", lambda route: route.fulfill(status=503, json={"detail": "no leader"}))
+        cluster.kill("w1")
+        cluster.wait_world(1)
+        with seen.page.expect_response("**/preview?act=lost*"):
+            seen.open_job()
+        expect(seen.page.locator("#section-workers .filters")).to_contain_text("1 worker here, 1 gone")
+        expect(seen.page.locator("tr[data-worker=w0] .state")).to_have_text("active")
+
+
 def test_a_cost_that_is_not_reported_is_not_zero_and_the_open_timeline_goes_on() -> None:
     with training() as cluster, browsed(cluster.url) as seen:
         cluster.wait_step(5)

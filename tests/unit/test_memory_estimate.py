@@ -252,7 +252,7 @@ HALVES: dict[str, dict[str, Any]] = {
 }
 IN_MEMORY = [
     (3, "bf16", "none"), (2, "fp16", "none"), (1, "fp32", "host"), (2, "bf16", "host"), (3, "bf16", "host"),
-    (3, "bf16", "parameters"),
+    (3, "fp32", "parameters"), (3, "bf16", "parameters"),
 ]  # fmt: skip
 
 

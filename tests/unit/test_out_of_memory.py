@@ -57,6 +57,15 @@ def test_another_error_is_left_alone(error: Exception) -> None:
     assert not hasattr(error, "__notes__")
 
 
+def test_an_error_that_cannot_be_explained_arrives_all_the_same() -> None:
+    def nothing_left() -> Setting:
+        raise MemoryError
+
+    error = MemoryError()
+    explain(error, "in the update of step 3", nothing_left)
+    assert error.__notes__ == ["Memory ran out while activations, gradients or the script's own tensors were made."]
+
+
 def smallest(**more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 1, "shoal": {"lanes": 1, "max_steps": 1, "mirrors": 0}, **more}
 

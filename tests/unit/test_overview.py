@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machine_driver import MADE_OF, Driver, training
 from shoal_controller.api.answers import JobAnswer
 from shoal_controller.api.page_answers import worlds_of
-from shoal_controller.core.machine.block_copies import missing_copies
+from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -34,7 +34,7 @@ from shoal_controller.core.overview.resize_sentences import changes_of, last_tel
 from shoal_controller.series.job_series import JobSeries, Span
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.errors import UserError
-from shoal_protos.plan import EVERYONE, Reason
+from shoal_protos.plan import EVERYONE, Reason, Share
 from shoal_protos.runs import Runs
 
 IDLE = JobView(
@@ -151,7 +151,11 @@ def test_a_resize_names_whom_it_took_and_what_it_moved() -> None:
     [
         ({}, "the job began with 2 workers: "),
         ({"from_step": 4}, "the job began with 2 workers, from a checkpoint of step 4: "),
-        ({"starts_again": True}, "nobody had the job's state any more: 2 workers began again from step 0: "),
+        ({"starts_again": True}, "the job began again with 2 workers, before its first step: "),
+        (
+            {"starts_again": True, "lost_steps": 3},
+            "nobody had the job's state any more: 2 workers began again from step 0: ",
+        ),
         (
             {"starts_again": True, "from_step": 4},
             "nobody had the job's state any more: 2 workers went on from the checkpoint of step 4: ",
@@ -277,6 +281,14 @@ def test_a_world_at_rest_has_all_copies_that_are_wanted_whatever_its_size(worker
     assert series.points(Span.HOUR, 0.0, 1.0)["unmirrored_blocks"] == [0]
 
 
+def test_a_joiner_is_no_place_for_a_copy_before_it_is_filled() -> None:
+    durable = training(mirrors=EVERYONE).job.durable
+    world = durable.current
+    assert world is not None and copies_wanted(durable) == 3
+    joined = replace(world, members=(*world.members, world.members[0]), shares=(*world.shares, Share()))
+    assert copies_wanted(replace(durable, current=joined)) == 3
+
+
 def test_a_copy_that_is_missing_is_said_everywhere_though_another_one_is_left() -> None:
     job = training(5, mirrors=2)
     job.die("w4")
@@ -326,7 +338,7 @@ def test_a_death_that_is_confirmed_says_what_is_lost_with_it() -> None:
     job.feed(DrainWorker("w0", 600.0, "maintenance"))
     assert asked(silent(job, "w1"), ConfirmLost("w1")).endswith("no step is lost"), "w0 has its blocks while it drains"
     alone = asked(silent(training(mirrors=0), "w1"), ConfirmLost("w1"))
-    assert "have no other copy: the job starts again from step 0" in alone
+    assert "have no other copy: the job fails" in alone
 
 
 def test_a_drain_of_a_worker_that_is_evicted_says_that_it_is_given_up_and_what_is_lost_with_it() -> None:
@@ -337,9 +349,7 @@ def test_a_drain_of_a_worker_that_is_evicted_says_that_it_is_given_up_and_what_i
     assert next(worker.state for worker in job.view.workers if worker.worker == "w2") is State.LOST
     sentence = asked(job, DrainWorker("w2"))
     assert sentence.startswith("drain w2: it is silent, and is given up as if it were dead: ")
-    assert (
-        sentence.endswith("have no other copy: the job starts again from step 0") and "nothing is lost" not in sentence
-    )
+    assert sentence.endswith("have no other copy: the job fails") and "nothing is lost" not in sentence
 
 
 def test_a_resume_promises_steps_only_where_enough_workers_are_there() -> None:

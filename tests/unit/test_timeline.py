@@ -48,6 +48,18 @@ def test_a_drain_is_an_operators_only_where_one_asked_for_that_one() -> None:
     assert (found.events, found.noticed_by) == (asked, "an operator")
 
 
+def test_a_plan_that_names_nobody_has_the_last_request_for_its_cause() -> None:
+    """As that of a drain whose blocks are copied first, and of many workers."""
+    asked = (
+        event(HOURS - 90.0, "audit", "w2", action="drain"),
+        event(HOURS - 90.0, "draining", "w2"),
+        event(HOURS, "plan", message="generation 2 will replace 1 (drain): fill 5 blocks"),
+        event(HOURS + 1.0, "begun", generation=2),
+    )
+    found = timeline([*TRAINED, *asked], 2, "drain")
+    assert (found.events, found.noticed_by) == (asked, "an operator")
+
+
 def test_a_join_begins_with_the_joiner_though_it_was_hours_before() -> None:
     joined = (
         event(HOURS, "joined", "w3"),

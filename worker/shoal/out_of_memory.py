@@ -56,7 +56,10 @@ def explain(error: BaseException, where: str, find: Callable[[], Setting]) -> No
     if not is_out_of_memory(error) or any(ESTIMATE in note for note in getattr(error, "__notes__", ())):
         return
     note_what(error, "activations, gradients or the script's own tensors were made")
-    setting = find()
+    try:
+        setting = find()
+    except Exception:  # there may be no memory for that either, and the error itself is what has to arrive
+        return
     less = "\n".join(f"  - {way}" for way in ways(setting, isinstance(error, torch.OutOfMemoryError)))
     workers = f"{setting.workers} worker{'s' if setting.workers > 1 else ''}"
     error.add_note(

@@ -111,14 +111,16 @@ def _plan_of(before: Sequence[JobEvent], beginning: JobEvent) -> JobEvent | None
 
 
 def _causes(before: Sequence[JobEvent], beginning: JobEvent, reason: Reason) -> list[JobEvent]:
-    """What led to a planned change: of those whom its plan adds or removes, and requests of operators for it."""
+    """What led to a planned change: of those whom its plan adds or removes, and requests of operators for it. Where the
+    plan's sentence names nobody, the last of each kind.
+    """
     planned = _plan_of(before, beginning) if beginning.kind == EventKind.BEGUN else None
     names = frozenset(NAME.findall(planned.message)) if planned is not None else frozenset()
     last: dict[tuple[str, WorkerId], JobEvent] = {}
     for event in before:
-        asked = event.kind == EventKind.AUDIT and event.data.get("action") == ASKED_BY.get(reason)
-        if (asked or event.kind in CAUSES.get(reason, ())) and (not event.worker or event.worker in names):
-            last[event.kind, event.worker] = event
+        concerns = not names or not event.worker or event.worker in names
+        if concerns and (_asks_for(event, reason) or event.kind in CAUSES.get(reason, ())):
+            last[event.kind, event.worker if names else ""] = event
     return list(last.values())
 
 
@@ -156,10 +158,13 @@ def _asker(before: Sequence[JobEvent], reason: Reason) -> str:
     """Whether an operator has asked for it: by a request of that kind, of a worker that it concerns."""
     drained = {event.worker for event in before if event.kind == EventKind.DRAINING}
     for event in before:
-        asks = event.kind == EventKind.AUDIT and event.data.get("action") == ASKED_BY.get(reason)
-        if asks and (reason is not Reason.DRAIN or event.worker in drained):
+        if _asks_for(event, reason) and (reason is not Reason.DRAIN or event.worker in drained):
             return "an operator"
     return "the controller"
+
+
+def _asks_for(event: JobEvent, reason: Reason) -> bool:
+    return event.kind == EventKind.AUDIT and reason in ASKED_BY and event.data.get("action") == ASKED_BY[reason]
 
 
 def _waited_for(events: Sequence[JobEvent]) -> tuple[WorkerId, ...]:

@@ -84,9 +84,10 @@ class HostBlocks(HeldBlocks):
         return super()._weights(stretch, state, has_master).to(self.layout.device)
 
     def bytes_by_place(self) -> dict[str, int]:
-        """With the copies of parameters that the host updates."""
-        own = [one.parameter for one in self._segments if not (one.has_master or self._device.holds(one.parameter))]
-        return {"state": self.state_bytes() + sum(copy.nbytes for copy in own)}
+        """With the copies of parameters that the host updates; those that lie with the state are counted as weights."""
+        own = [one.parameter for one in self._segments if not one.has_master and one.parameter is not one.weights]
+        copies = sum(parameter.nbytes for parameter in own if not self._device.holds(parameter))
+        return {"state": self.state_bytes() + copies}
 
     # ---- the update
 

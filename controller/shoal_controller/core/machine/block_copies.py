@@ -15,12 +15,13 @@ from shoal_controller.core.machine.durable import Durable
 
 def copies_wanted(durable: Durable) -> int | None:
     """Of every block in the world that may train, the owner's among them: as many as the job asks for, and no more than
-    there are members. None: there is no world.
+    there are members that keep blocks, as a joiner does once it is filled. None: there is no world.
     """
     description, world = durable.description, durable.current
     if description is None or world is None:
         return None
-    return min(description.mirrors, world.world_size - 1) + 1
+    keepers = sum(bool(share.keeps) for share in world.shares)
+    return min(description.mirrors, max(1, keepers) - 1) + 1
 
 
 def missing_copies(world: Plan | None, wanted: int | None) -> Runs:

@@ -118,7 +118,7 @@ class Figures:
     first_commit: float | None = None
     last_commit: float | None = None
     last_checkpoint: float | None = None
-    """When the newest checkpoint became known."""
+    """When the newest checkpoint was saved that workers have told of as they saved it."""
     checkpoint_interval: float | None = None
     """Seconds between the two newest ones."""
 

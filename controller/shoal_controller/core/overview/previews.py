@@ -84,7 +84,10 @@ def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
         parts = [_lanes_go(before, worker, stays), "its blocks go on with their mirrors", "no step is lost"]
         return ", ".join(filter(None, (*parts, _replaced(before, after))))
     back = before.last_checkpoint_step
-    where = f"all go back to the checkpoint of step {back}" if back is not None else "the job starts again from step 0"
+    if back is not None:
+        where = f"all go back to the checkpoint of step {back}"
+    else:
+        where = "the job fails" if before.launcher == "none" else "the job starts again from step 0"
     return f"{plural(len(lost), 'block')} {'has' if len(lost) == 1 else 'have'} no other copy: {where}"
 
 
@@ -142,7 +145,9 @@ def _resumed(after: JobView) -> str:
     if after.active < after.min_workers:
         are = "is" if after.active == 1 else "are"
         return f"no step runs yet: {plural(after.active, 'worker')} {are} active, min_workers is {after.min_workers}"
-    if after.world is None or after.phase in (Phase.RESIZING, Phase.STALLED):
+    if after.phase is Phase.STALLED:
+        return "training goes on once the job is no longer stalled"
+    if after.world is None or after.phase is Phase.RESIZING:
         return f"training goes on from step {after.step}, about, once the job is no longer {after.phase.value}"
     return f"training goes on from step {after.step} with the same workers"
 

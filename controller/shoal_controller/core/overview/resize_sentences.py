@@ -56,6 +56,8 @@ def _cause(resize: ResizeView, gone: Collection[WorkerId], came: Collection[Work
 
 def _start(resize: ResizeView, world: str) -> str:
     """Only the first one is the job's beginning."""
+    if resize.starts_again and not resize.from_step and not resize.lost_steps:
+        return f"the job began again with {world}, before its first step"
     if resize.starts_again:
         where = (
             f"went on from the checkpoint of step {resize.from_step}" if resize.from_step else "began again from step 0"

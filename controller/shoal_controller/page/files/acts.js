@@ -101,6 +101,7 @@ class ActDialog {
 
   async carryOut() {
     const { method, path, body } = this.kind;
+    const { asked } = this;
     this.confirm.disabled = true;
     setText(this.problem, "");
     let answer;
@@ -108,7 +109,7 @@ class ActDialog {
       answer = await request(method, this.path(path(this.given)), { body: body?.(this.given), version: this.version });
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
-      this.confirm.disabled = !mayGoBetter(error);
+      if (asked === this.asked) this.confirm.disabled = !mayGoBetter(error); // else another number was typed meanwhile
       return this.refuse(error);
     }
     announce(DONE[this.act]);

@@ -82,7 +82,10 @@ export class Changes {
     this.listener?.(world.generation);
     const problem = await this.look();
     if (this.chosen !== world.generation) return;
-    if (problem) this.panel.replaceChildren(element("p", { class: "problem" }, problem.message));
+    if (problem) {
+      const close = element("button", { type: "button", class: "small", onclick: () => this.close() }, "Close");
+      this.panel.replaceChildren(element("p", { class: "problem" }, problem.message), close);
+    }
     this.panel.hidden = false;
     this.panel.focus({ preventScroll: true });
     this.panel.scrollIntoView({ block: "nearest" });
@@ -95,7 +98,8 @@ export class Changes {
     try {
       const found = await get(`/v1/jobs/${encodeURIComponent(this.job)}/worlds/${generation}`, this.signal);
       if (this.chosen !== generation) return null;
-      this.isThrough = found.ended !== null || found.timeline.some((event) => event.kind === SETTLED);
+      const isSettled = found.timeline.some((event) => event.kind === SETTLED); // its events may be dropped by now
+      this.isThrough = found.ended !== null || isSettled || isCostKnown(found) || !found.timeline.length;
       this.draw(found);
     } catch (error) {
       if (this.signal.aborted) return null;
@@ -108,9 +112,9 @@ export class Changes {
   /** The open timeline follows what the list says of its world, and is asked for until the change is through. */
   renew() {
     const world = this.worlds.find((one) => one.generation === this.chosen);
-    if (!this.found || !world) return;
-    this.draw({ ...this.found, ...world });
-    if (!this.isThrough) this.lookAgain();
+    if (!world) return;
+    if (this.found) this.draw({ ...this.found, ...world });
+    if (!this.found || !this.isThrough) this.lookAgain();
   }
 
   draw(found) {

@@ -12,6 +12,8 @@ const KEPT = 2000;
 const SHOWN = 60;
 const EVERY_MILLISECONDS = 200;
 const ALL = "";
+const MOST_OLDER = 10000;
+const ORDER = new Intl.Collator(undefined, { numeric: true });
 
 export class Events {
   constructor(place, job, signal, onEvent) {
@@ -25,7 +27,7 @@ export class Events {
     this.workers = element("select", { id: "worker", onchange: () => this.refill() });
     this.options = new Map([[this.kinds, new Set()], [this.workers, new Set()]]);
     this.list = element("ol", { class: "events", "aria-label": "Events, newest first" });
-    this.none = element("p", { class: "quiet", hidden: true }, "No event is like that.");
+    this.none = element("p", { class: "quiet", role: "status", hidden: true }, "No event is like that.");
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.widen() }, "Show older ones");
     this.kinds.append(element("option", { value: ALL }, "all kinds"));
     this.workers.append(element("option", { value: ALL }, "all workers"));
@@ -73,11 +75,14 @@ export class Events {
     this.offerOf(event);
   }
 
-  /** The oldest ones go, but where older ones are shown. */
+  /** The oldest ones go, but where older ones were asked for. */
   forget(events) {
+    const areKept = this.filler !== null || this.reach < this.begin;
     this.begin = events.at(-1).revision;
-    if (this.older.length) this.older.push(...events.filter((event) => this.fits(event)));
-    else this.reach = this.begin;
+    if (!areKept) return void (this.reach = this.begin);
+    this.older.push(...events.filter((event) => this.fits(event)));
+    const over = this.older.length - MOST_OLDER;
+    if (over > 0) this.reach = this.older.splice(0, over).at(-1).revision;
   }
 
   offerOf(event) {
@@ -100,16 +105,18 @@ export class Events {
     if (known.has(value)) return;
     known.add(value);
     const option = element("option", { value }, words.length > 40 ? `${words.slice(0, 40)}…` : words);
-    const order = (one, other) => one.localeCompare(other, undefined, { numeric: true });
-    const next = [...select.options].slice(1).find((one) => order(one.value, value) > 0);
-    select.insertBefore(option, next ?? null);
+    const last = select.options[select.options.length - 1]; // workers come in the order of their numbers
+    const isLast = last.value === ALL || ORDER.compare(last.value, value) <= 0;
+    const next = isLast ? null : [...select.options].slice(1).find((one) => ORDER.compare(one.value, value) > 0);
+    select.insertBefore(option, next);
   }
 
   refill() {
     this.shown = SHOWN;
     this.older = [];
     this.reach = this.begin;
-    this.filler = null; // what is asked now is of another filter
+    this.filler?.abort(); // what is asked now is of another filter
+    this.filler = null;
     this.fill();
   }
 
@@ -132,21 +139,23 @@ export class Events {
   async fill() {
     this.draw();
     if (this.filler) return;
-    const filler = (this.filler = {});
+    const filler = (this.filler = new AbortController());
+    const signal = AbortSignal.any([this.signal, filler.signal]);
+    this.list.setAttribute("aria-busy", "true");
     try {
       while (this.reach && this.fitting().length < this.shown) {
         const { reach } = this;
-        const found = await eventsBefore(this.path, reach + 1, this.query(), this.signal);
-        if (this.filler !== filler) return;
-        if (this.reach !== reach) continue; // some were forgotten meanwhile
+        const found = await eventsBefore(this.path, reach + 1, this.query(), signal);
         for (const event of found.events) this.offerOf(event);
         this.older.unshift(...found.events);
         this.reach = found.reach;
       }
     } catch (error) {
+      if (filler.signal.aborted) return;
       if (!(error instanceof Problem) && !this.signal.aborted) throw error; // else the button stays
     }
-    if (this.filler === filler) this.filler = null;
+    this.filler = null;
+    this.list.setAttribute("aria-busy", "false");
     this.draw();
   }
 

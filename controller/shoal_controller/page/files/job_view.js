@@ -91,7 +91,8 @@ class JobView {
     const path = `/v1/jobs/${encodeURIComponent(this.job)}`;
     const asking = (seconds, rest, show) =>
       poll({ ask: async () => show(await get(path + rest, this.signal)), seconds: () => this.pace(seconds), signal: this.signal, onProblem: (problem) => this.refuse(problem) });
-    asking(3600, "/spec", (spec) => this.workers.expect(spec));
+    const toExpect = async () => this.workers.expect(await get(`${path}/spec`, this.signal));
+    poll({ ask: toExpect, seconds: () => this.pace(this.workers.isExpected ? 3600 : 2), signal: this.signal, onProblem: () => {} });
     const polls = [
       asking(1, "/summary", (row) => this.show(row)),
       asking(4, "/worlds", (found) => this.showWorlds(found.worlds)),
@@ -159,7 +160,7 @@ class JobView {
 
   showWorkers(workers) {
     this.events?.meet(workers.map((worker) => worker.worker));
-    return this.workers.show(workers);
+    return this.workers.show(workers, this.row !== null && isOver(this.row.job.phase));
   }
 
   async showSeries(span) {

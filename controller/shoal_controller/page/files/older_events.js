@@ -15,7 +15,7 @@ export const EVENT_KINDS = [
   "succeeded", "suspected", "trains", "unreachable", "unreadable_event", "waiting",
 ];
 const WIDER = 4; // times as many revisions, where nothing was in them: the oldest events are dropped
-const MOST = 10000; // of one answer
+const MOST = 10000; // of one answer; all of them are read for a filter, however few it lets through
 
 /** The revision after which the newest events are: `PIECE` of them at least, if there are so many. */
 export async function newestPlace(path, job, signal) {
@@ -39,7 +39,7 @@ async function lastBySearch(path, signal) {
 
 /** The nearest events before a revision that fit `query` (`&kind=…&worker=…`), and after which one they are all of them. */
 export async function eventsBefore(path, revision, query, signal) {
-  for (let piece = PIECE; ; piece *= WIDER) {
+  for (let piece = query ? MOST : PIECE; ; piece *= WIDER) {
     const reach = Math.max(0, revision - 1 - piece);
     const found = await get(`${path}?after=${reach}&limit=${Math.min(piece, MOST)}${query}`, signal);
     const events = found.events.filter((event) => event.revision < revision);

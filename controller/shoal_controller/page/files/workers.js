@@ -15,7 +15,7 @@ const STALE_HEARTBEATS = 2;
 export class Workers {
   /** `onLog(worker)`, `onAct(act, worker)`: what the buttons do. */
   constructor(place, job, signal, { onLog, onAct, mayAct }) {
-    Object.assign(this, { job, onLog, onAct, mayAct, workers: [], isWhole: false, stale: Infinity, evicted: new Evicted(job, signal) });
+    Object.assign(this, { job, onLog, onAct, mayAct, workers: null, isWhole: false, isExpected: false, stale: Infinity, evicted: new Evicted(job, signal) });
     this.gone = element("input", { type: "checkbox", id: "show-gone", onchange: () => this.draw() });
     this.summary = element("span", { class: "quiet" });
     this.body = element("tbody");
@@ -30,15 +30,17 @@ export class Workers {
     );
   }
 
-  async show(workers) {
-    await this.evicted.look(workers);
+  /** `isOver`: the job waits for nobody any more. */
+  async show(workers, isOver) {
     this.workers = workers;
     this.draw();
+    if (!isOver && (await this.evicted.look(workers))) this.draw();
   }
 
   /** How often each of them says that it lives; until that is known nobody is called silent. */
   expect({ heartbeat_seconds: seconds }) {
-    this.stale = Math.max(STALE_SECONDS, STALE_HEARTBEATS * seconds);
+    this.isExpected = true;
+    this.stale = Math.max(STALE_SECONDS, STALE_HEARTBEATS * (seconds ?? 1));
     this.draw();
   }
 
@@ -53,6 +55,7 @@ export class Workers {
   }
 
   draw() {
+    if (this.workers === null) return; // nobody has said who is here
     const stay = this.workers.filter((worker) => !this.isGone(worker));
     const rows = this.gone.checked ? this.workers : stay;
     const evicted = stay.filter((worker) => this.evicted.has(worker)).length;

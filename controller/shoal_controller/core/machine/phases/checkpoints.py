@@ -67,7 +67,8 @@ def on_status(turn: Turn, worker: WorkerId, status: Status, before: Status) -> N
     saved_at = turn.now if _was_just_saved(claimed, before) else None
     _keep(turn, (*turn.durable.checkpoints, replace(claimed, saved_at=saved_at)))
     _exceed(turn, claimed.generation)
-    turn.keep_figures(turn.job.figures.checkpointed(turn.now))
+    if saved_at is not None:
+        turn.keep_figures(turn.job.figures.checkpointed(saved_at))
     verb = "saved" if status.generation else "found"
     foreign = claimed.run and claimed.run != turn.spec.run
     whose = f"; run {claimed.run} has saved it, this is run {turn.spec.run}" if foreign else ""
