@@ -92,6 +92,13 @@ def test_a_node_that_is_out_of_service_proves_a_death_and_one_that_is_not_ready_
     assert state.end is None and state.announcement is None
 
 
+def test_a_pod_that_its_node_has_not_started_is_no_death_though_the_node_was_out_of_service_when_last_heard_of() -> (
+    None
+):
+    """Pods and nodes are watched apart: a pod may be placed on a node whose taint is gone, before that is known."""
+    assert state_of(pod("Pending"), node("node.kubernetes.io/out-of-service"), (), NOON).end is None
+
+
 @pytest.mark.parametrize("taint", GOING_TAINTS)
 def test_a_taint_of_a_node_that_is_to_go_announces_it(taint: str) -> None:
     assert state_of(pod(), node(taint), (), NOON).announcement == Preempted(

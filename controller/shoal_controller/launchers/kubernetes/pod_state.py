@@ -71,7 +71,7 @@ def state_of(pod: Object, node: Object | None, taints: Sequence[str], now: float
     place = Place.of_pod(metadata["name"], metadata["uid"], node_of(pod) if running else "")
     if phase in ("Succeeded", "Failed"):
         return PodState(place, end=_end(pod))
-    if node is not None and OUT_OF_SERVICE in _taints(node):
+    if running and node is not None and OUT_OF_SERVICE in _taints(node):  # of a pod just placed its node is older news
         why = f"its node {node_of(pod)} has the taint {OUT_OF_SERVICE}"
         return PodState(place, end=Exited(worker_of(pod), None, why))
     if (keepers := metadata.get("finalizers")) and metadata.get("deletionGracePeriodSeconds") == 0:
