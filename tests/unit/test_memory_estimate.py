@@ -207,6 +207,12 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
+def memory_lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """What the logs of workers say that they hold."""
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    return [line for line in lines if line["event"] == "memory"]
+
+
 @pytest.mark.parametrize("lanes", shortened([4, 8], 4))
 @pytest.mark.parametrize(("stage", "mirrors"), shortened([(0, 1), (1, 1), (2, 0), (2, 1)], (1, 1), (2, 0)))
 def test_workers_hold_what_is_estimated_and_their_logs_say_so(
@@ -220,8 +226,7 @@ def test_workers_hold_what_is_estimated_and_their_logs_say_so(
         crew.finish()
         held = (tensor_bytes() - before) / 4
     assert 1 <= held / expected <= TOLERANCE
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    logged = [line for line in lines if line["event"] == "memory"]
+    logged = memory_lines(capsys)
     assert [line["estimated_bytes"] for line in logged] == [expected] * 4
     assert all(0.9 < line["measured_bytes"] / expected < TOLERANCE for line in logged)
 
@@ -237,8 +242,7 @@ def test_with_state_in_files_workers_hold_what_is_estimated(
         crew.finish()
         held = (tensor_bytes() - before) / 4
     assert 1 <= held / expected.at_rest("device") <= TOLERANCE  # buffers are no tensors, and files no memory
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    logged = [line for line in lines if line["event"] == "memory"]
+    logged = memory_lines(capsys)
     assert [line["estimated_file_bytes"] for line in logged] == [expected.at_rest("file")] * 4
     assert all(1 <= line["state_files"] / expected.at_rest("file") < TOLERANCE for line in logged)
     most = expected.at_rest("device") + expected.at_rest("host")
@@ -273,8 +277,7 @@ def test_half_precision_and_host_memory_take_what_is_estimated(
             worker.engine.context.state.device.settle()
         held = (tensor_bytes() - before) / 4
     assert 1 <= held / expected <= TOLERANCE
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    logged = [line for line in lines if line["event"] == "memory"]
+    logged = memory_lines(capsys)
     assert [line["estimated_bytes"] for line in logged] == [expected] * 4
     assert all(0.95 < line["measured_bytes"] / expected < TOLERANCE for line in logged)
 

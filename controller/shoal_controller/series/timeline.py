@@ -85,19 +85,19 @@ def _before(events: Sequence[JobEvent], begins: int, reason: Reason) -> list[Job
     found = [event for event in events[end_of_last:begins] if event.kind in BEFORE_IT_BEGAN]
     if reason is Reason.START and not end_of_last:
         return found  # of the job's first world all is of its beginning
-    noticed = _noticed_at(found, beginning)
-    causes = [event.time for event in _causes(found, beginning, reason)]
+    planned = _plan_of(found, beginning) if beginning.kind == EventKind.BEGUN else None
+    noticed = planned.time if planned is not None else _noticed_at(found, beginning)
+    causes = [event.time for event in _causes(found, planned, reason)]
     since = min([noticed, *causes]) - MOMENT
     return [event for event in found if event.time >= since]
 
 
 def _noticed_at(before: Sequence[JobEvent], beginning: JobEvent) -> float:
     """When the controller knew of the cause of a loss or a start, less the time in which nobody had noticed it; of a
-    planned change when it was planned.
+    planned change whose plan is not there any more when it began.
     """
     if beginning.kind == EventKind.BEGUN:
-        planned = _plan_of(before, beginning)
-        return planned.time if planned is not None else beginning.time
+        return beginning.time
     first = next((event for event in before if event.kind in (EventKind.PREPARE, EventKind.ANEW)), beginning)
     seconds = first.data.get("detect_seconds", 0.0)
     return first.time - (seconds if isinstance(seconds, int | float) else 0.0)
@@ -110,11 +110,10 @@ def _plan_of(before: Sequence[JobEvent], beginning: JobEvent) -> JobEvent | None
     return next(plans, None)
 
 
-def _causes(before: Sequence[JobEvent], beginning: JobEvent, reason: Reason) -> list[JobEvent]:
+def _causes(before: Sequence[JobEvent], planned: JobEvent | None, reason: Reason) -> list[JobEvent]:
     """What led to a planned change: of those whom its plan adds or removes, and requests of operators for it. Where the
     plan's sentence names nobody, the last of each kind.
     """
-    planned = _plan_of(before, beginning) if beginning.kind == EventKind.BEGUN else None
     names = frozenset(NAME.findall(planned.message)) if planned is not None else frozenset()
     last: dict[tuple[str, WorkerId], JobEvent] = {}
     for event in before:

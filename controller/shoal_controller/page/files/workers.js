@@ -15,7 +15,7 @@ const STALE_HEARTBEATS = 2;
 export class Workers {
   /** `onLog(worker)`, `onAct(act, worker)`: what the buttons do. */
   constructor(place, job, signal, { onLog, onAct, mayAct }) {
-    Object.assign(this, { job, onLog, onAct, mayAct, workers: null, isWhole: false, isExpected: false, stale: Infinity, evicted: new Evicted(job, signal) });
+    Object.assign(this, { job, onLog, onAct, mayAct, workers: null, isWhole: false, stale: Infinity, evicted: new Evicted(job, signal) });
     this.gone = element("input", { type: "checkbox", id: "show-gone", onchange: () => this.draw() });
     this.summary = element("span", { class: "quiet" });
     this.body = element("tbody");
@@ -37,9 +37,13 @@ export class Workers {
     if (!isOver && (await this.evicted.look(workers))) this.draw();
   }
 
+  /** Whether it is known how often they are to be heard. */
+  get isExpected() {
+    return this.stale < Infinity;
+  }
+
   /** How often each of them says that it lives; until that is known nobody is called silent. */
   expect({ heartbeat_seconds: seconds }) {
-    this.isExpected = true;
     this.stale = Math.max(STALE_SECONDS, STALE_HEARTBEATS * (seconds ?? 1));
     this.draw();
   }
