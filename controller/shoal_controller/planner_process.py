@@ -20,7 +20,9 @@ from shoal_controller.core.planning.question import Answer, Question, answer
 from shoal_controller.planner_main import LENGTH, Reply, frame
 
 IN_PLACE = 16
-"""Up to so many workers a plan takes some milliseconds, of however many blocks: no job's heartbeat waits for it."""
+"""Up to so many workers a plan takes some 20 ms, of however many blocks, for which all jobs' heartbeats wait; with 64
+it can be a second (docs/decisions/0029-small-worlds-are-planned-in-place.md).
+"""
 
 ANSWER_SECONDS = 60.0
 """How long an answer may take: some ten times what the largest jobs need on a slow machine."""

@@ -1,16 +1,18 @@
-"""The planner's process: it answers at once, late, never, or dies over a question, as the seed has it.
+"""The planner's process: it answers at once, late, wrongly, never, or dies over a question, as the seed has it.
 
 It is a part of the controller's process: what it was asked and has not answered is lost with that one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.events import PlannerAnswered, PlannerFailed
 from shoal_controller.core.planning.question import answer
+from shoal_protos.plan import Plan
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 KINDS = ("prompt", "slow", "unreliable")
 SECONDS = (0.02, 0.3, 1.5, 4.0)
 """Within one of which a slow one answers: at the longest when the machine waits no longer."""
-LOST, DEATHS = 0.15, 0.2
-"""The part of the questions whose answer is lost, or over which an unreliable one dies."""
+LOST, DEATHS, WRONG = 0.15, 0.2, 0.1
+"""The part of the questions whose answer is lost, over which an unreliable one dies, or which it answers wrongly."""
 
 
 class Planner:
@@ -29,13 +31,13 @@ class Planner:
         self.simulation = simulation
         self.chance = Random(f"{simulation.seed} planner")
         self.kind = "prompt" if simulation.still else self.chance.choice(KINDS)
-        self.answered, self.dropped, self.deaths = 0, 0, 0
+        self.answered, self.dropped, self.deaths, self.wrong = 0, 0, 0, 0
         self._out: dict[int, float] = {}
         """Since when each question of this life is being answered."""
 
     def is_given_up_for(self, reason: str) -> bool:
         """Whether a job may end because this planner has failed: one that answers every question may not."""
-        return "the planner has failed for" in reason and self.deaths + self.dropped > 0
+        return "the planner has failed for" in reason and self.deaths + self.dropped + self.wrong > 0
 
     def begin_life(self) -> None:
         """A controller's process begins, and its planner's with it."""
@@ -61,9 +63,23 @@ class Planner:
         if luck < LOST + DEATHS:
             self.deaths += 1
             event = PlannerFailed(asked.number, "the planner's process has ended (exit status -9)")
+        elif luck < LOST + DEATHS + WRONG and isinstance(event.answer, Plan):
+            self.wrong += 1
+            self.simulation.say("the planner's answer to question", asked.number, "is wrong")
+            event = PlannerAnswered(asked, self._wrong(event.answer))
         seconds = self.chance.choice(SECONDS) * self.chance.random()
         self.simulation.clock.after(seconds, self._tell, event, asked.number, self.simulation.host.life)
         return None
+
+    def _wrong(self, plan: Plan) -> Plan:
+        """What a planner with a defect might give: sound or not, it is no answer to the question."""
+        stranger = replace(plan.members[-1], incarnation="of nobody")
+        return self.chance.choice((
+            replace(plan, shares=plan.shares[:-1]),
+            replace(plan, shares=tuple(replace(share, lanes=()) for share in plan.shares)),
+            replace(plan, members=(*plan.members[:-1], stranger)),
+            replace(plan, generation=plan.generation + 1),
+        ))  # fmt: skip
 
     def _look(self, asked: AskPlanner) -> None:
         """● One question is out at a time: another one comes only after its answer, or long after it was asked."""

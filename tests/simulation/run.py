@@ -55,6 +55,7 @@ def attempt(task: Task) -> Outcome:
     happened["planner answers"] += simulation.planner.answered
     happened["planner deaths"] += simulation.planner.deaths
     happened["planner answers lost"] += simulation.planner.dropped
+    happened["planner answers wrong"] += simulation.planner.wrong
     happened["failed saves"] += simulation.checkpoints.failed
     happened["final drains"] += simulation.checkpoints.final_drains
     return seed, "", happened

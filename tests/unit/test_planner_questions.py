@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from machine_driver import MADE_OF, Driver, notes, training
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAnswered, PlannerFailed
@@ -15,6 +17,7 @@ from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQues
 from shoal_protos.activity import StepPhase
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
+from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
 
@@ -279,3 +282,47 @@ def test_nobody_goes_back_to_a_checkpoint_where_the_last_one_dies_as_the_blocks_
     job.job, job.effects = step(job.job, [PlannerAnswered(asked, lost), Exited("w0", -9, "killed", "")], job.now)
     assert not job.of(AskPlanner), "there is nobody to plan for"
     assert any("nobody is left; starting again from step 1" in note for note in notes(job.effects, "anew"))
+
+
+def wrong_answers(asked: AskPlanner) -> dict[str, Plan]:
+    """Plans that a planner of another version, or with a defect, might give, by what is wrong with each."""
+    plan = answer(asked.question)
+    assert isinstance(plan, Plan)
+    first, *others = plan.shares
+    lost = replace(first, owned=first.owned - first.owned.first(1))
+    (foreign, *rest) = plan.members
+    return {
+        "is unsound: .* have no owner": replace(plan, shares=(lost, *others)),
+        "its generation, base, lanes and blocks are": replace(plan, generation=plan.generation + 1),
+        "its member w9 was no candidate": replace(plan, members=(replace(foreign, worker="w9"), *rest)),
+        "keep .*, which it does not hold": replace(plan, shares=(*reversed(plan.shares),), fills=()),
+    }
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_wrong_answer_is_dropped_said_and_the_question_asked_again(wrong: int) -> None:
+    job = trains_with_a_slow_planner(3)
+    first = lose(job, "w2")
+    sentence, plan = list(wrong_answers(first).items())[wrong]
+    job.feed(PlannerAnswered(first, plan))
+    assert job.job.attempt is not None and job.job.attempt.plan is None
+    assert re.search(sentence, job.job.planner.why)
+    job.wait(1)
+    assert len(job.questions) == 2
+    answered(job, job.questions[1])
+    assert [member.worker for member in job.planned().members] == ["w0", "w1"]
+
+
+def test_a_planner_that_gives_nothing_but_wrong_answers_is_asked_after_pauses_that_double() -> None:
+    job = trains_with_a_slow_planner(3)
+    job.hello("w3")
+    pauses = []
+    for _ in range(3):
+        begun, before = job.now, len(job.questions)
+        job.feed(PlannerAnswered(job.questions[-1], wrong_answers(job.questions[-1])["its member w9 was no candidate"]))
+        assert job.job.durable.planned == ()
+        while len(job.questions) == before:
+            job.now += 0.1
+            job.tick()
+        pauses.append(round(job.now - begun, 1))
+    assert pauses == [0.1, 0.2, 0.4]

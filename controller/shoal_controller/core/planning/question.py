@@ -1,14 +1,16 @@
 """Questions to the planner: all that one plan is made from, as plain data, so that another process can answer them.
 
-Made by the job machine (`machine/phases/planner_inputs.py`), answered by `answer`, wherever that runs. Pure.
+Made by the job machine (`machine/phases/planner_inputs.py`), answered by `answer`, wherever that runs, and judged by
+`check_answer` where the answer comes in. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal_protos.plan import Plan
-from shoal_protos.runs import Runs
+from shoal_protos.errors import PeerError
+from shoal_protos.plan import Plan, check_plan
+from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.planning.planner import (
     BlocksLost,
@@ -62,6 +64,11 @@ class ChangeQuestion:
     candidates: tuple[Candidate, ...]
     before: Plan
 
+    @property
+    def everyone(self) -> tuple[Candidate, ...]:
+        """All who may become members."""
+        return self.candidates
+
 
 Question = StartQuestion | RecoveryQuestion | ChangeQuestion
 
@@ -82,3 +89,31 @@ def answer(question: Question) -> Answer:
                 return plan_recovery(request, candidates, question.before, question.step, question.record)
             except BlocksLost as lost:
                 return answer(question.otherwise) if question.otherwise is not None else lost.blocks
+
+
+def check_answer(question: Question, answer: Answer) -> None:
+    """Whatever answered: raises `PeerError` where a plan is unsound, or is none that this question can have."""
+    if not isinstance(answer, Plan):
+        return
+    check_plan(answer)
+    terms, base = question.request.terms, question.before.generation if isinstance(question, ChangeQuestion) else 0
+    asked = (question.request.generation, base, terms.lanes, terms.blocks)
+    if (found := (answer.generation, answer.base, answer.lanes, answer.blocks)) != asked:
+        raise _unfit(answer, f"its generation, base, lanes and blocks are {found}; expected {asked}")
+    known = {candidate.member: candidate for candidate in question.everyone}
+    for member, share in zip(answer.members, answer.shares, strict=True):
+        if (candidate := known.get(member)) is None:
+            raise _unfit(answer, f"its member {member.worker} was no candidate")
+        if not isinstance(question, StartQuestion) and (lacking := share.keeps - _usable(candidate)):
+            raise _unfit(answer, f"it has {member.worker} keep {lacking}, which it does not hold")
+
+
+def _usable(candidate: Candidate) -> Runs:
+    """The blocks that it may own or mirror: ownership changes only by promotion."""
+    return candidate.holds if candidate.counted else NO_BLOCKS
+
+
+def _unfit(plan: Plan, why: str) -> PeerError:
+    return PeerError(
+        f"plan {plan.generation} is no answer to its question: {why}. This is a bug in Shoal; please report it."
+    )

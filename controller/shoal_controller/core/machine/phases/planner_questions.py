@@ -1,13 +1,15 @@
 """Questions to the planner: one is out at a time, and its answer is an event, however long that takes.
 
 What happens meanwhile makes no answer wrong by itself: whoever takes it (`recovery.py`, `planned_changes.py`) looks
-whether it would be wrong now, and what has changed since is the next question. One without an answer is asked again.
+whether it would be wrong now, and what has changed since is the next question. One without an answer is asked again,
+and so is one whose answer is none that it can have: another process answers, and only a sound plan is stored.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal_protos.errors import PeerError
 from shoal_protos.plan import Plan
 
 from shoal_controller.core.machine.effects import AskPlanner
@@ -16,7 +18,7 @@ from shoal_controller.core.machine.events import PlannerAnswered, PlannerFailed
 from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.job import Job, PlannerState
 from shoal_controller.core.machine.turn import Turn
-from shoal_controller.core.planning.question import Question
+from shoal_controller.core.planning.question import Question, check_answer
 
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 10.0
@@ -76,11 +78,17 @@ def has_failed_for(turn: Turn, seconds: float, since: float) -> bool:
 
 
 def on_answered(turn: Turn, event: PlannerAnswered) -> None:
-    """Keep the answer for whoever asked; of two answers that come at once, the one to the later question."""
+    """Keep the answer for whoever asked; of two answers that come at once, the one to the later question. ● A plan that
+    is unsound, or another one than was asked for, is a failure of the planner.
+    """
+    try:
+        check_answer(event.asked.question, event.answer)
+    except PeerError as error:
+        return on_failed(turn, PlannerFailed(event.asked.number, str(error)))
     planner = turn.job.planner
     asked_at = None if event.asked.number == planner.asked else planner.asked_at
     later = planner.answer is not None and planner.answer.asked.number > event.asked.number
-    turn.change(planner=PlannerState(planner.asked, asked_at, planner.answer if later else event))
+    return turn.change(planner=PlannerState(planner.asked, asked_at, planner.answer if later else event))
 
 
 def on_failed(turn: Turn, event: PlannerFailed) -> None:
