@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,20 @@ def test_a_script_that_cannot_work_ends_with_a_sentence_instead_of_a_traceback_a
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == WRONG_USE
     assert done.stderr.startswith("shoal: ") and "Traceback" not in done.stderr
+
+
+def test_native_code_that_crashes_leaves_the_scripts_stack_behind(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "shoal": {"lanes": 1, "max_steps": 1},
+    }
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import ctypes, torch, shoal\n"
+        f"engine = shoal.initialize(torch.nn.Linear(1, 1), {config}, [torch.ones(1)] * 2)\n"
+        "ctypes.string_at(0)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and f'File "{script}", line 3 in <module>' in done.stderr

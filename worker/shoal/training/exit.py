@@ -7,6 +7,7 @@ script; whoever leaves the loop in another way has failed.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
 from functools import partial
@@ -121,6 +122,13 @@ def tell_errors_in_a_sentence() -> None:
     """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status."""
     if not isinstance(sys.excepthook, _Sentences):
         sys.excepthook = _Sentences()
+
+
+def trace_crashes() -> None:
+    """Native code that crashes leaves the script's stack on standard error: the signal's name alone helps nobody."""
+    stderr = sys.__stderr__
+    if not faulthandler.is_enabled() and stderr is not None and not stderr.closed:
+        faulthandler.enable(stderr)
 
 
 def serve_at_exit(engine: Engine) -> None:

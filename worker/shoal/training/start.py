@@ -44,7 +44,7 @@ from shoal.session.link_choice import open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.arguments import check_given, lay_out_once, refuse_unknown
 from shoal.training.engine import Engine
-from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence
+from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence, trace_crashes
 from shoal.training.state import NO_STEP, Limits, TrainingState
 
 
@@ -101,6 +101,7 @@ def initialize(
 
 def assemble(given: Given) -> Engine:
     """Makes the engine of this worker. Raises `UserError`."""
+    trace_crashes()
     engine = engine_with(given, _link_and_faults)
     show(engine)
     serve_at_exit(engine)
