@@ -48,6 +48,10 @@ def alone(body: Callable[[Engine, Any], None]) -> None:
         (lambda weight: nn.functional.linear(torch.ones(1, WIDTH), weight), "linear"),
         (lambda weight: copy.deepcopy(weight), "__deepcopy__|\\.data"),
         (lambda weight: repr(weight), "__repr__"),
+        (lambda weight: torch.func.grad(lambda one: one.sum())(weight), "torch.func"),
+        (lambda weight: torch.vmap(lambda one: one.sum())(weight), "torch.func"),
+        (lambda weight: torch.func.functionalize(lambda one: one + 1)(weight), "torch.func"),
+        (lambda weight: weight.as_subclass(torch.Tensor), "as_subclass"),
     ],
 )
 def test_a_parameter_that_is_not_here_is_refused_by_name(use: Callable[[Tensor], object], named: str) -> None:
@@ -56,6 +60,22 @@ def test_a_parameter_that_is_not_here_is_refused_by_name(use: Callable[[Tensor],
         and_train(engine, batch)
 
     with pytest.raises(UserError, match=rf'"layers.0.up.weight" is used by ({named}) while it is not gathered'):
+        alone(body)
+
+
+def test_a_parameter_that_its_module_has_lost_is_refused_by_its_first_name() -> None:
+    """What wraps a weight often takes it out of its module before it looks at it."""
+
+    def body(engine: Engine, batch: Any) -> None:
+        layer = engine.module.layers[0].up
+        weight = layer.weight
+        del layer.weight
+        try:
+            weight.norm()
+        finally:
+            layer.weight = weight
+
+    with pytest.raises(UserError, match=r'"layers.0.up.weight" is used by norm while it is not gathered'):
         alone(body)
 
 

@@ -94,6 +94,8 @@ USES: list[Callable[[nn.Module], object]] = [
     lambda model: torch._foreach_norm(list(model.parameters())),
     lambda model: [one.numpy(force=True).sum() for one in model.parameters()],
     lambda model: repr(list(model.parameters())),
+    lambda model: torch.func.grad(lambda values: sum(one.sum() for one in values))(tuple(model.parameters())),
+    lambda model: [one.as_subclass(torch.Tensor) for one in model.parameters()],
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves
 
 OnTouch = Callable[[nn.Parameter, str], None]
@@ -32,6 +33,13 @@ PLACES = {"untyped_storage", "data_ptr"}
 """Methods that tell where values lie, for whoever reads them past torch."""
 
 ON_TOUCH = "_shoal_on_touch"
+
+WRAPPERS = (
+    (eager_transforms, "_wrap_for_grad"),
+    (eager_transforms, "_wrap_functional_tensor"),
+    (vmap, "_add_batch_dim"),
+)
+"""What transforms of torch.func wrap their arguments with: in C++, past `__torch_function__`."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,6 +65,11 @@ class Released(nn.Parameter):
         """Of what it is once its values are here: a copy is nobody's to bring."""
         touch(self, "__deepcopy__")
         return copy.deepcopy(self, memo)
+
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Which torch asks nobody about."""
+        touch(self, "as_subclass")
+        return Tensor.as_subclass(self, cls)  # by then of another class
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,6 +105,7 @@ def release(
     kind: type[Released] = Released,
 ) -> None:
     """Their values go, or are about to change."""
+    _transforms_ask()
     for parameter in parameters:
         vars(parameter)[ON_TOUCH] = on_touch
         parameter.__class__ = kind
@@ -102,6 +116,23 @@ def restore(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.__class__ = nn.Parameter
         vars(parameter).pop(ON_TOUCH, None)
+
+
+@functools.cache
+def _transforms_ask() -> None:
+    """From now on transforms of torch.func touch a parameter before they wrap it: once for this process."""
+    for module, name in WRAPPERS:
+        setattr(module, name, _asking(getattr(module, name)))
+
+
+def _asking(wrap: F) -> F:
+    @functools.wraps(wrap)
+    def call(tensor: Any, *args: Any) -> Any:
+        while isinstance(tensor, Released):
+            touch(tensor, "torch.func")
+        return wrap(tensor, *args)
+
+    return call  # type: ignore[return-value]
 
 
 def _is_about(func: Callable[..., Any], about: Collection[str]) -> bool:

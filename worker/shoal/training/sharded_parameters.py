@@ -225,8 +225,7 @@ class ShardedParameters(Parameters):
         unit = self.units.of_tensor(parameter)
         assert unit is not None
         if not (self._is_called or self._is_backward or self._open):
-            named = self._context.state.module.named_parameters()
-            name = next(name for name, one in named if one is parameter)
+            name = self._context.state.name_of(parameter)
             raise UserError(
                 f'parameter "{name}" is used by {use} while it is not gathered (ZeRO stage 3 keeps each parameter on '
                 "its owners only). Use it within the module's forward, or within `with engine.gathered(module):`."

@@ -181,6 +181,10 @@ class TrainingState:
         names = [slot.parameter.name for bucket in self.held_layout.buckets for slot in bucket.slots]
         return dict(zip(names, self.placed, strict=True))
 
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """One that is in blocks, as it was called at `shoal.initialize`: a module may have lost it since."""
+        return next(name for name, one in self._named().items() if one is parameter)
+
     @property
     def everything(self) -> Runs:
         return every(self.held_layout.blocks)
