@@ -23,9 +23,11 @@ def over_gloo(size: int, act: Callable[[Group], object]) -> None:
     over_gloos(size, 1, member)
 
 
-def over_gloos(size: int, count: int, act: Callable[[Sequence[Group]], object]) -> None:
-    """Each member of `count` groups of so many, in a thread of its own."""
-    servers = [RendezvousServer("127.0.0.1") for _ in range(size)]
+def over_gloos(
+    size: int, count: int, act: Callable[[Sequence[Group]], object], hosts: Sequence[str] = ("127.0.0.1",)
+) -> None:
+    """Each member of `count` groups of so many, in a thread of its own. `hosts`: of the members by turns."""
+    servers = [RendezvousServer(hosts[rank % len(hosts)]) for rank in range(size)]
     addresses = tuple(server.address for server in servers)
 
     def member(rank: int) -> None:

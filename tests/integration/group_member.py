@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.shared_memory import NAME
 
 MUCH = 128 << 20
 """Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""
@@ -117,6 +119,12 @@ class Member:
         """Seconds after which gloo gives up by itself."""
         gloo: Any = self.groups[generation]._gloo  # type: ignore[attr-defined]
         return float(gloo.options._timeout.total_seconds())
+
+    def shared_memory(self) -> list[int]:
+        """How much of it this process has mapped, and has open."""
+        files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]  # noqa: PTH208
+        mapped = sum(NAME in line for line in Path("/proc/self/maps").read_text().splitlines())
+        return [mapped, sum(NAME in os.readlink(file) for file in files if Path(file).exists())]  # noqa: PTH115
 
     def open_files(self) -> int:
         return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing itself must not be counted twice

@@ -228,6 +228,18 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_is_noticed(mine: str, their
         assert members[0].ask("broken", generation=1) == [1]
 
 
+def test_what_a_killed_member_shared_goes_with_the_group_of_the_others() -> None:
+    with party(3) as members:
+        members.build(1)
+        assert members.all("swap", generation=1, elements=2_000_000) == [[1.0, 2.0], [0.0, 2.0], [0.0, 1.0]]
+        assert members.all("shared_memory") == [[3, 4]] * 3  # three mappings and what they keep open, and its own
+        members[2].kill()
+        for member in (members[0], members[1]):
+            member.ask("abort", generation=1)
+            member.ask("close", generation=1)
+            assert member.ask("shared_memory") == [0, 0]
+
+
 def test_an_aborted_group_stays_aborted() -> None:
     with party(2) as members:
         members.build(1)

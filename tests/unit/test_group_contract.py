@@ -1,5 +1,5 @@
-"""What every group promises, whatever it is made of: gloo, one in memory, both staged for a device that is late, and
-one whose bulk goes by a wire that knows no tags.
+"""What every group promises, whatever it is made of: gloo, gloo whose messages pass through shared memory, one in
+memory, all staged for a device that is late, and one whose bulk goes by a wire that knows no tags.
 
 Groups for real accelerators are held to the same by tests/gpu.
 """
@@ -16,6 +16,7 @@ from late_device import LateDevice
 from memory_group import MemoryGroup, Wire
 from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
+from shoal.group import host_peers, shared_memory
 from shoal.group.group import Group, WorldChanged
 from shoal.group.ordered import OrderedGroup
 from shoal.group.staged import StagedGroup
@@ -61,8 +62,38 @@ def staged_in_memory(size: int, act: Act) -> None:
     in_memory(size, lambda group: act(late(group)))
 
 
+def through_shared_memory(size: int, act: Act) -> None:
+    """All of it, the largest messages apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_peers, "LEAST_BYTES", host_peers.PLACE.size)
+        over_gloo(size, act)
+
+
+def through_little_memory(size: int, act: Act) -> None:
+    """Some messages find no room in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_peers, "LEAST_BYTES", host_peers.PLACE.size)
+        patch.setattr(shared_memory, "PLACES", 3)
+        over_gloo(size, act)
+
+
+def staged_through_shared_memory(size: int, act: Act) -> None:
+    through_shared_memory(size, lambda group: act(late(group)))
+
+
 every_group = pytest.mark.parametrize(
-    "run", [over_gloo, in_memory, staged_over_gloo, staged_with_a_thread, staged_in_memory, ordered_over_gloo]
+    "run",
+    [
+        over_gloo,
+        through_shared_memory,
+        through_little_memory,
+        in_memory,
+        staged_over_gloo,
+        staged_with_a_thread,
+        staged_through_shared_memory,
+        staged_in_memory,
+        ordered_over_gloo,
+    ],
 )
 Run = Callable[[int, Act], None]
 

@@ -15,8 +15,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from shoal.group.forks import let_go_in_children
 from shoal.group.gathering import gather
 from shoal.group.group import RESERVED_TAGS, Group, Waiting, Work, WorldChanged
 from shoal.group.group_progress import GroupProgress
+from shoal.group.host_peers import Gloo, GlooWork, HostPeers
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.solo import SoloGroup
@@ -44,13 +46,6 @@ PIECE_BYTES = 4 << 20
 """A longer message travels in pieces of this size, so that a slow connection is seen to be alive."""
 
 
-class _Gloo(Protocol):
-    """What we use of `ProcessGroupGloo`, which has no types."""
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work: ...
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work: ...
-
-
 def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
     """A `Transport`: meets the others at the builder's server and connects to each of them.
 
@@ -59,7 +54,22 @@ def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
     """
     if spec.size == 1:
         return SoloGroup(spec.progress)
-    client = RendezvousClient(spec, cancellation)
+    host_peers = HostPeers()
+    try:
+        group = _meet(spec, cancellation, host_peers)
+    except BaseException:
+        host_peers.close()
+        raise
+    if cancellation.is_cancelled:
+        group.abort()
+        group.close()
+        raise WorldChanged(f"the building of the group of generation {spec.generation} was cancelled")
+    return group
+
+
+def _meet(spec: GroupSpec, cancellation: Cancellation, host_peers: HostPeers) -> GlooGroup:
+    address = host_peers.announce(spec.size)
+    client = RendezvousClient(replace(spec, announces=address + spec.announces), cancellation)
     try:
         client.wait_for_all()
         announced = client.announced()
@@ -68,15 +78,14 @@ def build_gloo(spec: GroupSpec, cancellation: Cancellation) -> Group:
         raise WorldChanged(f"the group of generation {spec.generation} could not be built: {error}") from None
     finally:
         client.close()
-    group = GlooGroup(gloo, spec.rank, spec.size, spec.progress, announced)
-    if cancellation.is_cancelled:
-        group.abort()
-        group.close()
-        raise WorldChanged(f"the building of the group of generation {spec.generation} was cancelled")
-    return group
+    hosts = [split_address(one)[0] for one in spec.addresses]
+    host_peers.meet(spec.rank, hosts, [content[: len(address)] for content in announced])
+    return GlooGroup(
+        gloo, spec.rank, spec.size, spec.progress, tuple(content[len(address) :] for content in announced), host_peers
+    )
 
 
-def _connect(client: RendezvousClient, spec: GroupSpec) -> _Gloo:
+def _connect(client: RendezvousClient, spec: GroupSpec) -> Gloo:
     host, _ = split_address(spec.addresses[spec.rank])
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -84,7 +93,7 @@ def _connect(client: RendezvousClient, spec: GroupSpec) -> _Gloo:
     options._timeout = FOREVER
     let_go_in_children(_is_of_a_pair)
     with watch_reach(spec):
-        return cast(_Gloo, gloo(client, spec.rank, spec.size, options))
+        return cast(Gloo, gloo(client, spec.rank, spec.size, options))
 
 
 def _is_of_a_pair(tcp: socket.socket) -> bool:
@@ -98,7 +107,7 @@ class _Posted:
 
     __slots__ = ("_group", "_tensor", "peer", "works")
 
-    def __init__(self, group: GlooGroup, works: Sequence[dist.Work], tensor: Tensor, peer: int) -> None:
+    def __init__(self, group: GlooGroup, works: Sequence[GlooWork], tensor: Tensor, peer: int) -> None:
         self._group, self.peer = group, peer
         self.works = works
         self._tensor: Tensor | None = tensor
@@ -121,7 +130,7 @@ class _Waiting:
         """Whether the training thread waits for it; else it does something else, and that is what counts."""
         self._answers = group.wait_threads.begin(self) if posted else None
 
-    def __iter__(self) -> Iterator[dist.Work]:
+    def __iter__(self) -> Iterator[GlooWork]:
         """On the thread that waits. Only one peer is named: what the later ones sent may have come long ago."""
         progress = self._group.progress
         for at, one in enumerate(self._posted):
@@ -167,12 +176,19 @@ class GlooGroup:
     """A `Group` of two or more over gloo."""
 
     def __init__(
-        self, gloo: _Gloo, rank: int, size: int, progress: GroupProgress, announced: tuple[bytes, ...] = ()
+        self,
+        gloo: Gloo,
+        rank: int,
+        size: int,
+        progress: GroupProgress,
+        announced: tuple[bytes, ...] = (),
+        host_peers: HostPeers | None = None,
     ) -> None:
-        """`announced`: by rank, what members have said of themselves where they met."""
+        """`announced`: by rank, what members have said of themselves where they met. `host_peers`: closed with it."""
         self.rank, self.size, self.progress, self.announced = rank, size, progress, announced
         self.in_flight: set[_Posted] = set()
-        self._gloo: _Gloo | None = gloo
+        self._gloo: Gloo | None = gloo
+        self._host_peers = host_peers or HostPeers()
         self._order = [(rank + distance) % size for distance in range(1, size)]
         self._closing = threading.Lock()
         self.wait_threads = WaitThreads()
@@ -216,11 +232,8 @@ class GlooGroup:
         if gloo is None:
             raise WorldChanged("the group is closed")
         try:
-            post = getattr(gloo, kind)
-            if tensor.nbytes <= PIECE_BYTES:
-                works = [post([tensor], peer, tag)]
-            else:
-                works = [post([piece], peer, tag) for piece in _pieces(tensor)]
+            begin = self._host_peers.send if kind == "send" else self._host_peers.receive
+            works = [begin(gloo, piece, peer, tag) for piece in _pieces(tensor)]
         except RuntimeError as error:
             failure = str(error)
         else:
@@ -285,16 +298,19 @@ class GlooGroup:
             self._gloo = None
             self.wait_threads.close()
             self._looks.clear()
+            self._host_peers.close()
             for posted in tuple(self.in_flight):
                 posted.forget()
             self.in_flight.clear()
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.nbytes <= PIECE_BYTES:
+        return (tensor,)
     return cast(Sequence[Tensor], tensor.view(-1).split(PIECE_BYTES // tensor.element_size()))
 
 
-def _times_out(gloo: _Gloo, peer: int) -> bool:
+def _times_out(gloo: Gloo, peer: int) -> bool:
     try:
         gloo.recv([torch.zeros(1)], peer, ABORT_TAG).wait(A_MOMENT)
     except RuntimeError as error:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.group.host_peers import GlooWork
+
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 1.0, 60.0
 """How long a peer is waited for before its connection is looked at, and between two looks."""
 
@@ -46,7 +48,7 @@ class Connection:
 Answers = SimpleQueue[str | None]
 """What became of the operations: None when all are done, else why one failed. The first answer counts."""
 
-_Tasks = SimpleQueue[tuple[Iterable[dist.Work], Answers] | None]
+_Tasks = SimpleQueue[tuple[Iterable[GlooWork], Answers] | None]
 
 
 class WaitThreads:
@@ -58,7 +60,7 @@ class WaitThreads:
         self._over: str | None = None
         """Why no wait is worth while any more."""
 
-    def begin(self, works: Iterable[dist.Work]) -> Answers:
+    def begin(self, works: Iterable[GlooWork]) -> Answers:
         """Begins to wait for them, one after the other, in the order in which they are iterated over."""
         answers: Answers = SimpleQueue()
         self._waiting.add(answers)
@@ -118,7 +120,7 @@ def _first(answers: Answers, connection: Callable[[], Connection]) -> str | None
                 return wrong
 
 
-def _outcome(works: Iterable[dist.Work]) -> str | None:
+def _outcome(works: Iterable[GlooWork]) -> str | None:
     """In a frame of its own: what an exception's traceback keeps alive keeps gloo's sockets alive."""
     try:
         for work in works:

@@ -1,0 +1,238 @@
+"""Shared memory: one process puts there what it sends to others of its host, who take it from there.
+
+Each process makes its own for each group, and no other group uses it. It has no name: whoever sees the process opens
+its descriptor, and nothing is left when the processes have died, however they did. That what lies there is whole is
+said by messages of the group alone; the marks at its head say who has opened it and which places are taken.
+Called by host_peers.py; knows no group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import secrets
+import stat
+import struct
+import threading
+from pathlib import Path
+from typing import NamedTuple, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from shoal.group.forks import OPEN_FILES
+
+PLACE_BYTES = 256 << 10
+"""What is sent takes so many places in a row."""
+PLACES = 64
+"""16 MiB: for what is on its way at one time, as pieces.py has it."""
+TOKEN_BYTES = 16
+ADDRESS = struct.Struct(f"<36s32sqi{TOKEN_BYTES}s")
+BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+TAKEN, FREE = b"\1", b"\0"
+
+NAME = "shoal-group"
+"""What the kernel calls it where it lists what a process has open."""
+
+_seen: WeakSet[_Memory] = WeakSet()
+"""What this process sees of its own and of others'."""
+
+
+class MemoryAddress(NamedTuple):
+    """Where a process's memory is opened."""
+
+    boot: bytes
+    """The host, from one start of it to the next."""
+    processes: bytes
+    """The kernel's name of the space in which `process` means something: a container may have its own."""
+    process: int
+    descriptor: int
+    token: bytes
+    """Lies at its head: the descriptor may be another file's by now."""
+
+    def to_bytes(self) -> bytes:
+        return ADDRESS.pack(*self)
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> MemoryAddress:
+        """Raises `struct.error` for what is none."""
+        boot, processes, *rest = ADDRESS.unpack(content)
+        return cls(boot.rstrip(b"\0"), processes.rstrip(b"\0"), *rest)
+
+    def is_seen_from(self, other: MemoryAddress) -> bool:
+        return (self.boot, self.processes) == (other.boot, other.processes)
+
+
+class _Memory:
+    """What a process sees of it: the token, a mark for each member (it has opened this) and for each place (it is
+    taken), and the places.
+    """
+
+    def __init__(self, descriptor: int, members: int) -> None:
+        self._first = TOKEN_BYTES + members
+        self._head = -(-(self._first + PLACES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if os.fstat(descriptor).st_size == 0:
+            os.ftruncate(descriptor, self._head + PLACES * PLACE_BYTES)
+            self.reserve(descriptor, 0)
+            os.pwrite(descriptor, secrets.token_bytes(TOKEN_BYTES), 0)
+        self._mapped = mmap.mmap(descriptor, self._head + PLACES * PLACE_BYTES)
+        self._mapped.madvise(mmap.MADV_DONTFORK)
+        self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        _seen.add(self)
+
+    def reserve(self, descriptor: int, places: int) -> None:
+        """Takes memory for the head and so many places. Raises `OSError` where there is not so much."""
+        _reserve(descriptor, self._head + places * PLACE_BYTES)
+
+    @property
+    def token(self) -> bytes:
+        return self._mapped[:TOKEN_BYTES]
+
+    def on_opened(self, by: int) -> None:
+        self._mapped[TOKEN_BYTES + by : TOKEN_BYTES + by + 1] = TAKEN
+
+    def is_open(self, by: int) -> bool:
+        return self._mapped[TOKEN_BYTES + by : TOKEN_BYTES + by + 1] == TAKEN
+
+    def find(self, count: int) -> int | None:
+        """The first of so many free places in a row."""
+        at = self._mapped.find(FREE * count, self._first, self._first + PLACES)
+        return at - self._first if at >= 0 else None
+
+    def mark(self, place: int, count: int, mark: bytes) -> None:
+        at = self._first + place
+        self._mapped[at : at + count] = mark * count
+
+    def content(self, place: int, size: int) -> Tensor:  # (size,) uint8
+        start = self._head + place * PLACE_BYTES
+        return self._bytes[start : start + size]
+
+
+class SharedMemory:
+    """This process's own, in a group of so many members."""
+
+    def __init__(self, members: int) -> None:
+        """Raises `OSError` where there can be none, `AttributeError` on a system that knows no such memory."""
+        self._lock = threading.Lock()
+        self._reserved = 0
+        """Places for which there is memory: as many as were ever taken at one time."""
+        self._descriptor = os.memfd_create(NAME)
+        try:
+            memory = _Memory(self._descriptor, members)
+            boot, processes = BOOT.read_text().strip().encode(), str(PROCESSES.readlink()).encode()
+        except BaseException:
+            self.close()
+            raise
+        self._memory: _Memory | None = memory
+        self.address = MemoryAddress(boot, processes, os.getpid(), self._descriptor, memory.token)
+
+    def put(
+        self,
+        content: Tensor,  # (bytes,) uint8, contiguous
+        reader: int,
+    ) -> int | None:
+        """Copies it to where the member `reader` takes it: the first of its places. None where that one has not opened
+        this memory, and where there is no room.
+        """
+        count = _places(content)
+        with self._lock:
+            memory = self._memory
+            if memory is None or not memory.is_open(reader) or (place := memory.find(count)) is None:
+                return None
+            if place + count > self._reserved:
+                try:
+                    memory.reserve(self._descriptor, place + count)
+                except OSError:
+                    return None
+                self._reserved = place + count
+            memory.mark(place, count, TAKEN)
+            memory.content(place, content.numel()).copy_(content)
+        return place
+
+    def close(self) -> None:
+        """Its memory goes when those who opened it have closed it too. Idempotent."""
+        with self._lock:
+            self._memory = None
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+
+class OpenedMemory:
+    """Another process's, opened by the member `rank` of so many."""
+
+    def __init__(self, address: MemoryAddress, rank: int, members: int) -> None:
+        """Raises `OSError` where it cannot be opened, or is not there any more."""
+        self._lock = threading.Lock()
+        descriptor = _opened(address)
+        try:
+            memory = _Memory(descriptor, members)
+        except ValueError as error:  # shorter than such memory
+            raise FileNotFoundError(str(error)) from None
+        finally:
+            os.close(descriptor)
+        if memory.token != address.token:
+            raise FileNotFoundError(f"process {address.process} has another file where its shared memory was")
+        memory.on_opened(rank)
+        self.token, self._memory = address.token, cast(_Memory | None, memory)
+
+    def take(
+        self,
+        place: int,
+        target: Tensor,  # (bytes,) uint8, contiguous
+    ) -> None:
+        """Copies what lies there into `target`, and gives the places back. Raises `RuntimeError` where this is
+        closed, and for a place that is not in it.
+        """
+        count = _places(target)
+        with self._lock:
+            if self._memory is None:
+                raise RuntimeError("the shared memory is closed")
+            if not 0 <= place <= PLACES - count:
+                raise RuntimeError(f"a message of {count} places is said to lie at {place}; there are {PLACES}")
+            target.copy_(self._memory.content(place, target.numel()))
+            self._memory.mark(place, count, FREE)
+
+    def close(self) -> None:
+        """Nothing is copied any more when this returns. Idempotent."""
+        with self._lock:
+            self._memory = None
+
+
+def _places(content: Tensor) -> int:
+    return -(-content.numel() // PLACE_BYTES)
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Where a page cannot be had when it is first written, the process is killed."""
+    os.posix_fallocate(descriptor, 0, size)
+
+
+def _opened(address: MemoryAddress) -> int:
+    """Never a device or a pipe, which would do something when they are opened."""
+    path = f"/proc/{address.process}/fd/{address.descriptor}"
+    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - beside `os.open`
+        raise FileNotFoundError(f"{path} is not the memory of a group")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _let_go() -> None:
+    """In a forked child, which may live on for long: it keeps no memory of a group. The addresses at which its parent
+    has it may be others' in the child, so what would give them back never does.
+    """
+    if not _seen:
+        return
+    for memory in _seen:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in map(int, os.listdir(OPEN_FILES)):  # noqa: PTH208 - a child has no time for paths
+        with contextlib.suppress(OSError):  # closed by now, as that of the listing is
+            if os.readlink(OPEN_FILES / str(descriptor)).startswith(f"/memfd:{NAME}"):  # noqa: PTH115
+                os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_let_go)
