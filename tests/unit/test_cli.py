@@ -65,7 +65,7 @@ FLAGS = {
     "token revoke": "--url NAME",
     "verify": "PATH",
     "export": "--dtype --format PATH FILE",
-    "import": "FILE PATH",
+    "import": "--model-only FILE PATH",
     "estimate": (
         "--config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
         "--precision --stage --state-bytes --unit --workers"

@@ -56,12 +56,20 @@ def export(
 
 def import_(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Safetensors file or torch state dict to import.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="Safetensors file, torch state dict or torch.distributed.checkpoint folder to import.",
+            show_default=False,
+        ),
     ],
     path: Place,
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="Leave out the optimizer states that such a folder can have.")
+    ] = False,
 ) -> None:
-    """Make a checkpoint of step 0 from a model file."""
-    become("import", file, path)
+    """Make a checkpoint of step 0 from a model file or a folder of torch.distributed.checkpoint."""
+    become("import", file, path, *(["--model-only"] if model_only else []))
 
 
 def become(*arguments: str) -> NoReturn:

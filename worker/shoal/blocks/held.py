@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory, FindMemory
 from shoal.blocks.host_memory import memory_on
-from shoal.blocks.loaded_state import LoadedState, State, probe_state, twin_of
+from shoal.blocks.loaded_state import GivenStates, LoadedState, State, probe_state, twin_of
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch, overlaps
@@ -151,6 +151,10 @@ class HeldBlocks:
             state = {**self._loaded.of(stretch), **first_weights(self.layout, stretch, first, kept)}
             segments.append(self._segment(stretch, state))
         self._regroup(sorted(segments, key=stretch_of), self.runs | runs)
+
+    def begin_with(self, given: GivenStates) -> None:
+        """What `hold` begins with comes from there; see `LoadedState.take`."""
+        self._loaded.take(given)
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""

@@ -1,4 +1,5 @@
-"""The state that the user's optimizer has already when training begins: made when constructed, or loaded by the script.
+"""The state that the user's optimizer has already when training begins: made when constructed, loaded by the script, or
+imported with the model.
 
 And what state an optimizer makes at all, found by one update of a twin of it. Called by the held blocks.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from shoal_protos.errors import UserError
@@ -17,6 +19,20 @@ from shoal.core.layout import Bucket, Layout, Stretch
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
+
+
+class GivenStates(Protocol):
+    """Optimizer states of all parameters that are trained, by name, that are not in memory."""
+
+    def kept(self, name: str) -> tuple[int, Mapping[str, bool]]:
+        """What is kept of a parameter: a number that is the same for those of which all is alike, and by key whether it
+        is one number for the whole parameter.
+        """
+        ...
+
+    def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,), or ()
+        """Elements of a parameter's state, flat, or its one number."""
+        ...
 
 
 class LoadedState:
@@ -29,11 +45,21 @@ class LoadedState:
         tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
     ) -> None:
         self._layout, self._user, self._tensor_of = layout, optimizer, tensors
+        self._given: GivenStates | None = None
+
+    def take(self, given: GivenStates) -> None:
+        """State comes from there. Raises `UserError` where it cannot be this optimizer's."""
+        for bucket in self._layout.trained.buckets:
+            made = probe_state(self._user, bucket, 2, self._layout.device)
+            _check_given(given, bucket, {key: value.dim() == 0 for key, value in made.items()}, type(self._user))
+        self._given = given
 
     def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
         """Copies; empty where the user's object has none (Adagrad makes it when constructed)."""
         state: State = {}
         bucket = self._layout.buckets[stretch.bucket]
+        if self._given is not None and not bucket.is_frozen:
+            return self._given_of(self._given, stretch)
         if not self._user.state or bucket.is_frozen:
             return state
         start, stop = self._layout.elements(stretch)
@@ -55,6 +81,21 @@ class LoadedState:
                     flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
         return state
 
+    def _given_of(self, given: GivenStates, stretch: Stretch) -> State:  # each (elements,), or ()
+        state: State = {}
+        start, stop = self._layout.elements(stretch)
+        for slot in self._layout.buckets[stretch.bucket].slots:
+            name = slot.parameter.name
+            first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+            for key in given.kept(name)[1] if first < last else ():
+                part = given.state_part(name, key, first - slot.start, last - slot.start)
+                if part.dim() == 0:
+                    state[key] = part
+                else:
+                    flat = state.setdefault(key, torch.zeros(stop - start, dtype=part.dtype))
+                    flat[first - start : last - start] = part
+        return state
+
     def _first_value(self, key: str) -> Tensor:  # ()
         """What the optimizer's constructor puts into a state, where the parameters had no values then.
 
@@ -70,6 +111,31 @@ class LoadedState:
             ) from error
         assert isinstance(made, Tensor)
         return made.reshape(-1)[0]
+
+
+def _check_given(
+    given: GivenStates, bucket: Bucket, made: Mapping[str, bool], kind: type[torch.optim.Optimizer]
+) -> None:
+    """`made`: what the optimizer keeps of a parameter of that bucket, and whether it is one number."""
+    known = {slot.parameter.name: given.kept(slot.parameter.name) for slot in bucket.slots}
+    first = next(iter(known))
+    for name, (alike, keys) in known.items():
+        if keys != made:
+            raise UserError(
+                f'the checkpoint has {_listed(keys)} as optimizer state of parameter "{name}"; '
+                f"{kind.__name__} keeps {_listed(made)}. Use the optimizer that made it, or import the model alone "
+                "(--model-only)."
+            )
+        if alike != known[first][0]:
+            raise UserError(
+                f'the numbers that the optimizer keeps of parameters "{first}" and "{name}" (its steps, say) differ in '
+                "the checkpoint, and the job keeps one for both. Put them into two optimizer groups, or import the "
+                "model alone (--model-only)."
+            )
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
 
 
 def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -23,6 +23,7 @@ from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
 
 DONE, DAMAGED, WRONG_USE = 0, 1, 2
+MOST_NAMES = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--dtype", metavar="DTYPE", help=f"of floating tensors: {', '.join(FLOATS)}")
     command.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors")
     command.set_defaults(run=_export)
-    command = commands.add_parser("import", help="make a checkpoint of step 0 from a model file")
+    command = commands.add_parser("import", help="make a checkpoint of step 0 from a model file or DCP folder")
     command.add_argument("file", metavar="FILE", type=Path)
     command.add_argument("path", metavar="PATH")
+    command.add_argument("--model-only", action="store_true", help="leave optimizer states out")
     command.set_defaults(run=_import)
     return parser
 
@@ -106,8 +108,13 @@ def _newest(path: str) -> Found:
 
 def _import(given: argparse.Namespace) -> int:
     storage = open_storage(given.path)
-    name = import_model(given.file, storage)
-    _print(f"{storage.url}/{name.folder}: the model of {given.file}, step 0")
+    made = import_model(given.file, storage, given.model_only)
+    states = f" with optimizer states of {made.states} parameters" if made.states else ""
+    _print(f"{storage.url}/{made.name.folder}: the model of {given.file}{states}, step 0")
+    if made.left_out:
+        more = len(made.left_out) - MOST_NAMES
+        rest = f" and {more} more" if more > 0 else ""
+        _print(f"left out, neither model nor optimizer state: {', '.join(made.left_out[:MOST_NAMES])}{rest}")
     return DONE
 
 

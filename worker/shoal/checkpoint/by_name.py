@@ -7,12 +7,14 @@ Every part is verified. Names that are tied in the module stand for the one unde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from shoal.blocks.held import MASTER
 from shoal.checkpoint.layout_check import Match, match
+from shoal.checkpoint.manifest import StateEntry
 from shoal.checkpoint.named import names, tied_names
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket, Slot, Stretch
@@ -27,6 +29,10 @@ class TakenTensors:
         self._reader, self._taken = reader, taken
         buckets = reader.manifest.blocks.buckets
         self._slots = {slot.parameter.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._states: dict[int, Mapping[str, StateEntry]] = {}
+        """By bucket what all its pieces have, of an import."""
+        if reader.manifest.kind == "model":
+            self._states = {one.bucket: one.state for file in reader.manifest.files for one in file.pieces}
         self._whole: tuple[str, Tensor] | None = None
         """A tensor beside the blocks, which can be read whole alone."""
 
@@ -47,16 +53,46 @@ class TakenTensors:
         """What was read last."""
         self._whole = None
 
-    def _of_blocks(self, bucket: Bucket, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
+    # ---- optimizer states, of a checkpoint that was imported with them
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are any."""
+        return any(self._states.values())
+
+    def kept(self, name: str) -> tuple[int, Mapping[str, bool]]:
+        """What an optimizer keeps of a parameter: a number that is the same for those of which all is alike, and by key
+        whether it is one number for the whole parameter.
+        """
+        bucket, _ = self._slots[self._taken[name]]
+        return bucket.group, {key: entry.scalar for key, entry in self._states.get(bucket.index, {}).items()}
+
+    def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,), or ()
+        """Elements of a parameter's optimizer state, flat, or its one number. Raises `CheckpointDamaged` where they are
+        not what was written.
+        """
+        stretch, start = self._stretch_of(*self._slots[self._taken[name]], first, last)
+        found = self._reader.states([stretch], only=key)
+        parts = [found[one][key] for one in sorted(found)]
+        return parts[0] if parts[0].dim() == 0 else torch.cat(parts)[start : start + last - first]
+
+    # ---- reading
+
+    def _stretch_of(self, bucket: Bucket, slot: Slot, first: int, last: int) -> tuple[Stretch, int]:
+        """Blocks that hold elements of a tensor, and where these begin in them."""
         size = self._reader.manifest.blocks.block_elements
         start, stop = slot.start + first, slot.start + last
-        stretch = Stretch(bucket.index, start // size, -(-stop // size))
+        return Stretch(bucket.index, start // size, -(-stop // size)), start % size
+
+    def _of_blocks(self, bucket: Bucket, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
+        size = self._reader.manifest.blocks.block_elements
+        stretch, start = self._stretch_of(bucket, slot, first, last)
         values = self._masters(stretch) if bucket.has_masters else None
         if values is None:
             window = _Window(stretch, torch.empty(stretch.blocks * size, dtype=bucket.dtype), size)
             self._reader.parameters([stretch], window)
             values = window.values
-        return values[start - stretch.start * size : stop - stretch.start * size]
+        return values[start : start + last - first]
 
     def _masters(self, stretch: Stretch) -> Tensor | None:  # (elements,), where there are such
         states = self._reader.states([stretch], only=MASTER)
@@ -93,7 +129,11 @@ def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tup
     """What matches. Raises `UserError` as `match` does."""
     ours = {**dict(named_parameters(module)), **persistent_buffers(module)}
     tied = tied_names(module)
-    theirs = {tied.get(name, name): (name, known.shape) for name, known in names(reader.manifest).items()}
+    found = names(reader.manifest)
+    theirs = {tied[name]: (name, known.shape) for name, known in found.items() if name in tied}
+    theirs |= {name: (name, known.shape) for name, known in found.items() if name not in tied}
     shapes = {name: shape for name, (_, shape) in theirs.items()}
     matched = match(shapes, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
-    return matched, TakenTensors(reader, {name: theirs[name][0] for name in matched.taken})
+    taken = TakenTensors(reader, {name: theirs[name][0] for name in matched.taken})
+    is_whole = not (matched.new or matched.missing)
+    return replace(matched, has_optimizer=is_whole and taken.has_states), taken

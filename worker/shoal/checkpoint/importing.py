@@ -1,14 +1,15 @@
-"""A plain model file as a checkpoint of step 0, which a job begins with (`resume`).
+"""A plain model file, or a folder of `torch.distributed.checkpoint`, as a checkpoint of step 0, which a job begins with
+(`resume`).
 
-It holds tensors by name and no training state: one optimizer group, whatever the job has; a job takes the tensors by
-name for its parameters, frozen parameters and buffers, and converts their dtype to its own. It is carried over part by
-part, whatever its size.
+It holds tensors by name: a job takes them by name for its parameters, frozen parameters and buffers, and converts their
+dtype to its own. Optimizer states come along where a folder has them; parameters whose states are alike are in buckets
+of their own, for blocks share a state's numbers. All is carried over part by part, whatever its size.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from shoal.checkpoint.container import Region
 from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.model_file import ModelFile, open_model
+from shoal.checkpoint.named import Known
 from shoal.checkpoint.snapshot import PARAMETERS, Piece, region_name
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, write_content
@@ -30,11 +32,25 @@ from shoal.core.layout import Bucket, Layout, Stretch, Trainable, lay_out
 PART_BYTES = 32 << 20
 """What is in memory at one time, about."""
 
+Kept = Mapping[str, Mapping[str, Known]]
+"""What an optimizer keeps, by parameter and key."""
 
-def import_model(file: Path, storage: Storage) -> SaveName:
-    """Writes the checkpoint; returns its name. Raises `UserError` for a file that holds no model."""
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import has made. `states`: how many parameters have optimizer states."""
+
+    name: SaveName
+    states: int
+    left_out: tuple[str, ...]
+
+
+def import_model(file: Path, storage: Storage, model_only: bool = False) -> Imported:
+    """Writes the checkpoint. Raises `UserError` for a file that holds no model. `model_only`: without an optimizer."""
     model = open_model(file)
-    layout = lay_out([Trainable(name, known.shape, known.dtype, 0) for name, known in model.known.items()])
+    kept: Kept = {} if model_only else model.states
+    groups = _groups(model, kept)
+    layout = lay_out([Trainable(name, known.shape, known.dtype, groups[name]) for name, known in model.known.items()])
     author = Author("import", secrets.token_hex(8))
     name = SaveName.of(0, 0, 0, author.incarnation)
     draft = Manifest(
@@ -43,49 +59,105 @@ def import_model(file: Path, storage: Storage) -> SaveName:
         config={}, numerics={}, files=(),
     )  # fmt: skip
     storage.prepare()
-    entry = write_content(storage, name.folder, 0, author, _content(model, layout))
+    entry = write_content(storage, name.folder, 0, author, _content(model, layout, kept))
     commit(storage, name.folder, draft, [entry.name])
-    return name
+    return Imported(name, len(kept), tuple(model.left_out))
+
+
+def _groups(model: ModelFile, kept: Kept) -> dict[str, int]:
+    """A number for each parameter: the same where what the optimizer keeps of two is alike, with the same numbers."""
+    numbered: dict[object, int] = {}
+    numbers = _numbers(model, kept)
+    found: dict[str, int] = {}
+    for name in model.known:
+        kind = tuple(
+            (key, one.dtype, float(numbers[name, key]) if (name, key) in numbers else None)
+            for key, one in sorted(kept.get(name, {}).items())
+        )
+        found[name] = numbered.setdefault(kind, len(numbered))
+    return found
+
+
+def _numbers(model: ModelFile, kept: Kept) -> dict[tuple[str, str], Tensor]:  # each ()
+    """By parameter and key: what is one number for the whole parameter. A parameter of one element does not tell."""
+    single = {
+        (name, key): model.known[name].shape != ()
+        for name, keys in kept.items()
+        for key, one in keys.items()
+        if one.shape == ()
+    }
+    shared = {key for (_, key), tells in single.items() if tells} | {"step"}
+    return {(name, key): model.state_part(name, key, 0, 1)[0] for name, key in single if key in shared}
 
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A `DataContent` that is read from a model file while it is written."""
+    """A `DataContent` that is read from a model file while it is written: the parameters, then state by state, so that
+    of each tensor's parts one follows the other. What is one number comes last.
+    """
 
     model: ModelFile
     block_elements: int
     pieces: tuple[Piece, ...]
+    regions: tuple[Region, ...]
+    sources: tuple[tuple[Piece, str], ...]
+    """Of each region its piece and key."""
     tensors: Mapping[str, Region] = field(default_factory=dict)
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        return tuple(piece.regions[PARAMETERS] for piece in self.pieces)
-
     def contents(self) -> Iterator[tuple[Region, memoryview]]:
-        for piece in self.pieces:
-            start, stop = (at * self.block_elements for at in (piece.stretch.start, piece.stretch.stop))
-            yield piece.regions[PARAMETERS], tensor_bytes(_range(self.model, piece.bucket, start, stop))
+        for region, (piece, key) in zip(self.regions, self.sources, strict=True):
+            yield region, tensor_bytes(self._value(region, piece, key))
+
+    def _value(self, region: Region, piece: Piece, key: str) -> Tensor:  # of the region's shape and dtype
+        if not region.shape:
+            return self.model.state_part(piece.bucket.slots[0].parameter.name, key, 0, 1).reshape(())
+        start, stop = (at * self.block_elements for at in (piece.stretch.start, piece.stretch.stop))
+
+        def part(name: str, first: int, last: int) -> Tensor:  # (last - first,)
+            if key == PARAMETERS:
+                return self.model.part(name, first, last)
+            return self.model.state_part(name, key, first, last)
+
+        return _range(part, region.dtype, piece.bucket, start, stop)
 
 
-def _content(model: ModelFile, layout: Layout) -> _Content:
-    pieces, at = list[Piece](), 0
+def _content(model: ModelFile, layout: Layout, kept: Kept) -> _Content:
+    """In sections by tensor; within a section the pieces are in the order of their blocks."""
+    numbers, stretches = _numbers(model, kept), list(_stretches(layout))
+    sections: dict[tuple[bool, str], list[tuple[Stretch, torch.dtype]]] = {}
+    for stretch, bucket in stretches:
+        sections.setdefault((False, PARAMETERS), []).append((stretch, bucket.dtype))
+        name = bucket.slots[0].parameter.name
+        for key, one in kept.get(name, {}).items():
+            sections.setdefault(((name, key) in numbers, key), []).append((stretch, one.dtype))
+    found: dict[Stretch, dict[str, Region]] = {stretch: {} for stretch, _ in stretches}
+    order, at = list[tuple[Stretch, str]](), 0
+    for is_number, key in sorted(sections):
+        for stretch, dtype in sections[is_number, key]:
+            shape = () if is_number else (stretch.blocks * layout.block_elements,)
+            found[stretch][key] = Region(region_name(key, stretch), dtype, shape, at)
+            order.append((stretch, key))
+            at += found[stretch][key].bytes
+    pieces = {stretch: Piece(stretch, bucket, found[stretch]) for stretch, bucket in stretches}
+    regions = tuple(found[stretch][key] for stretch, key in order)
+    sources = tuple((pieces[stretch], key) for stretch, key in order)
+    return _Content(model, layout.block_elements, tuple(pieces.values()), regions, sources)
+
+
+def _stretches(layout: Layout) -> Iterator[tuple[Stretch, Bucket]]:
     for bucket in layout.buckets:
         most = max(1, PART_BYTES // (layout.block_elements * bucket.dtype.itemsize))
         for first in range(0, bucket.blocks, most):
-            stretch = Stretch(bucket.index, first, min(bucket.blocks, first + most))
-            shape = (stretch.blocks * layout.block_elements,)
-            region = Region(region_name(PARAMETERS, stretch), bucket.dtype, shape, at)
-            pieces.append(Piece(stretch, bucket, {PARAMETERS: region}))
-            at += region.bytes
-    return _Content(model, layout.block_elements, tuple(pieces))
+            yield Stretch(bucket.index, first, min(bucket.blocks, first + most)), bucket
 
 
-def _range(model: ModelFile, bucket: Bucket, start: int, stop: int) -> Tensor:  # (stop - start,) of the bucket's dtype
+def _range(
+    part: Callable[[str, int, int], Tensor], dtype: torch.dtype, bucket: Bucket, start: int, stop: int
+) -> Tensor:  # (stop - start,)
     """Zeros where no tensor lies."""
-    found = torch.zeros(stop - start, dtype=bucket.dtype)
+    found = torch.zeros(stop - start, dtype=dtype)
     for slot in bucket.slots:
         first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
         if first < last:
-            values = model.part(slot.parameter.name, first - slot.start, last - slot.start)
-            found[first - start : last - start] = values
+            found[first - start : last - start] = part(slot.parameter.name, first - slot.start, last - slot.start)
     return found

@@ -30,6 +30,8 @@ class Match:
     taken: tuple[str, ...]
     new: tuple[str, ...]
     missing: tuple[str, ...]
+    has_optimizer: bool = False
+    """Whether optimizer states are taken too."""
 
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} tensors are taken by name"]
@@ -37,7 +39,8 @@ class Match:
             parts.append(f"{_listed(self.new)} keep their initial values")
         if self.missing:
             parts.append(f"{_listed(self.missing)} of the checkpoint are left out")
-        return "; ".join(parts) + "; training begins at step 0 with a fresh optimizer."
+        optimizer = "the optimizer states that came with them" if self.has_optimizer else "a fresh optimizer"
+        return f"{'; '.join(parts)}; training begins at step 0 with {optimizer}."
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -1,4 +1,5 @@
-"""A plain model file: tensors by name, read in parts, from safetensors or from a torch state dict.
+"""A plain model file: tensors by name, read in parts, from safetensors, from a torch state dict, or from a folder that
+`torch.distributed.checkpoint` wrote.
 
 Nothing of a file's code is run. A torch file is mapped, not read, where it is of today's format.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.checkpoint.container import CODES, DTYPES
+from shoal.checkpoint.dcp_folder import INDEX, DcpFolder
 from shoal.checkpoint.named import Known
 from shoal.first_values.pretrained import Pretrained
 
@@ -34,13 +36,28 @@ class ModelFile(Protocol):
     def known(self) -> Mapping[str, Known]:
         """All tensors by name."""
 
+    @property
+    def states(self) -> Mapping[str, Mapping[str, Known]]:
+        """Optimizer states by parameter and key: of its parameter's shape, or one number."""
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """What else lies there."""
+
     def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the tensor's dtype
         """Elements of a tensor, flat."""
         ...
 
+    def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,) of the state's dtype
+        """Elements of one of `states`, flat."""
+        ...
+
 
 def open_model(file: Path) -> ModelFile:
-    """Raises `UserError` for a file that holds no model."""
+    """Raises `UserError` for a file or folder that holds no model."""
+    if file.is_dir():
+        is_plain = not (file / INDEX).exists() and any(file.glob("*.safetensors"))
+        return _Safetensors(Pretrained(file)) if is_plain else DcpFolder(file)
     try:
         with file.open("rb") as opened:
             head = opened.read(9)
@@ -57,7 +74,17 @@ def open_model(file: Path) -> ModelFile:
     return _Safetensors(content) if isinstance(content, Pretrained) else _StateDict(content, file)
 
 
-class _Safetensors:
+class _ModelAlone:
+    """A file without an optimizer."""
+
+    states: Mapping[str, Mapping[str, Known]] = {}
+    left_out: Sequence[str] = ()
+
+    def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # noqa: ARG002
+        raise KeyError(key)
+
+
+class _Safetensors(_ModelAlone):
     """Two names of one tensor are two tensors there."""
 
     def __init__(self, source: Pretrained) -> None:
@@ -72,7 +99,7 @@ class _Safetensors:
         return self._source.part(name, first, last)
 
 
-class _StateDict:
+class _StateDict(_ModelAlone):
     def __init__(self, content: Any, file: Path) -> None:
         self._tensors, self.tied = _once(_checked(content, file))
         self.known = {name: Known(tuple(one.shape), one.dtype) for name, one in self._tensors.items()}

@@ -208,7 +208,8 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
 
 @torch.no_grad()
 def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> Match:
-    """Takes parameters and buffers by name; what else there is stays as at step 0.
+    """Takes parameters and buffers by name, and optimizer states where an import has them and all else matches; what
+    else there is stays as at step 0.
 
     Parameters that are in blocks begin with what is read then, part by part (`TrainingState.begin_anew`).
     """
@@ -221,5 +222,7 @@ def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> 
             tensor.copy_(taken.part(name, 0, tensor.numel()).view(tensor.shape))
     taken.forget()
     state.originals.take(taken)
+    if matched.has_optimizer:
+        state.held.begin_with(taken)
     state.buffers.refresh()
     return matched
