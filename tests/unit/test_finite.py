@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from shoal.exchange.finite import is_finite
+from shoal.core.layout import Trainable, lay_out
+from shoal.exchange import canonical, round_reduction
+from shoal.exchange.finite import FiniteWatch, is_finite
 from shoal.exchange.tree_sum import TreeSum
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -15,6 +17,7 @@ from shoal.training.engine import Engine
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.milestones import passes_milestone
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OPTIONS = {"max_steps": 5}
 ON = {**OPTIONS, "shoal": {"stop_on_nan": False}}
@@ -84,12 +87,28 @@ def test_a_script_that_swallows_that_cannot_go_on() -> None:
         undisturbed(Task(OPTIONS, body=stubborn))
 
 
+def watch_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host asks for no sum before the vote needs them."""
+    for reduction in (canonical, round_reduction):
+        monkeypatch.setattr(reduction, "FiniteWatch", lambda at_once: FiniteWatch(at_once and False))
+
+
 @pytest.mark.parametrize(
-    ("stage", "workers", "where"),
-    [(1, "ab", "lanes 2 to 3"), (1, "abcd", "lane 2"), (2, "ab", "lanes 0 to 3"), (3, "abc", "lanes 0 to 3")],
+    ("stage", "workers", "where", "is_device"),
+    [
+        (1, "ab", "lanes 2 to 3", False),
+        (1, "abcd", "lane 2", False),
+        (1, "abcd", "lane 2", True),
+        (2, "ab", "lanes 0 to 3", False),
+        (3, "abc", "lanes 0 to 3", True),
+    ],
 )
-def test_all_members_stop_alike_and_name_the_lanes(stage: int, workers: str, where: str) -> None:
+def test_all_members_stop_alike_and_name_the_lanes(
+    stage: int, workers: str, where: str, is_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As closely as partial sums tell: with one lane a worker, the lane; sums of shards have all lanes in them."""
+    if is_device:
+        watch_a_device(monkeypatch)
     with Crew(workers, Task({**OPTIONS, "stage": stage}, body=bad_gradient)) as crew:
         crew.allow()
         crew.until("the end", lambda: crew.job.durable.phase.over)
@@ -159,10 +178,42 @@ def test_the_partial_sum_that_brought_it_in_is_found_though_sums_were_made_in_pl
     parts = [torch.ones(3) for _ in range(4)]
     parts[bad][1] = torch.nan
     tree_sum.add_up(parts)
-    assert tree_sum.culprit(parts) == (bad, bad + 1)
+    assert tree_sum.culprit(parts, at_once=True)() == (bad, bad + 1)
+    kept = tree_sum.culprit(parts, at_once=False)
+    for part in parts:
+        part.zero_()
+    assert kept() == (bad, bad + 1)
 
 
 def test_milestones_are_powers_of_ten() -> None:
     assert [n for n in range(1, 2000) if passes_milestone(n - 1, n)] == [1, 10, 100, 1000]
     assert passes_milestone(0, 7) and passes_milestone(7, 12) and not passes_milestone(12, 12)
     assert not passes_milestone(12, 90)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: a value that is asked for, a copy to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_a_device_has_is_asked_for_once_and_not_while_it_is_made() -> None:
+    layout = lay_out([Trainable("a", (5_000,), torch.float32, 0), Trainable("b", (9_000,), torch.float64, 0)])
+    watch = FiniteWatch(at_once=False)
+    with Waits() as waits:
+        for bucket in layout.buckets:
+            for start in range(0, bucket.elements, 4_096):
+                values = torch.full((4_096,), torch.finfo(bucket.dtype).max, dtype=bucket.dtype)  # their sum overflows
+                values[7] = torch.nan if (bucket.index, start) == (1, 4_096) else 1.0
+                watch.look(bucket, start, values, lambda: (2, 3))
+                values.div_(2.0)
+    assert waits.count == 0
+    wrong = layout.buckets[1].slots[0].parameter.name
+    assert watch.bad_gradient() == f'the gradient of parameter "{wrong}" is not finite in lane 2'
+    assert FiniteWatch(at_once=False).bad_gradient() == ""

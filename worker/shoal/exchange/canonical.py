@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import are_leaves
-from shoal.exchange.finite import describe_gradient, is_finite
+from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, receive_sums, send_packed, send_sums
 from shoal.exchange.pieces import Extent, Extents, elements_in
 from shoal.exchange.traffic import GATHERED, MIRRORED, PARTIALS, Traffic, sums_dtype
@@ -71,9 +71,14 @@ class CanonicalReduction:
         self._gathering: Waiting | None = None
         self._settling: list[_InFlight] = []
         self._broken = False
-        self.bad_gradient = ""
-        """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from."""
+        self._watch = FiniteWatch(at_once=traffic.layout.device.type == "cpu")
         self._go_on()
+
+    def bad_gradient(self) -> str:
+        """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from. After
+        `finish`; a device is waited for.
+        """
+        return self._watch.bad_gradient()
 
     def on_filled(self, bucket: int) -> None:
         """The last backward has filled this bucket: its sums leave for their owners, and what has come of earlier ones
@@ -222,9 +227,8 @@ class CanonicalReduction:
                 (root,) = tree_sum.add_up(parts)
                 place = self._sums.last.flats[bucket][start:stop]
                 mean = torch.div(root, self._traffic.plan.lanes, out=place)
-                if not self.bad_gradient and not is_finite(mean):
-                    lanes = tree_sum.culprit(parts)
-                    self.bad_gradient = describe_gradient(self._traffic.layout.buckets[bucket], start, mean, lanes)
+                of, culprit = self._traffic.layout.buckets[bucket], tree_sum.culprit(parts, self._watch.at_once)
+                self._watch.look(of, start, mean, culprit)
                 if self._loss_scale != 1.0:
                     mean.div_(self._loss_scale)
         flight.arrivals.clear()

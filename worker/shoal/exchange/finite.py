@@ -1,14 +1,17 @@
 """Losses and gradients that are not finite: found at a block's owner, reported in the vote, so that all stop alike.
 
 The reduced gradient is looked at while it is at hand, once, by its sum; only where that is not finite (a sum of large
-numbers overflows too) by elements, and then the lanes that it came from are found. Called by the canonical reduction
-and the engine.
+numbers overflows too) by elements, and then the lanes that it came from are found. On the host that is known at once. A
+device keeps the sums of a step until its vote needs the answer: the host waits for it once, and never within a
+backward. Called by the reductions and the engine.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from shoal_protos.errors import JobFailed, UserError
@@ -31,6 +34,52 @@ def is_finite(
 ) -> bool:
     """One pass where all are."""
     return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A range of a step's reduced gradient whose sum is on its way."""
+
+    bucket: Bucket
+    start: int
+    mean: Tensor  # (elements,): it stays as it is until the step's commit, but for the loss's scale
+    total: Tensor  # ()
+    lanes: Callable[[], Span]
+
+
+class FiniteWatch:
+    """Of one step. `at_once`: whether the host may ask for every sum when it is made, which costs it nothing then."""
+
+    def __init__(self, at_once: bool) -> None:
+        self.at_once = at_once
+        self._kept: list[_Range] = []
+        self._bad = ""
+
+    def look(
+        self,
+        bucket: Bucket,
+        start: int,
+        mean: Tensor,  # (elements,) of a range that this worker owns
+        lanes: Callable[[], Span],
+    ) -> None:
+        """`mean`: the gradient of the bucket's elements from `start`. `lanes`: where it comes from if it is not finite;
+        it is asked at once, or in `bad_gradient`.
+        """
+        if not self.at_once:
+            self._kept.append(_Range(bucket, start, mean, mean.sum(), lanes))
+        elif not self._bad and not is_finite(mean):
+            self._bad = describe_gradient(bucket, start, mean, lanes())
+
+    def bad_gradient(self) -> str:
+        """The first parameter in this worker's blocks whose gradient is not finite; empty where all are. Waits for the
+        device, once.
+        """
+        kept, self._kept = self._kept, []
+        totals = torch.stack([one.total.double() for one in kept]).tolist() if kept else []
+        for one, total in zip(kept, totals, strict=True):
+            if not self._bad and not math.isfinite(total) and not bool(torch.isfinite(one.mean).all()):
+                self._bad = describe_gradient(one.bucket, one.start, one.mean, one.lanes())
+        return self._bad
 
 
 def describe_gradient(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.rounds import NO_LANE
-from shoal.exchange.finite import describe_gradient, is_finite
+from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
 from shoal.exchange.pieces import Extents, elements_in
 from shoal.exchange.rounds_traffic import RoundsTraffic
@@ -80,9 +80,14 @@ class RoundReduction:
         self._mirror_sends: list[Posted] = []
         self._mirror_receives: list[PackedReceive] = []
         self._broken = False
-        self.bad_gradient = ""
-        """The first parameter in this worker's blocks whose gradient is not finite."""
+        self._watch = FiniteWatch(at_once=traffic.layout.device.type == "cpu")
         self._post()
+
+    def bad_gradient(self) -> str:
+        """The first parameter in this worker's blocks whose gradient is not finite. After `finish`; a device is waited
+        for.
+        """
+        return self._watch.bad_gradient()
 
     # ---- a lane here
 
@@ -271,9 +276,7 @@ class RoundReduction:
             place = self._sums.reduced.range(bucket, start, stop)
             mean = torch.div(root[at : at + stop - start], lanes, out=place)
             at += stop - start
-            if not self.bad_gradient and not is_finite(mean):
-                of = self._traffic.layout.buckets[bucket]
-                self.bad_gradient = describe_gradient(of, start, mean, (0, lanes))
+            self._watch.look(self._traffic.layout.buckets[bucket], start, mean, lambda: (0, lanes))
             if self._loss_scale != 1.0:
                 mean.div_(self._loss_scale)
 

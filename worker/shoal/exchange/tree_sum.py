@@ -7,7 +7,7 @@ bits in every world. In place: the memory of a message, and of this worker's own
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from shoal_protos.runs import Span
@@ -70,10 +70,21 @@ class TreeSum:
     def culprit(
         self,
         parts: Sequence[Tensor],  # by source, each (elements of the extent,)
-    ) -> Span:
-        """Which subtree brought in what is not finite. `parts` have been added up."""
-        suspect = self.left[0]
-        for into, other in reversed(self._additions):
-            if into == suspect and not bool(torch.isfinite(parts[other]).all()):
-                suspect = other
-        return self._sources[suspect][0]
+        at_once: bool,
+    ) -> Callable[[], Span]:
+        """Tells which subtree brought in what is not finite. `parts` have been added up. `at_once`: it is asked while
+        they are there; else the answers are made now, where the parts lie.
+        """
+        found = None if at_once else {other: torch.isfinite(parts[other]).all() for _, other in self._additions}
+
+        def is_finite(other: int) -> bool:
+            return bool(torch.isfinite(parts[other]).all() if found is None else found[other])
+
+        def span() -> Span:
+            suspect = self.left[0]
+            for into, other in reversed(self._additions):
+                if into == suspect and not is_finite(other):
+                    suspect = other
+            return self._sources[suspect][0]
+
+        return span
