@@ -15,6 +15,7 @@ from shoal_controller.core.machine.events import (
     Exited,
     MessageReceived,
     PlannerAnswered,
+    PlannerBegan,
     Probed,
     Started,
     Tick,
@@ -78,6 +79,8 @@ class Driver:
         """What the planner was asked, oldest first."""
         self.planner_answers = True
         """Whether it does, at once."""
+        self.planner_begins = True
+        """Whether it takes up at once what it does not answer."""
         self._next = 0
         self.feed(Started())
 
@@ -90,6 +93,9 @@ class Driver:
             if self.planner_answers:
                 before = self.effects
                 self.effects = [*before, *self.feed(PlannerAnswered(asked, answer(asked.question)))]
+            elif self.planner_begins:
+                before = self.effects
+                self.effects = [*before, *self.feed(PlannerBegan(asked.number))]
         return self.effects
 
     def wait(self, seconds: float, beating: bool = True) -> list[Effect]:

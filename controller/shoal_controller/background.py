@@ -23,6 +23,7 @@ from shoal_controller.core.machine.events import (
     Exited,
     NeverStarted,
     PlannerAnswered,
+    PlannerBegan,
     PlannerFailed,
     Probed,
     Spawned,
@@ -56,10 +57,12 @@ Tasks = dict[object, asyncio.Task[None]]
 class BackgroundWork:
     """What one job has others do."""
 
-    def __init__(self, spec: JobSpec, outside: Outside, submit: Submit) -> None:
+    def __init__(self, spec: JobSpec, outside: Outside, submit: Submit, hear: Callable[[Event], object]) -> None:
         self._spec = spec
         self._outside = outside
         self._submit = submit
+        self._hear = hear
+        """For what is no news to wait for."""
         self._launches: asyncio.Queue[Adopt | Spawn] = asyncio.Queue(LAUNCHES)
         self._starting: dict[WorkerId, asyncio.Event] = {}
         """Workers whose start is asked for and not over."""
@@ -142,7 +145,8 @@ class BackgroundWork:
 
     async def _answered(self, asked: AskPlanner) -> Event:
         try:
-            return PlannerAnswered(asked, await self._outside.planner(asked.question))
+            begun = partial(self._hear, PlannerBegan(asked.number))
+            return PlannerAnswered(asked, await self._outside.planner(asked.question, begun))
         except PeerError as error:
             log.warning("a question to the planner has no answer", job=self._spec.job, error=str(error))
             return PlannerFailed(asked.number, str(error))

@@ -18,6 +18,7 @@ from shoal_protos.errors import PeerError
 from shoal_controller import planner_main
 from shoal_controller.core.planning.question import Answer, Question, answer
 from shoal_controller.planner_main import LENGTH, Reply, frame
+from shoal_controller.ports import Begun
 
 IN_PLACE = 16
 """Up to so many workers a plan takes some 20 ms, of however many blocks, for which all jobs' heartbeats wait; with 64
@@ -46,10 +47,13 @@ class PlannerProcess:
         """Of the process, while there is one."""
         return self._process.pid if self._process is not None else None
 
-    async def answer(self, question: Question) -> Answer:
+    async def answer(self, question: Question, begun: Begun = lambda: None) -> Answer:
+        """In its turn; then `begun` is called first."""
         if len(question.candidates) <= self._in_place:
+            begun()
             return answer(question)
         async with self._turn:
+            begun()
             reply = await self._asked(frame(question))
         if reply.answer is None:
             raise PeerError(f"the planner failed. This is a bug in Shoal; please report it.\n{reply.failure}")

@@ -27,7 +27,9 @@ View = Callable[[Job, float], JobView]
 """What people see of a job at a time (`machine.view`)."""
 
 
-Planner = Callable[[Question], Awaitable[Answer]]
+Begun = Callable[[], object]
+"""Called when a question's turn has come, before it is answered."""
+Planner = Callable[[Question, Begun], Awaitable[Answer]]
 """Answers a question as `planning.question.answer` does, perhaps in another process; raises where it cannot."""
 
 

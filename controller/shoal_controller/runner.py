@@ -112,7 +112,7 @@ class Runner:
         repository.on_trouble = self._on_trouble
         repository.on_events = partial(life.on_events, spec.job)
         self._shown = _blank_view(spec)
-        self._background = BackgroundWork(spec, life.outside, self.submit)
+        self._background = BackgroundWork(spec, life.outside, self.submit, self._inbox.keep)
         self.series = JobSeries(life.clock())
         """Its course, as far as this life has seen it."""
         self._loop: asyncio.Task[None] | None = None

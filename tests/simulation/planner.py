@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.effects import AskPlanner
-from shoal_controller.core.machine.events import PlannerAnswered, PlannerFailed
+from shoal_controller.core.machine.events import PlannerAnswered, PlannerBegan, PlannerFailed
 from shoal_controller.core.planning.question import answer
 from shoal_protos.plan import Plan
 
@@ -23,6 +23,9 @@ SECONDS = (0.02, 0.3, 1.5, 4.0)
 LOST, DEATHS, WRONG = 0.15, 0.2, 0.1
 """The part of the questions whose answer is lost, over which an unreliable one dies, or which it answers wrongly."""
 
+LINES = (0.0, 0.0, 0.0, 0.5, 1.5)
+"""How long a question stands in line behind those of other jobs, in times of `progress_seconds`."""
+
 
 class Planner:
     """See the module's text. Chance of its own, so that it changes nothing in what a seed drew before."""
@@ -32,8 +35,8 @@ class Planner:
         self.chance = Random(f"{simulation.seed} planner")
         self.kind = "prompt" if simulation.still else self.chance.choice(KINDS)
         self.answered, self.dropped, self.deaths, self.wrong = 0, 0, 0, 0
-        self._out: dict[int, float] = {}
-        """Since when each question of this life is being answered."""
+        self._out: dict[int, float | None] = {}
+        """Since when each question of this life is being answered; None: it stands in line."""
 
     def is_given_up_for(self, reason: str) -> bool:
         """Whether a job may end because this planner has failed: one that answers every question may not."""
@@ -55,6 +58,8 @@ class Planner:
             self._out.clear()
             return PlannerAnswered(asked, answer(asked.question))
         luck = self.chance.random() if self.kind == "unreliable" else 1.0
+        line = self.chance.choice(LINES) * self.simulation.spec.progress_seconds if self.kind == "unreliable" else 0.0
+        self.simulation.clock.after(line, self._begin, asked.number, self.simulation.host.life)
         if luck < LOST:
             self.dropped += 1
             self.simulation.say("the planner's answer to question", asked.number, "is lost")
@@ -68,7 +73,7 @@ class Planner:
             self.simulation.say("the planner's answer to question", asked.number, "is wrong")
             event = PlannerAnswered(asked, self._wrong(event.answer))
         seconds = self.chance.choice(SECONDS) * self.chance.random()
-        self.simulation.clock.after(seconds, self._tell, event, asked.number, self.simulation.host.life)
+        self.simulation.clock.after(line + seconds, self._tell, event, asked.number, self.simulation.host.life)
         return None
 
     def _wrong(self, plan: Plan) -> Plan:
@@ -82,12 +87,19 @@ class Planner:
         ))  # fmt: skip
 
     def _look(self, asked: AskPlanner) -> None:
-        """● One question is out at a time: another one comes only after its answer, or long after it was asked."""
-        now = self.simulation.clock.now
-        early = [number for number, at in self._out.items() if now - at <= self.simulation.spec.progress_seconds]
+        """● One question is out at a time: another one comes only after its answer, or long after it was taken up."""
+        now, limit = self.simulation.clock.now, self.simulation.spec.progress_seconds
+        early = [number for number, at in self._out.items() if at is None or now - at <= limit]
         if early:
             self.simulation.watch.violated("the planner is asked twice", f"questions {early} and {asked.number}")
-        self._out[asked.number] = now
+        self._out[asked.number] = None
+
+    def _begin(self, number: int, life: int) -> None:
+        """The questions of other jobs that came before this one are answered."""
+        host = self.simulation.host
+        if host.alive and host.life == life and number in self._out:
+            self._out[number] = self.simulation.clock.now
+            host.feed(PlannerBegan(number))
 
     def _tell(self, event: PlannerAnswered | PlannerFailed, number: int, life: int) -> None:
         host = self.simulation.host

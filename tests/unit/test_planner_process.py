@@ -83,6 +83,21 @@ async def test_a_small_world_is_planned_in_place() -> None:
 
 
 @asynchronous
+async def test_a_question_is_taken_up_when_those_before_it_are_answered() -> None:
+    async with another_process() as planner:
+        order: list[str] = []
+
+        async def ask(number: int) -> None:
+            await planner.answer(start(generation=number), lambda: order.append(f"{number} begins"))
+            order.append(f"{number} is answered")
+
+        async with asyncio.TaskGroup() as jobs:
+            for number in range(1, 4):
+                jobs.create_task(ask(number))
+        assert order == [f"{number} {act}" for number in range(1, 4) for act in ("begins", "is answered")]
+
+
+@asynchronous
 async def test_a_planner_that_was_killed_says_so_and_is_started_again() -> None:
     async with another_process() as planner:
         await planner.answer(start())
@@ -141,7 +156,7 @@ async def test_a_job_goes_on_while_a_question_is_answered_and_the_newest_one_is_
     async with running(tmp_path, machine) as world:
         answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
         came = iter(answers)
-        world.shell.connect(replace(world.written.outside(), planner=lambda question: next(came)))
+        world.shell.connect(replace(world.written.outside(), planner=lambda question, begun: next(came)))
         await world.shell.create(SPEC)
         asked = [AskPlanner(number, start(generation=number), None) for number in range(1, 4)]
         for question in asked:

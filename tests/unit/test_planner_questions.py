@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from machine_driver import MADE_OF, Driver, notes, training
 from shoal_controller.core.machine.effects import AskPlanner
-from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAnswered, PlannerFailed
+from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAnswered, PlannerBegan, PlannerFailed
 from shoal_controller.core.machine.job import AttemptPhase
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.spec import Phase
@@ -155,6 +155,30 @@ def test_a_lost_answer_is_waited_for_as_long_as_a_change_may_stand_still_and_use
     plan = job.planned()
     answered(job, job.questions[1])
     assert job.planned() is plan, "the second answer comes too late"
+
+
+def test_a_question_that_stands_in_line_behind_other_jobs_is_not_called_failed() -> None:
+    job = trains_with_a_slow_planner()
+    job.planner_begins = False
+    asked = lose(job, "w2")
+    job.wait(3 * job.spec.progress_seconds)
+    assert job.questions == [asked], "nobody asks again for what was not taken up"
+    assert not job.job.planner.failures
+    job.feed(PlannerBegan(asked.number))
+    job.wait(job.spec.progress_seconds)
+    assert job.questions == [asked]
+    effects = job.wait(1)
+    assert "the planner failed: it has not answered for 10 s; it is asked again" in notes(effects, "waiting")
+
+
+def test_a_question_that_is_never_taken_up_is_asked_again_after_stall_seconds() -> None:
+    job = trains_with_a_slow_planner(stall_seconds=60.0)
+    job.planner_begins = False
+    asked = lose(job, "w2")
+    job.wait(59)
+    assert job.questions == [asked]
+    effects = job.wait(2)
+    assert "the planner failed: it has not begun for 60 s; it is asked again" in notes(effects, "waiting")
 
 
 def test_a_job_whose_planner_fails_for_stall_seconds_fails_with_the_reason() -> None:

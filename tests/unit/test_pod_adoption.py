@@ -142,7 +142,7 @@ async def test_pods_are_adopted_late_where_the_cluster_was_away_when_a_controlle
         one.reports.clear()
         one.cluster.fail("GET", "/pods", 503, times=10**6)
         outside = replace(Written().outside(), launchers={"kubernetes": one.launcher})
-        work = BackgroundWork(SPEC, outside, lambda event: one.submit(SPEC.job, event))
+        work = BackgroundWork(SPEC, outside, lambda event: one.submit(SPEC.job, event), print)
         work.start(only_logged)
         work.run(Adopt(()))
         work.run(Spawn("w1"))

@@ -16,7 +16,7 @@ from shoal_controller.core.machine.spec import JobView
 from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.leadership.election import ControllerPlace, Election, Leadership, NotLeading
 from shoal_controller.leadership.introductions import UNPROVED, HandedOn, Introductions
-from shoal_controller.ports import Outside, SizeWriter
+from shoal_controller.ports import Begun, Outside, SizeWriter
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import CHECK_SECONDS, Shell
 from shoal_controller.store.store import Revision, Store
@@ -208,7 +208,7 @@ class ControllerState:
             raise StoreError(f"nothing was decided yet: {shell.trouble}")
 
 
-async def _no_planner(_: Question) -> Answer:
+async def _no_planner(_: Question, __: Begun) -> Answer:
     raise StoreError("nothing is planned for jobs that are only looked at")
 
 

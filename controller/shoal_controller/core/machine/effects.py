@@ -70,7 +70,9 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class AskPlanner:
-    """Have a question answered (`planning.question.answer`): answered by `PlannerAnswered` or `PlannerFailed`."""
+    """Have a question answered (`planning.question.answer`): `PlannerBegan`, then `PlannerAnswered` or `PlannerFailed`
+    follow.
+    """
 
     number: int
     """Questions of one controller's life are numbered from 1."""

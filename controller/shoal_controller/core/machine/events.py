@@ -134,6 +134,13 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannerBegan:
+    """The planner has taken up a question: those of other jobs, for which it stood in line, are answered."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerAnswered:
     """A plan for what was asked, or the blocks of which nobody has a copy."""
 
@@ -201,7 +208,7 @@ OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | 
 
 Event = (
     Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | Waiting | Preempted | Spared
-    | Endangered | NeverStarted | Exited | PlannerAnswered | PlannerFailed | OperatorRequest
+    | Endangered | NeverStarted | Exited | PlannerBegan | PlannerAnswered | PlannerFailed | OperatorRequest
 )  # fmt: skip
 
 One = TypeVar("One")

@@ -104,6 +104,8 @@ class PlannerState:
     """The number of the last question."""
     asked_at: float | None = None
     """When it was asked; None: it is answered, or given up."""
+    begun_at: float | None = None
+    """When the planner took it up; None: it stands in line behind questions of other jobs."""
     answer: PlannerAnswered | None = None
     """The newest answer, until it is used."""
     failures: int = 0

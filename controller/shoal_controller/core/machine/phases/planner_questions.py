@@ -14,7 +14,7 @@ from shoal_protos.plan import Plan
 
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import PlannerAnswered, PlannerFailed
+from shoal_controller.core.machine.events import PlannerAnswered, PlannerBegan, PlannerFailed
 from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.job import Job, PlannerState
 from shoal_controller.core.machine.turn import Turn
@@ -30,7 +30,7 @@ def ask(turn: Turn, question: Question, goal: Goal | None = None) -> None:
     assert not is_busy(turn), "one question is out at a time"
     planner = turn.job.planner
     number = planner.asked + 1
-    turn.change(planner=replace(planner, asked=number, asked_at=turn.now))
+    turn.change(planner=replace(planner, asked=number, asked_at=turn.now, begun_at=None))
     turn.do(AskPlanner(number, question, goal))
 
 
@@ -77,6 +77,14 @@ def has_failed_for(turn: Turn, seconds: float, since: float) -> bool:
 # ---- what comes of a question
 
 
+def on_begun(turn: Turn, event: PlannerBegan) -> bool:
+    """From now on the question's time counts."""
+    planner = turn.job.planner
+    if event.number == planner.asked and planner.asked_at is not None:
+        turn.change(planner=replace(planner, begun_at=turn.now))
+    return False
+
+
 def on_answered(turn: Turn, event: PlannerAnswered) -> None:
     """Keep the answer for whoever asked; of two answers that come at once, the one to the later question. ● A plan that
     is unsound, or another one than was asked for, is a failure of the planner.
@@ -88,7 +96,8 @@ def on_answered(turn: Turn, event: PlannerAnswered) -> None:
     planner = turn.job.planner
     asked_at = None if event.asked.number == planner.asked else planner.asked_at
     later = planner.answer is not None and planner.answer.asked.number > event.asked.number
-    return turn.change(planner=PlannerState(planner.asked, asked_at, planner.answer if later else event))
+    answer = planner.answer if later else event
+    return turn.change(planner=PlannerState(planner.asked, asked_at, planner.begun_at, answer))
 
 
 def on_failed(turn: Turn, event: PlannerFailed) -> None:
@@ -98,10 +107,17 @@ def on_failed(turn: Turn, event: PlannerFailed) -> None:
 
 
 def watch(turn: Turn) -> None:
-    """An answer that does not come within `progress_seconds` is waited for no longer; it may still come."""
-    asked_at, limit = turn.job.planner.asked_at, turn.spec.progress_seconds
-    if asked_at is not None and turn.now - asked_at > limit:
-        _fail(turn, f"it has not answered for {turn.now - asked_at:.0f} s")
+    """An answer that does not come within `progress_seconds` is waited for no longer; it may still come. ● Not the time
+    in which the question stood in line: all jobs have one planner, and who asks again would only make the line longer.
+    """
+    planner = turn.job.planner
+    if planner.asked_at is None:
+        return
+    if planner.begun_at is None:
+        if turn.now - planner.asked_at > turn.spec.stall_seconds:
+            _fail(turn, f"it has not begun for {turn.now - planner.asked_at:.0f} s")
+    elif turn.now - planner.begun_at > turn.spec.progress_seconds:
+        _fail(turn, f"it has not answered for {turn.now - planner.begun_at:.0f} s")
 
 
 def _fail(turn: Turn, why: str) -> None:
