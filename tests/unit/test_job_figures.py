@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.messages import MemberState, Result, Telemetry
+from shoal_protos.runs import NO_BLOCKS
 
 PER_STEP = 12
 
@@ -114,6 +115,29 @@ def test_steps_that_are_made_again_count_again() -> None:
     job.recover()
     trained(job, 10, fresh)
     assert job.view.samples == 20 * PER_STEP
+
+
+def test_steps_before_a_checkpoint_that_cannot_be_read_are_lost_too() -> None:
+    """All die at step 50, others are to begin at the checkpoint of step 40, and can read only that of step 30."""
+    made_of = replace(MADE_OF, samples_per_step=PER_STEP, max_steps=1000, can_checkpoint=True)
+    job = Driver(wanted=1, launcher="local", made_of=made_of)
+    job.start(1)
+    for step in (30, 40):
+        trained(job, step, "w0")
+        job.beat("w0", checkpoint=CheckpointRef(1, step, f"/c/step-{step}"))
+    trained(job, 50, "w0")
+    waiting = replace(job.statuses.pop("w0"), generation=0, step=-1, committed_in=0, state=MemberState.WAITING)
+    job.exit("w0")
+    job.wait(5.0)
+    job.hello("w1", status=replace(waiting, holds=NO_BLOCKS))
+    job.tick()
+    job.stop("w1", job.statuses["w1"])
+    assert job.planned().recovery == replace(job.planned().recovery, step=40)
+    job.beat("w1", unreadable_checkpoint=UnreadableCheckpoint("/c/step-40", "it is cut short."))
+    job.recover()
+    world = job.job.durable.history[-1]
+    assert (world.from_step, world.lost_steps) == (30, 20)
+    assert job.counted("shoal_job_lost_steps_total") == 20
 
 
 def test_steps_are_observed_with_the_time_between_two_heartbeats() -> None:

@@ -376,7 +376,8 @@ def _is_ready(turn: Turn, worker: WorkerId, plan: Plan) -> bool:
 
 def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     """The new world may train. Stored first, then said."""
-    before = max(turn.durable.step, known_step(turn)) if not attempt.start else attempt.back_from
+    # of a start: where a job that began anew was to begin, which may be a checkpoint that could not be read
+    before = max(turn.durable.step, attempt.back_from if attempt.start else known_step(turn))
     step = plan.recovery.step if plan.recovery is not None else 0
     shown = max(turn.durable.step, step)
     goes_back = _goes_back(turn, plan, step)
