@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 from machine_driver import MADE_OF, Driver, training
+from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -166,3 +168,18 @@ def test_a_job_that_is_cancelled_because_its_script_fails_ends_with_why_it_faile
     assert job.view.reason == (
         "cancelled at step 0, while no world was training; worker w0 failed: ValueError: no such column"
     )
+
+
+def test_the_history_says_who_noticed_that_a_worker_is_gone() -> None:
+    job = training(4)
+    job.connections.pop("w1")
+    job.wait(10)
+    assert job.job.durable.roster["w1"].standing is Standing.LOST
+    drained = job.feed(DrainWorker("w1"))
+    died = job.exit("w2")
+    noticed_by = {
+        effect.worker: effect.data["noticed_by"]
+        for effect in (*drained, *died)
+        if isinstance(effect, Note) and effect.kind == "lost"
+    }
+    assert noticed_by == {"w1": "an operator", "w2": "the launcher"}

@@ -148,9 +148,10 @@ def on_exited(turn: Turn, event: Exited) -> None:
     if record.ending is not None or turn.durable.phase.over:
         return turn.mark(event.worker, standing=Standing.DEAD, ending_since=None)
     if _has_died(record, event.code):
-        return confirm_death(turn, event.worker, event.why, event.code)
+        return confirm_death(turn, event.worker, event.why, event.code, "the launcher")
     if event.code == NO_CONTROLLER:
-        return confirm_death(turn, event.worker, f"{event.why}: it was in no world and found no controller", event.code)
+        why = f"{event.why}: it was in no world and found no controller"
+        return confirm_death(turn, event.worker, why, event.code, "the launcher")
     if event.code == WRONG_USE and record.launched and failures.on_wrong_use(turn, event.worker, event.log_tail):
         return None
     if event.code == 0 and not record.incarnation and failures.on_end_without_hello(turn, event.worker):

@@ -60,7 +60,7 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
     """Let one worker go; the launcher replaces it. One that is silent is given up by that."""
     record = _named(turn, event.worker)
     if record.standing is Standing.LOST:
-        return scaling.give_up(turn, event.worker, "an operator drained it while it was silent")
+        return scaling.give_up(turn, event.worker, "an operator drained it while it was silent", "an operator")
     if record.leaving:
         raise Conflict(f"worker {event.worker} is already being drained.").coded(ErrorCode.WORKER_DRAINING)
     if _is_last(turn, record) and not _can_checkpoint(turn):

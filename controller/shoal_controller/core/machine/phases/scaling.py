@@ -196,13 +196,13 @@ def dismiss(turn: Turn, worker: WorkerId, how: Ending, why: str) -> None:
         turn.drop("spawned_at", worker)
 
 
-def give_up(turn: Turn, worker: WorkerId, why: str) -> None:
+def give_up(turn: Turn, worker: WorkerId, why: str, noticed_by: str = "the controller") -> None:
     """Count a silent worker as dead without proof. Should it come back, it is told to end: its world is closed."""
     record = turn.record(worker)
     how = Ending.REPLACED if record.launched else Ending.START_OVER
     turn.mark(worker, standing=Standing.DEAD, ending=how, why=why)
     turn.expect_end(worker)
-    turn.note(EventKind.LOST, f"worker {worker} is given up: {why}", worker)
+    turn.note(EventKind.LOST, f"worker {worker} is given up: {why}", worker, noticed_by=noticed_by)
 
 
 def dismiss_last(turn: Turn, worker: WorkerId, addition: str = "") -> None:
