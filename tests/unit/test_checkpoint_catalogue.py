@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from machine_driver import MADE_OF, NEW, Driver
+from machine_driver import MADE_OF, NEW, Driver, notes
+from shoal_controller.core.machine.events import Disconnected, Save
 from shoal_protos.checkpoint import CheckpointRef
 
 
@@ -34,3 +35,37 @@ def test_what_was_saved_since_all_went_back_counts_though_nobody_told_of_it_befo
     world = job.job.durable.current
     assert world is not None and world.recovery is not None
     assert (world.recovery.step, world.recovery.checkpoint) == (9, untold.path)
+
+
+JUST_SAVED = CheckpointRef(1, 4, "/saves/step-4")
+
+
+def trains() -> Driver:
+    job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True))
+    job.start(2)
+    job.wait(1)
+    return job
+
+
+def test_a_save_that_a_joiner_has_found_before_its_saver_tells_of_it_has_a_time_and_is_what_was_asked_for() -> None:
+    job = trains()
+    job.feed(Save())
+    job.hello("w2", status=replace(NEW, checkpoint=JUST_SAVED))
+    assert job.job.durable.checkpoints[0].saved_at is None, "whoever finds it does not know how old it is"
+    job.now += 0.5
+    effects = job.beat("w0", checkpoint=JUST_SAVED, step=5)
+    assert job.job.durable.checkpoints[0].saved_at == job.now
+    assert notes(effects, "checkpoint_saved") == ["a checkpoint of step 4 was saved at /saves/step-4"]
+    assert job.job.durable.save is None
+    job.now += 0.5
+    assert not notes(job.beat("w1", checkpoint=JUST_SAVED, step=5), "checkpoint_saved")
+    assert job.job.durable.checkpoints[0].saved_at == job.now - 0.5
+
+
+def test_a_save_has_a_time_whose_saver_tells_of_it_when_its_stream_has_broken_and_is_there_again() -> None:
+    for seconds in (0.5, 3600.0):
+        job = trains()
+        job.feed(Disconnected(job.connections.pop("w0"), "reset"))
+        job.now += seconds
+        job.hello("w0", status=replace(job.statuses["w0"], checkpoint=JUST_SAVED, sequence=job.sequence + 1))
+        assert job.job.durable.checkpoints[0].saved_at == (job.now if seconds < 1 else None)

@@ -10,7 +10,7 @@ import json
 from dataclasses import replace
 
 from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ, with_digest
-from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Welcome
+from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Status, Welcome
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
 
@@ -199,11 +199,10 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
         turn.do(Close(before.connection))
     process = Process(worker, event.connection, hello.status, turn.now, turn.job.listening)
     if before is not None:
-        kept = hello.status if hello.status.sequence >= before.status.sequence else before.status
         process = replace(
             before,
             connection=event.connection,
-            status=kept,
+            status=_last_status(turn, before, hello),
             heard_at=turn.now,
             heard_listening=turn.job.listening,
             cut_at=None,
@@ -223,6 +222,14 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
         _note_other_numerics(turn, worker, hello.description)
     elif known is not None and known.standing is not Standing.HERE:
         turn.note(EventKind.RETURNED, f"worker {worker} is back; it was evicted: {known.why}", worker)
+
+
+def _last_status(turn: Turn, before: Process, hello: Hello) -> Status:
+    """What it had said last, so that `on_status` finds what is new. After a longer silence nothing is: what it saved
+    meanwhile may be of any age.
+    """
+    away = turn.now - before.heard_at > turn.spec.reconnect_seconds
+    return hello.status if away and hello.status.sequence >= before.status.sequence else before.status
 
 
 def _note_other_numerics(turn: Turn, worker: WorkerId, theirs: Description) -> None:

@@ -54,31 +54,52 @@ def on_status(turn: Turn, worker: WorkerId, status: Status, before: Status) -> N
     claimed = status.checkpoint
     if claimed is None or claimed.path in turn.durable.unreadable_checkpoints or _is_given_up(turn.durable, claimed):
         return
+    saved_at = turn.now if _was_just_saved(claimed, before) else None
     known = next((one for one in turn.durable.checkpoints if one.path == claimed.path), None)
     if known is not None:
-        better = replace(known, bytes=max(known.bytes, claimed.bytes), verified=known.verified or claimed.verified)
-        if (better.bytes, better.verified) != (known.bytes, known.verified):
-            others = (one for one in turn.durable.checkpoints if one is not known)
-            _keep(turn, (*others, better))
+        _learn_more(turn, worker, known, replace(claimed, saved_at=saved_at))
         return
     if why := claims.false_checkpoint(turn, worker, claimed):
         claims.refuse_claim(turn, worker, why, "checkpoints")
         return
-    saved_at = turn.now if _was_just_saved(claimed, before) else None
     _keep(turn, (*turn.durable.checkpoints, replace(claimed, saved_at=saved_at)))
     _exceed(turn, claimed.generation)
     if saved_at is not None:
         turn.keep_figures(turn.job.figures.checkpointed(saved_at))
-    verb = "saved" if status.generation else "found"
-    foreign = claimed.run and claimed.run != turn.spec.run
-    whose = f"; run {claimed.run} has saved it, this is run {turn.spec.run}" if foreign else ""
-    turn.note(
-        EventKind.CHECKPOINT_SAVED if status.generation else EventKind.CHECKPOINT_FOUND,
-        f"a checkpoint of step {claimed.step} was {verb} at {claimed.path}{whose}", worker,
-        step=claimed.step, path=claimed.path, run=claimed.run,
-    )  # fmt: skip
     if status.generation:
-        _close_request(turn, claimed.step)
+        _note_saved(turn, worker, claimed)
+    else:
+        _note(turn, EventKind.CHECKPOINT_FOUND, worker, claimed)
+
+
+def _learn_more(turn: Turn, worker: WorkerId, known: CheckpointRef, claimed: CheckpointRef) -> None:
+    """Of one that is in the catalogue. Who found it in the folder may have told of it before who has just saved it."""
+    saved = known.saved_at is None and claimed.saved_at is not None
+    better = replace(
+        known,
+        bytes=max(known.bytes, claimed.bytes),
+        verified=known.verified or claimed.verified,
+        saved_at=claimed.saved_at if saved else known.saved_at,
+    )
+    if saved or (better.bytes, better.verified) != (known.bytes, known.verified):
+        _keep(turn, (*(one for one in turn.durable.checkpoints if one is not known), better))
+    if saved and claimed.saved_at is not None:
+        turn.keep_figures(turn.job.figures.checkpointed(claimed.saved_at))
+        _note_saved(turn, worker, claimed)
+
+
+def _note_saved(turn: Turn, worker: WorkerId, saved: CheckpointRef) -> None:
+    """A member says so; whoever asked for it has it."""
+    _note(turn, EventKind.CHECKPOINT_SAVED, worker, saved)
+    _close_request(turn, saved.step)
+
+
+def _note(turn: Turn, kind: EventKind, worker: WorkerId, one: CheckpointRef) -> None:
+    verb = "saved" if kind is EventKind.CHECKPOINT_SAVED else "found"
+    foreign = one.run and one.run != turn.spec.run
+    whose = f"; run {one.run} has saved it, this is run {turn.spec.run}" if foreign else ""
+    sentence = f"a checkpoint of step {one.step} was {verb} at {one.path}{whose}"
+    turn.note(kind, sentence, worker, step=one.step, path=one.path, run=one.run)
 
 
 def _was_just_saved(claimed: CheckpointRef, before: Status) -> bool:
