@@ -292,7 +292,7 @@ class JobRepository:
     # ---- reading
 
     async def events(self, after: int, limit: int) -> list[JobEvent]:
-        """The events beyond number `after`, oldest first, those of the audit among them.
+        """The events beyond number `after`, oldest first, those of the audit among them, at most `limit` (0: all).
 
         None beyond the last that was there before the first look: between two looks others may be written.
         """
@@ -304,7 +304,7 @@ class JobRepository:
         for prefix, begin in looks:
             listing = await self._store.list(prefix, after=begin, limit=limit)
             found |= {event_number(entry.key): entry.value for entry in listing.entries}
-        numbers = [number for number in sorted(found) if number <= last][:limit]
+        numbers = [number for number in sorted(found) if number <= last][: limit or None]
         return [JobEvent.decoded(found[number], number) for number in numbers]
 
     async def more_events(self, after: int) -> None:

@@ -23,7 +23,7 @@ from shoal_controller.cluster_id import ensure_cluster_id
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.events import Cancel, Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
-from shoal_controller.event_bounds import EVENTS_KEPT, bound_events
+from shoal_controller.event_bounds import bound_events
 from shoal_controller.event_feed import EventFeed
 from shoal_controller.job_repository import JobRepository, new_repository, stored_jobs
 from shoal_controller.named_locks import NamedLocks
@@ -297,8 +297,10 @@ class Shell:
 
     # ---- events
 
-    async def events(self, job: str, after: int = 0, limit: int = EVENTS_KEPT) -> list[JobEvent]:
-        """The job's history beyond event number `after`, oldest first."""
+    async def events(self, job: str, after: int = 0, limit: int = 0) -> list[JobEvent]:
+        """The job's history beyond event number `after`, oldest first, at most `limit` of it (0: all that is kept,
+        which `bound_events` bounds).
+        """
         return await self.runner(job).repository.events(after, limit)
 
     async def follow(self, job: str, after: int, idle_seconds: float) -> AsyncGenerator[JobEvent | None]:

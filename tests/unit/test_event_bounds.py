@@ -1,16 +1,18 @@
 """How much of the jobs' histories is kept, and whose events go first."""
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
+from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller import event_bounds
 from shoal_controller.callers import Caller, Role
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import Save
-from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.spec import JobSpec, ResizeView
 from shoal_controller.event_bounds import bound_events
-from shoal_controller.records import event_key
+from shoal_controller.records import JobEvent, event_key
 from shoal_controller.store.store import Delete
 from small_machine import SmallMachine, running
 
@@ -149,3 +151,22 @@ async def test_whoever_follows_gets_the_audit_in_its_place_and_nothing_twice(tmp
         await world.shell.delete("train")
         await world.shell.delete("train")
         assert (await world.store.list("/audit/")).entries == ()
+
+
+@asynchronous
+async def test_a_history_that_is_fuller_than_it_is_to_be_hides_nothing_that_is_new(tmp_path):
+    begun = ResizeView(
+        generation=2, workers=2, reason="kill", from_step=40, pause_seconds=0.1, phases={}, promoted_blocks=5,
+        pause_bytes=0, fill_bytes=0, checkpoint_bytes=0, lost_steps=0, began_at=9.0,
+    )  # fmt: skip
+    async with serving(tmp_path, machine=SmallMachine(shown={"resizes": (begun,)})) as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        lost = JobEvent(1.0, "lost", 1, "w1", "it is dead", {"noticed_by": "the launcher"})
+        story = [replace(lost, kind="straggler")] * event_bounds.EVENTS_KEPT
+        story += [lost, *(JobEvent(2.0, kind, 2, "", "", {}) for kind in ("open", "trains"))]
+        await api.shell.runner("train").repository.write(story)
+        found = await api.ask("GET", "/v1/jobs/train/worlds/2")
+        assert [event["kind"] for event in found["timeline"]][-3:] == ["lost", "open", "trains"]
+        assert found["noticed_by"] == "the launcher"
+        answer = await api.ask("GET", "/v1/jobs/train/events?kind=lost")
+        assert [event["worker"] for event in answer["events"]] == ["w1"]

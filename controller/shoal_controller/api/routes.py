@@ -185,7 +185,7 @@ async def list_events(
     if wants_stream(request):
         return event_stream(shell_to_change(request), job, after, Follower.of(request), only)
     most = limit or EVENTS_KEPT
-    kept = await shell.events(job, after, most + 1 if only.admits_all else EVENTS_KEPT)
+    kept = await shell.events(job, after, most + 1 if only.admits_all else 0)
     found = [event for event in kept if only.admits(event)][: most + 1]
     following = found[most - 1].revision if len(found) > most else None
     return EventsAnswer(events=[EventAnswer.of(event) for event in found[:most]], next=following)
