@@ -164,8 +164,10 @@ def test_a_question_that_stands_in_line_behind_other_jobs_is_not_called_failed()
     job.wait(3 * job.spec.progress_seconds)
     assert job.questions == [asked], "nobody asks again for what was not taken up"
     assert not job.job.planner.failures
+    assert "waiting for the planner, which answers other jobs first" in job.view.reason
     job.feed(PlannerBegan(asked.number))
     job.wait(job.spec.progress_seconds)
+    assert "other jobs" not in job.view.reason
     assert job.questions == [asked]
     effects = job.wait(1)
     assert "the planner failed: it has not answered for 10 s; it is asked again" in notes(effects, "waiting")

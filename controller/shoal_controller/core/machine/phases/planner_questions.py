@@ -63,9 +63,10 @@ def has_lost_a_member(turn: Turn, plan: Plan) -> bool:
 def sentence(job: Job) -> str:
     """What is waited for."""
     planner = job.planner
-    return (
-        f"waiting for the planner, which has failed ({planner.why})" if planner.failures else "waiting for the planner"
-    )
+    if planner.failures:
+        return f"waiting for the planner, which has failed ({planner.why})"
+    in_line = planner.asked_at is not None and planner.begun_at is None
+    return "waiting for the planner, which answers other jobs first" if in_line else "waiting for the planner"
 
 
 def has_failed_for(turn: Turn, seconds: float, since: float) -> bool:
