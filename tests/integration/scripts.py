@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH, LENGTH = 256, 64, 16
+SHARED = 4 << 10
+"""Messages from so many bytes on pass through shared memory: some of each step, as with a model that is not small."""
 SLOW = 0.5
 """Seconds per micro-batch of the last steps while a test is at work."""
 
@@ -195,7 +197,9 @@ def train(result: str, **options: Any) -> None:
     on rank 0. `deferred`: a model with a frozen base that is built without memory.
     """
     import shoal
+    from shoal.group import host_peers
 
+    host_peers.LEAST_BYTES = SHARED
     model = model_of(options)
     optimizer = optimizer_of(model, **options.get("optimizer", {}))
     scheduler = scheduler_of(optimizer, options.get("scheduler", "CosineAnnealingLR"))

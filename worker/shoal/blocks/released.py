@@ -122,7 +122,8 @@ def restore(parameters: Sequence[nn.Parameter]) -> None:
 def _transforms_ask() -> None:
     """From now on transforms of torch.func touch a parameter before they wrap it: once for this process."""
     for module, name in WRAPPERS:
-        setattr(module, name, _asking(getattr(module, name)))
+        if hasattr(module, name):  # they are torch's own affair
+            setattr(module, name, _asking(getattr(module, name)))
 
 
 def _asking(wrap: F) -> F:
