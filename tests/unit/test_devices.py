@@ -11,7 +11,7 @@ import shoal.device
 import torch
 from shoal.device import HOST, HostDevice, device_of
 from shoal.exchange.norm import by_halves
-from shoal.offload.filed_blocks import StatePlace, held_blocks
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_protos.errors import UserError
@@ -99,12 +99,6 @@ def test_parameters_are_in_host_memory_only_in_stage_3_and_with_their_state() ->
         f"{given}parameters are updated where they lie, so their optimizer state must be in host memory too: set "
         '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
     )
-
-
-def test_state_in_files_needs_a_model_on_the_cpu() -> None:
-    nothing: Any = None
-    with pytest.raises(UserError, match=r'device` is "nvme" and the model is on cuda:0; state in files needs'):
-        held_blocks(StatePlace(folder="/disk", device=Elsewhere()), nothing, nothing, nothing, {})
 
 
 def test_nothing_says_which_kind_of_accelerator_but_the_seam_and_the_groups() -> None:

@@ -25,9 +25,10 @@ from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout
 from shoal.offload import transfers
-from shoal.offload.filed_blocks import FiledBlocks, StatePlace, held_blocks
+from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn

@@ -112,9 +112,9 @@ def _by_host_memory(config: TrainingConfig) -> Iterator[str]:
     """Of a model on an accelerator."""
     if config.activation_checkpointing and not config.cpu_checkpointing:
         yield "`activation_checkpointing.cpu_checkpointing: true`;"
-    if not config.state_on_host:
+    if not config.updates_on_host:
         yield '`zero_optimization.offload_optimizer: {"device": "cpu"}`;'
-    elif config.stage == 3 and not config.parameters_on_host:
+    elif config.stage == 3 and config.state_on_host and not config.parameters_on_host:
         yield '`zero_optimization.offload_param: {"device": "cpu"}`;'
 
 

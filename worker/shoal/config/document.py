@@ -73,8 +73,8 @@ class OffloadOptimizer(Section):
 
     device: Annotated[Literal["none", "cpu", "nvme"] | None, Allowed('"none", "cpu" or "nvme"')] = "none"
     """`none`: beside the parameters. `cpu`: host memory, where updates are made then; with a model on the CPU it is the
-    same. `nvme`: a file in `nvme_path`, in every stage, for a model on the CPU; an update carries it through three
-    buffers. There the bits are the same."""
+    same. `nvme`: a file in `nvme_path`, in every stage; an update, on the CPU, carries it through three buffers. The
+    bits are those of `cpu`."""
     nvme_path: Annotated[
         Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
         Allowed(f"a folder of at most {MOST_PATH} characters"),

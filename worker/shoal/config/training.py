@@ -63,6 +63,11 @@ class TrainingConfig:
     monitoring: Monitoring
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether updates are made on the CPU, wherever parameters are."""
+        return self.state_on_host or self.state_folder is not None
+
+    @property
     def train_batch_size(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch_size * self.lanes * self.micro_batches_per_lane

@@ -8,7 +8,6 @@ fails is an exception on the training thread; within an update this worker then 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from shoal_protos.errors import UserError
@@ -33,13 +32,9 @@ from shoal.blocks.loaded_state import State, probe_state
 from shoal.blocks.state_home import WEIGHTS
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch
-from shoal.device import HOST, Device
 from shoal.logs import get_logger
 from shoal.offload.held_piece import HeldPiece
-from shoal.offload.host_blocks import HostBlocks
-from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.offload.piece_store import PieceStore
-from shoal.offload.state_file import StateFile
 from shoal.offload.transfers import Buffer
 from shoal.optim.turns import has_turn
 
@@ -51,61 +46,6 @@ TELLING_BYTES = 64 << 20
 """Fewer say nothing of a disk's speed."""
 
 log = get_logger("shoal.offload")
-
-
-@dataclass(frozen=True, slots=True)
-class StatePlace:
-    """Where optimizer state and master weights are: beside the parameters, if nothing else is said."""
-
-    folder: str | None = None
-    """In a file there."""
-    on_host: bool = False
-    """In host memory: where parameters are on the host, that is beside them."""
-    device: Device = HOST
-    """Where forwards compute."""
-    parameters_on_host: bool = False
-    """Whether the parameters of held blocks are in host memory too."""
-
-
-def held_blocks(
-    place: StatePlace,
-    layout: Layout,
-    optimizer: torch.optim.Optimizer,
-    parameters: BlockValues,
-    tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
-    keeps_weights: bool = False,
-) -> HeldBlocks:
-    """Of a worker that keeps its state there. Raises `UserError` where it cannot."""
-    if place.parameters_on_host and not place.device.on_host:
-        _check_parameters_on_host(place, keeps_weights)
-        return HostParameterBlocks(layout, optimizer, parameters, tensors, place.device)
-    if place.folder is None:
-        if place.on_host and not place.device.on_host:
-            return HostBlocks(layout, optimizer, parameters, tensors, place.device, keeps_weights)
-        return HeldBlocks(layout, optimizer, parameters, tensors, keeps_weights)
-    if not place.device.on_host:
-        raise UserError(
-            f'`zero_optimization.offload_optimizer.device` is "nvme" and the model is on {place.device.kind}; state in '
-            'files needs a model on the CPU. Use "cpu", which keeps optimizer state in host memory.'
-        )
-    check_steps_in_parts(optimizer)
-    store = PieceStore(layout, StateFile(place.folder))
-    return FiledBlocks(layout, optimizer, parameters, tensors, store, keeps_weights)
-
-
-def _check_parameters_on_host(place: StatePlace, keeps_weights: bool) -> None:
-    """Raises `UserError` where they cannot be there."""
-    given = f'`zero_optimization.offload_param.device` is "cpu" and the model is on {place.device.kind}'
-    if not keeps_weights:
-        raise UserError(
-            f"{given}; below ZeRO stage 3 every worker has all parameters there. Set `zero_optimization.stage`: 3, or "
-            "leave `offload_param` out."
-        )
-    if not place.on_host:
-        raise UserError(
-            f"{given}; parameters are updated where they lie, so their optimizer state must be in host memory too: set "
-            '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
-        )
 
 
 def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +133,8 @@ class FiledBlocks(HeldBlocks):
         return self._segment(stretch, {WEIGHTS: self._weights(stretch, state, has_master)})
 
     def _put(self, stretches: Sequence[Stretch], state_of: Callable[[Stretch], State]) -> None:
-        self.store.put(stretches, state_of)
+        buckets = self.layout.buckets
+        self.store.put(stretches, lambda stretch: self._home.bring(buckets[stretch.bucket], state_of(stretch)))
         self.store.grow_together(lambda stretch: not self.keeps_weights or len(self._memory.parts(stretch)) == 1)
 
     def expect(self, runs: Runs) -> None:
@@ -270,6 +211,7 @@ class FiledBlocks(HeldBlocks):
         ]
         before = transfers.moved, transfers.seconds
         for index, buffer in enumerate(transfers.carry([piece.ranges() for piece in pieces], self._most_bytes(pieces))):
+            self._look_ahead(pieces[index : index + 2], gradients)
             self._apply_to_piece(pieces[index], buffer, gradients, scale)
             bucket = pieces[index].stretch.bucket
             if index + 1 < len(pieces) and pieces[index + 1].stretch.bucket != bucket:
@@ -282,6 +224,9 @@ class FiledBlocks(HeldBlocks):
         buckets = self.layout.buckets
         needed = (one.elements * self._bytes_of_an_element(buckets[one.stretch.bucket]) for one in pieces)
         return max(map(max, needed, (one.bytes for one in pieces)), default=0)
+
+    def _look_ahead(self, pieces: Sequence[HeldPiece], gradients: BlockValues) -> None:
+        """These are updated next: the first now."""
 
     def _apply_to_piece(self, piece: HeldPiece, buffer: Buffer, gradients: BlockValues, scale: float) -> None:
         state = piece.state(buffer)

@@ -217,7 +217,7 @@ class CheckpointSaving:
             context = self._context
             layout = LayoutEntry.of(context.state.layout, tied_names(context.state.module))
             link, position = context.link, context.data_position
-            numerics = identity(context.state.device.kind, updates_on_host=context.config.state_on_host)
+            numerics = identity(context.state.device.kind, updates_on_host=context.config.updates_on_host)
             self._origin = Origin(link.job.name, link.job.run, layout, position, agreement(context.config), numerics)
         return self._origin
 

@@ -198,7 +198,7 @@ def _description(config: TrainingConfig, state: TrainingState, optimizer: Optimi
         parameters=parameters,
         optimizer=type(optimizer).__name__,
         config={**agreement(config), "dataset.samples": str(samples or "a stream"), **_beside_the_config(state)},
-        numerics=identity(state.device.kind, updates_on_host=config.state_on_host),
+        numerics=identity(state.device.kind, updates_on_host=config.updates_on_host),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=config.checkpoint.path is not None,
         checkpoint_places=places(config.checkpoint.path, config.checkpoint.resume),

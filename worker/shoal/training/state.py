@@ -39,7 +39,7 @@ from shoal.device import Device, device_of
 from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
 from shoal.exchange.vote import Record, halts
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
-from shoal.offload.filed_blocks import StatePlace, held_blocks
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
 from shoal.precision.rounding import half_dtype, round_module

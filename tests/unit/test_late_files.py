@@ -1,0 +1,107 @@
+"""Optimizer state in files of a model on a device that is late: the bits of a model on the CPU with state in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Killed, Task, undisturbed
+from late_device import LateDevice
+from shoal.device import HOST
+from shoal.offload.filed_device_blocks import FiledDeviceBlocks
+from shoal.offload.held_piece import HeldPiece
+from shoal.offload.transfers import Buffer
+from shoal.training.engine import Engine
+from torch import Tensor
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.fixture(autouse=True)
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pieces are of two blocks, so that there are more of them than buffers; buffers are no memory of the device."""
+    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 2 * 4096)
+    view = Buffer.view
+
+    def host_view(self: Buffer, start: int, elements: int, dtype: torch.dtype) -> Tensor:
+        return LateDevice.on_the_host(view(self, start, elements, dtype))
+
+    monkeypatch.setattr(Buffer, "view", host_view)
+    yield
+    LateDevice.host_memory.clear()
+
+
+def late(folder: Path, stage: int, **more: Any) -> Task:
+    return Task({"max_steps": 6, "stage": stage, "offload": folder, **more}, device=LateDevice, in_loop=look)
+
+
+def look(engine: Engine) -> None:
+    held = engine.context.state.held
+    assert isinstance(held, FiledDeviceBlocks)
+    assert not held.runs or engine.global_step < 1 or held.bytes_by_place()["state_files"] > 0
+
+
+def right(task: Task) -> str:
+    return undisturbed(
+        replace(task, options={**task.options, "offload": ""}, device=lambda: HOST, in_loop=lambda _: None)
+    )
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, {}), (2, BF16), (3, {}), (3, BF16)])
+def test_a_loss_a_join_and_a_fill_change_no_bit(stage: int, precision: dict[str, Any], tmp_path: Path) -> None:
+    task = late(tmp_path, stage, precision=precision)
+    with Crew("abc", task) as crew:
+        crew.train_to(2)
+        crew.kill("b")
+        crew.train_to(4)
+        crew.add("d")
+        assert crew.finish() == right(task)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_death_within_the_update_changes_no_bit(stage: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After some pieces of it: what lies in the file then is of two steps, and nobody ever reads it."""
+    task, died = late(tmp_path, stage), list[int]()
+    apply = FiledDeviceBlocks._apply_to_piece
+
+    with Crew("abc", task) as crew:
+
+        def fail(self: FiledDeviceBlocks, piece: HeldPiece, *rest: Any) -> None:
+            state = crew.workers["b"].engine.context.state if "b" in crew.workers else None
+            if state is not None and self is state.held and state.step == 2 and piece is self.store.pieces[0]:
+                died.append(len(self.store.pieces))
+                raise Killed
+            apply(self, piece, *rest)
+
+        monkeypatch.setattr(FiledDeviceBlocks, "_apply_to_piece", fail)
+        crew.train_to(4)
+        assert died and died[0] > 3 and "b" not in [worker.name for worker in crew.members()]
+        assert crew.finish() == right(task)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_goes_on_with_and_without_a_device(stage: int, tmp_path: Path) -> None:
+    place, files = {"checkpoint": {"path": str(tmp_path / "c"), "every_steps": 3}}, tmp_path / "files"
+    files.mkdir()
+    with Crew("abc", late(files, stage, max_steps=3, shoal=place)) as crew:
+        crew.finish()
+    on_the_cpu = Task({"max_steps": 6, "stage": stage, "shoal": place})
+    with Crew("ab", on_the_cpu) as crew:
+        assert crew.finish() == right(late(files, stage))
+    with Crew("ab", late(files, stage, max_steps=9, shoal=place)) as crew:
+        assert crew.finish() == right(late(files, stage, max_steps=9))
+
+
+def test_workers_may_differ_in_where_they_keep_state(tmp_path: Path) -> None:
+    in_files, on_host = late(tmp_path, 3), Task({"max_steps": 6, "stage": 3, "offload": "cpu"}, device=LateDevice)
+    with Crew("abc", in_files, odd={"b": on_host}) as crew:
+        crew.train_to(2)
+        crew.kill("a")
+        crew.train_to(4)
+        crew.add("d", on_host)
+        assert crew.finish() == right(in_files)
