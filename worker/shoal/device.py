@@ -222,13 +222,13 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
 
 
 def device_of(tensors: Iterable[tuple[str, Tensor]]) -> Device:
-    """Where a module's tensors lie; `tensors` with what they are called. Raises `UserError` where it cannot train."""
+    """Where a module's tensors lie; `tensors` with what they are called. What has no values yet follows the rest.
+
+    Raises `UserError` where it cannot train.
+    """
     found: dict[torch.device, str] = {}
-    without_values = ""
     for name, tensor in tensors:
-        if tensor.device.type == "meta":
-            without_values = name
-        else:
+        if tensor.device.type != "meta":
             found.setdefault(tensor.device, name)
     if len(found) > 1:
         (one, name), (other, another) = list(found.items())[:2]
@@ -239,11 +239,6 @@ def device_of(tensors: Iterable[tuple[str, Tensor]]) -> Device:
     kind, name = next(iter(found.items()), (HOST.kind, ""))
     if kind == HOST.kind:
         return HOST
-    if without_values:
-        raise UserError(
-            f"{without_values} was built within shoal.deferred(), and {name} lies on {kind}; such models are trained "
-            "on the CPU. Build all of it there, or none."
-        )
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or kind.type != accelerator.type:
         here = "none here" if accelerator is None else f"{accelerator.type} here"

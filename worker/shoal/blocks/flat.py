@@ -30,6 +30,8 @@ MOST_RANGES = 4_096
 _GRAD, _REQUIRES = attrgetter("grad"), attrgetter("requires_grad")
 """Mapped over all parameters in each lane: without a line of Python for each."""
 
+HOST = torch.device("cpu")
+
 
 def trainable(
     model: nn.Module, optimizer: torch.optim.Optimizer, units: Collection[str] = (), half: torch.dtype | None = None
@@ -97,10 +99,12 @@ def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> N
             )
 
 
-def lay_out_model(pairs: Sequence[tuple[Trainable, nn.Parameter]]) -> tuple[Layout, list[nn.Parameter]]:
-    """The layout, and the parameters in the order of its slots."""
+def lay_out_model(
+    pairs: Sequence[tuple[Trainable, nn.Parameter]], without_values: torch.device = HOST
+) -> tuple[Layout, list[nn.Parameter]]:
+    """The layout, and the parameters in the order of its slots. `without_values`: where they are to lie if none has."""
     devices = (parameter.device for _, parameter in pairs if not parameter.is_meta)
-    layout = replace(lay_out([info for info, _ in pairs]), device=next(devices, torch.device("cpu")))
+    layout = replace(lay_out([info for info, _ in pairs]), device=next(devices, without_values))
     by_name = {info.name: parameter for info, parameter in pairs}
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 

@@ -30,6 +30,8 @@ class Recipe:
 
     init: Init | None = None
     weights: Path | None = None
+    device: torch.device | None = None
+    """Where the values are to lie; None: where the rest of the model does."""
 
 
 _BUILT: WeakKeyDictionary[nn.Module, Recipe] = WeakKeyDictionary()
@@ -38,15 +40,18 @@ _CONSTANTS: WeakKeyDictionary[nn.Module, dict[str, Constant]] = WeakKeyDictionar
 
 
 @contextmanager
-def deferred(init: Init | None = None, weights: str | Path | None = None) -> Iterator[None]:
+def deferred(
+    init: Init | None = None, weights: str | Path | None = None, device: str | torch.device | None = None
+) -> Iterator[None]:
     """A context in which a model is built without memory; `shoal.initialize` makes its values, a unit at a time.
 
     Each module with tensors of its own is filled by its `reset_parameters()`; then the model's `_init_weights(module)`
     is asked for every module, where there is such. Each of these calls has a seed of its own: the same values in every
     stage and every world. `init`: a function of a module in place of `_init_weights`. `weights`: a safetensors file, or
-    a folder of such, whose tensors are read by name instead.
+    a folder of such, whose tensors are read by name instead. `device`: where the values are to lie; without it where
+    what was built outside of the context lies, or on the CPU. They are the same everywhere.
     """
-    recipe = Recipe(init, _checked(weights))
+    recipe = Recipe(init, _checked(weights), _usable(device))
     constants, built = Constants(), set[nn.Module]()
 
     def note(module: nn.Module, _: str, part: nn.Module | Tensor | None) -> None:
@@ -87,6 +92,21 @@ def _checked(weights: str | Path | None) -> Path | None:
     return path
 
 
+def _usable(device: str | torch.device | None) -> torch.device | None:
+    """With its number, if it has one."""
+    if device is None:
+        return None
+    try:
+        found = torch.empty(0, device=device).device
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise UserError(
+            f"shoal.deferred(device=…) is {device}, which cannot be used here: {str(error).splitlines()[0]}."
+        ) from None
+    if found.type == "meta":
+        raise UserError("shoal.deferred(device=…) is meta; expected the device where the model is to be trained.")
+    return found
+
+
 def _of_module(module: nn.Module, constants: Constants) -> dict[str, Constant]:
     own = {**module._parameters, **module._buffers}
     found = {name: constants.of(tensor) for name, tensor in own.items() if tensor is not None and tensor.is_meta}
@@ -96,6 +116,11 @@ def _of_module(module: nn.Module, constants: Constants) -> dict[str, Constant]:
 def constant_of(module: nn.Module, own: str) -> Constant | None:
     """What a constructor has put into one of a module's own tensors, where that is known."""
     return _CONSTANTS.get(module, {}).get(own)
+
+
+def meant_device(model: nn.Module) -> torch.device | None:
+    """Where the values are to lie of a part that was built in a context that says so."""
+    return next((recipe.device for recipe in recipes(model).values() if recipe.device is not None), None)
 
 
 def recipes(model: nn.Module) -> dict[nn.Module, Recipe]:

@@ -26,6 +26,8 @@ from shoal.logs import get_logger
 MANY_UNITS = 2
 """Some models fill embeddings and head at one time; where an init reaches into more, memory grows with the model."""
 
+HOST = torch.device("cpu")
+
 log = get_logger("shoal")
 
 
@@ -183,18 +185,18 @@ class DeferredValues:
         return " ".join(sorted(files.identity() for files in self._files.values()))
 
     @torch.no_grad()
-    def make_buffers(self) -> None:
-        """Those of the model have their values from now on."""
+    def make_buffers(self, device: torch.device) -> None:
+        """Those of the model have their values from now on, there."""
         buffers = [place for place in self._places.blank if not place.is_parameter]
         components = {self._inits.component(place) for place in buffers if place.name not in self._read}
         for component in sorted(components):
             made = self._make({component})
             for place in buffers:
                 if place in made and place.name not in self._read:
-                    _put(place, made[place].clone())
+                    _put(place, made[place].to(device, copy=True))
         for place in buffers:
             if place.name in self._read:
-                _put(place, self._whole(place.name, place.form))
+                _put(place, self._whole(place.name, place.form).to(device))
 
     def _whole(self, name: str, form: Tensor) -> Tensor:  # of the form's shape and dtype
         files, known = self._read[name]
@@ -219,8 +221,10 @@ def _words(value: Tensor) -> int:
     return int(content[:whole].view(torch.int64).sum()) + int(content[whole:].sum(dtype=torch.int64))
 
 
-def deferred_values(model: nn.Module, seed: int, units: Mapping[int, int]) -> DeferredValues | None:
-    """Of the parameters that have no values; None where all have. Buffers have theirs from now on.
+def deferred_values(
+    model: nn.Module, seed: int, units: Mapping[int, int], device: torch.device = HOST
+) -> DeferredValues | None:
+    """Of the parameters that have no values; None where all have. Buffers have theirs from now on, on the device.
 
     Raises `UserError` naming all modules that cannot be filled.
     """
@@ -236,7 +240,7 @@ def deferred_values(model: nn.Module, seed: int, units: Mapping[int, int]) -> De
                 "build the model within `with shoal.deferred():`."
             )
     found = DeferredValues(places, known, seed, units)
-    found.make_buffers()
+    found.make_buffers(device)
     return found
 
 

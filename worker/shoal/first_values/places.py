@@ -41,7 +41,7 @@ class TensorPlace:
         """Zeros, or the constructor's constant; a copy of a buffer that has values."""
         buffer = None if self.is_parameter or self.is_blank else self.module._buffers[self.own]
         if buffer is not None and not buffer.is_meta:
-            return buffer.to("meta") if device == "meta" else buffer.clone()
+            return buffer.to(device, copy=True)
         value = torch.zeros_like(self.form, device=device)
         if self.constant is not None and device != "meta":
             value.copy_(self.constant())

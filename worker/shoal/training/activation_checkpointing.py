@@ -26,6 +26,7 @@ from shoal.config.document import UNITS
 from shoal.config.training import TrainingConfig
 from shoal.core.units import check_classes, class_names, unit_modules
 from shoal.exchange.module_buffers import LARGE_ELEMENTS
+from shoal.first_values.building import meant_device
 from shoal.logs import get_logger
 
 KEY = "shoal.activation_checkpointing"
@@ -38,8 +39,7 @@ log = get_logger("shoal")
 def checkpoint_activations(model: nn.Module, config: TrainingConfig) -> None:
     """Puts activation checkpointing on the modules that the config names. Raises `UserError` where there are none."""
     chosen = _chosen(model, config) if config.activation_checkpointing else []
-    on_device = any(parameter.device.type not in ("cpu", "meta") for parameter in model.parameters())
-    to_host = config.cpu_checkpointing and on_device
+    to_host = config.cpu_checkpointing and _is_on_device(model)
     for module in chosen:
         _KEPT[module] = _Checkpointed(to_host)
         before = vars(module).get("forward")
@@ -66,6 +66,13 @@ def finds_units(model: nn.Module, config: TrainingConfig) -> bool:
 def _units_with_parameters(model: nn.Module, config: TrainingConfig) -> list[nn.Module]:
     found = [part for unit in unit_modules(model, config.units) for part in _with_a_forward(unit)]
     return [part for part in found if next(part.parameters(), None) is not None]
+
+
+def _is_on_device(model: nn.Module) -> bool:
+    """Whether it is, or is to be, on an accelerator."""
+    meant = meant_device(model)
+    kinds = {parameter.device.type for parameter in model.parameters()} | {meant.type if meant is not None else "meta"}
+    return not kinds <= {"cpu", "meta"}
 
 
 def _chosen(model: nn.Module, config: TrainingConfig) -> list[nn.Module]:

@@ -38,6 +38,7 @@ from shoal.core.units import unit_numbers
 from shoal.device import Device, device_of
 from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
 from shoal.exchange.vote import Record, halts
+from shoal.first_values.building import meant_device
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
@@ -105,7 +106,7 @@ class TrainingState:
         """`device`: None: that of the module."""
         self.device = device if device is not None else device_of(_named_tensors(module))
         self.residency, self.one_micro_batch = limits.residency, limits.one_micro_batch
-        deferred = deferred_values(module, limits.seed, unit_numbers(module, limits.units))
+        deferred = deferred_values(module, limits.seed, unit_numbers(module, limits.units), self.device.kind)
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
@@ -113,7 +114,7 @@ class TrainingState:
         pairs += frozen(module, limits.units) if sharded else []
         self.held_layout: Layout
         """Of all that is in blocks; where parameters are sharded, frozen ones too."""
-        self.held_layout, self.placed = lay_out_model(pairs)
+        self.held_layout, self.placed = lay_out_model(pairs, self.device.kind)
         self.layout = self.held_layout.trained
         """Of what is trained: the same in every stage."""
         self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
@@ -171,7 +172,7 @@ class TrainingState:
         assert self.originals is not None
         for name, parameter in named_parameters(self.module):
             if parameter.is_meta:
-                value = deferred.part(name, 0, parameter.numel()).to(parameter.dtype, copy=True)
+                value = deferred.part(name, 0, parameter.numel()).to(self.device.kind, parameter.dtype, copy=True)
                 give_memory(parameter, value.view(parameter.shape))
         if not self.comes_later:
             self.originals.put_back()
@@ -345,6 +346,9 @@ class TrainingState:
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What must lie on one device, with what it is called."""
+    meant = meant_device(module)
+    if meant is not None:
+        yield "what was built within shoal.deferred(device=…)", torch.empty(0, device=meant)
     yield from ((f'parameter "{name}"', tensor) for name, tensor in named_parameters(module))
     yield from ((f'buffer "{name}"', tensor) for name, tensor in persistent_buffers(module).items())
 
