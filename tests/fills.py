@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from memory_group import MemoryGroup, Wire
 from shoal.blocks.held import HeldBlocks
+from shoal.device import Device
 from shoal.exchange.fill_slices import receive_slice, send_slice
+from shoal.group.group import Group
+from shoal.group.staged import StagedGroup
 from shoal_protos.plan import Fill
 from shoal_protos.runs import Runs
 
@@ -28,9 +31,21 @@ def fill(source: HeldBlocks, target: HeldBlocks, runs: Runs, expected: Runs | No
     if expected is not None:
         target.expect(expected)
     here, there = pair()
-    slices = (Fill(0, 1, runs),)
     with here.wire.changed:
-        sends = send_slice(here, source, slices)
-        taken = receive_slice(there, target, slices)
-        here.wait(sends)
-    return taken
+        return _slice(here, there, source, target, runs)
+
+
+def fill_staged(device: Device, source: HeldBlocks, target: HeldBlocks, runs: Runs) -> int:
+    """The same between two that lie on a device."""
+    ends = pair()
+    with ends[0].wire.changed:
+        here, there = (StagedGroup(end, device) for end in ends)
+        return _slice(here, there, source, target, runs)
+
+
+def _slice(here: Group, there: Group, source: HeldBlocks, target: HeldBlocks, runs: Runs) -> int:
+    slices = (Fill(0, 1, runs),)
+    sends = send_slice(here, source, slices)
+    for send in sends:
+        send.wait()
+    return receive_slice(there, target, slices)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from crew import Strikes, Task, engine_of, train
+from fills import fill_staged
 from late_device import LateDevice
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
@@ -153,6 +154,21 @@ def in_fills(peaks: Peaks) -> None:
     peaks.of("free all", lambda: target.keep_only(NO_BLOCKS))
 
 
+def in_fills_on_a_device(peaks: Peaks) -> None:
+    """By the product's own messages, which are staged in the host's memory; slices are of 7 blocks, of all buckets."""
+    device, source, target = CountedDevice(), held_of(Layers()), held_of(Layers())
+    layout, blocks = source.layout, source.layout.blocks
+    source.hold(every(blocks))
+    source.apply(WholeValues(layout, [torch.ones(bucket.elements) for bucket in layout.buckets]), 1.0)
+    device.settle()
+    peaks.begin()
+    target.expect(every(blocks))
+    for first in range(0, blocks, 7):
+        fill_staged(device, source, target, Runs(((first, min(first + 7, blocks)),)))
+    target.join()
+    peaks.end("fill on a device")
+
+
 def received(target: HeldBlocks, where: Stretch, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """As a fill leaves it."""
     found = {}
@@ -174,6 +190,7 @@ def main() -> None:
     for stream in (False, True):
         in_training(peaks, Path(sys.argv[1]), stream, CountedDevice(), " on a device")
     in_fills(peaks)
+    in_fills_on_a_device(peaks)
     parameters = sum(one.nbytes for one in Layers().parameters())
     print(json.dumps({"parameters": parameters, "unit": UNIT, **peaks.found}))
 

@@ -12,17 +12,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import shoal
 import shoal.blocks.unit_flats
 import torch
-from crew import Crew, Task, Worker, undisturbed
+from crew import Crew, Killed, Task, Worker, undisturbed
+from integration.scripts import Adapted
 from late_device import LateDevice
 from memory_group import MemoryGroup
+from shoal.blocks.held import Segment
 from shoal.device import HOST
 from shoal.exchange.unit_fetch import UnitFetch
 from shoal.group.solo import SoloGroup
 from shoal.offload.host_blocks import HostBlocks
 from shoal.offload.host_parameters import HostParameterBlocks
+from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
+from torch import nn
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -111,6 +116,62 @@ def test_a_loss_in_a_gather_from_host_memory_changes_no_bit() -> None:
 
 def test_parameters_in_host_memory_are_filled_in_several_steps() -> None:
     through_a_loss_and_a_join(late({**PARAMETERS_TOO, "max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}}))
+
+
+@pytest.mark.parametrize("more", [{"stage": 1, "offload": "cpu"}, {"stage": 3, "offload": "cpu"}, PARAMETERS_TOO])
+def test_a_death_within_an_update_on_the_host_changes_no_bit(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its first segment has gone up; nobody asks it for anything any more."""
+    task, died, bring_up = late({"mirrors": 1, **more}), list[int](), HostBlocks._bring_up
+    with Crew("abc", task) as crew:
+
+        def fail(self: HostBlocks, segment: Segment) -> None:
+            state = crew.workers["b"].engine.context.state
+            if self is state.held and state.step == 2 and segment is not self.segments[0]:
+                died.append(len(self.segments))
+                raise Killed
+            bring_up(self, segment)
+
+        monkeypatch.setattr(HostBlocks, "_bring_up", fail)
+        crew.train_to(4)
+        assert died and died[0] > 1 and "b" not in [worker.name for worker in crew.members()]
+        crew.add("d")
+        assert crew.finish() == right(task)
+
+
+def test_inputs_of_checkpointed_units_that_wait_in_host_memory_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stage 3 each is made again with gathered parameters; what it is made of was copied down and comes up."""
+    waited, made = list[int](), activation_checkpointing._Checkpointed.__init__
+
+    class Counting(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: waited.append(tensor.numel()) or pack(tensor)
+
+    monkeypatch.setattr(activation_checkpointing, "save_on_cpu", Counting)
+    monkeypatch.setattr(activation_checkpointing._Checkpointed, "__init__", lambda self, _: made(self, True))
+    for precision in ({}, BF16):
+        waited.clear()
+        options = {"stage": 3, "precision": precision, "shoal": {"activation_checkpointing": ["Adapter"]}}
+        task = late(options, model=lambda: Adapted(0.1, True))
+        without = replace(task, options={**task.options, "shoal": {}})
+        with Crew("abc", task) as crew:
+            crew.plant("b", 3, "backward")
+            crew.train_to(4)
+            crew.add("d")
+            assert crew.finish() == right(without)
+        assert waited
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_was_built_without_memory_has_the_values_that_it_has_on_the_host(stage: int) -> None:
+    def built() -> nn.Module:
+        with shoal.deferred():
+            return Adapted(0.1, True)
+
+    through_a_loss_and_a_join(late({"stage": stage}, model=built))
 
 
 def test_an_update_on_the_host_copies_gradients_down_and_units_up_and_nothing_more() -> None:

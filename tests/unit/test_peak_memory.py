@@ -58,6 +58,12 @@ def test_a_fill_is_received_where_it_stays(peaks: dict[str, int]) -> None:
     assert state <= peaks["fill, left"] <= peaks["fill"] <= state + SMALL
 
 
+def test_a_fill_takes_on_a_device_two_units_at_most_above_what_stays(peaks: dict[str, int]) -> None:
+    state = 3 * peaks["parameters"]
+    assert state <= peaks["fill on a device, left"] <= state + SMALL
+    assert peaks["fill on a device"] <= state + 2 * peaks["unit"]
+
+
 def test_what_changes_have_cut_is_joined_unit_by_unit(peaks: dict[str, int]) -> None:
     assert peaks["join"] <= 2 * peaks["unit"]
     assert peaks["join, left"] <= SMALL

@@ -80,6 +80,21 @@ def test_a_kill_at_any_point_changes_no_bit_in_half_precision(point: str) -> Non
         assert crew.finish() == undisturbed(task)
 
 
+@pytest.mark.parametrize("point", ["gather", "backward", "in_vote"])
+def test_fp16_in_stage_3_goes_through_a_kill_with_its_overflows_and_its_scale(point: str) -> None:
+    task = Task(options(FP16, stage=3, mirrors=1))
+    with Crew("abc", task) as crew:
+        crew.plant("b", 3, point)
+        crew.train_to(4)
+        crew.add("d")
+        fingerprint = crew.finish()
+        positions = [one.engine.context.state.loss_scale for one in crew.members()]
+    engine = alone(Task(options(FP16)))
+    assert fingerprint == engine.fingerprint()
+    assert positions and all(one == engine.context.state.loss_scale for one in positions)
+    assert engine.context.state.scale != 2.0**18, "the scale never changed"
+
+
 def test_masters_begin_with_the_scripts_own_values_and_parameters_are_these_rounded() -> None:
     with ONE_AT_A_TIME:
         torch.manual_seed(0)
