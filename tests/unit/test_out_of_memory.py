@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shoal
 import shoal.blocks.unit_flats
 import torch
 from crew import Crew, Task, undisturbed
 from hard_units import of, task
 from integration.scripts import Adapted, optimizer_of
 from late_device import LateDevice
+from shoal.blocks.held import HeldBlocks
 from shoal.checkpoint import snapshot
 from shoal.config import load_config
 from shoal.device import HOST, Device
 from shoal.out_of_memory import Setting, explain, is_out_of_memory, note_what, place_of, ways
+from shoal.training import start as start_of_training
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
 from shoal.training.memory_setting import memory_setting
@@ -204,6 +207,28 @@ def test_a_unit_for_which_there_is_no_memory_is_named_and_the_others_go_on(monke
     assert "can't allocate memory" in failures
     assert "Memory ran out while unit " in failures
     assert 'was gathered ("' in failures
+
+
+def without_memory(*_: object) -> None:
+    raise RuntimeError(FULL)
+
+
+def test_a_model_for_which_initialize_finds_no_memory_is_to_be_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_of_training, "TrainingState", without_memory)
+    config = smallest(optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        shoal.initialize(torch.nn.Linear(1, 1), config, [torch.ones(1)] * 2)
+    making, instead = caught.value.__notes__
+    assert making == "Memory ran out while shoal.initialize put the model's parameters into blocks."
+    assert "`shoal.deferred()`" in instead
+
+
+def test_blocks_for_which_a_new_world_finds_no_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeldBlocks, "hold", without_memory)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        undisturbed(of(task(0)))
+    nearest, *_ = caught.value.__notes__
+    assert nearest == "Memory ran out while this worker's blocks were put in place for generation 1."
 
 
 def test_a_save_without_memory_for_its_copy_fails_alone(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -49,6 +50,31 @@ def note_what(error: BaseException, making: str) -> None:
     """`making`: what was under way, if memory ran out in it; what is noted first is nearest to the error."""
     if is_out_of_memory(error) and not getattr(error, "__notes__", ()):
         error.add_note(f"Memory ran out while {making}.")
+
+
+@contextmanager
+def naming(making: str) -> Iterator[None]:
+    """`making`: as for `note_what`."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        note_what(error, making)
+        raise
+
+
+@contextmanager
+def initializing() -> Iterator[None]:
+    """Where the model itself does not fit there is no world yet, and what a batch needs is no matter."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            note_what(error, "shoal.initialize put the model's parameters into blocks")
+            error.add_note(
+                "No worker ever has the whole model in memory where the script builds it within `shoal.deferred()`, "
+                f"and the config says `zero_optimization.stage: 3`. {ESTIMATE} says how much a worker needs then."
+            )
+        raise
 
 
 def explain(error: BaseException, where: str, find: Callable[[], Setting]) -> None:

@@ -22,6 +22,7 @@ from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
 from shoal.exchange.vote import Record
 from shoal.group.group import Group, WorldChanged
 from shoal.logs import get_logger
+from shoal.out_of_memory import naming
 from shoal.session.link import Asked, Begun, Ended, Opened, Recover, Stopped
 from shoal.training.boundary import Boundary
 from shoal.training.change_clock import ChangeClock
@@ -107,7 +108,8 @@ class Resize:
         group.progress.reach(StepPhase.CATCHING_UP)
         try:
             world = self._world(plan, group)
-            self._catch_up(world)
+            with naming(f"this worker's blocks were put in place for generation {plan.generation}"):
+                self._catch_up(world)
         except WorldChanged:
             self._status.publish()
             return  # another PREPARE is on its way

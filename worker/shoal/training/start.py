@@ -39,6 +39,7 @@ from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.given_objects import check_scheduled, optimizer_differs, scheduler_differs
 from shoal.optim.take_over import take_over
+from shoal.out_of_memory import initializing
 from shoal.session.link import Link
 from shoal.session.link_choice import open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
@@ -102,7 +103,8 @@ def initialize(
 def assemble(given: Given) -> Engine:
     """Makes the engine of this worker. Raises `UserError`."""
     trace_crashes()
-    engine = engine_with(given, _link_and_faults)
+    with initializing():
+        engine = engine_with(given, _link_and_faults)
     show(engine)
     serve_at_exit(engine)
     return engine
