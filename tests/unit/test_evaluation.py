@@ -151,6 +151,16 @@ def test_a_mean_of_zero_is_a_number_too() -> None:
         assert [worker.engine.reports for worker in crew.workers.values()] == [{"right": 0.0, "bias": 0.0}] * 2
 
 
+def test_a_number_of_no_batch_is_refused_where_it_is_given() -> None:
+    """As of a sum over this worker's batches, which would be another one in every world."""
+    engine = alone(OPTIONS)
+    with engine.evaluating():
+        for _ in engine.shard(DATA):
+            engine.report(accuracy=0.5)
+        with pytest.raises(UserError, match=r"engine\.report in an evaluation is for the batches of engine\.shard"):
+            engine.report(total=1.0)
+
+
 def test_names_that_no_vote_has_room_for_are_refused_where_they_are_given() -> None:
     engine = alone(OPTIONS)
     with engine.evaluating():

@@ -135,7 +135,13 @@ class Evaluation:
         self.rows.add(self._samples, named)
 
     def report(self, numbers: dict[str, float]) -> None:
-        """One micro-batch's numbers. Raises `UserError` for more names than a vote has room for."""
+        """One micro-batch's numbers. Raises `UserError` outside `shard`, and for more names than a vote can carry."""
+        if not self._samples:
+            raise UserError(
+                "engine.report in an evaluation is for the batches of engine.shard: within that loop, report each "
+                "batch's mean, and engine.reports has the mean over all lanes. A number of this worker alone would be another "
+                "one in every world."
+            )
         if not numbers.keys() <= self._lane.keys():
             known = self._lane.keys() | self._arrived.keys() | self._in_vote.keys()
             check_names(known | numbers.keys(), "engine.report in an evaluation")
