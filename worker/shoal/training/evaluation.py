@@ -139,8 +139,8 @@ class Evaluation:
         if not self._samples:
             raise UserError(
                 "engine.report in an evaluation is for the batches of engine.shard: within that loop, report each "
-                "batch's mean, and engine.reports has the mean over all lanes. A number of this worker alone would be another "
-                "one in every world."
+                "batch's mean, and engine.reports has the mean over all lanes. A number of this worker alone would "
+                "be another one in every world."
             )
         if not numbers.keys() <= self._lane.keys():
             known = self._lane.keys() | self._arrived.keys() | self._in_vote.keys()
