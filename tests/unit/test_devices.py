@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import shoal
 import shoal.device
 import torch
 from shoal.device import HOST, HostDevice, device_of
 from shoal.exchange.norm import by_halves
+from shoal.first_values.building import meant_device
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
@@ -99,6 +101,21 @@ def test_parameters_are_in_host_memory_only_in_stage_3_and_with_their_state() ->
         f"{given}parameters are updated where they lie, so their optimizer state must be in host memory too: set "
         '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("meta", r"^shoal.deferred\(device=…\) is meta; expected the device where the model is to be trained.$"),
+        ("gpu", r"^shoal.deferred\(device=…\) is gpu, which cannot be used here: Expected one of cpu, cuda, "),
+    ],
+)
+def test_a_model_is_built_for_a_device_that_is_there(device: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence), shoal.deferred(device=device):
+        pytest.fail("the body was run")
+    with shoal.deferred(device="cpu"):
+        model = torch.nn.Linear(2, 2)
+    assert meant_device(model) == HOST.kind and model.weight.is_meta
 
 
 def test_nothing_says_which_kind_of_accelerator_but_the_seam_and_the_groups() -> None:
