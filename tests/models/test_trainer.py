@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew
+from crew import Crew, Killed
 from models.trainer_scripts import (
     SAMPLES,
     STEPS,
@@ -18,6 +18,7 @@ from models.trainer_scripts import (
     gpt2,
     untimed_log,
 )
+from shoal.training.engine import Engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -89,6 +90,23 @@ def test_they_are_the_same_through_a_kill_and_a_join(point: str, tmp_path: Path)
         crew.train_to(9)
         assert crew.finish() == right.fingerprint
     assert len(kept) == 3
+    assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
+
+
+def test_a_steps_callbacks_run_once_though_its_boundary_is_gone_through_again(tmp_path: Path) -> None:
+    """Rank 0 dies in a callback of the engine's, so the next world owes it: on all workers, which have run the
+    Trainer's.
+    """
+
+    def dies(engine: Engine) -> None:
+        if engine.global_step == 2 and engine.context.link.worker == "a":
+            raise Killed
+
+    script, kept = Dropout.script(tmp_path), list[Any]()
+    right = script.alone()
+    with Crew("abc", script.task(kept, prepare=lambda engine: engine.on_step(dies))) as crew:
+        assert crew.finish() == right.fingerprint
+    assert len(kept) == 2
     assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
 
 

@@ -104,14 +104,15 @@ class Script:
         self.after(trainer)
         return trainer
 
-    def task(self, kept: list[Any] | None = None) -> Task:
-        """Of a crew. `kept`: takes the Trainers of all who come to the end."""
+    def task(self, kept: list[Any] | None = None, prepare: Callable[[Engine], None] = lambda _: None) -> Task:
+        """Of a crew. `kept`: takes the Trainers of all who come to the end. `prepare`: called with each new engine."""
 
         def whole(opened: Opened) -> None:
             class InCrew:
                 def _engine_of(self, given: Given) -> Engine:
                     engine = engine_with(given, lambda *_: (opened.link, opened.faults))
                     opened.made(engine)
+                    prepare(engine)
                     return engine
 
                 def training_step(self, *more: Any, **named: Any) -> Tensor:
