@@ -3,21 +3,24 @@
 `python tests/other_device.py '[{"stage": 1}]'` runs a job with each of these options, through a loss and a join.
 Tensors of the device are fake (shapes and devices, no values), all others are real; PyTorch itself refuses an operation
 on tensors of two devices. Whatever is read from the device is ones, so no bit is looked at. A process of its own,
-because the device is known to all of torch from then on. Without stage 3: fake storages cannot be freed.
+because the device is known to all of torch from then on. In stage 3 storages are freed and found again as on any other.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import shoal.blocks.flat
+import shoal.blocks.unit_flats
 import torch
 from crew import Crew, Task
 from crew import _model as model_of_the_crew
 from shoal.blocks.checksums import block_checksums
 from shoal.blocks.originals import Originals
+from shoal.blocks.released import ON_TOUCH, Released
 from shoal.blocks.taken_gradients import TakenGradients
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.device import HostDevice
@@ -91,7 +94,7 @@ def model_there() -> nn.Module:
 
 
 def do_without_addresses() -> None:
-    """Fake tensors have none, and a class of their own."""
+    """Fake tensors have none, and a class of their own, which parameters get back when they are gathered."""
 
     def to(module: nn.Module, dtype: torch.dtype) -> None:
         for parameter in module.parameters():
@@ -108,6 +111,13 @@ def do_without_addresses() -> None:
             for parameter, exact in zip(originals._parameters, originals.named.values(), strict=True):
                 parameter.copy_(exact)
 
+    def restore(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.__class__ = FakeTensor  # type: ignore[assignment]
+            vars(parameter).pop(ON_TOUCH, None)
+
+    shoal.blocks.unit_flats.restore = restore
+    Released.__torch_dispatch__ = FakeTensor.__torch_dispatch__
     shoal.blocks.flat._refuse_shared_storage = lambda _: None
     TakenGradients.__init__ = put  # type: ignore[method-assign, assignment]
     Originals.put_back = put_back  # type: ignore[method-assign]

@@ -17,8 +17,19 @@ FP16 = {"precision": {"fp16": {"enabled": True}}}
 SLICES: dict[str, Any] = {"stage": 1, "micro_batches_per_lane": 2, "shoal": {"fill_bytes_per_step": 100_000}}
 ON_HOST: dict[str, Any] = {"stage": 1, "offload": "cpu"}
 JOBS = shortened(
-    [{"stage": 0}, {"stage": 2, **BF16}, {"stage": 1, **FP16}, SLICES, ON_HOST, {**ON_HOST, "stage": 2, **BF16}],
+    [
+        {"stage": 0},
+        {"stage": 2, **BF16},
+        {"stage": 3},
+        {"stage": 3, **BF16},
+        {"stage": 1, **FP16},
+        SLICES,
+        ON_HOST,
+        {**ON_HOST, "stage": 2, **BF16},
+        {**ON_HOST, "stage": 3},
+    ],
     {"stage": 2, **BF16},
+    {"stage": 3},
 )
 
 
