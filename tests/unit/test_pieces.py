@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from shoal.exchange.pieces import (
     windows,
 )
 from shoal.exchange.traffic import MIRRORED, PARTIALS, PieceTraffic, Traffic
+from shoal.exchange.unit_fetch import UnitFetch
 from shoal.group.group import Waiting, Work
 from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
@@ -291,6 +294,7 @@ class CountingGroup(SoloGroup):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size, self.in_flight, self.most, self.sends, self.waits = size, 0, 0, 0, 0
+        self.begun = 0
         self.peers_are_quick = False
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
@@ -305,6 +309,7 @@ class CountingGroup(SoloGroup):
             work.wait()
 
     def begin_wait(self, works: Sequence[Work]) -> Waiting:
+        self.begun += 1
         return Awaited(self, works)
 
 
@@ -402,6 +407,17 @@ def test_what_is_updated_is_handed_out_while_the_rest_is_updated(monkeypatch: py
     handed_out.finish()
     assert group.sends == sum(map(len, flow.sends))
     assert group.in_flight == 0
+
+
+def test_a_unit_is_waited_for_beside_the_training_thread_from_when_it_is_asked_for() -> None:
+    group, one_message = CountingGroup(2), [[(Extent(0, 0, 8),)]]
+    traffic: Any = SimpleNamespace(messages=lambda *_: one_message)
+    unit: Any = SimpleNamespace(number=0, allocate=lambda: None, restore=lambda: None)
+    fetch = UnitFetch(group, traffic, (1, 0), WholeValues(LAYOUT, [torch.ones(8)]), lambda _: [])
+    fetch.begin(unit)
+    assert (group.begun, group.waits) == (1, 0)
+    fetch.finish(unit)
+    assert group.waits == 2, "for the request, and for the answer"
 
 
 class Overlooker(CountingGroup):

@@ -1,13 +1,14 @@
 """Gathering one unit on one member: asks the owners for what it does not hold, and puts in what it does.
 
-`begin` posts, `finish` waits; several units can be on their way. The answers of one owner keep the order in which it
-was asked.
+`begin` posts, and has a thread of the group wait, so that what comes is copied beside the training thread's work;
+`finish` waits for that. Several units can be on their way. The answers of one owner keep the order in which it was
+asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from shoal.exchange.packing import PackedReceive
 from shoal.exchange.traffic import GATHERED_UNIT
 from shoal.exchange.unit_server import Key, ask
 from shoal.exchange.unit_traffic import UnitTraffic
-from shoal.group.group import Group, Work
+from shoal.group.group import Group, Waiting, Work
 
 PutOwn = Callable[[int], list[DeviceCopy]]
 """Begins to copy what is held here into the flats of a unit, by its number."""
@@ -31,7 +32,9 @@ PutOwn = Callable[[int], list[DeviceCopy]]
 class _Coming:
     receives: list[PackedReceive]
     asked: list[tuple[Work, Tensor]]
-    own: list[DeviceCopy]
+    own: list[DeviceCopy] = field(default_factory=list)
+    waiting: Waiting | None = None
+    """None: nothing comes from others."""
 
 
 class UnitFetch:
@@ -51,7 +54,7 @@ class UnitFetch:
     def begin(self, unit: Unit) -> None:
         """Raises `WorldChanged`."""
         unit.allocate()
-        coming = self._coming[unit.number] = _Coming([], [], [])
+        coming = self._coming[unit.number] = _Coming([], [])
         size, rank = self._group.size, self._group.rank
         for owner in ((rank + distance) % size for distance in range(1, size)):
             messages = self._traffic.messages(owner, rank, self._key[1])[unit.number]
@@ -61,13 +64,16 @@ class UnitFetch:
                 PackedReceive(self._group, owner, GATHERED_UNIT, self._flats, extents) for extents in messages
             ]
             coming.asked.append(ask(self._group, owner, self._key, unit.number))
+        if coming.receives:
+            works = [one.work for one in coming.receives] + [work for work, _ in coming.asked]
+            coming.waiting = self._group.begin_wait(works)
         coming.own = self._put_own(unit.number)
 
     def finish(self, unit: Unit) -> None:
         """Its values are here. Raises `WorldChanged`."""
         coming = self._coming[unit.number]
-        if coming.receives:
-            self._group.wait([one.work for one in coming.receives] + [work for work, _ in coming.asked])
+        if coming.waiting is not None:
+            coming.waiting.wait()
         for one in coming.receives:
             one.unpack()
         for copy in coming.own:
