@@ -153,7 +153,10 @@ def test_a_mean_of_zero_is_a_number_too() -> None:
 
 def test_a_number_of_no_batch_is_refused_where_it_is_given() -> None:
     """As of a sum over this worker's batches, which would be another one in every world."""
-    engine = alone(OPTIONS)
+    engine = alone({**OPTIONS, "max_steps": 1})
+    for batch in engine:
+        engine.backward(engine.module(**batch))
+        engine.step()
     with engine.evaluating():
         for _ in engine.shard(DATA):
             engine.report(accuracy=0.5)

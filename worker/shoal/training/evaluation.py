@@ -136,6 +136,8 @@ class Evaluation:
 
     def report(self, numbers: dict[str, float]) -> None:
         """One micro-batch's numbers. Raises `UserError` outside `shard`, and for more names than a vote can carry."""
+        if self._context.world is None:
+            return  # a warm-up is of no world
         if not self._samples:
             raise UserError(
                 "engine.report in an evaluation is for the batches of engine.shard: within that loop, report each "
