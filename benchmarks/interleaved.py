@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,18 +58,20 @@ def main() -> None:
     for step in ways.values():
         measured(step, steps=given.steps)
     took: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
-    for _ in range(given.rounds):
+    given.turns.on_ready()
+    for number in range(given.rounds):
+        given.turns.wait(number)
         for name, step in ways.items():
             before = sent()
             wall, processor = measured(step, settle, given.steps)
             took[name].append((wall, processor, (sent() - before) / given.steps))
+        if engine.rank == 0:
+            given.turns.on_round_over(number)
     if engine.rank == 0:
         beside = Path(f"{place}.new")
         beside.write_text(json.dumps(took))
         beside.replace(f"{place}.json")
-    for _ in batches:  # until the benchmark ends the cluster
-        engine.backward(engine.module(**_))
-        engine.step()
+    threading.Event().wait()  # until the benchmark ends the cluster
 
 
 if __name__ == "__main__":

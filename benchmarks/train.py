@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import model
 import shoal
+from turns import Turns
 
 STEPS = 1_000_000
 """No benchmark gets there: its cluster ends the workers."""
@@ -60,6 +61,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="one for each lane, unless given")
     parser.add_argument("--rounds", type=int, default=9, help="of each of those")
     parser.add_argument("--steps", type=int, default=3, help="of a round")
+    parser.add_argument("--turns", type=Turns.from_text, default=Turns(), help="with other clusters (turns.py)")
     return parser.parse_args()
 
 

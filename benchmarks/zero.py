@@ -2,29 +2,34 @@
 
 Workers under a real controller, one lane each; in the same processes rounds of DDP, of DDP with
 ZeroRedundancyOptimizer, of FSDP2 (parameters kept between forward and backward, or freed) and of Shoal take turns
-(interleaved.py), so a busy machine is busy for all alike. With `--links MBIT` every worker is a host of its own, whose
-link is shaped in both directions (needs root, `ip`, `tc` and `nft`). One invocation is one size and one world; with
-`--beside ddp` a row takes one to three minutes.
+(interleaved.py), and so do the clusters of all rows (turns.py), so a busy machine is busy for all alike. With
+`--links MBIT` every worker is a host of its own, whose link is shaped in both directions (needs root, `ip`, `tc` and
+`nft`); then rows follow each other. One invocation is one size and one world, all of whose processes need memory at the
+same time; with `--beside ddp` a row takes one to three minutes.
 
 Targets, by stage. 1: 1.01 of DDP. 2: 1.05 of stage 1. 3: 0.80 of FSDP2 that frees with four workers and 0.85 with two,
 1.20 of DDP at 10M and 1.00 at 85M. Each with one mirror: 1.05 of without. On links: 1.1 × (its bytes ÷ DDP's bytes) of
-DDP. Ratios are medians of the ratios of neighbouring rounds; of two rows of Shoal, which run in processes of their own,
-the ratio of their ratios to DDP. CPU seconds hardly depend on how busy the machine is.
+DDP. Ratios are medians of the ratios of neighbouring rounds, also of two rows of Shoal. CPU seconds hardly depend on
+how busy the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from statistics import median
 
 import model
 from cluster import Cluster, Hosts, Job, end_cleanly
 from ddp import WAYS
 from tables import show, spread, verdict
+from turns import Turns
 from wire import MB, QUEUE
 
 PATIENCE_SECONDS = 1200.0
@@ -40,6 +45,11 @@ Rounds = dict[str, list[tuple[float, float, float]]]
 """By way: (wall seconds, CPU seconds, bytes sent by rank 0) per step of each round."""
 
 
+Case = tuple[int, int]
+"""Stage and mirrors."""
+Found = dict[Case, Rounds]
+
+
 @dataclass(frozen=True)
 class World:
     """What all rows of a table share."""
@@ -52,26 +62,44 @@ class World:
     rounds: int
     steps: int
 
-    def measure(self, stage: int, mirrors: int) -> Rounds:
-        """One cluster's rounds."""
-        arguments = ("--workers", str(self.workers), "--stage", str(stage), "--beside", *self.beside)
+    def measure(self, cases: Sequence[Case]) -> Found:
+        """One cluster's rounds for each case; the clusters take turns."""
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+            turns = [Turns(folder, number, len(cases)) for number in range(len(cases))]
+            clusters = [
+                stack.enter_context(self._cluster(stack, *case, turn)) for case, turn in zip(cases, turns, strict=True)
+            ]
+            results = [cluster.results(".json", patience=PATIENCE_SECONDS) for cluster in clusters]
+        return {case: dict(*found) for case, found in zip(cases, results, strict=True)}
+
+    def _cluster(self, stack: ExitStack, stage: int, mirrors: int, turn: Turns) -> Cluster:
+        arguments = (
+            "--workers",
+            str(self.workers),
+            "--stage",
+            str(stage),
+            "--turns",
+            str(turn),
+            "--beside",
+            *self.beside,
+        )
         arguments += ("--rounds", str(self.rounds), "--steps", str(self.steps))
         job = Job(self.size, self.workers, self.workers, mirrors, script="interleaved.py", arguments=arguments)
-        with Hosts(self.workers) if self.links else nullcontext() as hosts:
-            for host in range(1, self.workers + 1) if hosts is not None else ():
-                hosts.shape(host, 1_000 * self.links, QUEUE)
-            with Cluster(job, hosts) as cluster:
-                (rounds,) = cluster.results(".json", patience=PATIENCE_SECONDS)
-        return dict(rounds)
-
-
-Found = dict[tuple[int, int], Rounds]
-"""By stage and mirrors."""
+        hosts = stack.enter_context(Hosts(self.workers)) if self.links else None
+        for host in range(1, self.workers + 1) if hosts is not None else ():
+            hosts.shape(host, 1_000 * self.links, QUEUE)
+        return Cluster(job, hosts)
 
 
 def ratio(rounds: Rounds, way: str, index: int = WALL) -> float:
     """Of Shoal's rounds to another way's, each with its neighbour."""
     return median(mine[index] / theirs[index] for mine, theirs in zip(rounds["shoal"], rounds[way], strict=True))
+
+
+def between(rounds: Rounds, other: Rounds) -> float:
+    """Of Shoal's rounds in one cluster to those in another, each with the one whose turn was nearest."""
+    return median(mine[WALL] / theirs[WALL] for mine, theirs in zip(rounds["shoal"], other["shoal"], strict=True))
 
 
 def targets(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
@@ -85,14 +113,14 @@ def targets(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
     if stage == 1 and not mirrors:
         verdicts.append(f"DDP: {verdict(of_ddp, OF_DDP_BY_STAGE_1)}")
     if stage == 2 and (1, mirrors) in found:
-        of = of_ddp / ratio(found[1, mirrors], "ddp")
+        of = between(rounds, found[1, mirrors])
         verdicts.append(f"stage 1: {of:.3f}, {verdict(of, OF_STAGE_1_BY_STAGE_2)}")
     if stage == 3 and world.size in OF_DDP:
         verdicts.append(f"DDP: {verdict(of_ddp, OF_DDP[world.size])}")
     if stage == 3 and world.workers in OF_FSDP2 and "fsdp2 reshard" in rounds:
         verdicts.append(f"FSDP2: {verdict(ratio(rounds, 'fsdp2 reshard'), OF_FSDP2[world.workers])}")
     if mirrors and (stage, 0) in found:
-        of = of_ddp / ratio(found[stage, 0], "ddp")
+        of = between(rounds, found[stage, 0])
         verdicts.append(f"without mirrors: {of:.3f}, {verdict(of, OF_WITHOUT_MIRRORS)}")
     return verdicts
 
@@ -126,10 +154,10 @@ def main() -> None:
     title = f"A step, {world.size}, {world.workers} workers" + (f", {world.links} Mbit/s" if world.links else "")
     head = ["stage", "mirrors", "step, s", *(f"of {way}" for way in beside), "CPU of DDP"]
     head += ["MB sent", "target"] if world.links else ["target"]
+    cases = list(product(given.stages, given.mirrors))
     found: Found = {}
-    for case in product(given.stages, given.mirrors):
-        found[case] = world.measure(*case)
-        print(row(world, found, *case), flush=True)
+    for together in [[case] for case in cases] if given.links else [cases]:
+        found |= world.measure(together)
     show(title, head, [row(world, found, *case) for case in found])
 
 

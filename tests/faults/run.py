@@ -237,6 +237,7 @@ def round_of(seed: int, stage: int, kinds: Collection[str], hosts: Hosts | Loopb
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no controller is left behind
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--minutes", type=float, default=60.0, help="no round begins after so many")
     arguments.add_argument("--rounds", type=int, default=1_000_000, help="at most so many")
