@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from shoal.exchange.framing import FramedSend, receive_framed
+from shoal.group import host_peers
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
@@ -83,7 +84,10 @@ class Member:
         return "sent"
 
     def much(self, generation: int, kind: str, peer: int, freeze: bool = False) -> str:
-        """Send or receive more than all socket buffers hold; with `freeze` this process stops in the middle of it."""
+        """Send or receive more than all socket buffers hold; with `freeze` this process stops in the middle of it. Not
+        through shared memory, where all of it may have passed by the time it is posted.
+        """
+        host_peers.LEAST_BYTES = 4 * MUCH + 1
         posted = getattr(self.groups[generation], kind)(torch.zeros(MUCH), peer, 6)
         if freeze:
             os.kill(os.getpid(), signal.SIGSTOP)
