@@ -23,6 +23,7 @@ from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from waiting_inputs import note_waiting_inputs
 
 WIDTH = 32
 LAYERS = 3
@@ -246,15 +247,7 @@ def activation_config(of: Task) -> Any:
 
 
 def test_inputs_that_wait_in_host_memory_come_back_with_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-
-    class Counting(torch.autograd.graph.save_on_cpu):
-        def __init__(self, pin_memory: bool) -> None:
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: waited.append(tensor.numel()) or pack(tensor)
-
-    monkeypatch.setattr(activation_checkpointing, "save_on_cpu", Counting)
+    waited = note_waiting_inputs(monkeypatch)
     monkeypatch.setattr(activation_checkpointing._Checkpointed, "__init__", _as_on_a_device)
     assert undisturbed(task("units", CalmStack)) == undisturbed(task([], CalmStack))
     assert waited

@@ -28,6 +28,7 @@ from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
 from torch import nn
+from waiting_inputs import note_waiting_inputs
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -142,15 +143,7 @@ def test_a_death_within_an_update_on_the_host_changes_no_bit(
 
 def test_inputs_of_checkpointed_units_that_wait_in_host_memory_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """In stage 3 each is made again with gathered parameters; what it is made of was copied down and comes up."""
-    waited, made = list[int](), activation_checkpointing._Checkpointed.__init__
-
-    class Counting(torch.autograd.graph.save_on_cpu):
-        def __init__(self, pin_memory: bool) -> None:
-            super().__init__(pin_memory)
-            pack = self.pack_hook
-            self.pack_hook = lambda tensor: waited.append(tensor.numel()) or pack(tensor)
-
-    monkeypatch.setattr(activation_checkpointing, "save_on_cpu", Counting)
+    waited, made = note_waiting_inputs(monkeypatch), activation_checkpointing._Checkpointed.__init__
     monkeypatch.setattr(activation_checkpointing._Checkpointed, "__init__", lambda self, _: made(self, True))
     for precision in ({}, BF16):
         waited.clear()

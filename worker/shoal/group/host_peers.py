@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.group.message_bytes import message_bytes
 from shoal.group.shared_memory import ADDRESS, TOKEN_BYTES, MemoryAddress, OpenedMemory, SharedMemory
 
 LEAST_BYTES = 1 << 20
@@ -67,7 +68,7 @@ class HostPeers:
     def send(self, wire: Gloo, message: Tensor, to: int, tag: int) -> GlooWork:
         """Posts a contiguous message."""
         if self._memory is not None and message.nbytes >= LEAST_BYTES:
-            place = self._memory.put(_bytes(message), to)
+            place = self._memory.put(message_bytes(message), to)
             if place is not None:
                 content = PLACE.pack(self._memory.address.token, place)
                 message = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -76,7 +77,7 @@ class HostPeers:
     def receive(self, wire: Gloo, message: Tensor, source: int, tag: int) -> GlooWork:
         """Posts the receive of a contiguous message."""
         work, memory = wire.recv([message], source, tag), self._opened.get(source)
-        return work if memory is None or message.nbytes < LEAST_BYTES else _Arrival(work, _bytes(message), memory)
+        return work if memory is None or message.nbytes < LEAST_BYTES else _Arrival(work, message, memory)
 
     def close(self) -> None:
         """No byte is copied any more when this returns."""
@@ -92,19 +93,13 @@ class _Arrival:
     def __init__(
         self,
         work: dist.Work,
-        message: Tensor,  # (bytes,) uint8
+        message: Tensor,  # contiguous
         memory: OpenedMemory,
     ) -> None:
-        self._work, self._message, self._memory = work, message, memory
+        self._work, self._message, self._memory = work, message_bytes(message), memory
 
     def wait(self) -> None:
         self._work.wait()
         token, place = PLACE.unpack(self._message[: PLACE.size].numpy().tobytes())
         if token == self._memory.token:
             self._memory.take(place, self._message)
-
-
-def _bytes(
-    tensor: Tensor,  # contiguous, of any shape and dtype
-) -> Tensor:  # (bytes,) uint8
-    return tensor.data.reshape(-1).view(torch.uint8)  # as from the wire: no version counter sees what comes

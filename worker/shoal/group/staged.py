@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.device import LANDED, Device, DeviceCopy
 from shoal.group.group import Group, Waiting, Work, WorldChanged
+from shoal.group.message_bytes import message_bytes
 
 
 class _StagedWork:
@@ -132,7 +133,7 @@ class StagedGroup:
         message, copy = tensor, cast(DeviceCopy, LANDED)
         if tensor.numel() and self.device.holds(tensor):
             message = self.device.pinned(tensor.nbytes, torch.uint8)
-            copy = self.device.to_host(_as_bytes(tensor), message)
+            copy = self.device.to_host(message_bytes(tensor), message)
         work = _StagedSend(self, message, copy, to, tag)
         with self._lock:
             self._leaving.append(work)
@@ -149,7 +150,7 @@ class StagedGroup:
             work.posted = self.below.receive(tensor, source, tag)
             return work
         message = self.device.pinned(tensor.nbytes, torch.uint8)
-        staged = _StagedReceive(self, message, _as_bytes(tensor), self.device.promise(tensor))
+        staged = _StagedReceive(self, message, message_bytes(tensor), self.device.promise(tensor))
         staged.posted = self.below.receive(message, source, tag)
         return staged
 
@@ -215,9 +216,3 @@ class StagedGroup:
             leaving, self._leaving = self._leaving, deque()
         for work in leaving:
             work.copy.wait()
-
-
-def _as_bytes(
-    tensor: Tensor,  # contiguous, of any shape and dtype
-) -> Tensor:  # (bytes,) uint8
-    return tensor.data.reshape(-1).view(torch.uint8)  # as from the wire: no version counter sees what comes
