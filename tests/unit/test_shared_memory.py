@@ -122,7 +122,7 @@ def _refused(*_: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["os.memfd_create", "shoal.group.shared_memory._opened", "shoal.group.shared_memory._reserve"]
+    "name", ["os.memfd_create", "shoal.group.shared_memory._open", "shoal.group.shared_memory._reserve"]
 )
 def test_where_memory_cannot_be_had_or_opened_messages_are_sent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def act(group: Group) -> None:
@@ -160,22 +160,38 @@ def test_one_member_that_can_have_no_memory_keeps_the_others_from_nothing(monkey
     over_gloo(3, act)
 
 
-@pytest.mark.parametrize("kind", ["another file", "a pipe", "another memory", "nothing"])
-def test_a_descriptor_that_is_something_else_by_now_is_not_opened(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["a file", "a new file", "memory of others", "a pipe", "another memory", "nothing"])
+def test_a_descriptor_that_is_something_else_by_now_is_not_opened_and_not_written(tmp_path: Path, kind: str) -> None:
     own = SharedMemory(2)
     other, ends = SharedMemory(2), os.pipe()
-    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
-    os.write(file, b"x" * 100)
-    descriptor = {"another file": file, "a pipe": ends[0], "another memory": other.address.descriptor, "nothing": 9999}
+    content = {"a file": b"x" * 100, "a new file": b"", "memory of others": own.address.token + bytes(17 << 20)}
+    files = {
+        "a file": os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR),
+        "a new file": os.open(tmp_path / "new", os.O_CREAT | os.O_RDWR),
+        "memory of others": os.memfd_create(NAME),
+    }
+    for name, file in files.items():
+        os.pwrite(file, content[name], 0)
+    descriptor = {**files, "a pipe": ends[0], "another memory": other.address.descriptor, "nothing": 9999}
     try:
-        with pytest.raises(OSError, match=r"process|/proc|memory|map"):
+        with pytest.raises(OSError, match=r"process|/proc|memory|argument"):
             OpenedMemory(own.address._replace(descriptor=descriptor[kind]), 1, 2)
-        assert (tmp_path / "file").read_bytes() == b"x" * 100
+        for name, file in files.items():
+            assert os.pread(file, len(content[name]) + 1, 0) == content[name]
     finally:
         own.close()
         other.close()
-        for number in (file, *ends):
+        for number in (*files.values(), *ends):
             os.close(number)
+
+
+def test_nobody_can_make_memory_shorter_that_others_have_opened() -> None:
+    own = SharedMemory(2)
+    size = os.fstat(own.address.descriptor).st_size
+    for other in (0, size - 1, size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(own.address.descriptor, other)
+    own.close()
 
 
 def test_a_number_of_a_place_that_is_none_is_refused() -> None:

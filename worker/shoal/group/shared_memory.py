@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -72,16 +73,23 @@ class _Memory:
     """
 
     def __init__(self, descriptor: int, members: int) -> None:
+        """Raises `ValueError` where the descriptor's file is too short for it."""
         self._first = TOKEN_BYTES + members
-        self._head = -(-(self._first + PLACES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if os.fstat(descriptor).st_size == 0:
-            os.ftruncate(descriptor, self._head + PLACES * PLACE_BYTES)
-            self.reserve(descriptor, 0)
-            os.pwrite(descriptor, secrets.token_bytes(TOKEN_BYTES), 0)
+        self._head = _head_bytes(members)
         self._mapped = mmap.mmap(descriptor, self._head + PLACES * PLACE_BYTES)
         self._mapped.madvise(mmap.MADV_DONTFORK)
         self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
         _seen.add(self)
+
+    @classmethod
+    def in_new_file(cls, descriptor: int, members: int) -> _Memory:
+        """Its size is fixed from here on: nobody who maps it can be killed because it has become shorter."""
+        head = _head_bytes(members)
+        os.ftruncate(descriptor, head + PLACES * PLACE_BYTES)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
+        _reserve(descriptor, head)
+        os.pwrite(descriptor, secrets.token_bytes(TOKEN_BYTES), 0)
+        return cls(descriptor, members)
 
     def reserve(self, descriptor: int, places: int) -> None:
         """Takes memory for the head and so many places. Raises `OSError` where there is not so much."""
@@ -119,9 +127,9 @@ class SharedMemory:
         self._lock = threading.Lock()
         self._reserved = 0
         """Places for which there is memory: as many as were ever taken at one time."""
-        self._descriptor = os.memfd_create(NAME)
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            memory = _Memory(self._descriptor, members)
+            memory = _Memory.in_new_file(self._descriptor, members)
             boot, processes = BOOT.read_text().strip().encode(), str(PROCESSES.readlink()).encode()
         except BaseException:
             self.close()
@@ -167,7 +175,7 @@ class OpenedMemory:
     def __init__(self, address: MemoryAddress, rank: int, members: int) -> None:
         """Raises `OSError` where it cannot be opened, or is not there any more."""
         self._lock = threading.Lock()
-        descriptor = _opened(address)
+        descriptor = _open(address)
         try:
             memory = _Memory(descriptor, members)
         except ValueError as error:  # shorter than such memory
@@ -211,12 +219,31 @@ def _reserve(descriptor: int, size: int) -> None:
     os.posix_fallocate(descriptor, 0, size)
 
 
-def _opened(address: MemoryAddress) -> int:
-    """Never a device or a pipe, which would do something when they are opened."""
+def _head_bytes(members: int) -> int:
+    """The token and all marks, in whole pages."""
+    return -(-(TOKEN_BYTES + members + PLACES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _seals() -> int:
+    """What no other file has. In a function: they are the kernel's, which others than Linux do not know."""
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def _open(address: MemoryAddress) -> int:
+    """Never a device or a pipe, which would do something when they are opened, nor a file of somebody else: the process
+    may have closed its memory by now, and the number be that of a file that it has just begun to write.
+    """
     path = f"/proc/{address.process}/fd/{address.descriptor}"
     if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - beside `os.open`
         raise FileNotFoundError(f"{path} is not the memory of a group")
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _seals():
+            raise FileNotFoundError(f"{path} is not the memory of a group")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _let_go() -> None:
