@@ -18,6 +18,8 @@ from typing import BinaryIO
 from shoal_controller.core.planning.question import Answer, Question, answer
 
 LENGTH = struct.Struct(">Q")
+READY = b"\n# the planner is ready\n"
+"""Before the first reply: whatever was printed before it, while modules were imported, is none of the planner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ def frame(content: object) -> bytes:
 def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that is printed gets between the replies
+        replies.write(READY)
+        replies.flush()
         gc.disable()  # a plan is many objects and no cycles: looking for some takes a third of the time
         while (length := sys.stdin.buffer.read(LENGTH.size)) != b"":
             replies.write(frame(_reply(sys.stdin.buffer, LENGTH.unpack(length)[0])))

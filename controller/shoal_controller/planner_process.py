@@ -17,7 +17,7 @@ from shoal_protos.errors import PeerError
 
 from shoal_controller import planner_main
 from shoal_controller.core.planning.question import Answer, Question, answer
-from shoal_controller.planner_main import LENGTH, Reply, frame
+from shoal_controller.planner_main import LENGTH, READY, Reply, frame
 from shoal_controller.ports import Begun
 
 IN_PLACE = 16
@@ -54,15 +54,15 @@ class PlannerProcess:
             return answer(question)
         async with self._turn:
             begun()
-            reply = await self._asked(frame(question))
+            reply = await self._ask(frame(question))
         if reply.answer is None:
             raise PeerError(f"the planner failed. This is a bug in Shoal; please report it.\n{reply.failure}")
         return reply.answer
 
-    async def _asked(self, question: bytes) -> Reply:
+    async def _ask(self, question: bytes) -> Reply:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                return await self._exchange(question)
+                return await self._exchange(self._process or await self._start(), question)
         except BaseException as error:  # whatever it was: the next question must not read this one's answer
             if isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError):
                 status = await self._end(END_SECONDS)
@@ -72,10 +72,8 @@ class PlannerProcess:
                 raise PeerError(f"the planner's process had no answer after {ANSWER_SECONDS:g} s") from error
             raise
 
-    async def _exchange(self, question: bytes) -> Reply:
-        if self._process is None:
-            self._process = await self._started()
-        stdin, stdout = self._process.stdin, self._process.stdout
+    async def _exchange(self, process: Process, question: bytes) -> Reply:
+        stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(question)
         await stdin.drain()
@@ -84,11 +82,17 @@ class PlannerProcess:
         assert isinstance(reply, Reply)
         return reply
 
-    async def _started(self) -> Process:
+    async def _start(self) -> Process:
         """In a session of its own, so that Ctrl-C in a terminal is for the controller alone."""
         command = (sys.executable, "-P", "-c", f"from {planner_main.__name__} import main; main()")
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        try:
+            process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+        except OSError as error:
+            raise PeerError(f"the planner's process cannot be started: {error}") from error
+        self._process = process
         log.info("the planner's process is started", pid=process.pid)
+        assert process.stdout is not None
+        await process.stdout.readuntil(READY)
         return process
 
     async def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -121,6 +122,26 @@ async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatc
         with pytest.raises(PeerError, match=r"had no answer after 0\.1 s"):
             await planner.answer(start())
         monkeypatch.undo()
+        assert await planner.answer(start()) == answer(start())
+
+
+@asynchronous
+async def test_what_others_print_where_python_begins_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('a tracer is loaded ' * 3, flush=True)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with another_process() as planner:
+        assert await planner.answer(start()) == answer(start())
+
+
+@asynchronous
+async def test_a_planner_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with another_process() as planner:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/not/there/python")
+            with pytest.raises(PeerError, match=r"the planner's process cannot be started: .*No such file"):
+                await planner.answer(start())
         assert await planner.answer(start()) == answer(start())
 
 
