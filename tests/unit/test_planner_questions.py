@@ -18,7 +18,7 @@ from shoal_protos.activity import StepPhase
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
-from shoal_protos.runs import Runs
+from shoal_protos.runs import Runs, every
 
 
 def answered(job: Driver, asked: AskPlanner) -> None:
@@ -319,10 +319,34 @@ def wrong_answers(asked: AskPlanner) -> dict[str, Plan]:
     (foreign, *rest) = plan.members
     return {
         "is unsound: .* have no owner": replace(plan, shares=(lost, *others)),
-        "its generation, base, lanes and blocks are": replace(plan, generation=plan.generation + 1),
+        "its generation, base, lanes, .* are": replace(plan, generation=plan.generation + 1),
         "its member w9 was no candidate": replace(plan, members=(replace(foreign, worker="w9"), *rest)),
         "keep .*, which it does not hold": replace(plan, shares=(*reversed(plan.shares),), fills=()),
     }
+
+
+@pytest.mark.parametrize("field", ["step", "record", "checkpoint", "counted"])
+def test_an_answer_that_has_all_begin_elsewhere_is_dropped_and_the_question_asked_again(field: str) -> None:
+    job = trains_with_a_slow_planner(3)
+    asked = lose(job, "w2")
+    plan = answer(asked.question)
+    assert isinstance(plan, Plan) and plan.recovery is not None
+    elsewhere = {"step": plan.recovery.step + 1, "record": b"another", "checkpoint": "/c/1", "counted": (True, False)}
+    job.feed(PlannerAnswered(asked, replace(plan, recovery=replace(plan.recovery, **{field: elsewhere[field]}))))
+    assert job.job.attempt is not None and job.job.attempt.plan is None
+    assert "it begins with" in job.job.planner.why
+    job.wait(1)
+    answered(job, job.questions[1])
+    assert job.planned().world_size == 2
+
+
+def test_lost_blocks_are_no_answer_where_nobody_was_asked_for_any() -> None:
+    job = trains_with_a_slow_planner(3)
+    job.hello("w3")
+    (asked,) = job.questions
+    job.feed(PlannerAnswered(asked, every(4)))
+    assert "expected a plan" in job.job.planner.why
+    assert len(job.questions) == 1, "it is asked again after a pause, not at once"
 
 
 @pytest.mark.parametrize("wrong", range(4))

@@ -6,10 +6,11 @@ Made by the job machine (`machine/phases/planner_inputs.py`), answered by `answe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_protos.errors import PeerError
-from shoal_protos.plan import Plan, check_plan
+from shoal_protos.plan import Plan, Recovery, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.planning.planner import (
@@ -70,6 +71,8 @@ class ChangeQuestion:
         return self.candidates
 
 
+_BUG = "This is a bug in Shoal; please report it."
+
 Question = StartQuestion | RecoveryQuestion | ChangeQuestion
 
 Answer = Plan | Runs
@@ -92,20 +95,69 @@ def answer(question: Question) -> Answer:
 
 
 def check_answer(question: Question, answer: Answer) -> None:
-    """Whatever answered: raises `PeerError` where a plan is unsound, or is none that this question can have."""
+    """Whatever answered: raises `PeerError` where a plan is unsound, or is none that this question can have, and where
+    blocks are said to be lost that nobody was asked for.
+    """
     if not isinstance(answer, Plan):
+        if not isinstance(question, RecoveryQuestion) or not isinstance(answer, Runs):
+            raise PeerError(f"the planner's answer is {answer!r:.100}; expected a plan. {_BUG}")
         return
     check_plan(answer)
-    terms, base = question.request.terms, question.before.generation if isinstance(question, ChangeQuestion) else 0
-    asked = (question.request.generation, base, terms.lanes, terms.blocks)
-    if (found := (answer.generation, answer.base, answer.lanes, answer.blocks)) != asked:
-        raise _unfit(answer, f"its generation, base, lanes and blocks are {found}; expected {asked}")
+    asked = _questions_in(question)
+    if (found := _terms_of(answer)) not in (terms := [_terms_asked(one) for one in asked]):
+        why = "generation, base, lanes, blocks, reason, steps, fill rate"
+        raise _unfit(answer, f"its {why} are {found}; expected {terms[0]}")
     known = {candidate.member: candidate for candidate in question.everyone}
     for member, share in zip(answer.members, answer.shares, strict=True):
         if (candidate := known.get(member)) is None:
             raise _unfit(answer, f"its member {member.worker} was no candidate")
         if not isinstance(question, StartQuestion) and (lacking := share.keeps - _usable(candidate)):
             raise _unfit(answer, f"it has {member.worker} keep {lacking}, which it does not hold")
+    if answer.recovery is not None:
+        members = [known[member] for member in answer.members]
+        begins, expected = _beginning_of(answer.recovery), [_beginning_asked(one, members) for one in asked]
+        if begins not in expected:
+            raise _unfit(answer, f"it begins with {begins!r:.200}; expected {expected[0]!r:.200}")
+
+
+def _questions_in(question: Question) -> list[Question]:
+    """The question, and what is asked instead where it has no answer."""
+    instead = question.otherwise if isinstance(question, RecoveryQuestion) else None
+    return [question, *(_questions_in(instead) if instead is not None else ())]
+
+
+def _terms_of(plan: Plan) -> tuple[object, ...]:
+    return (
+        plan.generation, plan.base, plan.lanes, plan.blocks, plan.reason.value, plan.steps, plan.fill_blocks_per_step,
+    )  # fmt: skip
+
+
+def _terms_asked(question: Question) -> tuple[object, ...]:
+    request, base = question.request, question.before.generation if isinstance(question, ChangeQuestion) else 0
+    terms = request.terms
+    return (
+        request.generation, base, terms.lanes, terms.blocks, request.reason.value, terms.steps,
+        terms.fill_blocks_per_step,
+    )  # fmt: skip
+
+
+_Beginning = tuple[int, bytes, str, tuple[bool, ...]]
+"""Step, record, checkpoint, and whose state counts, by rank."""
+
+
+def _beginning_of(recovery: Recovery) -> _Beginning:
+    return recovery.step, recovery.record, recovery.checkpoint, recovery.counted
+
+
+def _beginning_asked(question: Question, members: Sequence[Candidate]) -> _Beginning | None:
+    """Where a world of these is to begin."""
+    match question:
+        case StartQuestion():
+            return question.step, b"", question.checkpoint, (not question.checkpoint,) * len(members)
+        case RecoveryQuestion():
+            return question.step, question.record, "", tuple(candidate.counted for candidate in members)
+        case ChangeQuestion():
+            return None
 
 
 def _usable(candidate: Candidate) -> Runs:
@@ -114,6 +166,4 @@ def _usable(candidate: Candidate) -> Runs:
 
 
 def _unfit(plan: Plan, why: str) -> PeerError:
-    return PeerError(
-        f"plan {plan.generation} is no answer to its question: {why}. This is a bug in Shoal; please report it."
-    )
+    return PeerError(f"plan {plan.generation} is no answer to its question: {why}. {_BUG}")
