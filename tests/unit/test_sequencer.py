@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from random import Random
@@ -136,6 +137,21 @@ def test_an_abort_ends_what_waits_for_the_wire_and_the_wire_is_closed_before_buf
     with pytest.raises(WorldChanged, match="the test is over"):
         ordered_over_gloo(2, act)
     assert closed
+
+
+def test_a_batch_that_is_named_as_the_group_is_aborted_is_not_carried_and_breaks_no_thread() -> None:
+    def act(group: Group) -> None:
+        assert isinstance(group, OrderedGroup)
+        group.abort()
+        group._to_carry.put([Post(False, 1 - group.rank, 1)])
+        raise WorldChanged("the test is over")
+
+    with pytest.raises(WorldChanged, match="the test is over"):
+        ordered_over_gloo(2, act)
+    for thread in threading.enumerate():
+        if thread.name == "shoal-group-carries":
+            thread.join(10.0)
+            assert not thread.is_alive()
 
 
 # ---- which group a device gets

@@ -199,6 +199,8 @@ class OrderedGroup:
     def _carry(self) -> None:
         while (posts := self._to_carry.get()) is not None:
             with self._lock:
+                if self._over:  # what was posted has failed already
+                    return
                 works = [self._posted[post].popleft() for post in posts]
             try:
                 self._wire.carry(works)()
