@@ -215,5 +215,5 @@ def test_what_a_device_has_is_asked_for_once_and_not_while_it_is_made() -> None:
                 values.div_(2.0)
     assert waits.count == 0
     wrong = layout.buckets[1].slots[0].parameter.name
-    assert watch.bad_gradient() == f'the gradient of parameter "{wrong}" is not finite in lane 2'
-    assert FiniteWatch(at_once=False).bad_gradient() == ""
+    assert watch.find_bad_gradient() == f'the gradient of parameter "{wrong}" is not finite in lane 2'
+    assert FiniteWatch(at_once=False).find_bad_gradient() == ""

@@ -74,11 +74,11 @@ class CanonicalReduction:
         self._watch = FiniteWatch(at_once=traffic.layout.device.type == "cpu")
         self._go_on()
 
-    def bad_gradient(self) -> str:
+    def find_bad_gradient(self) -> str:
         """The first parameter in this worker's blocks whose gradient is not finite, and where that comes from. After
         `finish`; a device is waited for.
         """
-        return self._watch.bad_gradient()
+        return self._watch.find_bad_gradient()
 
     def on_filled(self, bucket: int) -> None:
         """The last backward has filled this bucket: its sums leave for their owners, and what has come of earlier ones

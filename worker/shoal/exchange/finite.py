@@ -63,14 +63,14 @@ class FiniteWatch:
         lanes: Callable[[], Span],
     ) -> None:
         """`mean`: the gradient of the bucket's elements from `start`. `lanes`: where it comes from if it is not finite;
-        it is asked at once, or in `bad_gradient`.
+        it is asked at once, or in `find_bad_gradient`.
         """
         if not self.at_once:
             self._kept.append(_Range(bucket, start, mean, mean.sum(), lanes))
         elif not self._bad and not is_finite(mean):
             self._bad = describe_gradient(bucket, start, mean, lanes())
 
-    def bad_gradient(self) -> str:
+    def find_bad_gradient(self) -> str:
         """The first parameter in this worker's blocks whose gradient is not finite; empty where all are. Waits for the
         device, once.
         """

@@ -83,11 +83,11 @@ class RoundReduction:
         self._watch = FiniteWatch(at_once=traffic.layout.device.type == "cpu")
         self._post()
 
-    def bad_gradient(self) -> str:
+    def find_bad_gradient(self) -> str:
         """The first parameter in this worker's blocks whose gradient is not finite. After `finish`; a device is waited
         for.
         """
-        return self._watch.bad_gradient()
+        return self._watch.find_bad_gradient()
 
     # ---- a lane here
 

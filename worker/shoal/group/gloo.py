@@ -154,7 +154,7 @@ class _Waiting:
     def wait(self) -> None:
         if self._answers is None:
             return
-        self._say_so()
+        self._mark_awaited()
         group, (answers, self._answers) = self._group, (self._answers, None)
         failure = group.wait_threads.end(answers, lambda: group.connection(self.peer))
         if failure is not None:
@@ -164,7 +164,7 @@ class _Waiting:
             group.in_flight.discard(one)
             one.forget()
 
-    def _say_so(self) -> None:
+    def _mark_awaited(self) -> None:
         """From now on the training thread waits: for whoever is waited for, who may be another in this moment."""
         self._is_awaited, named = True, -1
         while named != self._at:

@@ -93,7 +93,7 @@ class OrderedGroup:
             host.serve(POSTED_TAG, NUMBERS, lambda peer, message: self._news.put((peer, _posts_in(message))))
         else:
             host.serve(CARRY_TAG, NUMBERS, lambda _, message: self._to_carry.put(_posts_in(message)))
-        for act, name in ((self._order if self.rank == 0 else self._tell, "orders"), (self._carry, "carries")):
+        for act, name in ((self._order if self.rank == 0 else self._report, "orders"), (self._carry, "carries")):
             threading.Thread(target=act, name=f"shoal-group-{name}", daemon=True).start()
 
     @property
@@ -106,7 +106,7 @@ class OrderedGroup:
         if tag not in self._bulk or not tensor.numel():
             return self.below.send(tensor, to, tag)
         if not self.device.holds(tensor):
-            tensor = self._brought_up(tensor)
+            tensor = self._copy_to_device(tensor)
         return self._post(tensor, Post(True, to, tag), self.device.mark())
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
@@ -115,7 +115,7 @@ class OrderedGroup:
         assert self.device.holds(tensor), f"a message with tag {tag} is received on the host"
         return self._post(tensor, Post(False, source, tag), self.device.promise(tensor))
 
-    def _brought_up(self, tensor: Tensor) -> Tensor:  # of the same shape and dtype
+    def _copy_to_device(self, tensor: Tensor) -> Tensor:  # of the same shape and dtype
         there = torch.empty_like(tensor, device=self.device.kind)
         self.device.to_device(tensor, there, self.device.promise(there)).join()
         return there
@@ -159,10 +159,10 @@ class OrderedGroup:
 
     # ---- on threads of the group
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Of all but rank 0: what was posted here."""
         try:
-            for news in self._drained():
+            for news in self._drain():
                 posts = [post for _, some in news for post in some]
                 for first in range(0, len(posts), MOST_IN_BATCH):
                     self._host.deliver([(_message_of(posts[first : first + MOST_IN_BATCH]), 0, POSTED_TAG)])
@@ -173,7 +173,7 @@ class OrderedGroup:
         """Of rank 0: what all carry."""
         sequencer = Sequencer()
         try:
-            for news in self._drained():
+            for news in self._drain():
                 for rank, posts in news:
                     sequencer.take(rank, posts)
                 for batch in sequencer.batches():
@@ -184,7 +184,7 @@ class OrderedGroup:
         except WorldChanged as error:
             self._fail(str(error))
 
-    def _drained(self) -> Iterator[list[tuple[int, list[Post]]]]:
+    def _drain(self) -> Iterator[list[tuple[int, list[Post]]]]:
         """All that is there at a time, until the end."""
         while (first := self._news.get()) is not None:
             found = [first]

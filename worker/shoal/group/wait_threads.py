@@ -65,7 +65,7 @@ class WaitThreads:
         answers: Answers = SimpleQueue()
         self._waiting.add(answers)
         if self._over is None:
-            self._one().put((works, answers))
+            self._idle_thread().put((works, answers))
         else:
             answers.put(self._over)
         return answers
@@ -73,7 +73,7 @@ class WaitThreads:
     def end(self, answers: Answers, connection: Callable[[], Connection]) -> str | None:
         """None when all are done, else why not. `connection()`: to the peer that is waited for at the moment."""
         try:
-            return _first(answers, connection)
+            return _first_answer(answers, connection)
         finally:
             self._waiting.discard(answers)
 
@@ -91,7 +91,7 @@ class WaitThreads:
 
     # ---- the threads
 
-    def _one(self) -> _Tasks:
+    def _idle_thread(self) -> _Tasks:
         try:
             return self._idle.pop()
         except IndexError:
@@ -110,7 +110,7 @@ class WaitThreads:
                 return
 
 
-def _first(answers: Answers, connection: Callable[[], Connection]) -> str | None:
+def _first_answer(answers: Answers, connection: Callable[[], Connection]) -> str | None:
     while True:
         try:
             return answers.get(timeout=connection().pause_seconds)

@@ -70,7 +70,7 @@ class Step:
         wait_for(sends, self._world.group)
         self._context.state.device.settle()
         self._note_pending()
-        record = self._vote(reduction.bad_gradient(), norms)  # past this line the step is committed
+        record = self._vote(reduction.find_bad_gradient(), norms)  # past this line the step is committed
         hand_out = self._begin_hand_out()
         self._apply(record, hand_out)
         self._hand_out(hand_out)

@@ -5,7 +5,7 @@ every deadline that others count on is in `durable`; the rest of `Job` is forgot
 
 - it is asked anew: what workers are, hold and have measured comes back with their hellos and heartbeats
   (`processes`, `connections`, `changes`), what became of launched ones with the launcher's answer to `Adopt`
-  (`spawned_at`, `pending`); what was wished is seen to be fulfilled or is planned again (`goal`, `goals`), and what the
+  (`spawned_at`, `pending`); what was wanted is seen to be fulfilled or is planned again (`goal`, `goals`), and what the
   planner was asked is asked again (`planner`);
 - it belongs to a stream, which ends with the controller (`greeting`, `asked_to_describe`);
 - it gives *us* time to hear: whoever could not reach a controller that was away gets all of it again (`started_at`,

@@ -39,7 +39,7 @@ def broken_links(activities: Activities, limit_seconds: float) -> tuple[BrokenLi
     for worker, activity in old.items():
         for peer in activity.waits_for:
             if peer in old and _in_vain(worker, activity, old[peer]):
-                link = BrokenLink(worker, peer, _seen(worker, activity, peer, old[peer]))
+                link = BrokenLink(worker, peer, _sentence(worker, activity, peer, old[peer]))
                 found.setdefault(link.ends, link)
     return tuple(found.values()) or _ring(old)
 
@@ -59,7 +59,7 @@ def _ring(old: Activities) -> tuple[BrokenLink, ...]:
             if worker in places:
                 ring = path[places[worker] :]
                 pairs = zip(ring, [*ring[1:], ring[0]], strict=True)
-                return tuple(BrokenLink(a, b, _seen(a, old[a], b, old[b])) for a, b in pairs)
+                return tuple(BrokenLink(a, b, _sentence(a, old[a], b, old[b])) for a, b in pairs)
             places[worker] = len(path)
             path.append(worker)
             worker = next((peer for peer in old[worker].waits_for if peer in old), None)
@@ -67,7 +67,7 @@ def _ring(old: Activities) -> tuple[BrokenLink, ...]:
     return ()
 
 
-def _seen(worker: WorkerId, activity: Activity, peer: WorkerId, other: Activity) -> str:
+def _sentence(worker: WorkerId, activity: Activity, peer: WorkerId, other: Activity) -> str:
     waits = f"{worker} has waited for {peer} for {activity.seconds:.0f} s ({_where(activity)})"
     if worker in other.waits_for:
         return f"{waits}, and {peer} for {worker} for {other.seconds:.0f} s ({_where(other)})"

@@ -298,11 +298,11 @@ def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int)
 
 
 def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> KeptBlocks:
-    """The owner before stays while the wished one is being filled. Who is to keep the blocks comes first.
+    """The owner before stays while the wanted one is being filled. Who is to keep the blocks comes first.
 
-    Holders beyond the wished copies release the blocks.
+    Holders beyond the wanted copies release the blocks.
     """
-    wished = [worker for worker in group.keepers if worker in group.holders]
+    wanted = [worker for worker in group.keepers if worker in group.holders]
     targets = tuple(worker for worker in group.keepers if worker not in group.holders)
     staying = sorted(group.holders & keepers)
     if group.owner in group.holders:
@@ -310,8 +310,8 @@ def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> Kept
     elif group.previous_owner in keepers:
         owner = group.previous_owner
     else:
-        owner = (wished or staying or sorted(group.holders))[0]
-    order = dict.fromkeys((*wished, *staying, *sorted(group.holders)))
+        owner = (wanted or staying or sorted(group.holders))[0]
+    order = dict.fromkeys((*wanted, *staying, *sorted(group.holders)))
     del order[owner]
     return KeptBlocks(group, owner, tuple(order)[:mirrors], targets)
 

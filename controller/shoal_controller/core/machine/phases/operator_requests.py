@@ -58,7 +58,7 @@ def on_scale(turn: Turn, event: Scale) -> None:
 
 def on_drain(turn: Turn, event: DrainWorker) -> None:
     """Let one worker go; the launcher replaces it. One that is silent is given up by that."""
-    record = _named(turn, event.worker)
+    record = _find_worker(turn, event.worker)
     if record.standing is Standing.LOST:
         return scaling.give_up(turn, event.worker, "an operator drained it while it was silent", "an operator")
     if record.leaving:
@@ -73,7 +73,7 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
 
 def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
     """An operator says that a silent worker's process is gone: nobody waits for it any more."""
-    record = _named(turn, event.worker)
+    record = _find_worker(turn, event.worker)
     process = turn.process(record.worker)
     if process is not None and process.connection is not None and record.worker not in silence.silent_workers(turn.job):
         raise Conflict(
@@ -85,7 +85,7 @@ def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
     )
 
 
-def _named(turn: Turn, worker: WorkerId) -> WorkerRecord:
+def _find_worker(turn: Turn, worker: WorkerId) -> WorkerRecord:
     """The worker that an operator means: one that is not gone."""
     record = turn.durable.roster.get(worker)
     if record is None:

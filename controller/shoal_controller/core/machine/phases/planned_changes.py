@@ -73,12 +73,12 @@ def goal_of(turn: Turn, plan: Plan, candidates: Iterable[Candidate]) -> Goal:
     return Goal(_by_age(turn, pool), plan.steps, promote=False)
 
 
-def _set_goal(turn: Turn, wished: Goal | None, plan: Plan) -> None:
+def _set_goal(turn: Turn, goal: Goal | None, plan: Plan) -> None:
     """What the plan was asked for is fulfilled, as far as it took part in it: only what is new asks for another one."""
-    if wished is not None:
-        pool = tuple(traits for traits in wished.pool if traits.worker in plan.workers)
-        wished = Goal(pool, plan.steps, promote=False)
-    turn.change(goal=wished, goals={})
+    if goal is not None:
+        pool = tuple(traits for traits in goal.pool if traits.worker in plan.workers)
+        goal = Goal(pool, plan.steps, promote=False)
+    turn.change(goal=goal, goals={})
 
 
 # ---- a planned change is made
@@ -93,13 +93,13 @@ def settle(turn: Turn, world: Plan) -> None:
     if planner_questions.is_busy(turn) or _enough_are_planned(turn) or not _all_in(turn, world):
         return
     joiners = waiting_joiners(turn, world)
-    wished = _goal(turn, world, joiners)
-    if wished == turn.job.goal:
+    goal = _goal(turn, world, joiners)
+    if goal == turn.job.goal:
         return
-    turn.change(goal=wished)
+    turn.change(goal=goal)
     number = turn.durable.last_generation + 1
     question = planner_inputs.change_question(turn, world, joiners, number, _reason(turn, world, joiners))
-    planner_questions.ask(turn, question, wished)
+    planner_questions.ask(turn, question, goal)
 
 
 def _on_answer(turn: Turn, world: Plan, event: PlannerAnswered) -> None:

@@ -149,11 +149,11 @@ def _sentence(job: Job, late: dict[WorkerId, float], now: float) -> str:
     quiet = now - _last_vote_at(job)
     if not late:
         return f"no vote has passed for {quiet:.0f} s"
-    each = ", ".join(f"worker {worker} {_does(job, worker, now)}" for worker in sorted(late))
+    each = ", ".join(f"worker {worker} {_activity_of(job, worker, now)}" for worker in sorted(late))
     return f"no vote has passed for {quiet:.0f} s: waiting for {each}"
 
 
-def _does(job: Job, worker: WorkerId, now: float) -> str:
+def _activity_of(job: Job, worker: WorkerId, now: float) -> str:
     process = job.processes.get(worker)
     if process is None:
         return "(not heard from)"
