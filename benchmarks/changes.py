@@ -6,9 +6,10 @@ Three workers and a lane more under a real controller with the local launcher. A
 (the launcher starts another in its place) and scales back to three: a joiner shares the cores with three others, so
 that there are four processes in all (`--workers 4`: five). `longest` is seen from outside and judged: how much longer
 than usual the longest step of any member was, of the one in which the change began and the next ones, in which fills
-and first touches fall. Usual is the slower of the worlds before and after. `pause` is what members report: the longest
-from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its process to its
-first lane in a committed step.
+and first touches fall. Usual is the slower of the worlds before and after; where a joiner comes, its start is on the
+same cores as the world before, of which "others' steps while it starts" tells. `pause` is what members report: the
+longest from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its
+process to its first lane in a committed step.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Figures:
         self.longest: dict[str, list[float]] = defaultdict(list)
         self.joiners: list[float] = []
         self.slower: list[float] = []
+        self.slower_at_start: list[float] = []
+        """The others' steps to those before: while a joiner is filled, and from its start until it joins."""
 
 
 def measure(size: str, rounds: int, workers: int) -> Figures:
@@ -80,22 +83,26 @@ def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None
 
 
 def slower(cluster: Cluster, figures: Figures, joiner: str, started: float) -> None:
-    """The others' steps from the joiner's joining to the end of its fills, against those before its process began."""
+    """The others' steps until the joiner joins, and from then to the end of its fills, against those before it all."""
     joined = next(
         event for event in cluster.events.all if event["kind"] == "begun" and f" {joiner} " in event["message"]
     )
     later = [e for e in cluster.events.all if e["kind"] == "begun" and e["time"] > joined["time"]]
     until = later[-1]["time"] if later else joined["time"]
-    before, during = [], []
-    for steps in by_worker(cluster.steps.look()).values():
-        for one, two in pairwise(steps):
+    before: list[tuple[float, float]] = []
+    starting: list[float] = []
+    during: list[float] = []
+    for worker, steps in by_worker(cluster.steps.look()).items():
+        for one, two in pairwise(steps) if worker != joiner else ():
             if two.time <= started:
-                before.append(two.time - one.time)
+                before.append((two.time, two.time - one.time))
+            elif one.time >= started and two.time <= joined["time"]:
+                starting.append(two.time - one.time)
             elif one.time >= joined["time"] and two.time <= until:
                 during.append(two.time - one.time)
-    if during:
-        recent = before[-4 * cluster.job.workers * NEIGHBOURS :]
-        figures.slower.append(median(during) / median(recent))
+    recent = median(seconds for _, seconds in sorted(before)[-4 * cluster.job.workers * NEIGHBOURS :])
+    figures.slower += [median(during) / recent] if during else []
+    figures.slower_at_start += [median(starting) / recent] if starting else []
 
 
 def by_worker(steps: Sequence[Step]) -> dict[str, list[Step]]:
@@ -144,10 +151,10 @@ def main() -> None:
         took, rate = figures.joiners, figures.slower
         joiners.append(
             [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(rate, 2),
-             verdict(median(rate), MOST_SLOWER) if rate else "–"]
+             verdict(median(rate), MOST_SLOWER) if rate else "–", spread(figures.slower_at_start, 2)]
         )  # fmt: skip
     show("Planned changes", ["model", "change", "longest step longer by, s", "target", "pause, s"], changes)
-    head = ["model", "start to first lane, s", "target", "others' steps while filled", "target"]
+    head = ["model", "start to first lane, s", "target", "others' steps while filled", "target", "while it starts"]
     show("A joiner", head, joiners)
 
 

@@ -24,6 +24,7 @@ import model
 import shoal
 import torch
 import torch.distributed as dist
+from ddp import in_turn
 from interleaved import elastic
 from sharded import Trained, replicated, sharded
 from train import initialize
@@ -183,7 +184,7 @@ def saves(engine: shoal.Engine, shoal_way: Elastic, given: argparse.Namespace) -
     ways: dict[str, Way] = {**dcp, "Shoal": shoal_way}
     found: dict[str, list[Figures]] = {name: [] for name in ways}
     for number in range(given.rounds + 1):
-        for name, way in ways.items():
+        for name, way in in_turn(ways.items(), number):
             figures = save(way)
             if number:  # the first one of a process finds its memory, and is not a round
                 found[name].append(figures)
@@ -203,9 +204,9 @@ def timed(action: Callable[[], object]) -> Figures:
     dist.barrier()
     began, processor = time.perf_counter(), time.process_time()
     action()
-    used = torch.tensor([time.process_time() - processor])
     dist.barrier()
     seconds = time.perf_counter() - began
+    used = torch.tensor([time.process_time() - processor])
     dist.all_reduce(used)
     return {"seconds": seconds, "processor": used.item()}
 
@@ -221,8 +222,8 @@ def restores(engine: shoal.Engine, given: argparse.Namespace) -> dict[str, list[
         "Shoal": lambda: engine.parts.loading.take_up(world),
     }
     found: dict[str, list[Figures]] = {name: [] for name in ways}
-    for _ in range(given.rounds + 1):
-        for name, action in ways.items():
+    for number in range(given.rounds + 1):
+        for name, action in in_turn(ways.items(), number):
             found[name].append(timed(action))
     return {name: some[1:] for name, some in found.items()}
 

@@ -3,8 +3,9 @@ real etcd of three servers in place of the embedded store.
 
 The controller is a process of its own; its CPU seconds count (with those of its children), not the wall, for the
 workers are another busy process beside it. Rows: many jobs at a heartbeat a second (CPU, memory, time to a welcome, a
-kill of 5%), one large job (CPU of a recovery's stages), a scrape of many jobs' metrics, and the planner alone; each for
-several sizes, so that growth shows. "held" is the longest that a callback has kept the event loop, in CPU ms.
+kill of 5%), one large job (CPU of a recovery's stages), a scrape of many jobs' metrics, and the planner alone, with
+what the event loop has to do for it (pickling both ways and checking the answer); each for several sizes, so that
+growth shows. "held" is the longest that a callback has kept the event loop, in CPU ms.
 Writes at rest are counted once the jobs have trained for a minute: before that they write more often what they count.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import gc
 import os
+import pickle
 import random
 import time
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from statistics import median
 
 from controller_process import STORES, Controller, controller
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_recovery, plan_start
+from shoal_controller.core.planning.question import Question, RecoveryQuestion, check_answer
+from shoal_controller.planner_main import Reply, frame
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from simulated_workers import JobWorkers, start_job
@@ -177,7 +181,10 @@ async def scrape(jobs: int, each: int, blocks: int, store: str) -> list[str]:
 # ---- the planner
 
 
-PLANNER = ["workers", "blocks", "lost", "CPU s of the loss", "of the change after its fills", "of a join"]
+PLANNER = [
+    "workers", "blocks", "lost", "CPU s of the loss", "of the event loop for it", "of the change after its fills",
+    "of a join",
+]  # fmt: skip
 PLANNER_SIZES = ((100, 65_536), (300, 65_536), (1_000, 4_096), (1_000, 16_384), (1_000, 65_536), (3_000, 65_536),
                  (10_000, 65_536))  # fmt: skip
 PLANNER_SECONDS = {(1_000, 65_536): 0.3, (10_000, 65_536): 2.0}
@@ -190,13 +197,15 @@ def planner(workers: int, blocks: int) -> list[str]:
     world = plan_start(PlanRequest(terms, 1, Reason.START), begun)
     held = _filled(world, begun)
     left = [replace(one, current=every(blocks)) for one in (*held[:lost], *held[2 * lost :])]
-    loss, after = _seconds(lambda: plan_recovery(PlanRequest(terms, 2, Reason.KILL), left, world, 7, b""))
+    asked = RecoveryQuestion(PlanRequest(terms, 2, Reason.KILL), tuple(left), world, 7, b"")
+    loss, after = _seconds(lambda: plan_recovery(asked.request, asked.candidates, world, 7, b""))
+    beside = _loop_seconds(asked, after)
     ready, joining = _filled(after, left), [*held, _candidate(workers, lost)]
     change, _ = _seconds(lambda: plan_change(PlanRequest(terms, 3, Reason.BALANCE), ready, after))
     join, _ = _seconds(lambda: plan_change(PlanRequest(terms, 2, Reason.JOIN), joining, world))
     target = PLANNER_SECONDS.get((workers, blocks))
     judged = f"{loss:.3f} ({verdict(loss, target)})" if target else f"{loss:.3f}"
-    return [f"{workers:,}", f"{blocks:,}", str(lost), judged, f"{change:.3f}", f"{join:.3f}"]
+    return [f"{workers:,}", f"{blocks:,}", str(lost), judged, f"{beside:.3f}", f"{change:.3f}", f"{join:.3f}"]
 
 
 def _candidate(n: int, rack: int) -> Candidate:
@@ -210,6 +219,15 @@ def _filled(world: Plan, members: list[Candidate]) -> list[Candidate]:
     for fill in world.fills:
         holds[fill.target] |= fill.blocks
     return [replace(known[member], holds=blocks) for member, blocks in zip(world.members, holds, strict=True)]
+
+
+def _loop_seconds(question: Question, plan: Plan) -> float:
+    """CPU seconds that a question and its answer take of the event loop, where another process answers."""
+    data = pickle.dumps(Reply(plan), protocol=5)
+    before = time.process_time()
+    frame(question)
+    check_answer(question, pickle.loads(data).answer)
+    return time.process_time() - before
 
 
 def _seconds(plan: Callable[[], Plan]) -> tuple[float, Plan]:

@@ -11,10 +11,11 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import TypeVar
 
 import model
 import torch
@@ -31,6 +32,8 @@ ROUNDS = 9
 WAYS = ("ddp", "zero", "fsdp2", "fsdp2 reshard")
 """DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 that keeps parameters from forward to backward or frees them."""
 PATIENCE_SECONDS = 60.0
+
+Way = TypeVar("Way")
 
 
 def fully_sharded(size: str, reshard: bool) -> nn.Module:
@@ -72,6 +75,13 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
     return step
 
 
+def in_turn(ways: Iterable[Way], number: int) -> list[Way]:
+    """In which order they take part in the round of this number: every second time in reverse, so that none always has
+    the same one before it.
+    """
+    return list(ways) if number % 2 == 0 else list(ways)[::-1]
+
+
 def measured(
     step: Callable[[], None], end: Callable[[], None] = lambda: None, steps: int = STEPS
 ) -> tuple[float, float]:
@@ -83,9 +93,9 @@ def measured(
     for _ in range(steps):
         step()
     end()
-    used = torch.tensor([time.process_time() - processor])
-    dist.barrier()
+    dist.barrier()  # until then a process may still send what others wait for
     wall = time.perf_counter() - wall
+    used = torch.tensor([time.process_time() - processor])
     dist.all_reduce(used)
     return wall / steps, used.item() / steps
 

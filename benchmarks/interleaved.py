@@ -1,8 +1,8 @@
 """The worker's script of step_time.py and zero.py: rounds of PyTorch's own ways (ddp.py) and of Shoal, in turn.
 
 Each member of the world takes part in all of them on the same two cores, so that a busy machine is busy for all alike.
-Rank 0 writes what every round took, wall and CPU seconds per step (of all processes together), and the bytes that its
-host's link has sent in it (0 without links), as JSON.
+Rank 0 writes what every round took, wall and CPU seconds per step (of all these processes together, without the
+controller, of which control_plane.py tells), and what the host that sends most has sent (0 without links), as JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import shoal
 import torch
 import torch.distributed as dist
-from ddp import baseline, measured
+from ddp import baseline, in_turn, measured
 from train import initialize, options
-from wire_rounds import sent
+from wire_rounds import most_sent, sent
 
 GATHERED = 3
 """The stage in which nothing is handed out."""
@@ -61,10 +61,10 @@ def main() -> None:
     given.turns.on_ready()
     for number in range(given.rounds):
         given.turns.wait(number)
-        for name, step in ways.items():
+        for name, step in in_turn(ways.items(), number):
             before = sent()
             wall, processor = measured(step, settle, given.steps)
-            took[name].append((wall, processor, (sent() - before) / given.steps))
+            took[name].append((wall, processor, most_sent(before) / given.steps))
         if engine.rank == 0:
             given.turns.on_round_over(number)
     if engine.rank == 0:

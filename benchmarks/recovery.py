@@ -6,8 +6,9 @@ Four workers train; one is killed 10 % into its forward, killed at a random inst
 Elapsed is until every survivor has committed the first step of the new world; `excess` is what of it is more than one
 normal step of that world (the median of its next steps). The early kill is the best moment: survivors keep the lane in
 flight. A frozen worker is told twice: from its suspicion, as the target is, and from SIGSTOP, which has the missed
-heartbeats in it. Then a fresh worker joins, and the next trial begins in the same job. Beside it, on the same model in
-the same run, torchrun's elastic restart (restart.py): of a worker as here, and of a node. Meanwhile the job is paused.
+heartbeats in it, as has what is compared with torchrun. Then a fresh worker joins, and the next trial begins in the
+same job. Beside it, on the same model in the same run, torchrun's elastic restart (restart.py): of a worker as here,
+and of a node. Meanwhile the job is paused.
 """
 
 from __future__ import annotations
@@ -139,13 +140,13 @@ def rows(size: str, found: dict[str, list[Trial]], failed: dict[str, str]) -> li
             table += [[size, kind, f"none: {failed[kind]}", *6 * "–"]] if kind in failed else []
             continue
         elapsed, excess = [t.elapsed for t in trials], [t.excess for t in trials]
-        own = kind in KINDS
+        own, since_lost = kind in KINDS, [t.suspected + t.elapsed for t in trials]
         table.append(
             [size, kind, spread(elapsed), spread([t.normal for t in trials]), spread(excess),
              spread([t.suspected + t.excess for t in trials]) if kind == FROZEN else "–",
              spread([t.pause for t in trials]) if own else "–",
              verdict(median(excess), TARGET_SECONDS) if own else "–",
-             f"{median(like) / median(elapsed):.1f}" if like else "–"]
+             f"{median(like) / median(since_lost):.1f}" if like else "–"]
         )  # fmt: skip
     return table
 

@@ -2,7 +2,7 @@
 
 A chain of square layers with one sample a step: hardly any arithmetic for many bytes. With `--computes` each layer
 takes time besides, as on a device of its own: it sleeps. Each member takes part in both; rank 0 writes what every round
-took and what its network interface sent, as JSON.
+took and what the network interface that sends most has sent, as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shoal
 import torch
 import torch.distributed as dist
 from ddp import STEPS as STEPS_OF_A_ROUND
-from ddp import measured
+from ddp import in_turn, measured
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train import STEPS
@@ -105,6 +105,13 @@ def sent() -> int:
     return int(SENT.read_text()) if SENT.exists() else 0
 
 
+def most_sent(before: int) -> float:
+    """Bytes since then of the host that has sent most. All ask at once."""
+    most = torch.tensor([sent() - before])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return float(most)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A worker of wire.py.")
     for name in ("--layers", "--lanes", "--mirrors"):
@@ -137,11 +144,12 @@ def main() -> None:
     ways = {"ddp": baseline(given.layers, given.computes), "shoal": train}
     took: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
-        for name, step in ways.items():
+        for name, step in in_turn(ways.items(), number):
             before = sent()
             wall, processor = measured(step, settle)
+            most = most_sent(before)
             if number:
-                took[name].append((wall, processor, (sent() - before) / STEPS_OF_A_ROUND))
+                took[name].append((wall, processor, most / STEPS_OF_A_ROUND))
     if engine.rank == 0:
         beside = Path(f"{place}.new")
         beside.write_text(json.dumps(took))

@@ -42,7 +42,7 @@ OF_BYTES = 1.1
 WALL, PROCESSOR, SENT = 0, 1, 2
 
 Rounds = dict[str, list[tuple[float, float, float]]]
-"""By way: (wall seconds, CPU seconds, bytes sent by rank 0) per step of each round."""
+"""By way: (wall seconds, CPU seconds, bytes sent by the host that sends most) per step of each round."""
 
 
 Case = tuple[int, int]
@@ -127,11 +127,11 @@ def targets(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
 
 def row(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
     rounds = found[stage, mirrors]
-    others = [f"{ratio(rounds, way):.3f}" for way in world.beside]
+    others = [f"{ratio(rounds, way):.3f} ({ratio(rounds, way, PROCESSOR):.3f})" for way in world.beside]
     sent = [f"{median(one[SENT] for one in rounds['shoal']) / MB:.0f}"] if world.links else []
     return [
-        str(stage), str(mirrors), spread([one[WALL] for one in rounds["shoal"]]), *others,
-        f"{ratio(rounds, 'ddp', PROCESSOR):.3f}", *sent, "; ".join(targets(world, found, stage, mirrors)),
+        str(stage), str(mirrors), spread([one[WALL] for one in rounds["shoal"]]), *others, *sent,
+        "; ".join(targets(world, found, stage, mirrors)),
     ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def main() -> None:
     beside = tuple(dict.fromkeys(["ddp", *given.beside]))
     world = World(given.size, given.workers, given.links, beside, given.rounds, given.steps)
     title = f"A step, {world.size}, {world.workers} workers" + (f", {world.links} Mbit/s" if world.links else "")
-    head = ["stage", "mirrors", "step, s", *(f"of {way}" for way in beside), "CPU of DDP"]
+    head = ["stage", "mirrors", "step, s", *(f"of {way} (CPU)" for way in beside)]
     head += ["MB sent", "target"] if world.links else ["target"]
     cases = list(product(given.stages, given.mirrors))
     found: Found = {}
