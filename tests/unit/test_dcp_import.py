@@ -6,8 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,12 @@ import torch
 from allocated_bytes import most_bytes
 from checkpoints import fresh, save, trained
 from crew import Crew, Task, undisturbed
+from dcp_folders import changed, found_in, plain, written
 from shoal.blocks.residency import Residency
 from shoal.checkpoint import importing
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.catalogue import Found, resolve
-from shoal.checkpoint.dcp_folder import INDEX, DcpFolder
+from shoal.checkpoint.dcp_folder import DcpFolder
+from shoal.checkpoint.dcp_index import INDEX
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
@@ -29,23 +28,8 @@ from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 STEPS = 6
-
-
-def written(content: dict[str, Any], folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed.*|.*no_dist.*")
-        save_dcp(content, storage_writer=FileSystemWriter(folder), no_dist=True)
-    return folder
-
-
-def found_in(place: Path) -> Found:
-    found = resolve(None, str(place), print)
-    assert found is not None
-    return found
 
 
 def test_what_was_exported_comes_back_with_parameters_buffers_and_optimizer_states(
@@ -56,7 +40,8 @@ def test_what_was_exported_comes_back_with_parameters_buffers_and_optimizer_stat
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "dcp"), "--format", "dcp"]) == 0
     assert main(["import", str(tmp_path / "dcp"), str(tmp_path / "i")]) == 0
     assert capsys.readouterr().out.endswith(
-        f"the model of {tmp_path / 'dcp'} with optimizer states of 6 parameters, step 0\n"
+        f"the model of {tmp_path / 'dcp'} with optimizer states of 6 parameters after 3 updates, step 0\n"
+        "not taken, as a job has its own config: learning rates 0.001, 0.01\n"
     )
     assert main(["verify", str(tmp_path / "i")]) == 0
     other = fresh(seed=1)
@@ -90,7 +75,7 @@ FSDP = """
 import sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 
@@ -105,6 +90,9 @@ for step in range(2):
     optimizer.zero_grad()
 parts = get_state_dict(model, optimizer)
 save({"model": parts[0], "optimizer": parts[1]}, storage_writer=FileSystemWriter(sys.argv[1]))
+flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+content = {**flat[0], "optimizer": flat[1], "lr_scheduler": {"last_epoch": 2}}
+save(content, storage_writer=FileSystemWriter(sys.argv[1] + "-flat"))
 whole = {name: value.full_tensor() for name, value in parts[0].items()}
 whole |= {f"{name} m": value["exp_avg"].full_tensor() for name, value in parts[1]["state"].items()}
 if dist.get_rank() == 0:
@@ -118,22 +106,23 @@ def test_what_two_processes_of_fsdp_wrote_is_taken_with_its_optimizer(tmp_path: 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     running = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
     assert [one.wait(120) for one in running] == [0, 0]
-    theirs = torch.load(tmp_path / "fsdp.pt", weights_only=True)
-    import_model(tmp_path / "fsdp", LocalStorage(tmp_path / "c"))
-    model = nn.Sequential(nn.Linear(12, 7), nn.Linear(7, 3))
-    state = TrainingState(
-        model, torch.optim.AdamW(model.parameters()), None, Limits(lanes=1, clipping=0.0, last_step=1)
-    )
-    load_model(found_in(tmp_path / "c").reader(), state, ())
-    state.begin_anew(state.everything)
-    for stretch, kept in state.held.states(state.everything).items():
-        assert kept["step"] == 2.0
-        for slot in state.layout.buckets[stretch.bucket].slots:
-            name = slot.parameter.name
-            assert torch.equal(model.get_parameter(name), theirs.pop(name))
-            m = kept["exp_avg"][slot.start : slot.start + slot.parameter.elements]
-            assert torch.equal(m.view(slot.parameter.shape), theirs.pop(f"{name} m"))
-    assert not theirs
+    for form in ("fsdp", "fsdp-flat"):
+        theirs = torch.load(tmp_path / "fsdp.pt", weights_only=True)
+        import_model(tmp_path / form, LocalStorage(tmp_path / f"{form}-c"))
+        model = nn.Sequential(nn.Linear(12, 7), nn.Linear(7, 3))
+        state = TrainingState(
+            model, torch.optim.AdamW(model.parameters()), None, Limits(lanes=1, clipping=0.0, last_step=1)
+        )
+        load_model(found_in(tmp_path / f"{form}-c").reader(), state, ())
+        state.begin_anew(state.everything)
+        for stretch, kept in state.held.states(state.everything).items():
+            assert kept["step"] == 2.0
+            for slot in state.layout.buckets[stretch.bucket].slots:
+                name = slot.parameter.name
+                assert torch.equal(model.get_parameter(name), theirs.pop(name))
+                m = kept["exp_avg"][slot.start : slot.start + slot.parameter.elements]
+                assert torch.equal(m.view(slot.parameter.shape), theirs.pop(f"{name} m"))
+        assert not theirs
 
 
 def test_neither_the_import_nor_a_worker_of_stage_3_has_more_in_memory_than_a_tensor_and_what_it_keeps(
@@ -160,17 +149,6 @@ def test_neither_the_import_nor_a_worker_of_stage_3_has_more_in_memory_than_a_te
 # ---- what cannot be read
 
 
-def plain() -> dict[str, Any]:
-    state = {"w": {"exp_avg": torch.zeros(3, 2), "step": torch.tensor(1.0)}}
-    return {"model": {"w": torch.ones(3, 2)}, "optimizer": {"state": state, "param_groups": [{"lr": 0.1}]}}
-
-
-def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    content = plain()
-    change(content)
-    return content
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -189,7 +167,7 @@ def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 )
 def test_a_folder_with_other_content_gets_a_sentence(content: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        DcpFolder(written(content, tmp_path / "dcp"))
+        _ = DcpFolder(written(content, tmp_path / "dcp")).states
     assert str(refused.value).startswith(f"{tmp_path / 'dcp'} {sentence}")
 
 
@@ -228,7 +206,7 @@ def test_a_folder_that_is_not_whole_gets_a_sentence(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r'bytes, and ".*" ends at byte [\d,]+; copy the whole folder'):
-        DcpFolder(folder)
+        _ = DcpFolder(folder).states
     file.write_bytes(b"\0" * len(content))
     with pytest.raises(UserError, match=r'is damaged: "model.w" cannot be read: .'):
         DcpFolder(folder).part("w", 0, 1)

@@ -17,7 +17,7 @@ from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve, save
 from shoal.checkpoint.dcp import export_dcp
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.export import FLOATS, dtype_named, export
-from shoal.checkpoint.importing import import_model
+from shoal.checkpoint.importing import Imported, import_model
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
@@ -109,13 +109,24 @@ def _newest(path: str) -> Found:
 def _import(given: argparse.Namespace) -> int:
     storage = open_storage(given.path)
     made = import_model(given.file, storage, given.model_only)
-    states = f" with optimizer states of {made.states} parameters" if made.states else ""
-    _print(f"{storage.url}/{made.name.folder}: the model of {given.file}{states}, step 0")
+    _print(f"{storage.url}/{made.name.folder}: the model of {given.file}{_with_states(made)}, step 0")
+    if made.rates:
+        rates = f"learning rate{'s' if len(made.rates) > 1 else ''} {', '.join(f'{rate:g}' for rate in made.rates)}"
+        _print(f"not taken, as a job has its own config: {rates}")
     if made.left_out:
         more = len(made.left_out) - MOST_NAMES
         rest = f" and {more} more" if more > 0 else ""
         _print(f"left out, neither model nor optimizer state: {', '.join(made.left_out[:MOST_NAMES])}{rest}")
     return DONE
+
+
+def _with_states(made: Imported) -> str:
+    if not made.states:
+        return ""
+    counts = [f"{count:,.0f}" for count in made.updates]
+    span = " to ".join(dict.fromkeys((counts[0], counts[-1]))) if counts else ""
+    after = f" after {span} update{'' if span == '1' else 's'}" if span else ""
+    return f" with optimizer states of {made.states} parameters{after}"
 
 
 if __name__ == "__main__":

@@ -8,22 +8,28 @@ of their own, for blocks share a state's numbers. All is carried over part by pa
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.container import Region
+from shoal.checkpoint.dcp_index import INDEX
+from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.model_file import ModelFile, open_model
 from shoal.checkpoint.named import Known
+from shoal.checkpoint.retention import delete
 from shoal.checkpoint.snapshot import PARAMETERS, Piece, region_name
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, write_content
@@ -42,14 +48,20 @@ class Imported:
 
     name: SaveName
     states: int
+    updates: tuple[float, ...]
+    """The optimizer's own counts of its updates, each once."""
+    rates: tuple[float, ...]
+    """Its learning rates, each once, which stay behind."""
     left_out: tuple[str, ...]
 
 
 def import_model(file: Path, storage: Storage, model_only: bool = False) -> Imported:
     """Writes the checkpoint. Raises `UserError` for a file that holds no model. `model_only`: without an optimizer."""
+    before = _stamps(file)
     model = open_model(file)
     kept: Kept = {} if model_only else model.states
-    groups = _groups(model, kept)
+    numbers = _numbers(model, kept, file)
+    groups = _groups(model, kept, numbers)
     layout = lay_out([Trainable(name, known.shape, known.dtype, groups[name]) for name, known in model.known.items()])
     author = Author("import", secrets.token_hex(8))
     name = SaveName.of(0, 0, 0, author.incarnation)
@@ -59,15 +71,40 @@ def import_model(file: Path, storage: Storage, model_only: bool = False) -> Impo
         config={}, numerics={}, files=(),
     )  # fmt: skip
     storage.prepare()
-    entry = write_content(storage, name.folder, 0, author, _content(model, layout, kept))
-    commit(storage, name.folder, draft, [entry.name])
-    return Imported(name, len(kept), tuple(model.left_out))
+    try:
+        entry = write_content(storage, name.folder, 0, author, _content(model, layout, kept, numbers))
+        if _stamps(file) != before:
+            raise UserError(f"{file} was written to while it was read; import it again when its program is done.")
+        commit(storage, name.folder, draft, [entry.name])
+    except BaseException:
+        with suppress(StorageFailed):  # the first error is the one to be told
+            delete(storage, name.folder)
+        raise
+    updates = {float(value) for (_, key), value in numbers.items() if key == "step"}
+    rates = model.rates if kept else ()
+    return Imported(name, len(kept), tuple(sorted(updates)), tuple(rates), tuple(model.left_out))
 
 
-def _groups(model: ModelFile, kept: Kept) -> dict[str, int]:
+def _stamps(file: Path) -> dict[str, tuple[int, int, int]]:
+    """When each of the files that hold tensors was written, its size, and which one it is.
+
+    Raises `UserError` where there is nothing, or nothing that may be read.
+    """
+    try:
+        files = [file]
+        if file.is_dir():
+            files = [one for one in file.iterdir() if one.name == INDEX or one.suffix in (".distcp", ".safetensors")]
+        elif not file.is_file() and file.exists():
+            raise UserError(f"{file} is neither a file nor a folder; name the model's file, or its folder.")
+        found = {one.name: one.stat() for one in files if one.is_file()}
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from None
+    return {name: (stat.st_mtime_ns, stat.st_size, stat.st_ino) for name, stat in found.items()}
+
+
+def _groups(model: ModelFile, kept: Kept, numbers: Mapping[tuple[str, str], Tensor]) -> dict[str, int]:  # each ()
     """A number for each parameter: the same where what the optimizer keeps of two is alike, with the same numbers."""
     numbered: dict[object, int] = {}
-    numbers = _numbers(model, kept)
     found: dict[str, int] = {}
     for name in model.known:
         kind = tuple(
@@ -78,8 +115,11 @@ def _groups(model: ModelFile, kept: Kept) -> dict[str, int]:
     return found
 
 
-def _numbers(model: ModelFile, kept: Kept) -> dict[tuple[str, str], Tensor]:  # each ()
-    """By parameter and key: what is one number for the whole parameter. A parameter of one element does not tell."""
+def _numbers(model: ModelFile, kept: Kept, file: Path) -> dict[tuple[str, str], Tensor]:  # each ()
+    """By parameter and key: what is one number for the whole parameter. A parameter of one element does not tell.
+
+    Raises `UserError` for what is no finite number.
+    """
     single = {
         (name, key): model.known[name].shape != ()
         for name, keys in kept.items()
@@ -87,7 +127,14 @@ def _numbers(model: ModelFile, kept: Kept) -> dict[tuple[str, str], Tensor]:  # 
         if one.shape == ()
     }
     shared = {key for (_, key), tells in single.items() if tells} | {"step"}
-    return {(name, key): model.state_part(name, key, 0, 1)[0] for name, key in single if key in shared}
+    found = {(name, key): model.state_part(name, key, 0, 1)[0] for name, key in single if key in shared}
+    for (name, key), value in found.items():
+        if value.is_complex() or not math.isfinite(value):
+            raise UserError(
+                f'{file} has optimizer state "{key}" of "{name}" that is {value.item()}; expected a finite number. '
+                "Import the model alone (--model-only)."
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +168,14 @@ class _Content:
         return _range(part, region.dtype, piece.bucket, start, stop)
 
 
-def _content(model: ModelFile, layout: Layout, kept: Kept) -> _Content:
+def _content(
+    model: ModelFile,
+    layout: Layout,
+    kept: Kept,
+    numbers: Mapping[tuple[str, str], Tensor],  # each ()
+) -> _Content:
     """In sections by tensor; within a section the pieces are in the order of their blocks."""
-    numbers, stretches = _numbers(model, kept), list(_stretches(layout))
+    stretches = list(_stretches(layout))
     sections: dict[tuple[bool, str], list[tuple[Stretch, torch.dtype]]] = {}
     for stretch, bucket in stretches:
         sections.setdefault((False, PARAMETERS), []).append((stretch, bucket.dtype))

@@ -17,7 +17,8 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.checkpoint.container import CODES, DTYPES
-from shoal.checkpoint.dcp_folder import INDEX, DcpFolder
+from shoal.checkpoint.dcp_folder import DcpFolder
+from shoal.checkpoint.dcp_index import INDEX
 from shoal.checkpoint.named import Known
 from shoal.first_values.pretrained import Pretrained
 
@@ -43,6 +44,10 @@ class ModelFile(Protocol):
     @property
     def left_out(self) -> Sequence[str]:
         """What else lies there."""
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Learning rates that the optimizer had, each once. Nobody takes them over."""
 
     def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the tensor's dtype
         """Elements of a tensor, flat."""
@@ -79,6 +84,7 @@ class _ModelAlone:
 
     states: Mapping[str, Mapping[str, Known]] = {}
     left_out: Sequence[str] = ()
+    rates: Sequence[float] = ()
 
     def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # noqa: ARG002
         raise KeyError(key)
