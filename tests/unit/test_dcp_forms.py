@@ -94,6 +94,27 @@ def test_a_state_that_is_a_plain_number_is_taken_as_torch_takes_it(content: dict
     assert (kept["step"].item(), kept["step"].dtype) == (7.0, torch.float32)
 
 
+@SINGLE_PROCESS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_in_half_precision_become_what_the_jobs_optimizer_keeps(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As where torch loads them: an update with states in half precision has other bits."""
+    torch.manual_seed(3)
+    theirs = nn.Linear(9, 4).to(dtype)
+    optimizer = torch.optim.AdamW(theirs.parameters())
+    theirs(torch.randn(2, 9, dtype=dtype)).square().sum().backward()
+    optimizer.step()
+    import_model(written(content_of("torchtitan", theirs, optimizer), tmp_path / "dcp"), LocalStorage(tmp_path / "c"))
+    model = nn.Linear(9, 4)
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, Limits(1, 0.0, 1))
+    load_model(found_in(tmp_path / "c").reader(), state, ())
+    state.begin_anew(state.everything)
+    ((_, kept),) = state.held.states(state.everything).items()
+    (bucket,) = state.layout.buckets
+    for slot, part in zip(bucket.slots, views(bucket, kept["exp_avg_sq"]), strict=True):
+        expected = optimizer.state[theirs.get_parameter(slot.parameter.name)]["exp_avg_sq"].float()
+        assert part.dtype == torch.float32 and torch.equal(part, expected)
+
+
 # ---- what cannot be taken
 
 

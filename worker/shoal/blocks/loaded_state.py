@@ -46,12 +46,15 @@ class LoadedState:
     ) -> None:
         self._layout, self._user, self._tensor_of = layout, optimizer, tensors
         self._given: GivenStates | None = None
+        self._dtypes: dict[int, dict[str, torch.dtype]] = {}
+        """By bucket and key: of the state that the optimizer makes itself."""
 
     def take(self, given: GivenStates) -> None:
         """State comes from there. Raises `UserError` where it cannot be this optimizer's."""
         for bucket in self._layout.trained.buckets:
             made = probe_state(self._user, bucket, 2, self._layout.device)
             _check_given(given, bucket, {key: value.dim() == 0 for key, value in made.items()}, type(self._user))
+            self._dtypes[bucket.index] = {key: value.dtype for key, value in made.items()}
         self._given = given
 
     def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
@@ -87,8 +90,8 @@ class LoadedState:
         for slot in self._layout.buckets[stretch.bucket].slots:
             name = slot.parameter.name
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
-            for key in given.kept(name)[1] if first < last else ():
-                part = given.state_part(name, key, first - slot.start, last - slot.start)
+            for key, dtype in self._dtypes[stretch.bucket].items() if first < last else ():
+                part = given.state_part(name, key, first - slot.start, last - slot.start).to(dtype)
                 if part.dim() == 0:
                     state[key] = part
                 else:
