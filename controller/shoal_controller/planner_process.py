@@ -20,9 +20,9 @@ from shoal_controller.core.planning.question import Answer, Question, answer
 from shoal_controller.planner_main import LENGTH, READY, Reply, frame
 from shoal_controller.ports import Begun
 
-IN_PLACE = 16
-"""Up to so many workers a plan takes some 20 ms, of however many blocks, for which all jobs' heartbeats wait; with 64
-it can be a second (docs/decisions/0029-small-worlds-are-planned-in-place.md).
+IN_PLACE = 64
+"""Up to so many workers a plan takes some ten milliseconds, of however many blocks, for which all jobs' heartbeats wait
+(docs/decisions/0029-small-worlds-are-planned-in-place.md).
 """
 
 ANSWER_SECONDS = 60.0

@@ -164,4 +164,4 @@ def test_workers_that_join_one_after_another_have_their_mirrors_moved_once() -> 
     crowd.settle()
     check_rest(crowd)
     shares = 8 * 2442 / 48
-    assert crowd.moved <= 1.75 * shares, "1.96 when each change moves mirrors too"
+    assert crowd.moved <= 1.76 * shares, "1.96 when each change moves mirrors too, 1.66 were it the fewest"

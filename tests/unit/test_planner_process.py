@@ -79,7 +79,7 @@ async def test_blocks_that_nobody_holds_are_an_answer() -> None:
 @asynchronous
 async def test_a_small_world_is_planned_in_place() -> None:
     planner = PlannerProcess()
-    assert await planner.answer(start(16)) == answer(start(16))
+    assert await planner.answer(start(64)) == answer(start(64))
     assert planner.pid is None
 
 

@@ -19,7 +19,7 @@ from shoal_controller.core.planning.block_groups import NOBODY
 Pair = tuple[int, int]
 """An owner and a mirror."""
 
-EXACT_PAIRS = 256
+EXACT_PAIRS = 64
 """With so many pairs or fewer the placement is the cheapest that there is; beyond, blocks only take what is free."""
 
 ALONE = (NOBODY,)
