@@ -30,7 +30,7 @@ from torch import Tensor, nn
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.exchange.hand_out, "POISON", True)
-    monkeypatch.setattr(shoal.training.handed_parameters, "_has_compiled", lambda: False)  # other tests of this process
+    monkeypatch.setattr(shoal.training.handed_parameters, "has_compiled", lambda: False)  # other tests of this process
 
 
 def coming(engine: Engine) -> int:

@@ -7,12 +7,14 @@
         engine.step()
 
 The engine and its methods: `help(shoal.Engine)`, and docs/api.md. Importing this package loads no torch: the names
-below are loaded when first used.
+below are loaded when first used. A worker's script loads it anyway, and here before it makes an optimizer.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from shoal_protos.channel import GRPC_VARIABLES
@@ -25,6 +27,11 @@ if TYPE_CHECKING:
 
 for _name, _value in GRPC_VARIABLES.items():  # before gRPC, whichever module of Shoal is imported first
     os.environ.setdefault(_name, _value)
+
+if "torch" in sys.modules or ("SHOAL_CONTROLLER" in os.environ and find_spec("torch") is not None):
+    from shoal.compiler import leave_unloaded
+
+    leave_unloaded()
 
 _MODULES = ("callbacks", "client", "deepspeed", "integrations")
 """Modules that scripts import by name; all others are between the parts of the package."""
@@ -49,8 +56,10 @@ def __getattr__(name: str) -> Any:
             from shoal.training.engine import Engine
 
             return Engine
+        from shoal.compiler import leave_unloaded
         from shoal.training.start import initialize
 
+        leave_unloaded()
         return initialize
     except ModuleNotFoundError as error:
         if error.name in ("torch", "numpy", "safetensors", "fsspec"):

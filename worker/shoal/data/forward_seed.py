@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-import torch._dynamo
 from torch import nn
 
+from shoal.compiler import is_in_compiled_module, uncompiled
 from shoal.data.seeds import seed_everything
 
 Hooks = OrderedDict[str, Any]
@@ -92,9 +93,10 @@ class ForwardSeed:
             seed_everything(self._seed, *self._place, purpose="forward without gradients")
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
+@partial(
+    uncompiled,
     reason="shoal seeds the random numbers before a forward: compile the module rather than a function that calls it, "
-    "or leave fullgraph out"
+    "or leave fullgraph out",
 )
 def begin_forward(part: nn.Module, _: object) -> None:
     """The hook, which compilers call and do not trace. A function, because modules are copied and pickled with their
@@ -109,4 +111,4 @@ def begin_forward(part: nn.Module, _: object) -> None:
 
 def _is_compiled(part: nn.Module) -> bool:
     """Whether this call enters a compiled module; the compiler looks at the hooks of all parts then."""
-    return part._compiled_call_impl is not None or torch._dynamo.eval_frame._is_in_optimized_module()
+    return part._compiled_call_impl is not None or is_in_compiled_module()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.blocks.flat import by_bucket
 from shoal.blocks.released import Arriving, release, restore, touch
 from shoal.blocks.unit_flats import storage_key
+from shoal.compiler import has_compiled
 from shoal.exchange.hand_out import HandOut
 from shoal.group.group import WorldChanged
 from shoal.training.context import TrainingContext
@@ -104,7 +104,7 @@ class HandedParameters(Parameters):
             and bool(world.lanes)
             and context.state.frozen_in_place
             and not context.over
-            and not _has_compiled()
+            and not has_compiled()
         )
 
     def _are_viewed(self) -> bool:
@@ -246,9 +246,3 @@ def _is_wrapped(
 ) -> bool:
     """Whether a transform of torch.func computes with it."""
     return parameter is not None and torch._C._functorch.is_functorch_wrapped_tensor(parameter)
-
-
-def _has_compiled() -> bool:
-    """Whether anything was compiled in this process: such code reads parameters past their class."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")
-    return frames is not None and bool(frames.FRAME_COUNTER)

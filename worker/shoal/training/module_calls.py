@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch._dynamo.decorators import skip
+
+from shoal.compiler import uncompiled_frame
 
 OWN_FORWARD = "_forward_before_units"
 """Where a module keeps a `forward` that it had besides its class's."""
@@ -62,4 +63,4 @@ def _make(kind: type[nn.Module]) -> Callable[..., Any]:
         return listener.around(self, functools.partial(bound, *args, **kwargs))
 
     forward.__dict__["_shoal_is_around"] = True
-    return skip(forward)
+    return uncompiled_frame(forward)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from itertools import chain, groupby
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.decorators import skip
 from torch.utils._pytree import tree_leaves
 
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.unit_flats import Presence, Unit
+from shoal.compiler import uncompiled, uncompiled_frame
 from shoal.data.seeds import RandomState
 from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
@@ -36,30 +34,12 @@ from shoal.world import World
 
 log = get_logger("shoal")
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _uncompiled(function: F) -> F:
-    """With all that it calls. Where nothing is being compiled it costs nothing to say so."""
-    apart = torch.compiler.disable(function)
-
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        return function(*args) if get_eval_frame_callback() is None else apart(*args)
-
-    return _uncompiled_frame(call)  # type: ignore[return-value]
-
-
-def _uncompiled_frame(function: F) -> F:
-    """Itself alone. Not `torch.compiler.disable`, whose wrapper costs as much as most of what is called here."""
-    return skip(function)  # type: ignore[return-value]
-
 
 class ShardedParameters(Parameters):
     """`take_part` is called where the world changes under a call that can be made again."""
 
     def __init__(self, context: TrainingContext, weights: HeldWeights, take_part: Callable[[], None]) -> None:
-        self._context, self._take_part = context, _uncompiled(torch.inference_mode(False)(take_part))
+        self._context, self._take_part = context, uncompiled(torch.inference_mode(False)(take_part))
         self.units = GatheredUnits(context, weights, self._on_touch)
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
@@ -126,7 +106,7 @@ class ShardedParameters(Parameters):
 
     # A compiler breaks its graphs here: it compiles what a module does, and calls what is done around it.
 
-    @_uncompiled_frame
+    @uncompiled_frame
     def around(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """A `CallListener`."""
         if not self.units.come_and_go:
@@ -144,7 +124,7 @@ class ShardedParameters(Parameters):
             finally:
                 self._end_call()
 
-    @_uncompiled
+    @uncompiled
     def _begin_call(self, module: nn.Module) -> AbstractContextManager[object]:
         self._is_called, self._current = True, None
         self._to_come = self._paths.get(module, [])
@@ -153,12 +133,12 @@ class ShardedParameters(Parameters):
         self._random = None if in_lane else RandomState.save()
         return self._saving()
 
-    @_uncompiled
+    @uncompiled
     def _end_call(self) -> None:
         self._is_called = False
         self._stack.clear()
 
-    @_uncompiled
+    @uncompiled
     def _change_worlds(self) -> None:
         """Then the units of open contexts are here again, and a call that is made again draws the same numbers."""
         self._take_part()
@@ -172,7 +152,7 @@ class ShardedParameters(Parameters):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    @_uncompiled_frame
+    @uncompiled_frame
     def _inside(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         entered, result = self._enter_all(module), None
         try:
@@ -181,7 +161,7 @@ class ShardedParameters(Parameters):
             self._leave_all(entered, result)
         return result
 
-    @_uncompiled
+    @uncompiled
     def _enter_all(self, module: nn.Module) -> int:
         """Gathers the units of its own parameters; returns how many there are."""
         needed = self._needs.get(module, ())
@@ -189,7 +169,7 @@ class ShardedParameters(Parameters):
             self._enter(unit)
         return len(needed)
 
-    @_uncompiled
+    @uncompiled
     def _leave_all(self, entered: int, result: Any) -> None:
         """What a module returns may be a parameter, or a view of one: its unit stays."""
         if not entered:
@@ -220,7 +200,7 @@ class ShardedParameters(Parameters):
             for following in self._to_come[:1]:
                 self.units.begin(following)
 
-    @_uncompiled
+    @uncompiled
     def _on_touch(self, parameter: nn.Parameter, use: str) -> None:
         unit = self.units.of_tensor(parameter)
         assert unit is not None
@@ -242,7 +222,7 @@ class ShardedParameters(Parameters):
 
     # ---- backward
 
-    @_uncompiled
+    @uncompiled
     def _pack(
         self,
         saved: Tensor,  # of any shape
@@ -250,7 +230,7 @@ class ShardedParameters(Parameters):
         unit = self.units.of_tensor(saved)
         return saved if unit is None else (unit, saved)
 
-    @_uncompiled
+    @uncompiled
     def _unpack(self, packed: Any) -> Tensor:  # of any shape
         if isinstance(packed, Tensor):
             return packed
