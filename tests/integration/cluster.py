@@ -20,14 +20,14 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import httpx
-from integration.warm import Warm
+from integration.warm import WARM_MODULES, Warm
 from ports import free_port
 
 Json = dict[str, Any]
@@ -46,15 +46,16 @@ _warm: Warm | None = None
 
 
 @contextmanager
-def warmed() -> Iterator[Warm]:
-    """The session's warm process."""
+def warmed(modules: Sequence[str] = ()) -> Iterator[Warm]:
+    """The session's warm process, or in place of it one that has imported these modules besides."""
     global _warm
-    _warm = Warm()
+    before = _warm
+    _warm = Warm((*WARM_MODULES, *modules))
     try:
         yield _warm
     finally:
         _warm.close()
-        _warm = None
+        _warm = before
 
 
 def fork(call: str, arguments: Mapping[str, Any], env: Mapping[str, str], log: Path) -> int:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from integration.cluster import Cluster
+from integration.cluster import Cluster, warmed
 from matrices import shortened
 from shoal_protos.memory_estimate import BUILT_STAGES
 
 OPTIONS: dict[str, Any] = {"max_steps": 30, "lanes": 4, "compile": "aot_eager"}
 PACE = 0.2
 """A joiner compiles before it is one, which takes a while where the machine is full."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> Iterator[None]:
+    """Processes that are to compile are forked from one that has the compiler; all others have none, as users' have."""
+    with warmed(["integration.compiler"]):
+        yield
 
 
 @pytest.mark.parametrize("stage", shortened(list(BUILT_STAGES), 3))

@@ -28,11 +28,9 @@ from shoal_protos.channel import GRPC_VARIABLES
 
 TESTS = Path(__file__).resolve().parents[1]
 WARM_MODULES = (
-    "torch", "torch.distributed", "torch._dynamo", "shoal.training.engine", "shoal.training.start",
-    "shoal_controller.server",
-    "integration.scripts", "integration.compiler",
+    "torch", "torch.distributed", "shoal.training.engine", "shoal.training.start",
+    "shoal_controller.server", "integration.scripts",
 )  # fmt: skip
-"""`torch._dynamo`: a process's first optimizer imports it, which takes a second."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """A thread pool that is started at import would not survive the fork."""
 PR_SET_PDEATHSIG = 1
