@@ -114,6 +114,21 @@ def test_a_file_that_holds_another_thing_than_its_index_says_is_damaged(value: A
     assert list((tmp_path / "c").iterdir()) == []
 
 
+def test_a_value_that_wants_to_run_code_runs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Attack:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (Path("attacked"),))
+
+    monkeypatch.chdir(tmp_path)
+    content = plain()
+    content["optimizer"]["state"]["w"]["step"] = content["optimizer"]["param_groups"][0]["lr"] = Attack()
+    model = DcpFolder(written(content, tmp_path / "dcp"))
+    with pytest.raises(UserError, match=r'"optimizer.state.w.step" cannot be read: it is neither a plain tensor nor'):
+        _ = model.states
+    assert model.rates == []
+    assert not (tmp_path / "attacked").exists()
+
+
 def test_places_that_cannot_be_read_get_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     folder = written(plain(), tmp_path / "dcp")
@@ -156,6 +171,32 @@ def test_an_import_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_an_import_that_is_interrupted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = written(plain(), tmp_path / "dcp")
+    monkeypatch.setattr(DcpFolder, "part", interrupted)
+    assert main(["import", str(folder), str(tmp_path / "c")]) == 130
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_a_bit_that_has_changed_in_a_file_is_seen_unless_the_file_has_no_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        unchecked = written({"model": {"w": torch.arange(5000.0)}}, tmp_path / "unchecked")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(DcpFolder(unchecked).part("w", 0, 5000), torch.arange(5000.0))
+    checked = written({"model": {"w": torch.arange(5000.0)}}, tmp_path / "checked")
+    (file,) = checked.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r'is damaged: "model.w" cannot be read: Bad CRC-32 for file'):
+        DcpFolder(checked).part("w", 0, 5000)
 
 
 def test_not_a_numbers_in_weights_and_states_come_as_they_are(tmp_path: Path) -> None:

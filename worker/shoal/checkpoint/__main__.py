@@ -1,7 +1,7 @@
 """`python -m shoal.checkpoint verify PATH | export PATH FILE | import FILE PATH`: what `shoal` runs of these names.
 
 PATH is a folder of checkpoints (the newest whole one is meant) or one checkpoint's own folder. Exit codes: 0 done, 1 a
-checkpoint is damaged, 2 wrong use.
+checkpoint is damaged, 2 wrong use, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
 
-DONE, DAMAGED, WRONG_USE = 0, 1, 2
+DONE, DAMAGED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 MOST_NAMES = 10
 
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         _tell(str(error))
         return WRONG_USE
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:

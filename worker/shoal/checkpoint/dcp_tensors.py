@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import math
+import pickle
+import zipfile
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -22,6 +24,8 @@ from shoal.checkpoint.named import Known
 
 VALUE_BYTES = 1 << 20
 """Of a pickled number, far less."""
+READ_BYTES = 1 << 20
+"""What is in the cache while its checksum is made."""
 
 
 class FolderTensors:
@@ -94,7 +98,11 @@ class FolderTensors:
         entry = self._index.tensors[name]
         if len(entry.chunks) == 1:
             return self._chunk(name, entry, entry.chunks[0]).reshape(-1)
-        found = torch.zeros(entry.shape, dtype=entry.dtype)
+        try:
+            found = torch.zeros(entry.shape, dtype=entry.dtype)
+        except RuntimeError:
+            size = math.prod(entry.shape) * entry.dtype.itemsize
+            raise UserError(f'{self._folder} holds "{name}" of {size:,} bytes, for which memory is lacking.') from None
         for chunk in entry.chunks:
             found[tuple(map(slice, chunk.offsets, chunk.ends))] = self._chunk(name, entry, chunk)
         return found.reshape(-1)
@@ -126,9 +134,32 @@ class FolderTensors:
             with (self._folder / file_range.file).open("rb") as file:
                 file.seek(file_range.start)
                 content = io.BytesIO(file.read(file_range.bytes))
+            _check_records(content)
+            content.seek(0)
             return torch.load(content, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # torch's own words advise to run it
+            why = "it is neither a plain tensor nor a plain value"
         except Exception as error:  # damage raises whatever it makes of the file
-            raise UserError(f'{self._folder} is damaged: "{name}" cannot be read: {first_line(error)}.') from error
+            why = first_line(error)
+        raise UserError(f'{self._folder} is damaged: "{name}" cannot be read: {why}.')
+
+
+def _check_records(content: io.BytesIO) -> None:
+    """Checks what torch does not when it loads: each record's CRC, unless whoever saved it left all of them out (0).
+
+    Raises `zipfile.BadZipFile`. Older forms of torch's files have none.
+    """
+    if not zipfile.is_zipfile(content):
+        return
+    with zipfile.ZipFile(content) as records:
+        if sum(record.file_size for record in records.infolist()) > content.getbuffer().nbytes:
+            raise zipfile.BadZipFile("its records are larger than it is")
+        for record in records.infolist():
+            if not record.CRC:
+                continue
+            with records.open(record) as data:
+                while data.read(READ_BYTES):
+                    pass
 
 
 def _overlap(chunks: Iterable[Chunk]) -> bool:
