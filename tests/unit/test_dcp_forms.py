@@ -219,3 +219,15 @@ def test_states_that_a_jobs_optimizer_cannot_have_get_a_sentence_when_it_begins(
     with pytest.raises(UserError) as refused:
         load_model(found_in(tmp_path / "c").reader(), state, ())
     assert str(refused.value) == sentence
+
+
+def test_tensors_that_the_model_ties_must_be_the_same_in_the_folder(tmp_path: Path) -> None:
+    model = Model()
+    for name, head in (("same", model.embedding.weight.detach()), ("other", torch.ones(150, 96))):
+        content = {**model.state_dict(), "head.weight": head.clone()}
+        import_model(written(content, tmp_path / name), LocalStorage(tmp_path / f"{name}-c"))
+    load_model(found_in(tmp_path / "same-c").reader(), fresh(), ())
+    with pytest.raises(
+        UserError, match=r'"embedding.weight" and "head.weight" are one tensor in the model and differ in'
+    ):
+        load_model(found_in(tmp_path / "other-c").reader(), fresh(), ())

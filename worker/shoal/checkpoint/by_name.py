@@ -6,10 +6,12 @@ Every part is verified. Names that are tied in the module stand for the one unde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.held import MASTER
@@ -20,6 +22,9 @@ from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket, Slot, Stretch
 from shoal.core.module_names import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
+
+PART_ELEMENTS = 1 << 20
+"""Of tensors that are compared, at a time."""
 
 
 class TakenTensors:
@@ -126,10 +131,13 @@ class _Window:
 
 
 def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tuple[Match, TakenTensors]:
-    """What matches. Raises `UserError` as `match` does."""
+    """What matches. Raises `UserError` as `match` does, and where what the module ties are different tensors."""
     ours = {**dict(named_parameters(module)), **persistent_buffers(module)}
     tied = tied_names(module)
     found = names(reader.manifest)
+    for name in found:
+        if tied.get(name) in found:
+            _check_tied(reader, name, tied[name])
     theirs = {tied[name]: (name, known.shape) for name, known in found.items() if name in tied}
     theirs |= {name: (name, known.shape) for name, known in found.items() if name not in tied}
     shapes = {name: shape for name, (_, shape) in theirs.items()}
@@ -137,3 +145,19 @@ def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tup
     taken = TakenTensors(reader, {name: theirs[name][0] for name in matched.taken})
     is_whole = not (matched.new or matched.missing)
     return replace(matched, has_optimizer=is_whole and taken.has_states), taken
+
+
+def _check_tied(reader: Reader, name: str, first: str) -> None:
+    """Only one of two tensors that the module ties can be taken, so the checkpoint must have the same bits of both."""
+    found = names(reader.manifest)
+    values = TakenTensors(reader, {name: name, first: first})
+    alike = found[name] == found[first]
+    elements = math.prod(found[name].shape)
+    for start in range(0, elements if alike else 0, PART_ELEMENTS):
+        one, other = (values.part(of, start, min(elements, start + PART_ELEMENTS)) for of in (name, first))
+        alike = alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    if not alike:
+        raise UserError(
+            f'{reader.where} does not fit: "{first}" and "{name}" are one tensor in the model and differ in the '
+            "checkpoint. Build the model without the tie, or import one in which they are the same."
+        )
