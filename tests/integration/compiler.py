@@ -1,4 +1,4 @@
-"""Imported by a warm process whose forks compile: torch's compiler, which takes two seconds to import, is there in each.
+"""Imported by a warm process whose forks compile: torch's compiler, which takes two seconds to import, is in each.
 
 It imports its parts when it first compiles, so it compiles something, and forgets that. Where tqdm is installed, which
 the data sets of tests bring, torch shows a bar with it, and its first bar would start a thread.
