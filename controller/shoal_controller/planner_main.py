@@ -12,6 +12,7 @@ import pickle
 import struct
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -36,7 +37,7 @@ def frame(content: object) -> bytes:
 
 
 def main() -> None:
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as replies:
+    with suppress(BrokenPipeError), os.fdopen(os.dup(sys.stdout.fileno()), "wb") as replies:  # nobody listens any more
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing that is printed gets between the replies
         replies.write(READY)
         replies.flush()
