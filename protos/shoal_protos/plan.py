@@ -235,6 +235,8 @@ def _broken_maps(plan: Plan) -> Iterator[str]:
             yield f"rank {rank} mirrors its own {share.owned & share.mirrored}"
         if not share.mirrored <= everything:
             yield f"rank {rank} mirrors blocks beyond {plan.blocks - 1}"
+        if any(not 0 <= partner < plan.world_size for partner in share.partners):
+            yield f"rank {rank} has the partners {share.partners} of {plan.world_size} members"
     if owned != everything:
         yield f"{everything - owned} have no owner (of {plan.blocks} blocks)"
 

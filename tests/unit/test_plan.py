@@ -66,6 +66,7 @@ def test_sound_plans_pass() -> None:
         (with_share(2, Share((), runs(3, 5))), "Runs(3-4) have two owners"),
         (with_share(0, replace(PLANNED.shares[0], mirrored=runs(5, 7))), "rank 0 mirrors its own Runs(5)"),
         (with_share(0, replace(PLANNED.shares[0], mirrored=runs(11, 13))), "rank 0 mirrors blocks beyond 11"),
+        (with_share(0, replace(PLANNED.shares[0], partners=(1, 3))), "rank 0 has the partners (1, 3) of 3 members"),
         (with_share(1, replace(PLANNED.shares[1], owned=runs(7, 12))), "Runs(6) have no owner (of 12 blocks)"),
         (replace(PLANNED, fill_blocks_per_step=0), "its fills move 0 blocks a step"),
         (with_fills(Fill(0, 3, runs(0, 1))), "a fill goes from rank 0 to 3 of 3"),

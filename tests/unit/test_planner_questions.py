@@ -349,6 +349,18 @@ def test_lost_blocks_are_no_answer_where_nobody_was_asked_for_any() -> None:
     assert len(job.questions) == 1, "it is asked again after a pause, not at once"
 
 
+@pytest.mark.parametrize("wrong", [Runs(), every(8)])
+def test_blocks_are_not_given_up_that_somebody_holds_whatever_the_planner_says(wrong: Runs) -> None:
+    job = trains_with_a_slow_planner(3)
+    asked = lose(job, "w2")
+    job.feed(PlannerAnswered(asked, wrong))
+    assert "the planner says that nobody holds" in job.job.planner.why
+    assert job.job.attempt is not None and not job.job.attempt.lost_blocks
+    job.wait(1)
+    answered(job, job.questions[1])
+    assert job.planned().world_size == 2
+
+
 @pytest.mark.parametrize("wrong", range(4))
 def test_a_wrong_answer_is_dropped_said_and_the_question_asked_again(wrong: int) -> None:
     job = trains_with_a_slow_planner(3)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Plan, Recovery, check_plan
-from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
 from shoal_controller.core.planning.planner import (
     BlocksLost,
@@ -96,11 +96,10 @@ def answer(question: Question) -> Answer:
 
 def check_answer(question: Question, answer: Answer) -> None:
     """Whatever answered: raises `PeerError` where a plan is unsound, or is none that this question can have, and where
-    blocks are said to be lost that nobody was asked for.
+    other blocks are said to be lost than those that no candidate holds.
     """
     if not isinstance(answer, Plan):
-        if not isinstance(question, RecoveryQuestion) or not isinstance(answer, Runs):
-            raise PeerError(f"the planner's answer is {answer!r:.100}; expected a plan. {_BUG}")
+        _check_lost_blocks(question, answer)
         return
     check_plan(answer)
     asked = _questions_in(question)
@@ -118,6 +117,14 @@ def check_answer(question: Question, answer: Answer) -> None:
         begins, expected = _beginning_of(answer.recovery), [_beginning_asked(one, members) for one in asked]
         if begins not in expected:
             raise _unfit(answer, f"it begins with {begins!r:.200}; expected {expected[0]!r:.200}")
+
+
+def _check_lost_blocks(question: Question, answer: Runs) -> None:
+    lost = NO_BLOCKS
+    if isinstance(question, RecoveryQuestion):
+        lost = every(question.request.terms.blocks) - union(_usable(candidate) for candidate in question.everyone)
+    if not lost or answer != lost:
+        raise PeerError(f"the planner says that nobody holds {answer!r:.100}; expected {lost or 'a plan'}. {_BUG}")
 
 
 def _questions_in(question: Question) -> list[Question]:
