@@ -46,20 +46,25 @@ _warm: Warm | None = None
 
 
 @contextmanager
-def warmed(modules: Sequence[str] = ()) -> Iterator[Warm]:
-    """The session's warm process, or in place of it one that has imported these modules besides."""
+def warmed(modules: Sequence[str] = (), usual: Sequence[str] = WARM_MODULES) -> Iterator[Warm]:
+    """The session's warm process, or in place of it one that has imported these modules besides the usual ones."""
     global _warm
-    before = _warm
-    _warm = Warm((*WARM_MODULES, *modules))
+    before, warm = _warm, Warm((*usual, *modules))
+    _warm = warm
     try:
-        yield _warm
+        yield warm
     finally:
-        _warm.close()
+        warm.close()
         _warm = before
 
 
+def is_warm() -> bool:
+    """Whether there is a process to fork from."""
+    return _warm is not None
+
+
 def fork(call: str, arguments: Mapping[str, Any], env: Mapping[str, str], log: Path) -> int:
-    assert _warm, "no warm process: cluster tests live in tests/integration"
+    assert _warm, "no warm process: cluster tests live in tests/integration; others ask for the fixture `commands`"
     return _warm.fork(call, arguments, env, log)
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +17,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from forked_command import SHOAL, Forked, shoal
 from integration.cluster import Cluster, undisturbed, until
 from ports import free_port
 from shoal_controller.worker_tokens import WorkerTokens
 
-SHOAL = str(Path(sys.executable).with_name("shoal"))
 TESTS = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, Any] = {"max_steps": 12}
 LONG: dict[str, Any] = {"max_steps": 100_000, "pace": 0.05}
@@ -35,18 +34,14 @@ train(result=sys.argv[1], **json.loads(sys.argv[2]))
 """
 
 
-class Command:
+class Command(Forked):
     """A running `shoal` command."""
 
     def __init__(self, *arguments: str, folder: Path) -> None:
         self.folder = folder
-        self.errors = folder / "stderr"
-        with self.errors.open("a") as errors:
-            self.process = subprocess.Popen(
-                [SHOAL, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
-            )
-        assert self.process.stdout
-        self.first_line = self.process.stdout.readline()
+        output = folder / f"stdout-{len(list(folder.glob('stdout-*')))}"
+        super().__init__(arguments, output, folder / "stderr", folder)
+        self.first_line = self.wait_first_line()
 
     @property
     def rest(self) -> str:
@@ -69,8 +64,8 @@ class Command:
 
     def end(self) -> tuple[int, str, str]:
         """Exit status, standard output after the first line, standard error."""
-        output, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, output, self.errors.read_text()
+        code = self.wait()
+        return code, self.output.read_text().partition("\n")[2], self.errors.read_text()
 
 
 @contextmanager
@@ -80,8 +75,7 @@ def started(*arguments: str, folder: Path) -> Iterator[Command]:
     try:
         yield command
     finally:
-        command.process.kill()
-        command.process.communicate()
+        command.kill()
         for process in psutil.process_iter(["cmdline"]):
             if str(folder / "train.py") in (process.info["cmdline"] or []):
                 process.kill()
@@ -93,6 +87,9 @@ def running(folder: Path, options: dict[str, Any], *flags: str, grpc: int = 0, s
     ports = ["--http", "127.0.0.1:0", "--grpc", f"127.0.0.1:{grpc}"]
     command = [str(folder / "train.py"), "--", str(folder / "result"), json.dumps(options)]
     return started("run", *ports, *flags, *command, folder=folder)
+
+
+PRINTING = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
 
 
 def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
@@ -112,50 +109,48 @@ def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / ".shoal/jobs/train/w0.log").exists()
 
 
-def test_run_shows_what_rank_0_prints_unless_it_is_to_be_quiet(tmp_path: Path) -> None:
-    script = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
+def test_run_again_replaces_a_finished_job_and_shows_what_rank_0_prints_unless_it_is_to_be_quiet(
+    tmp_path: Path,
+) -> None:
+    paced = {**OPTIONS, "pace": 0.05}
+    report = tmp_path / "report.json"
     for flags, shown in ((("--log-dir", str(tmp_path / "logs")), True), (("--quiet",), False)):
-        with running(tmp_path, {"max_steps": 3, "pace": 0.05}, "--workers", "1", *flags, script=script) as command:
+        flags = ("--workers", "1", "--json", str(report), *flags)
+        with running(tmp_path, paced, *flags, script=PRINTING) as command:
             code, _, errors = command.end()
         assert code == 0, errors
+        assert json.loads(report.read_text())["fingerprint"] == undisturbed(OPTIONS)
         assert ("hello from the script" in errors) == shown
         command.errors.unlink()
     [log] = (tmp_path / "logs").glob("*/w0.log")
     assert "and good-bye" in log.read_text()
 
 
-def test_a_picture_is_drawn_of_what_a_controller_has_kept_of_its_job(tmp_path: Path) -> None:
-    with running(tmp_path, {"max_steps": 40, "pace": 0.15}, "--workers", "1", "--job", "drawn") as command:
-        until("two lines of the curve", lambda: len(_curve(tmp_path)) > 2)
-        drawn = subprocess.run([SHOAL, "plot", "drawn"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert command.end()[0] == 0
-    assert (drawn.returncode, drawn.stderr) == (0, "")
-    assert (tmp_path / "drawn.png").read_bytes()[:4] == b"\x89PNG"
+def test_a_picture_is_drawn_of_what_a_controller_has_kept_of_its_job() -> None:
+    with Cluster(workers=1, options={"max_steps": 100}, pace=0.05) as cluster:
+        until("two lines of the curve", lambda: len(_curve(cluster)) > 2)
+        drawn = shoal("plot", cluster.job_name, "--data", str(cluster.folder / "store"), folder=cluster.folder)
+        assert (drawn.returncode, drawn.stderr) == (0, "")
+        assert (cluster.folder / f"{cluster.job_name}.png").read_bytes()[:4] == b"\x89PNG"
+        cluster.wait_undisturbed()
 
 
-def _curve(folder: Path) -> list[str]:
-    files = list(folder.glob(".shoal/curves/drawn/*.csv"))
+def _curve(cluster: Cluster) -> list[str]:
+    files = list(cluster.folder.glob(f"store/curves/{cluster.job_name}/*.csv"))
     return files[0].read_text().splitlines() if files else []
 
 
-def test_run_again_replaces_a_finished_job(tmp_path: Path) -> None:
-    for _ in range(2):
-        with running(tmp_path, OPTIONS, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
-            code, _, errors = command.end()
-        assert code == 0, errors
-        assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(OPTIONS)
-
-
 def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) -> None:
-    options, grpc = {"max_steps": 80, "pace": 0.02}, free_port()
+    go = tmp_path / "go"
+    options, grpc = {"max_steps": 20, "pace": 0.05, "until": str(go)}, free_port()
     with running(tmp_path, options, "--workers", "2", grpc=grpc) as first:
         first.wait_step(3)
         pids = {worker["pid"] for worker in first.workers()}
-        first.process.kill()
-        first.process.wait()
+        first.kill()
         with running(tmp_path, options, "--json", str(tmp_path / "report.json"), grpc=grpc) as second:
             until("its workers to be back", lambda: second.job()["workers"]["active"] == 2)
             assert {worker["pid"] for worker in second.workers()} == pids
+            go.touch()
             code, _, errors = second.end()
     assert code == 0, errors
     assert "job train continues at step " in errors
@@ -206,7 +201,7 @@ def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as door:
         taken = f"127.0.0.1:{door.getsockname()[1]}"
         flags = ["--http", taken, "--grpc", "127.0.0.1:0", "train.py"]
-        done = subprocess.run([SHOAL, "run", *flags], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        done = shoal("run", *flags, folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"shoal: cannot listen for REST on {taken}: Address already in use; give another --http HOST:PORT"
@@ -214,27 +209,29 @@ def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_pat
     with running(tmp_path, LONG, "--workers", "1", script="import time; time.sleep(600)") as command:
         for token, found in (("wrong", "does not know the token that was shown"), ("", "asks for a token")):
             environment = {**os.environ, "SHOAL_URL": command.rest.removesuffix("/v1"), "SHOAL_TOKEN": token}
-            asked = subprocess.run([SHOAL, "jobs"], capture_output=True, text=True, timeout=30, env=environment)
+            asked = shoal("jobs", env=environment)
             assert asked.returncode == 2 and found in asked.stderr and asked.stderr.count("\n") == 1
 
 
-def test_the_first_ctrl_c_ends_the_job_and_reports(tmp_path: Path) -> None:
+def test_the_first_ctrl_c_ends_the_job_reports_and_says_that_there_is_nowhere_to_save(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
         command.wait_step(2)
         pids = [worker["pid"] for worker in command.workers()]
-        command.process.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGINT)
         code, output, errors = command.end()
     assert code == 130, errors
     assert "train cancelled at step" in output
     assert json.loads((tmp_path / "report.json").read_text())["steps"] >= 2
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert "nothing is saved now: job train has no checkpoint folder; set checkpoint.path" in errors
+    assert "nothing was saved; to start again from step 0: shoal run" in output
 
 
 def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command_goes_on(tmp_path: Path) -> None:
     options = {"max_steps": 4000, "pace": 0.05, "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
     with running(tmp_path, options, "--workers", "1") as command:
         command.wait_step(3)
-        command.process.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGINT)
         code, output, errors = command.end()
     assert code == 130, errors
     found = re.search(r"saved at step (\d+); to continue from there: shoal run --http ", output)
@@ -245,25 +242,15 @@ def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command
         assert again.get("/jobs/train/report")["generations"][0]["from_step"] == int(found[1])
 
 
-def test_a_job_with_nowhere_to_save_says_so_when_it_is_interrupted(tmp_path: Path) -> None:
-    with running(tmp_path, LONG, "--workers", "1") as command:
-        command.wait_step(1)
-        command.process.send_signal(signal.SIGINT)
-        code, output, errors = command.end()
-    assert code == 130, errors
-    assert "nothing is saved now: job train has no checkpoint folder; set checkpoint.path" in errors
-    assert "nothing was saved; to start again from step 0: shoal run" in output
-
-
 def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "1") as command:
         command.wait_step(2)
         pids = [worker["pid"] for worker in command.workers()]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        command.process.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGINT)
         until("the first to be heard", lambda: "a second Ctrl-C kills" in command.errors.read_text())
-        command.process.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGINT)
         code, _, errors = command.end()
     assert code == 130, errors
     until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
@@ -274,7 +261,7 @@ def test_ctrl_c_while_workers_still_start_leaves_no_process_behind(tmp_path: Pat
     with running(tmp_path, LONG, "--workers", "2", script=script) as command:
         until("both to be started", lambda: len(command.workers()) == 2 and all(w["pid"] for w in command.workers()))
         pids = [worker["pid"] for worker in command.workers()]
-        command.process.send_signal(signal.SIGINT)
+        command.send_signal(signal.SIGINT)
         code, output, errors = command.end()
         assert [pid for pid in pids if psutil.pid_exists(pid)] == [], "gone as soon as the command is"
     assert code == 130, errors
@@ -293,8 +280,7 @@ def test_a_worker_that_still_starts_when_its_job_fails_ends_with_it(tmp_path: Pa
 
 def output_of(cluster: Cluster, *arguments: str) -> str:
     """What a command that talks to the cluster's controller prints."""
-    command = [SHOAL, *arguments, "--url", cluster.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = shoal(*arguments, "--url", cluster.url)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -318,26 +304,23 @@ def test_a_job_is_described_scaled_paused_resumed_drained_and_cancelled_by_the_c
         output_of(cluster, "drain", "job", "w2")
         cluster.wait_state("w2", "left")
         assert "w2 " in output_of(cluster, "top")
-        follower = [SHOAL, "events", "job", "--follow", "--url", cluster.url]
-        with subprocess.Popen(follower, stdout=subprocess.PIPE, text=True) as followed:
-            assert followed.stdout
-            try:
-                until("the history", lambda: "was drained" in followed.stdout.readline())
-                assert output_of(cluster, "cancel", "job").startswith("job ")
-                until("news", lambda: "cancelled" in followed.stdout.readline())
-                followed.send_signal(signal.SIGINT)
-                assert followed.wait(timeout=30) == 130
-            finally:
-                followed.kill()
+        news = [cluster.folder / name for name in ("news", "errors")]
+        followed = Forked(["events", "job", "--follow", "--url", cluster.url], *news, cluster.folder)
+        try:
+            until("the history", lambda: "was drained" in followed.output.read_text())
+            assert output_of(cluster, "cancel", "job").startswith("job ")
+            until("news", lambda: "cancelled" in followed.output.read_text())
+            followed.send_signal(signal.SIGINT)
+            assert followed.wait() == 130
+        finally:
+            followed.kill()
 
 
 def test_a_store_that_another_controller_holds_is_refused_in_one_sentence(tmp_path: Path) -> None:
     ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
     with started("controller", *ports, folder=tmp_path) as first:
-        done = subprocess.run(
-            [SHOAL, "controller", *ports], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False
-        )
-        first.process.send_signal(signal.SIGINT)
+        done = shoal("controller", *ports, folder=tmp_path)
+        first.send_signal(signal.SIGINT)
         code, _, _ = first.end()
     assert code == 130
     assert done.returncode == 3
@@ -348,16 +331,21 @@ def test_a_store_that_another_controller_holds_is_refused_in_one_sentence(tmp_pa
 
 
 def test_sigterm_is_the_ordinary_end_of_a_controller_also_right_after_its_first_line(tmp_path: Path) -> None:
-    with started("controller", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", folder=tmp_path) as command:
-        command.process.send_signal(signal.SIGTERM)
-        assert command.end()[0] == 0
+    command = [SHOAL, "controller", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
 
 
 def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) -> None:
     (tmp_path / ".shoal").mkdir()
     (tmp_path / ".shoal/store.db").write_bytes(b"no database at all" * 1000)
     ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
-    done = subprocess.run([SHOAL, "controller", *ports], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = shoal("controller", *ports, folder=tmp_path)
     sentences = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
     assert (done.returncode, done.stdout, len(sentences)) == (3, "", 1), done.stderr
 
@@ -375,8 +363,6 @@ def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) 
 def test_what_run_cannot_do_is_exit_2_and_one_sentence(flags: list[str], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('never started')")
     ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
-    done = subprocess.run(
-        [SHOAL, "run", *ports, *flags, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=30
-    )
+    done = shoal("run", *ports, *flags, "train.py", folder=tmp_path)
     assert done.returncode == 2
     assert [line for line in done.stderr.splitlines() if sentence in line]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import ssl
-import subprocess
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import pytest
 from asynchronous import asynchronous
 from certificates import authority, certificate
 from etcd_cluster import etcd_cluster
-from integration.test_command import OPTIONS, SHOAL, running, started
+from forked_command import shoal
+from integration.test_command import OPTIONS, running, started
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 
@@ -38,14 +38,8 @@ def files_of(house: Path, key: str = "rest.key") -> dict[str, str]:
     return {"SHOAL_HTTP_CERTIFICATE": str(house / "rest.pem"), "SHOAL_HTTP_KEY": str(house / key)}
 
 
-def shoal(*arguments: str, env: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [SHOAL, *arguments], capture_output=True, text=True, timeout=60, env={**os.environ, **env}, cwd=folder
-    )
-
-
 def test_a_bad_pair_ends_a_controller_at_its_start_with_2_and_one_sentence(house: Path, tmp_path: Path) -> None:
-    done = shoal("controller", *PORTS, env=files_of(house, "ca.key"), folder=tmp_path)
+    done = shoal("controller", *PORTS, env={**os.environ, **files_of(house, "ca.key")}, folder=tmp_path)
     sentences = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
     assert (done.returncode, done.stdout, len(sentences)) == (2, "", 1), done.stderr
     assert "ca.key) cannot be used together" in sentences[0]
@@ -59,7 +53,7 @@ def test_the_commands_ask_a_controller_by_its_https_url(
     with started("controller", *PORTS, folder=tmp_path) as command:
         port = command.first_line.split()[0].rpartition(":")[2]
         (tmp_path / "job.yaml").write_text("job: waits\nworkers: {wanted: 2}\nlanes: 8\n")
-        env = {"SHOAL_URL": f"https://localhost:{port}", "SHOAL_CA": str(house / "ca.pem")}
+        env = {**os.environ, "SHOAL_URL": f"https://localhost:{port}", "SHOAL_CA": str(house / "ca.pem")}
         assert shoal("submit", "job.yaml", env=env, folder=tmp_path).returncode == 0
         assert "waits" in shoal("jobs", env=env, folder=tmp_path).stdout
         refused = shoal("jobs", env={**env, "SHOAL_URL": f"http://localhost:{port}"}, folder=tmp_path)

@@ -19,10 +19,10 @@ import httpx
 import psutil
 import pytest
 from etcd_cluster import Cluster, etcd_cluster
+from forked_command import SHOAL, shoal
 from integration.cluster import until
 from shoal_controller.settings import Settings
 
-SHOAL = str(Path(sys.executable).with_name("shoal"))
 TESTS = Path(__file__).resolve().parents[1]
 
 ROOT = "root-token-5a1f"
@@ -75,7 +75,7 @@ class Controller:
     def command(self, *arguments: str) -> str:
         """What `shoal` says, on both outputs."""
         env = {**self.env, "SHOAL_URL": self.url}
-        done = subprocess.run([SHOAL, *arguments], env=env, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        done = shoal(*arguments, env=env, folder=self.folder)
         return f"{done.stdout}{done.stderr}"
 
     def log(self) -> str:
@@ -200,7 +200,6 @@ def commands(controller: Controller) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.timeout(300)  # thirty commands, one after the other
-@pytest.mark.timeout(300)  # each of many commands is a fresh Python
 def test_no_secret_is_where_it_does_not_belong(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     with controller(tmp_path) as (started, etcd):

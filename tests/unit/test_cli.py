@@ -16,11 +16,14 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
+import forked_command
 import pytest
 import typer
 import yaml
+from forked_command import SHOAL
 from matrices import shortened
 from rich.console import Console
+from shoal.checkpoint.__main__ import main as checkpoint
 from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
@@ -31,7 +34,8 @@ from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
 
-SHOAL = str(Path(sys.executable).with_name("shoal"))
+pytestmark = pytest.mark.usefixtures("commands")
+
 HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uvicorn", "yaml")
 
 FLAGS = {
@@ -78,8 +82,17 @@ FLAGS = {
 def shoal(
     *arguments: str, env: dict[str, str] | None = None, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    given = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")} | (env or {})
-    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=given, cwd=folder)
+    return forked_command.shoal(*arguments, env=plain(env), folder=folder)
+
+
+def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """By the console script, as it is installed."""
+    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=plain())
+
+
+def plain(more: dict[str, str] | None = None) -> dict[str, str]:
+    """An environment without settings of Shoal's but these."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")} | (more or {})
 
 
 def commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -220,7 +233,7 @@ def test_q_leaves_top(controller: str) -> None:
 
 
 def test_the_version_is_told() -> None:
-    assert shoal("--version").stdout == f"shoal {version('shoal')}\n"
+    assert fresh("--version").stdout == f"shoal {version('shoal')}\n"
 
 
 def test_logs_prints_the_log_of_rank_0_or_of_the_named_worker(controller: str, tmp_path: Path) -> None:
@@ -424,16 +437,29 @@ def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_need
     assert plain == ["worker", "plot", "verify", "export", "import_", "estimate"]
 
 
-def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path) -> None:
-    done = shoal("verify", str(tmp_path))
+def handed_over(*arguments: str) -> list[str]:
+    """What this process would become, as arguments of `python -m shoal.checkpoint`."""
+    becomes: list[str] = []
+
+    def become(program: str, command: list[str]) -> None:
+        becomes.extend(command)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(os, "execv", become)
+        patch.setattr(sys, "argv", ["shoal", *arguments])
+        main.main()
+    assert becomes[:3] == [sys.executable, "-m", "shoal.checkpoint"]
+    return becomes[3:]
+
+
+def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = fresh("verify", str(tmp_path))
     assert (done.returncode, done.stderr) == (2, f"shoal: there is no checkpoint in {tmp_path}.\n")
-    done = shoal("export", str(tmp_path), "m.safetensors", "--dtype", "int1")
-    assert (done.returncode, done.stderr.partition(";")[0]) == (2, "shoal: --dtype is int1")
-    done = shoal("import", str(tmp_path / "m"), str(tmp_path))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"shoal: {tmp_path / 'm'} cannot be read: No such file or directory.\n",
-    )
+    assert checkpoint(handed_over("export", str(tmp_path), "m.safetensors", "--dtype", "int1")) == 2
+    assert capsys.readouterr().err.partition(";")[0] == "shoal: --dtype is int1"
+    assert checkpoint(handed_over("import", str(tmp_path / "m"), str(tmp_path))) == 2
+    assert capsys.readouterr().err == f"shoal: {tmp_path / 'm'} cannot be read: No such file or directory.\n"
 
 
 @pytest.mark.parametrize("text", ['{"job": "j", "workers": {"wanted": 2}}', "job: j\nworkers:\n  wanted: 2\n"])

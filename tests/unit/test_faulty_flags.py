@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-SHOAL = Path(sys.executable).with_name("shoal")
+import pytest
+from forked_command import shoal
 
 
-def shoal(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
-    return subprocess.run([SHOAL, *arguments], capture_output=True, text=True, timeout=30, env=env, cwd=folder)
-
-
+@pytest.mark.usefixtures("commands")
 def test_all_that_is_wrong_with_a_commands_arguments_is_said_at_once(tmp_path: Path) -> None:
     """What typer finds, and what only the command can."""
     typed = shoal("run", "--workers", "0", "--min-workers", "x", "nothere.py")

@@ -1,0 +1,20 @@
+"""A warm process for the tests that run `shoal` (forked_command.py), once per test session where one asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import forked_command
+import pytest
+from integration import cluster
+
+
+@pytest.fixture(scope="session")
+def commands(temporary: Path) -> Iterator[None]:
+    """Started before the first test that asks for it, so that nobody takes it for something left behind."""
+    if cluster.is_warm():  # tests of other folders run in this session, too
+        yield
+        return
+    with cluster.warmed(forked_command.MODULES, usual=()):
+        yield
