@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from hypothesis import HealthCheck, settings
 tqdm.tqdm.monitor_interval = 0
 
 # How fast an example is made and tried says how busy the machine is, and nothing of the code.
-settings.register_profile("shoal", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = 100 if os.environ.get("SHOAL_EXAMPLES") else 33  # tests/matrices.py
+settings.register_profile("shoal", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shoal")
 
 THREADS_THAT_STAY = (
@@ -43,8 +44,11 @@ THREADS_THAT_STAY = (
 GRPC_POLLER = "(_poll_wrapper)"
 """End of the name of grpc.aio's thread, which lives as long as any of its objects."""
 
-PROCESS_THAT_STAYS = "from multiprocessing.resource_tracker import main"
-"""Python's own, once something was spawned; it ends with the process."""
+PROCESSES_THAT_STAY = (
+    "from multiprocessing.resource_tracker import main",  # Python's own, once something was spawned
+    "chromium/chromium --type=renderer",  # a spare one of a browser, which has to be ended itself
+)
+"""Parts of the command lines of processes that end with those that have started them."""
 
 TASKS_THAT_STAY = ("TestRunner._run_tests_and_fixtures",)
 """Of anyio's pytest plugin: it runs the test itself."""
@@ -89,7 +93,7 @@ def _processes() -> dict[str, str]:
             found |= {
                 f"process {child}": f"process {child} ({name})"
                 for child, name in named.items()
-                if PROCESS_THAT_STAYS not in name
+                if not any(one in name for one in PROCESSES_THAT_STAY)
             }
     return found
 
@@ -102,9 +106,22 @@ def _name(pid: str) -> str:
 
 
 def _sockets() -> dict[str, str]:
-    """Internet sockets of this process: ports listened on and connections."""
+    """Descriptors of this process that are sockets. Of which kind they are takes long to find out."""
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that with which they are listed is gone
+            link = str(descriptor.readlink())
+            if link.startswith("socket:"):
+                found[f"socket {descriptor.name} {link}"] = descriptor.name
+    return found
+
+
+def _internet(descriptors: Collection[str]) -> list[str]:
+    """Those of them that are ports listened on, or connections."""
+    if not descriptors:
+        return []
     open_now = psutil.Process().net_connections(kind="inet")
-    return {f"socket {c.fd} {c.laddr}": f"socket {c.laddr} → {c.raddr or 'nobody'} ({c.status})" for c in open_now}
+    return [f"socket {c.laddr} → {c.raddr or 'nobody'} ({c.status})" for c in open_now if str(c.fd) in descriptors]
 
 
 def _files(temporary: Path) -> dict[str, str]:
@@ -114,6 +131,13 @@ def _files(temporary: Path) -> dict[str, str]:
 
 def _everything(temporary: Path) -> dict[str, str]:
     return _threads() | _processes() | _sockets() | _files(temporary)
+
+
+def _left(temporary: Path, before: Collection[str]) -> list[str]:
+    """What is there now, and was not before."""
+    new = {key: text for key, text in _everything(temporary).items() if key not in before}
+    sockets = {key for key in new if key.startswith("socket ")}
+    return [*(text for key, text in new.items() if key not in sockets), *_internet([new[key] for key in sockets])]
 
 
 @pytest.fixture(scope="session")
@@ -163,10 +187,10 @@ def nothing_is_left_behind(temporary: Path, forgotten_tasks: list[str]) -> Itera
     assert [*left, *forgotten_tasks] == [], "the test has left something behind"
 
 
-def _gone_in_time(temporary: Path, before: dict[str, str]) -> list[str]:
+def _gone_in_time(temporary: Path, before: Collection[str]) -> list[str]:
     pause, waited = threading.Event(), 0.0
     while True:
-        left = [text for key, text in _everything(temporary).items() if key not in before]
+        left = _left(temporary, before)
         if not left or waited > GRACE_SECONDS:
             return left
         gc.collect()

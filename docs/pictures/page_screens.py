@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from integration.browser import CHROMIUM, Watched, browsed  # noqa: E402
+from integration.browser import CHROMIUM, Watched, browsed, one_browser  # noqa: E402
 from integration.cluster import Cluster, warmed  # noqa: E402
 from playwright.sync_api import expect  # noqa: E402
 
@@ -50,7 +50,7 @@ def main() -> int:
     if not CHROMIUM.exists():
         sys.stderr.write(f"pictures of the page need {CHROMIUM}; install it with your system's packages\n")
         return 2
-    with tempfile.TemporaryDirectory() as folder, warmed():
+    with tempfile.TemporaryDirectory() as folder, warmed(), one_browser():
         options = {
             "max_steps": 4 * STEPS,
             "shoal": {"checkpoint": {"path": f"{folder}/checkpoints", "every_steps": 50}},

@@ -1,7 +1,7 @@
 """A real browser for tests of the page: Debian's Chromium, headless, driven by Playwright.
 
-Each test has a browser of its own, which ends with it. Whatever the page writes to its console, raises, or asks of
-another host fails the test, but for the lines that the test names.
+The tests of a file share one, in which each is another reader: nothing that a page keeps outlives its test. Whatever
+the page writes to its console, raises, or asks of another host fails the test, but for the lines that the test names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import ConsoleMessage, Locator, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page, Request, expect, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking")
@@ -87,19 +87,35 @@ class Watched:
         return int(self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 
+_browser: Browser | None = None
+
+
 @contextmanager
-def browsed(url: str, allowed: str = "", look: Mapping[str, Any] | None = None) -> Iterator[Watched]:
-    """A browser with one page, not yet anywhere. `look`: of the context, such as PHONE or a colour scheme."""
+def one_browser() -> Iterator[None]:
+    """A browser for all that is `browsed` in this context."""
+    global _browser
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS])
+        _browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*ARGUMENTS])
         try:
-            context = browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **(look or {})})
-            page = context.new_page()
-            page.set_default_timeout(PATIENCE)
-            watched = Watched(page, url, allowed)
-            watched.watch()
-            yield watched
-            watched.check()
+            _browser.new_page().close()  # with that its helpers are there
+            yield
         finally:
-            browser.close()
+            _browser.close()
+            _browser = None
+
+
+@contextmanager
+def browsed(url: str, allowed: str = "", look: Mapping[str, Any] | None = None) -> Iterator[Watched]:
+    """A reader with one page, not yet anywhere. `look`: of the context, such as PHONE or a colour scheme."""
+    assert _browser, "no browser: tests of the page ask for the fixture `browser`"
+    context = _browser.new_context(**{"viewport": {"width": 1440, "height": 1000}, **(look or {})})
+    try:
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        watched = Watched(page, url, allowed)
+        watched.watch()
+        yield watched
+        watched.check()
+    finally:
+        context.close()

@@ -1,4 +1,4 @@
-"""The warm process that all multi-process tests fork from, once per test session."""
+"""The warm process that all multi-process tests fork from, once per test session; a browser, once per file."""
 
 from __future__ import annotations
 
@@ -15,3 +15,12 @@ def warm(temporary: Path) -> Iterator[Warm]:
     """Started before the first test, so that nobody takes it for something left behind."""
     with cluster.warmed() as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def browser(temporary: Path) -> Iterator[None]:
+    """Started before the first test that asks for it, as the warm process is."""
+    from integration.browser import one_browser
+
+    with one_browser():
+        yield

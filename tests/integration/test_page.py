@@ -19,7 +19,10 @@ from matrices import shortened
 from playwright.sync_api import Route, expect
 
 Json = dict[str, Any]
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)"),
+    pytest.mark.usefixtures("browser"),
+]
 
 NEPAL = ZoneInfo("Asia/Kathmandu")
 """The reader's zone: no whole hours from UTC."""
@@ -360,7 +363,7 @@ def test_an_answer_that_breaks_off_is_a_lost_connection_and_asked_for_again() ->
         assert len(cut) == 2
 
 
-@pytest.mark.parametrize("width", [1920, 1760, 1500])
+@pytest.mark.parametrize("width", shortened([1920, 1760, 1500], 1500))
 def test_every_act_on_a_worker_is_in_reach(width: int) -> None:
     with (
         training(workers=2) as cluster,

@@ -16,7 +16,10 @@ from integration.shown_job import LONG, PACE, confirm, training
 from playwright.sync_api import Route, expect
 
 Json = dict[str, Any]
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)"),
+    pytest.mark.usefixtures("browser"),
+]
 
 BANNERS = """() => {
     const banner = document.getElementById("banner");

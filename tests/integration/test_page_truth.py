@@ -17,7 +17,10 @@ from playwright.sync_api import Page, Route, expect
 from shoal_controller.core.machine.event_kind import EventKind
 
 Json = dict[str, Any]
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs Debian's chromium (make packages)"),
+    pytest.mark.usefixtures("browser"),
+]
 
 
 def altered(page: Page, url: str, change: Callable[[Json], Json]) -> None:
