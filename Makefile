@@ -80,9 +80,10 @@ packages: $(READY)
 		&& dpkg-deb --extract "$$folder"/prometheus_*.deb $(VENV)/prometheus && rm -r "$$folder"; \
 	fi
 
-# Of many cases of one kind a few run here, `make faults` has the others: tests/matrices.py.
+# Of many cases of one kind a few run here, `make faults` has the others: tests/matrices.py. What the tests of one group
+# share, a site say, is made once.
 unit: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/unit tests/charts $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/charts $(ARGS)
 
 # Whole files, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names,
 # as two long tests alone in a file would come last and leave a core idle.
@@ -98,7 +99,7 @@ simulate: $(READY)
 
 # Who repeats a round (ARGS) wants that round alone.
 faults: $(READY) packages
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/pytest -m matrix $(WHOLE) tests/unit)
+	$(if $(ARGS),,SHOAL_EXAMPLES=all OMP_NUM_THREADS=1 $(BIN)/pytest -m 'matrix or hypothesis' $(WHOLE) tests/unit)
 	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),50) $(ARGS)
 
 outages: $(READY) packages

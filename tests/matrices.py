@@ -1,11 +1,13 @@
 """Matrices: many cases of one kind, each with real processes or of many seconds.
 
 `make test` runs the short ones that are named here, `make faults` all others: they bear the marker `matrix`, and
-`pytest -m ''` runs both. A kind of its own is no further case, and never bears it.
+`pytest -m ''` runs both. A kind of its own is no further case, and never bears it. Of the examples that hypothesis
+draws `make test` takes a third; `make faults` sets SHOAL_EXAMPLES and takes all.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +15,14 @@ import pytest
 
 further = pytest.mark.matrix
 """A test of which `make test` has another one of the same kind."""
+
+
+EVERY_EXAMPLE = bool(os.environ.get("SHOAL_EXAMPLES"))
+
+
+def examples(count: int) -> int:
+    """How many of so many examples are tried."""
+    return count if EVERY_EXAMPLE else count // 3
 
 
 def shortened(cases: Iterable[Any], *kept: Any) -> list[Any]:

@@ -1,5 +1,5 @@
 """Thousands of seeds: the real machine, planner and membership under everything that can go wrong, invariants held.
-`make test` runs a quarter of them, `make faults` the rest.
+`make test` runs a sixteenth of them, `make faults` the rest.
 
 `python -m tests.simulation.run` runs more of them, larger worlds, or one seed again (docs/simulation.md).
 """
@@ -17,7 +17,7 @@ from matrices import shortened
 from .run import attempt, children, gather, many, replay_log, tasks
 
 SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
-PARTS = 8
+PARTS = 16
 PROCESSES = 2
 
 

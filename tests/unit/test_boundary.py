@@ -164,7 +164,7 @@ def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:
     assert seen == list(range(1, 13))
 
 
-@pytest.mark.parametrize("point", ["in_vote", "hand_out", "arrival"])
+@pytest.mark.parametrize("point", shortened(["in_vote", "hand_out", "arrival"], "in_vote"))
 def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: str, tmp_path: Path) -> None:
     options = {"max_steps": 5, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}}
     with Crew("abc", Task(options)) as crew:
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: st
         assert [reference.step for reference in crew.job.durable.checkpoints] == [3]
 
 
-@pytest.mark.parametrize("point", ["in_vote", "hand_out"])
+@pytest.mark.parametrize("point", shortened(["in_vote", "hand_out"], "hand_out"))
 def test_what_a_worker_asked_for_in_a_vote_that_passed_is_done_though_it_died_of_it(point: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
 

@@ -12,6 +12,7 @@ import torch
 from checkpoints import fresh, origin, save, train, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal.checkpoint.catalogue import Found, Own, SaveName, look_into, resolve
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import draft_of
@@ -45,7 +46,7 @@ def test_a_whole_one_is_whole(one: Found) -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_bit_that_flips_anywhere_is_seen(one: Found, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from(files_of(one)))
     right = file.read_bytes()
@@ -61,7 +62,7 @@ def test_a_bit_that_flips_anywhere_is_seen(one: Found, data: st.DataObject) -> N
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_that_is_cut_short_or_gone_is_seen_before_any_is_read(one: Found, data: st.DataObject) -> None:
     file = data.draw(st.sampled_from(files_of(one)))
     right = file.read_bytes()

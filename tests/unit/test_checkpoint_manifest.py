@@ -14,6 +14,7 @@ import pytest
 from checkpoints import save, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import Manifest, parse, sealed
 from shoal.checkpoint.plain import decode, encode
@@ -68,7 +69,7 @@ def test_a_changed_number_that_nothing_else_says_is_seen_by_the_checksum(right: 
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_changed_byte_is_seen_and_told_in_one_sentence(right: Manifest, data: st.DataObject) -> None:
     content = bytearray(right.to_bytes())
     for _ in range(data.draw(st.integers(1, 3))):

@@ -11,6 +11,7 @@ import torch
 from checkpoints import fresh, save, train, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from safetensors import safe_open
 from shoal.checkpoint.catalogue import look_into
 from shoal.checkpoint.checksum import CHECKSUM_BYTES
@@ -59,7 +60,7 @@ def owners_of(draw: st.DataObject, blocks: int) -> list[Runs]:
 
 
 @given(st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_any_set_of_blocks_comes_back_from_any_split_among_writers(data: st.DataObject) -> None:
     state = trained(2)
     # the state lies in many segments, as after fills

@@ -14,6 +14,7 @@ import torch
 from checkpoints import save, trained
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.errors import StorageFailed, StorageFull
@@ -65,7 +66,7 @@ CONTENT = bytes(range(256)) * 3
 
 
 @given(st.lists(st.tuples(st.integers(0, len(CONTENT) - 1), st.integers(1, 80))))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_ranges_are_what_plain_slices_are(both: list[Storage], spans: list[tuple[int, int]]) -> None:
     spans = [(at, min(count, len(CONTENT) - at)) for at, count in spans]
     for place in both:

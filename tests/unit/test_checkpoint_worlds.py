@@ -22,6 +22,8 @@ from shoal.failure import NeedsFreshProcess
 from shoal_controller.core.machine.events import DrainWorker, Save
 from shoal_protos.errors import Conflict
 
+pytestmark = pytest.mark.xdist_group("checkpoints of worlds")
+
 STEPS = 14
 PLAIN = Task({"max_steps": STEPS})
 
@@ -65,7 +67,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return places
 
 
-@pytest.mark.parametrize(("before", "after"), shortened(product(range(1, 5), repeat=2), (1, 4), (4, 1), (2, 3), (3, 2)))
+@pytest.mark.parametrize(("before", "after"), shortened(product(range(1, 5), repeat=2), (1, 4), (3, 2)))
 def test_a_world_of_any_size_goes_on_from_one_of_any_size(
     written: dict[int, Path], before: int, after: int, tmp_path: Path
 ) -> None:
@@ -78,7 +80,7 @@ def test_a_world_of_any_size_goes_on_from_one_of_any_size(
         assert crew.job.durable.history[0].generation > 1  # the next generation exceeds the manifest's
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), shortened([(3, 2), (2, 3)], (3, 2)))
 @pytest.mark.parametrize(("stage", "other"), [(0, 1), (1, 0)])
 def test_another_world_goes_on_in_another_stage(
     before: int, after: int, stage: int, other: int, tmp_path: Path

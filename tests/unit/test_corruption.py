@@ -97,7 +97,7 @@ def test_every_block_is_compared_once_in_so_many_steps_and_no_step_does_more_tha
     assert max(map(len, samples)) <= -(-blocks // every)
 
 
-@pytest.mark.parametrize("tensor", ["exp_avg", "exp_avg_sq", "step", "parameters"])
+@pytest.mark.parametrize("tensor", shortened(["exp_avg", "exp_avg_sq", "step", "parameters"], "exp_avg", "parameters"))
 def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(tensor: str) -> None:
     with Crew("ab", task()) as crew:
         crew.train_to(2)
@@ -195,7 +195,7 @@ def test_a_vote_without_a_step_compares_nothing_and_only_the_latest_differences_
 
 @pytest.mark.parametrize(
     ("tensor", "owned"),
-    shortened([("exp_avg", True), ("exp_avg", False), ("parameters", False)], ("exp_avg", True), ("parameters", False)),
+    shortened([("exp_avg", True), ("exp_avg", False), ("parameters", False)], ("parameters", False)),
 )
 def test_after_going_back_to_a_sound_checkpoint_the_job_has_the_undisturbed_bits(
     tensor: str, owned: bool, tmp_path: Path

@@ -8,6 +8,7 @@ import pytest
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from integration.scripts import Samples
+from matrices import shortened
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -115,7 +116,7 @@ def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
     assert means == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("point", ["vote", "in_vote", "hand_out"])
+@pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "in_vote"))
 def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
     """Whoever survives gives its sums to the next vote; those of a vote that passed anywhere are in its record."""
     reports: dict[int, dict[str, float]] = {}

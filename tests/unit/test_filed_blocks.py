@@ -19,6 +19,7 @@ from fills import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_file import LateFile
+from matrices import examples
 from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.held_weights import HeldWeights
@@ -136,7 +137,7 @@ def test_every_elementwise_optimizer_has_the_same_state_in_a_file(
 
 
 @given(st.data(), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_whatever_is_held_filled_and_dropped_the_file_has_what_memory_has(data: st.DataObject, sharded: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         layout, filed, kept, _ = pair_of(StateFile(folder), sharded=sharded)

@@ -155,7 +155,7 @@ class Careless(Layers):
             return torch.tensor(9.0, requires_grad=True)
 
 
-@pytest.mark.parametrize("point", ["gather", "hand_out", "vote"])
+@pytest.mark.parametrize("point", shortened(["gather", "hand_out", "vote"], "gather"))
 def test_rank_0_evaluates_and_averages_weights_after_every_step_through_a_loss(point: str) -> None:
     """What it asks others for, they send beside their own work. The loss of one that it asks is mended on the way, and
     no model swallows it.

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from integration.scripts import Samples
 from lightning_utilities.core.imports import RequirementCache
+from matrices import shortened
 from shoal.core.exact_sum import MOST_PARTS, add, total
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -76,7 +77,7 @@ def test_rows_arrive_though_no_step_and_no_number_follows() -> None:
     assert engine.gathers["sample"].tolist() == list(range(22)) and engine.reports == {}
 
 
-@pytest.mark.parametrize("point", ["vote", "in_vote", "hand_out"])
+@pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "in_vote"))
 def test_rows_of_survivors_are_not_lost_where_the_world_breaks(point: str) -> None:
     """And all have the same ones, those of the dead if they were exchanged."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from over_gloo import over_gloo
 from shoal.group.gathering import MOST_DIRECT, exchanges
 from shoal.group.group import Group
@@ -14,7 +15,7 @@ LIMIT = "shoal.group.gathering.MOST_DIRECT"
 
 
 @given(st.integers(2, 600))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_after_its_levels_every_member_has_every_row_and_what_is_sent_is_received(size: int) -> None:
     exchanges.cache_clear()
     plans = [exchanges(rank, size) for rank in range(size)]

@@ -15,6 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import grimp
+import pytest
+
+pytestmark = pytest.mark.xdist_group("the house")
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"shoal_controller": "controller", "shoal": "worker", "shoal_protos": "protos"}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from planning import World
 from shoal.core.layout import Layout, Stretch, Trainable, lay_out, overlaps
 from shoal.core.units import unit_numbers
@@ -222,7 +223,7 @@ def test_a_compiled_model_has_the_units_of_the_plain_one() -> None:
 
 
 @given(st.lists(st.integers(1, 3_000), min_size=1, max_size=12), st.data())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_bucket_ends_where_a_unit_ends(sizes: list[int], data: st.DataObject) -> None:
     units = sorted(data.draw(st.lists(st.integers(0, 4), min_size=len(sizes), max_size=len(sizes))))
     layout = lay_out([Trainable(f"p{n}", (k,), torch.float32, n % 2, units[n]) for n, k in enumerate(sizes)], 8_192)

@@ -15,6 +15,8 @@ from simulation.seeds import rage_and_calm
 from simulation.simulation import Simulation
 from simulation.watch import Watch
 
+pytestmark = pytest.mark.xdist_group("recorded lives")
+
 Asked = tuple[Job, str, Sequence[Event], float, Job]
 """The job before, its text, the batch, the time, and the job after."""
 

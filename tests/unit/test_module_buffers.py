@@ -11,6 +11,7 @@ from crew import Crew, Task, undisturbed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from integration.scripts import Model
+from matrices import examples
 from shoal.exchange import module_buffers
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
 from shoal.group.solo import SoloGroup
@@ -41,7 +42,7 @@ def tree_sum(values: list[Tensor]) -> Tensor:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_mean_is_that_of_all_lanes_whichever_of_them_changed_a_buffer(changes: list[bool], random: Any) -> None:
     lanes, start = len(changes), torch.tensor([0.1, 3e7])
     module = module_with(value=start.clone())

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("peaks")
+
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS.parent / "benchmarks"))
 from tensor_bytes import preloaded  # noqa: E402 (the counter is the benchmarks')

@@ -15,6 +15,8 @@ from shoal_controller.store.etcd_store import EtcdStore
 from shoal_controller.store.etcd_url import EtcdAccess, parsed_etcd_url
 from shoal_protos.errors import UserError
 
+pytestmark = pytest.mark.xdist_group("keys")
+
 URL = parsed_etcd_url("etcd://127.0.0.1:1/shoal")
 
 

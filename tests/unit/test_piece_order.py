@@ -10,6 +10,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from over_gloo import over_gloo
 from planning import World
 from random_modules import RandomModel, optimizer_of
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 BLOCK = 4_096
 ROUGHLY = settings(
-    max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
+    max_examples=examples(8), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
 )
 
 Filling = tuple[int, ...]
@@ -248,7 +249,9 @@ def test_a_parameter_that_no_lane_uses_holds_back_nothing_after_the_first_step()
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from([2, 3]), st.data())
-@settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None)
+@settings(
+    max_examples=examples(4), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
+)
 def test_random_programs_over_many_pieces_have_the_bits_of_stage_0(
     number: int, stage: int, data: st.DataObject
 ) -> None:

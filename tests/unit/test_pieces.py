@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from planning import World
 from shoal.blocks.flat import empty_flats
 from shoal.blocks.lane_sums import LaneSums
@@ -78,7 +79,7 @@ def covered(places: list[Extent]) -> Counter[tuple[int, int]]:
 
 
 @given(owners())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_pieces_have_every_owned_element_once_and_in_order(
     given_: tuple[Layout, list[Runs], list[int]],
 ) -> None:
@@ -95,7 +96,7 @@ def test_pieces_have_every_owned_element_once_and_in_order(
 
 
 @given(owners())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_no_member_holds_more_for_a_piece_than_its_limit(given_: tuple[Layout, list[Runs], list[int]]) -> None:
     """But for the rounding to rows: one for each partial sum and owner."""
     layout, runs, subtrees = given_
@@ -130,7 +131,7 @@ def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_f
 
 
 @given(owners(), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_split_is_what_is_wanted_of_each_piece(
     given_: tuple[Layout, list[Runs], list[int]], data: st.DataObject
 ) -> None:
@@ -147,7 +148,7 @@ def test_a_split_is_what_is_wanted_of_each_piece(
 
 
 @given(owners())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_large_extent_is_a_message_of_its_own_and_the_small_ones_of_a_piece_are_one_together(
     given_: tuple[Layout, list[Runs], list[int]],
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from planner_twin import cheapest_flow
 from planning import World, partners_of, transfers
 from shoal_controller.core.planning.planner import BlocksLost, Candidate, Terms
@@ -91,7 +92,7 @@ def lives(draw: st.DrawFn, mirrors: st.SearchStrategy[int], shared_domains: bool
     return life
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lives(st.sampled_from((0, 1, 1, 2, 3, EVERYONE)), shared_domains=False))
 def test_after_any_life_the_world_comes_to_rest_with_every_wish_met(life: Life) -> None:
     life.world.train()
@@ -101,7 +102,7 @@ def test_after_any_life_the_world_comes_to_rest_with_every_wish_met(life: Life) 
         assert life.world.unevenness() <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lives(st.sampled_from((1, 1, 2, 3)), shared_domains=True))
 def test_workers_that_share_failure_domains_change_nothing_of_that(life: Life) -> None:
     life.world.train()
@@ -111,7 +112,7 @@ def test_workers_that_share_failure_domains_change_nothing_of_that(life: Life) -
         assert life.world.unevenness() <= 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(lives(st.just(1), shared_domains=False) | lives(st.just(1), shared_domains=True))
 def test_no_plan_of_any_life_moves_more_than_the_cheapest_flow(life: Life) -> None:
     for plan, asked in zip(life.world.plans, life.world.asked, strict=True):
@@ -156,7 +157,7 @@ def missing_shares(asked: Sequence[Candidate], terms: Terms) -> int:
     return sum(max(0, least - sum(worker in holders for holders in held)) for worker in range(workers))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(lives(st.sampled_from((1, EVERYONE)), shared_domains=False))
 def test_no_plan_moves_less_than_is_missing(life: Life) -> None:
     for plan, asked in zip(life.world.plans, life.world.asked, strict=True):
@@ -166,7 +167,7 @@ def test_no_plan_moves_less_than_is_missing(life: Life) -> None:
             assert transfers(plan) == missing_copies(asked, life.world.terms)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(3, 8), st.integers(0, 100), st.sampled_from(("kill", "drain")), st.integers(0, 7))
 def test_from_rest_a_loss_or_a_drain_moves_exactly_the_missing_copies(
     workers: int, more: int, act: str, number: int
@@ -177,7 +178,7 @@ def test_from_rest_a_loss_or_a_drain_moves_exactly_the_missing_copies(
     assert transfers(plan) == missing_copies(world.asked[-1], world.terms)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(2, 8), st.integers(1, 150), st.sampled_from((1, 2)))
 def test_from_rest_a_join_moves_the_joiners_share_and_one_block_for_each_other_at_most(
     workers: int, blocks: int, mirrors: int

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from planning import partners_of, transfers
 from shoal_controller.core.planning.planner import (
     BlocksLost,
@@ -133,7 +134,7 @@ def _live(crowd: Crowd, acts: Sequence[tuple[str, int, float]]) -> None:
         crowd.fill(part)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(2, 100), st.integers(1, 500), st.sampled_from((1, 1, 2)), st.integers(2, 5), HOSTS, ACTS)
 def test_a_world_of_any_size_is_at_rest_a_few_plans_after_the_last_join(
     workers: int, blocks: int, mirrors: int, partners: int, on_a_host: int, acts: list[tuple[str, int, float]]
@@ -145,7 +146,7 @@ def test_a_world_of_any_size_is_at_rest_a_few_plans_after_the_last_join(
     check_rest(crowd)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 100), st.integers(1, 8), st.integers(100, 2000))
 def test_a_join_moves_the_joiners_shares_and_their_mirrors_and_no_more(workers: int, joiners: int, blocks: int) -> None:
     crowd = Crowd.of(workers, blocks, mirrors=1, partners=4, on_a_host=1)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine_driver import MADE_OF, training
+from matrices import examples
 from planning import World, candidate
 from shoal_controller.core.planning.planner import PlanRequest, Terms, plan_recovery, plan_start
 from shoal_protos.description import Description
@@ -39,7 +40,7 @@ def test_in_a_recovery_who_has_nothing_is_handed_nothing_and_trains() -> None:
     assert plan.fills, "the blocks that it is to keep"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), st.data())
 def test_no_recovery_ever_hands_anything_out(workers: int, lost: int, data: st.DataObject) -> None:
     names = "abcdef"[:workers]

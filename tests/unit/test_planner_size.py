@@ -15,6 +15,8 @@ from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from shoal_protos.wire import plan_to_bytes
 
+pytestmark = pytest.mark.xdist_group("a large plan")
+
 WORKERS, BLOCKS, RACK = 1000, 65536, 100
 MOST_SECONDS = 20.0
 TERMS = Terms(lanes=WORKERS, blocks=BLOCKS, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from planner_twin import Holders, cheapest_flow, fewest_transfers
 from planning import candidate, transfers
 from shoal_controller.core.planning.planner import PlanRequest, Terms, plan_change
@@ -49,7 +50,7 @@ def planned(held: Holders, domains: list[str], owners: list[int], mirrors: int) 
     return plan_change(PlanRequest(Terms(8, blocks, mirrors, 16, 4), 2, Reason.KILL), here, base)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(inventories(workers=4, blocks=6))
 def test_with_one_mirror_no_plan_of_a_small_world_moves_less(inventory: tuple[Holders, list[str], list[int]]) -> None:
     held, domains, _ = inventory
@@ -60,7 +61,7 @@ def test_with_one_mirror_no_plan_of_a_small_world_moves_less(inventory: tuple[Ho
         assert transfers(plan) == sum(2 - len(holders) for holders in held)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(inventories(workers=4, blocks=5, mirrors=3))
 def test_with_two_mirrors_it_moves_one_block_more_at_worst(inventory: tuple[Holders, list[str], list[int]]) -> None:
     held, _, owners = inventory
@@ -69,7 +70,7 @@ def test_with_two_mirrors_it_moves_one_block_more_at_worst(inventory: tuple[Hold
     assert fewest <= transfers(planned(held, one_each, owners, mirrors=2)) <= fewest + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(inventories(workers=8, blocks=60))
 def test_with_one_mirror_it_moves_what_the_cheapest_flow_moves(inventory: tuple[Holders, list[str], list[int]]) -> None:
     held, domains, _ = inventory

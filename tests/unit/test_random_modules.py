@@ -7,6 +7,7 @@ from typing import Any
 from crew import Crew, Task, undisturbed
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from random_modules import PRECISIONS, RandomModel, optimizer_of
 
 POINTS = (
@@ -15,7 +16,9 @@ POINTS = (
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from(PRECISIONS), st.sampled_from(POINTS), st.data())
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None)
+@settings(
+    max_examples=examples(6), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
+)
 def test_a_random_module_has_the_same_bits_in_stage_2_through_a_loss_and_a_join(
     number: int, precision: dict[str, Any], point: str, data: st.DataObject
 ) -> None:

@@ -17,6 +17,8 @@ from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls
 from shoal_protos.errors import UserError
 
+pytestmark = pytest.mark.xdist_group("an authority")
+
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory):

@@ -10,6 +10,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal.core.sampler import MANY, Sampler, all_shuffled, shuffled
 from shoal_protos.errors import UserError
 
@@ -24,7 +25,7 @@ def world(lanes: int, chance: random.Random) -> list[list[int]]:
     return members
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(lanes=sizes, micro=sizes, per_lane=st.integers(1, 3), extra=st.integers(0, 70), seed=st.integers(0, 2**64 - 1))
 def test_every_epoch_is_covered_exactly_once_by_any_sequence_of_worlds(
     lanes: int, micro: int, per_lane: int, extra: int, seed: int
@@ -43,7 +44,7 @@ def test_every_epoch_is_covered_exactly_once_by_any_sequence_of_worlds(
         assert sampler.samples - len(read) < sampler.samples_per_step
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(count=st.integers(1, 400), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
 def test_an_epoch_is_a_permutation_of_the_dataset(count: int, seed: int, epoch: int) -> None:
     sampler = Sampler(count, 1, 1, 1, seed)
@@ -51,7 +52,7 @@ def test_an_epoch_is_a_permutation_of_the_dataset(count: int, seed: int, epoch: 
     assert sorted(order) == list(range(count))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     count=st.integers(1, 10**15),
     keys=st.tuples(*[st.integers(0, 2**64 - 1)] * 8),

@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from late_device import LateDevice
+from matrices import examples
 from ordered_wire import BULK, GlooWire, ordered_over_gloo
 from over_gloo import over_gloos
 from shoal.device import HOST
@@ -26,7 +27,7 @@ from shoal.group.solo import SoloGroup
 from shoal.group.staged import StagedGroup
 
 RANDOM = settings(
-    max_examples=60, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
+    max_examples=examples(60), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
 )
 
 

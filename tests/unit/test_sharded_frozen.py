@@ -101,7 +101,6 @@ def test_every_world_ends_as_one_worker_in_stage_0(more: dict[str, Any]) -> None
         ["forward", "gather", "backward", "mirror", "fill", "vote", "hand_out", "prepare"],
         "gather",
         "mirror",
-        "prepare",
     ),
 )
 def test_a_loss_anywhere_changes_no_bit(point: str) -> None:

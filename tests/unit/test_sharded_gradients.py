@@ -43,10 +43,10 @@ def test_stages_1_and_2_have_the_same_bits_in_every_world(micro_batches: int) ->
     "point",
     shortened(
         ["forward", "backward", "exchange", "mirror", "fill", "vote", "optimizer", "hand_out", "prepare", "begin"],
-        *("exchange", "mirror", "vote", "hand_out", "prepare"),
+        *("exchange", "vote", "prepare"),
     ),
 )
-@pytest.mark.parametrize("victim", ["a", "c"])
+@pytest.mark.parametrize("victim", shortened(["a", "c"], "a"))
 def test_a_loss_anywhere_in_a_step_costs_this_step_at_most_and_no_bit(point: str, victim: str) -> None:
     task = Task(options())
     with Crew("abc", task) as crew:
@@ -57,7 +57,7 @@ def test_a_loss_anywhere_in_a_step_costs_this_step_at_most_and_no_bit(point: str
 
 
 @pytest.mark.parametrize("point", ["forward", "backward"])
-@pytest.mark.parametrize("lane", shortened(range(LANES), 1, LANES - 1))
+@pytest.mark.parametrize("lane", shortened(range(LANES), LANES - 1))
 def test_a_loss_at_any_lane_of_a_step_runs_the_whole_step_again(lane: int, point: str) -> None:
     """A worker of two has three lanes, the other two: what the dead one was sent of them is lost."""
 

@@ -15,7 +15,7 @@ from hard_units import LANES, STEPS, WIDTH, Layer, Layers, and_train, of, task
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from integration.scripts import VOCABULARY
-from matrices import shortened
+from matrices import examples, shortened
 from random_modules import PRECISIONS, RandomModel
 from random_modules import optimizer_of as optimizer_of_random
 from shoal.blocks.released import Released
@@ -68,9 +68,7 @@ def test_every_world_ends_as_one_worker_in_stage_0(precision: dict[str, Any]) ->
         ],
         "backward",
         "mirror",
-        "vote",
         "hand_out",
-        "begin",
     ),
 )
 def test_a_loss_anywhere_in_a_step_changes_no_bit(point: str) -> None:
@@ -81,7 +79,7 @@ def test_a_loss_anywhere_in_a_step_changes_no_bit(point: str) -> None:
         assert crew.finish() == undisturbed(of(task(0)))
 
 
-@pytest.mark.parametrize("gathers", shortened(range(0, 40, 3), 3, 15, 27))
+@pytest.mark.parametrize("gathers", shortened(range(0, 40, 3), 3, 27))
 def test_a_loss_at_any_gather_of_a_step_changes_no_bit(gathers: int) -> None:
     """Within the forward, within the backward: of those that wait for the dead one, some are in each."""
     count = 0
@@ -143,7 +141,9 @@ POINTS = ("forward", "gather", "backward", "vote", "fill", "begin")
 
 
 @given(st.integers(0, 1 << 30), st.sampled_from(PRECISIONS), st.sampled_from(POINTS), st.data())
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None)
+@settings(
+    max_examples=examples(6), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
+)
 def test_a_random_module_has_the_same_bits_in_stage_3_through_a_loss_and_a_join(
     number: int, precision: dict[str, Any], point: str, data: st.DataObject
 ) -> None:

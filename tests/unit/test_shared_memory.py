@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from over_gloo import over_gloo, over_gloos
 from shoal.group import host_peers, shared_memory
 from shoal.group.gloo import GlooGroup
@@ -288,7 +289,7 @@ Posts = list[tuple[int, int, int, int]]
 """Sender, receiver, tag, bytes."""
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     posts=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 1), st.integers(1, 1200)).filter(

@@ -13,6 +13,8 @@ import pytest
 import shoal
 from shoal.training.engine import PUBLIC
 
+pytestmark = pytest.mark.xdist_group("the site")
+
 ROOT = Path(__file__).resolve().parents[2]
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 """Elements that a browser loads without being asked."""

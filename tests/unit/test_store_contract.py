@@ -31,6 +31,8 @@ from shoal_controller.store.store import (
 )
 from shoal_protos.errors import StoreError
 
+pytestmark = pytest.mark.xdist_group("stores")
+
 
 @dataclass
 class Place:

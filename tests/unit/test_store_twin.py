@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Change, Changes, Compare, Delete, Put
 
@@ -69,7 +70,7 @@ async def play(steps, directory) -> None:
     await store.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(STEPS)
 def test_the_store_does_what_a_dictionary_and_a_list_would(steps) -> None:
     with tempfile.TemporaryDirectory() as directory:

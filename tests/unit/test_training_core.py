@@ -10,6 +10,7 @@ import torch
 from fills import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks, probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
@@ -71,7 +72,7 @@ def random_gradients(layout: Layout, seed: int) -> list[torch.Tensor]:
 
 
 @given(st.integers(1, 11), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_subtree_stack_gives_the_bits_of_a_plain_recursive_sum(lanes: int, data: st.DataObject) -> None:
     layout = some_layout([(70, 70), (30, 5)])
     held = data.draw(st.sets(st.integers(0, lanes - 1), min_size=1).flatmap(lambda some: st.permutations(sorted(some))))
@@ -108,7 +109,7 @@ def test_an_aligned_run_of_k_lanes_takes_log_k_plus_one_gradient_copies(lanes: i
 
 
 @given(st.integers(1, 11), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_copies_that_lanes_take_are_there_before_the_step(lanes: int, data: st.DataObject) -> None:
     held = data.draw(st.sets(st.integers(0, lanes - 1), min_size=1).flatmap(lambda some: st.permutations(sorted(some))))
     sums, unprepared = (LaneSums(some_layout([(10, 10)]), lanes) for _ in range(2))
@@ -122,7 +123,7 @@ def test_the_copies_that_lanes_take_are_there_before_the_step(lanes: int, data: 
 
 
 @given(st.integers(1, 5), st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_norm_has_the_same_bits_for_every_split_of_the_blocks(world: int, seed: int) -> None:
     layout = some_layout([(199, 197), (150, 100), (80, 80), (60, 200)])
     gradients = random_gradients(layout, seed)

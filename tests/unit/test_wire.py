@@ -17,6 +17,7 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from matrices import examples
 from shoal_protos import session_pb2 as pb
 from shoal_protos import wire
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
@@ -215,7 +216,7 @@ def test_random_bytes_get_a_sentence_and_nothing_else(data: bytes) -> None:
         _hears_a_sentence(read, data)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.one_of(from_worker.map(wire.encode_worker), from_controller.map(wire.encode_controller)), st.data())
 def test_a_message_with_some_bytes_changed_gets_a_sentence_and_nothing_else(data: bytes, draw: st.DataObject) -> None:
     garbled = bytearray(data)
