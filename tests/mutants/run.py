@@ -102,7 +102,8 @@ def _run(tests: list[str], tree: Path) -> tuple[bool, str]:
         paths += [ROOT / ".venv/models", tree / "tests/scripts/torchvision_without_cuda"]
     packages = os.pathsep.join(map(str, paths))
     # what is compiled anew is not kept: the next mutant of the file may be of the same size and second
-    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "SHOAL_EXAMPLES": "all"}
+    environment = {**os.environ, "PYTHONPATH": packages, **own}
     try:
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-m", "", *tests],

@@ -23,7 +23,6 @@ import yaml
 from forked_command import SHOAL
 from matrices import shortened
 from rich.console import Console
-from shoal.checkpoint.__main__ import main as checkpoint
 from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
@@ -435,31 +434,6 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
     assert plain == ["worker", "plot", "verify", "export", "import_", "estimate"]
-
-
-def handed_over(*arguments: str) -> list[str]:
-    """What this process would become, as arguments of `python -m shoal.checkpoint`."""
-    becomes: list[str] = []
-
-    def become(program: str, command: list[str]) -> None:
-        becomes.extend(command)
-        raise SystemExit
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(os, "execv", become)
-        patch.setattr(sys, "argv", ["shoal", *arguments])
-        main.main()
-    assert becomes[:3] == [sys.executable, "-m", "shoal.checkpoint"]
-    return becomes[3:]
-
-
-def test_what_needs_torch_is_handed_over_with_its_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = fresh("verify", str(tmp_path))
-    assert (done.returncode, done.stderr) == (2, f"shoal: there is no checkpoint in {tmp_path}.\n")
-    assert checkpoint(handed_over("export", str(tmp_path), "m.safetensors", "--dtype", "int1")) == 2
-    assert capsys.readouterr().err.partition(";")[0] == "shoal: --dtype is int1"
-    assert checkpoint(handed_over("import", str(tmp_path / "m"), str(tmp_path))) == 2
-    assert capsys.readouterr().err == f"shoal: {tmp_path / 'm'} cannot be read: No such file or directory.\n"
 
 
 @pytest.mark.parametrize("text", ['{"job": "j", "workers": {"wanted": 2}}', "job: j\nworkers:\n  wanted: 2\n"])
