@@ -87,7 +87,7 @@ unit: $(READY) packages
 
 # Whole files, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names,
 # as two long tests alone in a file would come last and leave a core idle.
-WHOLE := -n 3 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
+WHOLE := -n 2 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
 whole: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WHOLE) $(ARGS)
 
