@@ -219,7 +219,8 @@ def train(result: str, **options: Any) -> None:
         loss = module(**batch)
         engine.backward(loss)
         engine.step()
-        graphs = say_graphs(graphs)
+        if "compile" in options:
+            graphs = say_graphs(graphs)
     fingerprint = engine.fingerprint()
     brake.linger()
     if "export" in options:
