@@ -46,7 +46,7 @@ GRPC_POLLER = "(_poll_wrapper)"
 
 PROCESSES_THAT_STAY = (
     "from multiprocessing.resource_tracker import main",  # Python's own, once something was spawned
-    "chromium/chromium --type=renderer",  # a spare one of a browser, which has to be ended itself
+    "chromium/chromium --type=",  # a browser's own, spare ones too; the browser itself has to be ended
 )
 """Parts of the command lines of processes that end with those that have started them."""
 
