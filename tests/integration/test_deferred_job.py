@@ -11,7 +11,7 @@ OPTIONS = {"max_steps": 10, "deferred": True}
 
 def test_a_deferred_job_on_a_frozen_base_ends_after_a_kill_as_undisturbed_in_any_stage() -> None:
     options = {**OPTIONS, "stage": 3}
-    with Cluster(workers=3, options=options, faults="w1@4:gather:kill", pace=0.01) as cluster:
+    with Cluster(workers=3, options=options, faults="w1@4:gather:kill", pace=0.5) as cluster:
         cluster.wait_world(2)
         cluster.add()
         cluster.wait_world(3)
