@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from shoal.blocks.flat import views
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import Origin, States, draft_of
@@ -111,3 +112,13 @@ def save(
         files.append(write_content(storage, name.folder, state.step, author, snapshot).name)
     draft = draft.model_copy(update={"frozen": write_frozen(storage, frozen_parameters(state), "f")})
     return name, commit(storage, name.folder, draft, files)
+
+
+def check_last_update(state: TrainingState, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Torch's own step on the gradients of the state's last one gives its bits. `module`: as the state was before."""
+    for bucket in state.layout.buckets:
+        for slot, gradient in zip(bucket.slots, views(bucket, state.sums.live.flats[bucket.index]), strict=True):
+            module.get_parameter(slot.parameter.name).grad = gradient
+    optimizer.step()
+    for name, parameter in state.module.named_parameters():
+        assert torch.equal(module.get_parameter(name), parameter), name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Model, fresh, train
+from checkpoints import Model, check_last_update, fresh, train
 from dcp_folders import FLAT, FORMS, changed, content_of, flat, found_in, plain, written
 from shoal.blocks.flat import views
 from shoal.checkpoint.__main__ import main
@@ -60,12 +60,7 @@ def test_the_next_update_after_an_import_has_the_bits_of_torchs_own(form: str, t
         optim_state_dict=parts["optim" if form == "recipe" else "optimizer"],
         options=FLAT if form == "torchtitan" else None,
     )
-    for bucket in state.layout.buckets:
-        for slot, gradient in zip(bucket.slots, views(bucket, state.sums.live.flats[bucket.index]), strict=True):
-            theirs.get_parameter(slot.parameter.name).grad = gradient
-    their_optimizer.step()
-    for name, parameter in state.module.named_parameters():
-        assert torch.equal(theirs.get_parameter(name), parameter), name
+    check_last_update(state, theirs, their_optimizer)
 
 
 @SINGLE_PROCESS
