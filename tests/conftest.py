@@ -22,13 +22,15 @@ import pytest
 import shoal  # noqa: F401  (before gRPC: it makes forks of this process safe)
 import tqdm
 from hypothesis import HealthCheck, settings
+from matrices import examples
 
 # torch shows a bar where it compiles and tqdm is installed, and the first bar would start a thread for good.
 tqdm.tqdm.monitor_interval = 0
 
 # How fast an example is made and tried says how busy the machine is, and nothing of the code.
-EXAMPLES = 100 if os.environ.get("SHOAL_EXAMPLES") else 33  # tests/matrices.py
-settings.register_profile("shoal", max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shoal", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("shoal")
 
 THREADS_THAT_STAY = (
