@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.blocks.held import MASTER
 from shoal.checkpoint.layout_check import Match, match
 from shoal.checkpoint.manifest import StateEntry
-from shoal.checkpoint.named import names, tied_names
+from shoal.checkpoint.named import Known, names, tied_names
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket, Slot, Stretch
 from shoal.core.module_names import named_parameters
@@ -137,7 +137,7 @@ def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tup
     found = names(reader.manifest)
     for name in found:
         if tied.get(name) in found:
-            _check_tied(reader, name, tied[name])
+            _check_tied(reader, found, name, tied[name])
     theirs = {tied[name]: (name, known.shape) for name, known in found.items() if name in tied}
     theirs |= {name: (name, known.shape) for name, known in found.items() if name not in tied}
     shapes = {name: shape for name, (_, shape) in theirs.items()}
@@ -147,16 +147,15 @@ def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tup
     return replace(matched, has_optimizer=is_whole and taken.has_states), taken
 
 
-def _check_tied(reader: Reader, name: str, first: str) -> None:
+def _check_tied(reader: Reader, found: Mapping[str, Known], name: str, first: str) -> None:
     """Only one of two tensors that the module ties can be taken, so the checkpoint must have the same bits of both."""
-    found = names(reader.manifest)
-    values = TakenTensors(reader, {name: name, first: first})
-    alike = found[name] == found[first]
-    elements = math.prod(found[name].shape)
-    for start in range(0, elements if alike else 0, PART_ELEMENTS):
+    values, elements = TakenTensors(reader, {name: name, first: first}), math.prod(found[name].shape)
+
+    def is_alike(start: int) -> bool:
         one, other = (values.part(of, start, min(elements, start + PART_ELEMENTS)) for of in (name, first))
-        alike = alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    if not alike:
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+    if found[name] != found[first] or not all(map(is_alike, range(0, elements, PART_ELEMENTS))):
         raise UserError(
             f'{reader.where} does not fit: "{first}" and "{name}" are one tensor in the model and differ in the '
             "checkpoint. Build the model without the tie, or import one in which they are the same."
