@@ -42,15 +42,16 @@ def teardown_module():
 
 
 def test_a_test_that_leaves_something_behind_fails(tmp_path: Path) -> None:
-    conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
+    tests = Path(__file__).parents[1]
+    conftest = (tests / "conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_SECONDS = 3.0", "GRACE_SECONDS = 0.1"))
     (tmp_path / "test_it.py").write_text(FORGETFUL)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "base")]
     command += [str(tmp_path)]
-    wide = os.environ | {"COLUMNS": "300"}
+    wide = os.environ | {"COLUMNS": "300", "PYTHONPATH": str(tests)}
     done = subprocess.run(command, cwd=tmp_path, env=wide, capture_output=True, text=True, timeout=60)
     found = set(
         re.findall(r"ERROR test_it.py::test_that_forgets_a_(\w+) - AssertionError: the test has left", done.stdout)
     )
-    assert found == {"thread", "process", "socket", "file", "task"}, done.stdout
+    assert found == {"thread", "process", "socket", "file", "task"}, done.stdout + done.stderr
     assert "6 passed, 5 errors" in done.stdout
