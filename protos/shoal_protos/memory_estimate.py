@@ -110,7 +110,7 @@ class MemoryEstimate:
         """Whether this version trains so."""
         setup = self.setup
         is_built = setup.stage in BUILT_STAGES and setup.precision in BUILT_PRECISIONS
-        has_place = not setup.offload_parameters or (setup.stage == 3 and setup.offload == "host")
+        has_place = not setup.offload_parameters or (setup.stage == 3 and setup.offload != "none")
         return is_built and setup.offload in BUILT_OFFLOADS and has_place
 
 

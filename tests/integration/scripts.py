@@ -115,10 +115,11 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
 def _offload(options: dict[str, Any]) -> dict[str, Any]:
     """`offload`: the folder of the files that keep optimizer state; or "cpu"."""
     folder = options.get("offload")
-    if folder == "cpu":
-        parameters = {"offload_param": {"device": "cpu"}} if options.get("offload_param") else {}
-        return {"offload_optimizer": {"device": "cpu"}, **parameters}
-    return {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}} if folder else {}
+    if not folder:
+        return {}
+    parameters = {"offload_param": {"device": "cpu"}} if options.get("offload_param") else {}
+    state = {"device": "cpu"} if folder == "cpu" else {"device": "nvme", "nvme_path": str(folder)}
+    return {"offload_optimizer": state, **parameters}
 
 
 def optimizer_of(model: nn.Module, name: str = "AdamW", **arguments: Any) -> torch.optim.Optimizer:

@@ -98,8 +98,8 @@ def test_parameters_are_in_host_memory_only_in_stage_3_and_with_their_state() ->
         "`offload_param` out."
     )
     assert place_refused() == (
-        f"{given}parameters are updated where they lie, so their optimizer state must be in host memory too: set "
-        '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
+        f"{given}parameters are updated where they lie, so their optimizer state cannot be on the device: set "
+        '`zero_optimization.offload_optimizer: {"device": "cpu"}`, or "nvme" with a folder.'
     )
 
 

@@ -66,8 +66,9 @@ def test_what_is_not_supported_yet_has_an_asterisk(tmp_path: Path) -> None:
     assert [row.split()[0] for row in output.splitlines()[2:3]] == ["3*"]
 
 
-def test_parameters_on_the_host_are_supported_with_their_state(tmp_path: Path) -> None:
-    there = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+@pytest.mark.parametrize("state", [{"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}])
+def test_parameters_on_the_host_are_supported_with_their_state(state: dict[str, str], tmp_path: Path) -> None:
+    there = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": state}
     _, output, _ = ran("--params", "7e9", "--workers", "8", "--config", config(tmp_path, {"zero_optimization": there}))
     assert [row.split()[0] for row in output.splitlines()[2:3]] == ["3"]
 

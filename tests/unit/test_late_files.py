@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from late_device import LateDevice
 from shoal.device import HOST
 from shoal.offload.filed_device_blocks import FiledDeviceBlocks
 from shoal.offload.held_piece import HeldPiece
+from shoal.offload.host_parameters import FiledHostParameterBlocks
 from shoal.offload.transfers import Buffer
 from shoal.training.engine import Engine
 from torch import Tensor
@@ -45,6 +47,14 @@ def look(engine: Engine) -> None:
     assert not held.runs or engine.global_step < 1 or held.bytes_by_place()["state_files"] > 0
 
 
+def look_at_parameters(engine: Engine) -> None:
+    look(engine)
+    state = engine.context.state
+    assert isinstance(state.held, FiledHostParameterBlocks)
+    for segment in state.held.segments:
+        assert segment.weights is not None and state.device.is_pinned(segment.weights)
+
+
 def right(task: Task) -> str:
     return undisturbed(
         replace(task, options={**task.options, "offload": ""}, device=lambda: HOST, in_loop=lambda _: None)
@@ -53,20 +63,49 @@ def right(task: Task) -> str:
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, {}), (2, BF16), (3, {}), (3, BF16)])
 def test_a_loss_a_join_and_a_fill_change_no_bit(stage: int, precision: dict[str, Any], tmp_path: Path) -> None:
-    task = late(tmp_path, stage, precision=precision)
+    through_a_loss_and_a_join(late(tmp_path, stage, precision=precision))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("precision", [{}, BF16])
+def test_parameters_in_host_memory_change_no_bit_either(precision: dict[str, Any], tmp_path: Path) -> None:
+    task = late(tmp_path, 3, precision=precision, offload_param=True)
+    through_a_loss_and_a_join(replace(task, in_loop=look_at_parameters))
+
+
+def test_parameters_in_host_memory_are_filled_in_several_steps(tmp_path: Path) -> None:
+    slices = {"max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}}
+    through_a_loss_and_a_join(late(tmp_path, 3, offload_param=True, **slices))
+
+
+def test_an_update_in_a_file_brings_gradients_down_and_parameters_in_host_memory_stay_there(tmp_path: Path) -> None:
+    device, seen, sizes = LateDevice(), list[int](), list[int]()
+
+    def note(engine: Engine) -> None:
+        if engine.context.loop.place == (0, 0):
+            seen.append(device.down)
+        sizes[:] = [sum(bucket.elements * 4 for bucket in engine.context.state.layout.buckets)]
+
+    task = late(tmp_path, 3, lanes=1, offload_param=True)
+    undisturbed(replace(task, device=lambda: device, in_loop=note))
+    assert {after - before for before, after in pairwise(seen)} == set(sizes)
+
+
+def through_a_loss_and_a_join(task: Task) -> None:
     with Crew("abc", task) as crew:
         crew.train_to(2)
         crew.kill("b")
         crew.train_to(4)
         crew.add("d")
         assert crew.finish() == right(task)
-    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_death_within_the_update_changes_no_bit(stage: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload_param": True}])
+def test_a_death_within_the_update_changes_no_bit(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """After some pieces of it: what lies in the file then is of two steps, and nobody ever reads it."""
-    task, died = late(tmp_path, stage), list[int]()
+    task, died = late(tmp_path, **more), list[int]()
     apply = FiledDeviceBlocks._apply_to_piece
 
     with Crew("abc", task) as crew:
@@ -99,7 +138,8 @@ def test_a_checkpoint_goes_on_with_and_without_a_device(stage: int, tmp_path: Pa
 
 def test_workers_may_differ_in_where_they_keep_state(tmp_path: Path) -> None:
     in_files, on_host = late(tmp_path, 3), Task({"max_steps": 6, "stage": 3, "offload": "cpu"}, device=LateDevice)
-    with Crew("abc", in_files, odd={"b": on_host}) as crew:
+    parameters_too = late(tmp_path, 3, offload_param=True)
+    with Crew("abc", in_files, odd={"b": on_host, "c": parameters_too}) as crew:
         crew.train_to(2)
         crew.kill("a")
         crew.train_to(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ from crew import Crew, Task, undisturbed
 from hard_units import of, task
 from integration.scripts import Adapted, optimizer_of
 from late_device import LateDevice
+from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.held import HeldBlocks
 from shoal.checkpoint import snapshot
 from shoal.config import load_config
+from shoal.core.layout import Stretch
 from shoal.device import HOST, Device
+from shoal.offload.transfers import Buffer
 from shoal.out_of_memory import Setting, explain, is_out_of_memory, note_what, place_of, ways
 from shoal.training import start as start_of_training
 from shoal.training.activation_checkpointing import checkpoint_activations
@@ -229,6 +233,36 @@ def test_blocks_for_which_a_new_world_finds_no_memory_are_named(monkeypatch: pyt
         undisturbed(of(task(0)))
     nearest, *_ = caught.value.__notes__
     assert nearest == "Memory ran out while this worker's blocks were put in place for generation 1."
+
+
+def test_blocks_for_which_a_joiner_finds_no_memory_are_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part = FillMemory.part
+
+    def fails(self: FillMemory, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,)
+        size = 1 << 60 if threading.current_thread().name == "worker d" else 0
+        return torch.empty(size, dtype=torch.uint8) if size else part(self, stretch, key, dtype)
+
+    monkeypatch.setattr(FillMemory, "part", fails)
+    with Crew("ab", Task({"max_steps": 8, "lanes": 4})) as crew:
+        crew.train_to(2)
+        crew.add("d")
+        assert crew.finish() == undisturbed(Task({"max_steps": 8, "lanes": 4}))
+        failure = crew.workers["d"].failure
+    assert "Memory ran out while blocks that this worker is to hold came from those that have them." in failure
+
+
+def test_a_buffer_of_offload_for_which_there_is_no_memory_is_named() -> None:
+    buffer = Buffer()
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        buffer.reserve(1 << 46)
+    assert is_out_of_memory(caught.value)
+    assert caught.value.__notes__ == [
+        "Memory ran out while a buffer of 70,368,744,177,664 bytes was made, which carries optimizer state from its file "
+        "and back."
+    ]
+    assert buffer.bytes == 0
 
 
 def test_a_save_without_memory_for_its_copy_fails_alone(

@@ -140,7 +140,7 @@ def _by_host_memory(config: TrainingConfig) -> Iterator[str]:
         yield "`activation_checkpointing.cpu_checkpointing: true`;"
     if not config.updates_on_host:
         yield '`zero_optimization.offload_optimizer: {"device": "cpu"}`;'
-    elif config.stage == 3 and config.state_on_host and not config.parameters_on_host:
+    elif config.stage == 3 and not config.parameters_on_host:
         yield '`zero_optimization.offload_param: {"device": "cpu"}`;'
 
 

@@ -88,7 +88,7 @@ class OffloadParam(Section):
 
     device: Annotated[Literal["none", "cpu"] | None, Allowed('"none" or "cpu"')] = "none"
     """`none`: where the model is. `cpu`: host memory, from which a unit is copied up while it is gathered; it needs
-    stage 3 and `offload_optimizer.device` "cpu". With a model on the CPU it is the same."""
+    stage 3 and `offload_optimizer.device` "cpu" or "nvme". With a model on the CPU it is the same."""
 
 
 class ZeroOptimization(Section):

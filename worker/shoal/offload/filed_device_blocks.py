@@ -33,7 +33,7 @@ class _Coming:
 
     gradient: Tensor
     parameters: Tensor | None
-    """Where no master weights tell them."""
+    """Where no master weights tell them: a copy of those on the device, or where they lie in host memory."""
     copies: list[DeviceCopy]
 
 
@@ -85,12 +85,13 @@ class FiledDeviceBlocks(FiledBlocks):
         here = self._device.pinned(gradient.numel(), gradient.dtype)
         copies, parameters = [self._device.to_host(gradient, here)], None
         if not self.layout.buckets[piece.stretch.bucket].has_masters:
-            place = self._place_of(piece)
-            parameters = self._device.pinned(place.numel(), place.dtype)
-            copies.append(self._device.to_host(place, parameters))
+            place = parameters = self._place_of(piece)
+            if self._device.holds(place):
+                parameters = self._device.pinned(place.numel(), place.dtype)
+                copies.append(self._device.to_host(place, parameters))
         return _Coming(here, parameters, copies)
 
-    def _place_of(self, piece: HeldPiece) -> Tensor:  # (elements,) of the bucket's dtype, on the device
+    def _place_of(self, piece: HeldPiece) -> Tensor:  # (elements,) of the bucket's dtype
         """Its parameters, as others get them."""
         if not self.keeps_weights:
             return self._parameters.of(piece.stretch)
@@ -116,9 +117,13 @@ class FiledDeviceBlocks(FiledBlocks):
     def _bring_up(
         self,
         segment: Segment,
-        place: Tensor,  # (elements of the segment,) of the bucket's dtype, on the device
+        place: Tensor,  # (elements of the segment,) of the bucket's dtype
     ) -> None:
         rounded = segment.parameter
+        if not self._device.holds(place):
+            if segment.has_master:
+                place.copy_(rounded)
+            return
         if segment.has_master:
             rounded = self._device.pinned(place.numel(), place.dtype)
             rounded.copy_(segment.parameter)

@@ -16,7 +16,7 @@ from shoal.device import HOST, Device
 from shoal.offload.filed_blocks import FiledBlocks, check_steps_in_parts
 from shoal.offload.filed_device_blocks import DeviceStore, FiledDeviceBlocks
 from shoal.offload.host_blocks import HostBlocks
-from shoal.offload.host_parameters import HostParameterBlocks
+from shoal.offload.host_parameters import FiledHostParameterBlocks, HostParameterBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import StateFile
 
@@ -44,20 +44,23 @@ def held_blocks(
     keeps_weights: bool = False,
 ) -> HeldBlocks:
     """Of a worker that keeps its state there. Raises `UserError` where it cannot."""
-    if place.parameters_on_host and not place.device.on_host:
+    given, device = (layout, optimizer, parameters, tensors), place.device
+    parameters_on_host = place.parameters_on_host and not device.on_host
+    if parameters_on_host:
         _check_parameters_on_host(place, keeps_weights)
-        return HostParameterBlocks(layout, optimizer, parameters, tensors, place.device)
     if place.folder is None:
-        if place.on_host and not place.device.on_host:
-            return HostBlocks(layout, optimizer, parameters, tensors, place.device, keeps_weights)
-        return HeldBlocks(layout, optimizer, parameters, tensors, keeps_weights)
+        if parameters_on_host:
+            return HostParameterBlocks(*given, device)
+        if place.on_host and not device.on_host:
+            return HostBlocks(*given, device, keeps_weights)
+        return HeldBlocks(*given, keeps_weights)
     check_steps_in_parts(optimizer)
     store = PieceStore(layout, StateFile(place.folder))
-    if not place.device.on_host:
-        return FiledDeviceBlocks(
-            layout, optimizer, parameters, tensors, DeviceStore(store, place.device), keeps_weights
-        )
-    return FiledBlocks(layout, optimizer, parameters, tensors, store, keeps_weights)
+    if parameters_on_host:
+        return FiledHostParameterBlocks(*given, DeviceStore(store, device))
+    if not device.on_host:
+        return FiledDeviceBlocks(*given, DeviceStore(store, device), keeps_weights)
+    return FiledBlocks(*given, store, keeps_weights)
 
 
 def _check_parameters_on_host(place: StatePlace, keeps_weights: bool) -> None:
@@ -68,8 +71,8 @@ def _check_parameters_on_host(place: StatePlace, keeps_weights: bool) -> None:
             f"{given}; below ZeRO stage 3 every worker has all parameters there. Set `zero_optimization.stage`: 3, or "
             "leave `offload_param` out."
         )
-    if not place.on_host:
+    if not place.on_host and place.folder is None:
         raise UserError(
-            f"{given}; parameters are updated where they lie, so their optimizer state must be in host memory too: set "
-            '`zero_optimization.offload_optimizer: {"device": "cpu"}`.'
+            f"{given}; parameters are updated where they lie, so their optimizer state cannot be on the device: set "
+            '`zero_optimization.offload_optimizer: {"device": "cpu"}`, or "nvme" with a folder.'
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
+from shoal.out_of_memory import naming
 
 BUFFERS = 3
 """One is read, one updated, one written; more gain nothing."""
@@ -52,7 +53,8 @@ class Buffer:
         if count <= self.bytes:
             return
         # shared with forked children: a direct read into private memory is lost where a fork copies the page
-        larger = mmap.mmap(-1, -(-count // PAGE_BYTES) * PAGE_BYTES)
+        with naming(f"a buffer of {count:,} bytes was made, which carries optimizer state from its file and back"):
+            larger = mmap.mmap(-1, -(-count // PAGE_BYTES) * PAGE_BYTES)
         larger[: self.bytes] = self._memory[: self.bytes]
         self._memory, self.bytes = larger, len(larger)
 

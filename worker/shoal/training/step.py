@@ -21,6 +21,7 @@ from shoal.exchange.vote import Record
 from shoal.faults import fault_point
 from shoal.group.group import Work
 from shoal.optim.turns import has_turn
+from shoal.out_of_memory import naming
 from shoal.training.agreed_hyper import take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.context import TrainingContext
@@ -112,7 +113,8 @@ class Step:
     def _receive_slice(self, fills: tuple[Fill, ...]) -> int:
         """Returns its bytes; after the plan's last slice, what the job's changes have cut becomes few segments."""
         world, held = self._world, self._context.state.held
-        taken = receive_slice(world.group, held, fills)
+        with naming("blocks that this worker is to hold came from those that have them"):
+            taken = receive_slice(world.group, held, fills)
         if fills and self._context.boundaries + 1 == world.plan.boundaries:
             held.join()
         return taken
