@@ -259,8 +259,8 @@ def test_a_buffer_of_offload_for_which_there_is_no_memory_is_named() -> None:
         buffer.reserve(1 << 46)
     assert is_out_of_memory(caught.value)
     assert caught.value.__notes__ == [
-        "Memory ran out while a buffer of 70,368,744,177,664 bytes was made, which carries optimizer state from its file "
-        "and back."
+        "Memory ran out while a buffer of 70,368,744,177,664 bytes was made, which carries optimizer state from its "
+        "file and back."
     ]
     assert buffer.bytes == 0
 

@@ -10,7 +10,7 @@ size of a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.core.tree import are_leaves
 from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, receive_sums, send_packed, send_sums
-from shoal.exchange.pieces import Extent, Extents, elements_in
+from shoal.exchange.pieces import Extent, Extents, cached, elements_in
 from shoal.exchange.traffic import GATHERED, MIRRORED, PARTIALS, Traffic, sums_dtype
 from shoal.exchange.tree_sum import TreeSum
 from shoal.group.group import Group, Waiting, Work, WorldChanged
@@ -137,7 +137,7 @@ class CanonicalReduction:
         self._gathering = None
         flight, tree_sum = self._flight[self._joined], self._traffic.joint_sum
         for owner, extents in self._traffic.joint[self._joined]:
-            added = [tree_sum.add_up(parts) for _, parts in self._parts(tree_sum, flight.gathered, extents)]
+            added = [tree_sum.add_up(parts) for _, parts in self._parts(tree_sum, flight.gathered, extents, extents)]
             dtype = sums_dtype(self._traffic, self._joined)
             flight.sends += send_sums(self._group, owner, PARTIALS, list(zip(*added, strict=True)), dtype)
         flight.gathered.clear()
@@ -223,7 +223,8 @@ class CanonicalReduction:
     def _reduce(self, piece: int) -> None:
         flight, tree_sum = self._flight[piece], self._traffic.owned_sum
         for extents in self._traffic.own_messages[piece]:
-            for (bucket, start, stop), parts in self._parts(tree_sum, flight.arrivals, extents):
+            in_cache = cached(extents, self._watch.at_once)
+            for (bucket, start, stop), parts in self._parts(tree_sum, flight.arrivals, extents, in_cache):
                 (root,) = tree_sum.add_up(parts)
                 place = self._sums.last.flats[bucket][start:stop]
                 mean = torch.div(root, self._traffic.plan.lanes, out=place)
@@ -235,15 +236,15 @@ class CanonicalReduction:
         flight.receives.clear()
 
     def _parts(
-        self, tree_sum: TreeSum, arrived: Arrivals, extents: Extents
-    ) -> Iterator[tuple[Extent, list[Tensor]]]:  # each (elements of the extent,)
-        """The partial sums of the extents of one message, one extent after the other."""
+        self, tree_sum: TreeSum, arrived: Arrivals, extents: Extents, in_parts: Iterable[Extent]
+    ) -> Iterator[tuple[Extent, list[Tensor]]]:  # each (elements of the part,)
+        """The partial sums of the extents of one message. `in_parts`: the same elements, as they are to be added up."""
         wide = self._sums.live.flats[extents[0].bucket].dtype
         messages = {peer: arrived[peer, extents].to(wide).unbind() for peer in tree_sum.subtrees_from}
         at = 0
-        for extent in extents:
-            yield extent, tree_sum.parts(self._sums.finished, messages, extent, at)
-            at += extent.stop - extent.start
+        for part in in_parts:
+            yield part, tree_sum.parts(self._sums.finished, messages, part, at)
+            at += part.stop - part.start
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""

@@ -28,6 +28,8 @@ SMALL = 4
 """Buckets are joined up to this part of a piece: larger ranges are better sent from where they lie."""
 ROW = 4_096
 """Elements; ranges are cut at multiples of it, as kernels like them."""
+CACHED_ELEMENTS = 32 * ROW
+"""So many of a range are added up, divided and looked at before the next: a processor's cache has them until then."""
 
 
 class Extent(NamedTuple):
@@ -43,6 +45,14 @@ Extents = tuple[Extent, ...]
 
 def elements_in(extents: Sequence[Extent]) -> int:
     return sum(stop - start for _, start, stop in extents)
+
+
+def cached(extents: Sequence[Extent], on_host: bool) -> Iterator[Extent]:
+    """The same elements in the same order, cut where a processor computes; a device has better ways."""
+    for bucket, start, stop in extents:
+        size = CACHED_ELEMENTS if on_host else stop - start
+        for at in range(start, stop, size):
+            yield Extent(bucket, at, min(at + size, stop))
 
 
 def in_messages(extents: Extents, itemsize: int) -> tuple[Extents, ...]:

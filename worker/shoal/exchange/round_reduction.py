@@ -19,9 +19,10 @@ from torch import Tensor
 
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.rounds import NO_LANE
+from shoal.core.tree import Additions
 from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
-from shoal.exchange.pieces import Extents, elements_in
+from shoal.exchange.pieces import Extents, cached, elements_in
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.exchange.traffic import MIRRORED, PARTIALS, sums_dtype
 from shoal.group.group import Group, Waiting, Work, WorldChanged
@@ -238,20 +239,21 @@ class RoundReduction:
     ) -> None:
         rank, lanes = self._traffic.rank, self._rounds.rounds[number]
         order, wide = self._rounds.tree.rounds[number], sums_dtype(self._traffic, piece)
+        is_last = number == len(self._rounds.rounds) - 1
         for message, extents in enumerate(self._rounds.receives[piece]):
             parts = self._parts[piece][message]
             if lanes[rank] != NO_LANE:
-                parts[rank] = self._own(extents, wide, is_last=number == len(self._rounds.rounds) - 1)
+                parts[rank] = self._own(extents, wide, is_last)
             for peer in self._rounds.sources(number):
                 parts[peer] = arrived[peer, message].to(wide)
+            if is_last:
+                self._add_last(parts, order.additions, extents)
+                continue
             for into, other in order.additions:
                 parts[into].add_(parts.pop(other))
-            if number == len(self._rounds.rounds) - 1:
-                self._divide(parts.pop(self._rounds.tree.root), extents)
-            else:
-                moved = dict(order.pushes)
-                self._parts[piece][message] = {moved.get(part, part): value for part, value in parts.items()}
-        if number == len(self._rounds.rounds) - 1:
+            moved = dict(order.pushes)
+            self._parts[piece][message] = {moved.get(part, part): value for part, value in parts.items()}
+        if is_last:
             self._on_reduced()
             self._mirror(piece)
 
@@ -265,20 +267,20 @@ class RoundReduction:
         mine = ranges(self._sums.live, extents)
         return mine[0].to(wide) if is_last and len(mine) == 1 else torch.cat(mine).to(wide)
 
-    def _divide(
-        self,
-        root: Tensor,  # (elements in the extents,): the sum over all lanes
-        extents: Extents,
-    ) -> None:
-        """Leaves the mean where the update reads it."""
-        at, lanes = 0, self._traffic.plan.lanes
-        for bucket, start, stop in extents:
+    def _add_last(self, parts: Parts, additions: Additions, extents: Extents) -> None:
+        """All lanes are there: leaves the mean where the update reads it, and forgets the parts."""
+        at, lanes, root = 0, self._traffic.plan.lanes, self._rounds.tree.root
+        for bucket, start, stop in cached(extents, self._watch.at_once):
+            end = at + stop - start
+            for into, other in additions:
+                parts[into][at:end].add_(parts[other][at:end])
             place = self._sums.reduced.range(bucket, start, stop)
-            mean = torch.div(root[at : at + stop - start], lanes, out=place)
-            at += stop - start
+            mean = torch.div(parts[root][at:end], lanes, out=place)
+            at = end
             self._watch.look(self._traffic.layout.buckets[bucket], start, mean, lambda: (0, lanes))
             if self._loss_scale != 1.0:
                 mean.div_(self._loss_scale)
+        parts.clear()
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""

@@ -1,5 +1,5 @@
-"""Held blocks of a model on a device of which the parameters lie in host memory too (stage 3): their state is there with
-them, or in a file.
+"""Held blocks of a model on a device of which the parameters lie in host memory too (stage 3), with their state there
+or in a file.
 
 On the device are the units that are gathered, and gradients. An update brings gradients down and nothing up: parameters
 are updated where they lie, in pinned memory; what a worker holds of a unit is copied up when it gathers the unit, and
