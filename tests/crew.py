@@ -370,7 +370,7 @@ class Crew:
     def finish(self) -> str:
         """Until the job is over; returns its fingerprint."""
         self.allow()
-        self.until("the end", lambda: self.job.durable.phase.over)
+        self.until("the end", lambda: self.job.durable.phase.is_over)
         assert self.job.durable.phase.value == "succeeded", self.story()
         return self.job.durable.fingerprint
 

@@ -13,7 +13,7 @@ def saved(crew: Crew, step: int) -> None:
     most = crew.allowed + MOST_STEPS
     while step not in [one.step for one in crew.job.durable.checkpoints]:
         crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
-        assert crew.allowed < most and not crew.job.durable.phase.over, crew.story()
+        assert crew.allowed < most and not crew.job.durable.phase.is_over, crew.story()
         crew.train_to(crew.allowed + 1)
 
 

@@ -154,8 +154,8 @@ class Runner:
         return self._unserved
 
     @property
-    def over(self) -> bool:
-        return bool(self._broken or self._unserved) or self._carried_out.durable.phase.over
+    def is_over(self) -> bool:
+        return bool(self._broken or self._unserved) or self._carried_out.durable.phase.is_over
 
     # ---- its life
 
@@ -259,7 +259,7 @@ class Runner:
 
     def record(self) -> None:
         """Look at the job for its series; at one that is over, that they are not kept for ever."""
-        if self.over:
+        if self.is_over:
             self.series.forget_the_old(self._life.clock())
         else:
             self.series.record(sample(self._carried_out, self._life.clock()), self._life.clock())

@@ -195,7 +195,7 @@ class Shell:
                 return self.view(spec.job)
             if before is not None and before.unserved:
                 raise Conflict(before.unserved).coded(ErrorCode.JOB_UNSERVED)
-            if before is not None and not before.view().phase.over:
+            if before is not None and not before.view().phase.is_over:
                 raise Conflict(
                     f"job {spec.job} exists and is {before.view().phase}; "
                     "delete it first or give the new one another name"
@@ -218,7 +218,7 @@ class Shell:
         if len(self._runners) < MOST_JOBS:
             return
         idle = [runner for name, runner in self._runners.items() if not self._changing.is_held(name)]
-        over = [runner for runner in idle if runner.over and not runner.unserved]
+        over = [runner for runner in idle if runner.is_over and not runner.unserved]
         if not over:
             raise Conflict(f"{MOST_JOBS} jobs are not over, and more are not served; delete some first").coded(
                 ErrorCode.TOO_MANY_JOBS
@@ -234,7 +234,7 @@ class Shell:
             if runner.unserved:
                 raise Conflict(runner.unserved).coded(ErrorCode.JOB_UNSERVED)
             view = runner.view()
-            if view.phase.over:
+            if view.phase.is_over:
                 if only_if is not None:
                     only_if.check(job, version_of(view))
                 await self._forget(runner)
@@ -343,7 +343,7 @@ class Shell:
         for number in itertools.count():
             await asyncio.sleep(TICK_SECONDS)
             for runner in self._runners.values():
-                if not runner.over or number % OVER_TICKS == 0:
+                if not runner.is_over or number % OVER_TICKS == 0:
                     runner.tick()
 
     def give_up(self, error: BaseException) -> None:

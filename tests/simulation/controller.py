@@ -139,11 +139,11 @@ class ControllerHost:
         return stream
 
     def connected(self, stream: Stream, hello: object) -> None:
-        stream.worker.heard_at = self.clock.now
+        stream.worker.last_message_at = self.clock.now
         self.feed(Connected(stream.number, hello))  # type: ignore[arg-type]
 
     def receive(self, stream: Stream, message: object) -> None:
-        stream.worker.heard_at = self.clock.now
+        stream.worker.last_message_at = self.clock.now
         self.feed(MessageReceived(stream.number, message))  # type: ignore[arg-type]
 
     def stream_ended(self, stream: Stream) -> None:

@@ -51,7 +51,7 @@ class Faults:
             self.clock.after(delay, self._strike)
 
     def _strike(self) -> None:
-        if not self.simulation.host.job.durable.phase.over:
+        if not self.simulation.host.job.durable.phase.is_over:
             self.count += 1
             getattr(self, self.chance.choice(self.kinds))()
         self._next()
@@ -229,7 +229,7 @@ class Faults:
         holders = [
             worker for worker in self.simulation.workers() if worker.training.blocks and worker.training.step > 0
         ]
-        if holders and not self.simulation.host.job.durable.phase.over:
+        if holders and not self.simulation.host.job.durable.phase.is_over:
             self.count += 1
             worker = self.flips.choice(holders)
             self.simulation.bits.flip(worker, self.flips.choice(sorted(worker.training.blocks)))

@@ -59,7 +59,7 @@ class Promises:
 
     def _look(self, owed: list[str], life: int) -> None:
         host = self.simulation.host
-        if not host.alive or host.life != life or host.job.durable.phase.over:
+        if not host.alive or host.life != life or host.job.durable.phase.is_over:
             return
         roster = host.job.durable.roster
         forgotten = [name for name in owed if roster[name].serves and not self.simulation.launcher.has(name)]
@@ -92,11 +92,11 @@ class Promises:
     def kept(self) -> bool:
         """Whether nothing is owed any more."""
         durable = self.simulation.host.job.durable
-        saved = durable.phase.over or not self._saves
+        saved = durable.phase.is_over or not self._saves
         return saved and not any(self._is_to_end(durable, name) for name in self.simulation.launcher.started)
 
     def _is_to_end(self, durable: Durable, name: str) -> bool:
         """Whether a process lives that was told to end."""
         record = durable.roster.get(name)
-        ending = durable.phase.over or record is None or record.ending is not None
+        ending = durable.phase.is_over or record is None or record.ending is not None
         return ending and self.simulation.launcher.started[name].alive

@@ -38,7 +38,7 @@ def attempt(task: Task) -> Outcome:
         return seed, f"{type(error).__name__}: {error}", Counter(seeds=1)
     durable = simulation.host.job.durable
     happened: Counter[str] = Counter(seeds=1, steps=simulation.watch.commits, worlds=len(simulation.watch.began_at))
-    happened[f"ended {durable.phase.value}" if durable.phase.over else "still training"] += 1
+    happened[f"ended {durable.phase.value}" if durable.phase.is_over else "still training"] += 1
     happened[f"of stage {simulation.stage}"] += 1
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)

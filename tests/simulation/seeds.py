@@ -42,7 +42,7 @@ def _goes_on(simulation: Simulation) -> None:
     deadline = simulation.clock.now + (PATIENCE_SECONDS if simulation.script.kind else CALM_SECONDS)
     begin = simulation.watch.commits
     while simulation.clock.now < deadline:
-        if simulation.spec.launcher == "none" and not simulation.host.job.durable.phase.over:
+        if simulation.spec.launcher == "none" and not simulation.host.job.durable.phase.is_over:
             _keep_enough(simulation)
         if simulation.host.job.durable.paused_because:
             simulation.host.request(Resume())
@@ -60,9 +60,9 @@ def _keep_enough(simulation: Simulation) -> None:
 def settled(simulation: Simulation, begin: int) -> bool:
     """Everyone who lives is in one world that commits steps; or the job is over."""
     durable = simulation.host.job.durable
-    if durable.phase.over and not simulation.promises.kept():
+    if durable.phase.is_over and not simulation.promises.kept():
         return False
-    if durable.phase.over:
+    if durable.phase.is_over:
         return over_for_a_reason(simulation, durable.phase, durable.reason)
     if _waits_for_an_operator(simulation):
         return True

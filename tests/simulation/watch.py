@@ -221,7 +221,7 @@ class Watch:
         durable, old = after.durable, before.durable
         if durable is old:
             return
-        if old.phase.over and durable.phase is not old.phase:
+        if old.phase.is_over and durable.phase is not old.phase:
             self.violated("a job that was over went on", old.phase, durable.phase)
         drained = [old.roster.get(event.worker) for event in events if isinstance(event, DrainWorker)]
         self.called_dead |= {one.incarnation for one in drained if one is not None and one.standing is Standing.LOST}
@@ -273,7 +273,7 @@ class Watch:
         an older one, until all members have said theirs; they never do where it ends the job before.
         """
         if not job.figures_known:
-            self.ended_unheard = job.durable.phase.over
+            self.ended_unheard = job.durable.phase.is_over
             return
         if job.durable.step < self.shown and not self.ended_unheard:
             self.violated("the shown step went back", self.shown, job.durable.step)
@@ -300,8 +300,10 @@ class Watch:
         seen_after = UNREACHABLE_SECONDS + 2 * self.simulation.host.late
         silent = [worker for worker, at in since.items() if at < now - seen_after]
         long = self.simulation.spec.stall_seconds - UNREACHABLE_SECONDS
-        heard_at = {record.worker: self.simulation.processes[record.incarnation].heard_at for record in here}
-        gone = [worker for worker in silent if heard_at[worker] < now - long]  # it may have thawed for a moment
+        last_message_at = {
+            record.worker: self.simulation.processes[record.incarnation].last_message_at for record in here
+        }
+        gone = [worker for worker in silent if last_message_at[worker] < now - long]  # it may have thawed for a moment
         if 2 * len(silent) > len(here) and set(lost) & set(silent) - set(gone):
             self.violated("a worker was evicted though most were silent", *lost)
 

@@ -36,7 +36,7 @@ class SimWorker:
         """A firewall refuses the controller's connections to it; its own to the controller pass."""
         self._silent_at = NEVER
         self.reachable_since = self.clock.now
-        self.heard_at = self.clock.now
+        self.last_message_at = self.clock.now
         """When anything of it came to a controller the last time."""
         self.died_at: float | None = None
         self.lost_after = 0.0

@@ -154,7 +154,7 @@ def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inv
 
     def look(worker: Worker, point: str, _: int) -> None:
         engine, reported = worker.engine, worker.link.dialogue._status.holds
-        if engine.context.world is None or engine.context.over:
+        if engine.context.world is None or engine.context.is_over:
             return
         if point == "begin":
             assert reported == engine.context.state.held.runs

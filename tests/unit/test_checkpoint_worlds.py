@@ -380,7 +380,7 @@ def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_a
     corrupt(tmp_path, 5)
     with Crew("ab", task(tmp_path)) as crew:
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
         assert "cannot be read, and there is no other checkpoint to resume from" in crew.job.durable.reason
 

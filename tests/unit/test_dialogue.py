@@ -130,7 +130,7 @@ def test_a_worker_that_does_not_read_is_cut_off_and_its_messages_are_let_go() ->
     dialogue = greeted()
     for number in range(1, OUTBOX_MESSAGES + 1):
         dialogue.say(encode_controller(Prepare(number)))
-        assert not dialogue.over
+        assert not dialogue.is_over
     dialogue.say(encode_controller(Prepare(99)))
-    assert dialogue.overflowed and dialogue.over and not dialogue.outbox
+    assert dialogue.overflowed and dialogue.is_over and not dialogue.outbox
     assert dialogue.farewell() == "it left 64 messages unread and was cut off"

@@ -268,4 +268,4 @@ async def test_pods_of_a_deleted_job_are_gone_before_its_resource(tmp_path: Path
         assert one.item()
         await one.remove_pod("train-w0")
         await one.until(lambda: not one.item(), "the resource's end")
-        assert Phase.CANCELLED.over
+        assert Phase.CANCELLED.is_over

@@ -105,7 +105,7 @@ def test_its_last_numbers_arrive_though_no_step_follows() -> None:
 
 def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
     def step(engine: Engine) -> None:
-        if engine.step() and engine.context.over:
+        if engine.step() and engine.context.is_over:
             with engine.evaluating():
                 for _ in engine.shard(DATA):
                     engine.report(lane=float(engine.rank))
@@ -142,7 +142,7 @@ def test_a_mean_of_zero_is_a_number_too() -> None:
     """An exact sum of zero has no parts."""
 
     def step(engine: Engine) -> None:
-        if engine.step() and engine.context.over:
+        if engine.step() and engine.context.is_over:
             with engine.evaluating():
                 for _ in engine.shard(DATA):
                     engine.report(right=0.0, bias=1.0 - 2.0 * engine.rank)

@@ -27,7 +27,7 @@ def start(job: Driver) -> list[str]:
     while not here:
         job.wait(1.0, beating=False)
         here = [r.worker for r in job.job.durable.roster.values() if r.serves and not r.incarnation]
-        if job.view.phase.over:
+        if job.view.phase.is_over:
             return []
     for worker in here:
         job.hello(worker)
@@ -52,7 +52,7 @@ def live(job: Driver, steps: int) -> list[str]:
 
 def raise_in(job: Driver, workers: list[str], step: int, fault: Fault | None) -> None:
     for worker in workers:
-        if not job.view.phase.over:
+        if not job.view.phase.is_over:
             job.say(worker, Result(step, failure="ValueError: NaN in the loss", fault=fault))
     for worker in workers:
         job.exit(worker, 1, "its process ended with status 1")
@@ -69,7 +69,7 @@ def lives(job: Driver, steps: int, end: object) -> int:
     """How many worlds there were until the job was given up."""
     for count in range(100):
         workers = live(job, steps)
-        if job.view.phase.over:
+        if job.view.phase.is_over:
             return count
         end(workers)  # type: ignore[operator]
     return 100
@@ -127,12 +127,12 @@ def test_workers_that_are_killed_at_the_same_step_again_and_again_are_given_up_a
 def test_joiners_that_die_of_a_signal_before_any_world_are_given_up_too_with_a_back_off() -> None:
     job = job_of(1)
     died = []
-    while not job.view.phase.over:
+    while not job.view.phase.is_over:
         (worker,) = (r.worker for r in job.job.durable.roster.values() if r.serves)
         job.feed(Spawned(worker, Place.of_process(7, "log")))
         died.append(job.now)
         job.exit(worker, -11, "its process 7 was killed by SIGSEGV")
-        while not job.view.phase.over and not any(r.serves for r in job.job.durable.roster.values()):
+        while not job.view.phase.is_over and not any(r.serves for r in job.job.durable.roster.values()):
             job.wait(0.5)
     assert len(died) == 31
     assert [later - at for at, later in pairwise(died)][:7] == [0, 1, 2, 4, 8, 16, 30]

@@ -27,7 +27,7 @@ def may_still_train(
     roster |= {worker: replace(roster[worker], standing=Standing.DEAD) for worker in dead}
     world = {"current": CURRENT, "planned": plans, "roster": roster}
     durable = Durable(JobSpec("job", 3), 3, phase=Phase.RESIZING, last_generation=3, **world)
-    processes = {worker: Process(worker, 1, STOPPED, heard_at=0.0, inventory=answer) for worker in answered}
+    processes = {worker: Process(worker, 1, STOPPED, last_message_at=0.0, inventory=answer) for worker in answered}
     attempt = Attempt(3, Reason.KILL, "", 0.0, 0.0)
     return first_that_may_train(Turn(Job(durable, 0.0, processes=processes, attempt=attempt), 0.0))
 

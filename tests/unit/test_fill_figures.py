@@ -54,7 +54,7 @@ def test_a_controller_that_starts_again_counts_no_fill_twice_and_none_less() -> 
     for worker in ("w0", "w1"):
         job.beat(worker, step=100, done=True, ended=True)
         job.say(worker, Result(100, "cafe", 0.5))
-    assert job.view.phase.over
+    assert job.view.phase.is_over
     assert bytes_of(job) == (1700, 1700)
 
 
@@ -63,7 +63,7 @@ def test_the_fills_of_the_last_generation_count_when_the_job_ends() -> None:
     job.receive(w0=300)
     job.beat("w0", step=100, done=True, ended=True)
     job.say("w0", Result(100, "cafe", 0.5))
-    assert job.view.phase.over
+    assert job.view.phase.is_over
     assert bytes_of(job) == (300, 300)
 
 

@@ -111,7 +111,7 @@ def test_all_members_stop_alike_and_name_the_lanes(
         watch_a_device(monkeypatch)
     with Crew(workers, Task({**OPTIONS, "stage": stage}, body=bad_gradient)) as crew:
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
         assert f"is not finite in {where}. The step was not made" in crew.job.durable.reason
         assert all(worker.engine.global_step == 2 for worker in crew.workers.values())
@@ -122,7 +122,7 @@ def test_who_must_roll_such_a_step_forward_does_not_make_it_either() -> None:
         crew.train_to(1)
         crew.plant("a", 3, "in_vote")
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
         assert "at step 3 the loss of lane 2 is nan" in crew.job.durable.reason
         assert crew.workers["b"].engine.global_step == crew.workers["c"].engine.global_step == 2

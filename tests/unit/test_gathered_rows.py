@@ -210,7 +210,7 @@ def test_rows_that_differ_between_members_fail_all_of_them_in_one_sentence() -> 
 
     with Crew("ab", Task(OPTIONS, step=step)) as crew:
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert "pad rows to one shape for all batches" in crew.job.durable.reason
 
 

@@ -47,7 +47,7 @@ def test_goodput_falls_while_nothing_is_trained_and_stands_still_when_the_job_is
     trained(job, 40, "w0")
     job.beat("w0", step=1000, done=True, ended=True)
     job.say("w0", Result(1000, "cafe", 0.5))
-    assert job.view.phase.over
+    assert job.view.phase.is_over
     ended = job.view.goodput_ratio
     job.now += 1000.0
     assert job.view.goodput_ratio == ended > 0.5

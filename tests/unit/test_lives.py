@@ -41,7 +41,7 @@ class Life:
         """The fingerprint at its end."""
         crew.train_to(1)
         for _ in range(self.chance.randint(1, 6)):
-            if crew.allowed < self.task.options["max_steps"] - 2 and not crew.job.durable.phase.over:
+            if crew.allowed < self.task.options["max_steps"] - 2 and not crew.job.durable.phase.is_over:
                 getattr(self, self.chance.choice(("train", "kill", "strike", "strike", "come", "drain", "pause")))(crew)
         if self.paused:
             crew.request(Resume())

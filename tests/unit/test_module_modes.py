@@ -40,7 +40,7 @@ def test_an_evaluation_that_forgets_to_put_the_module_back_is_refused_in_any_wor
         undisturbed(task)
     with Crew("abc", task) as crew:
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert "the module was put into evaluation mode between engine.step and" in crew.job.durable.reason
 
 
@@ -82,7 +82,7 @@ def test_a_job_goes_on_from_a_checkpoint_in_its_modes(tmp_path: Path) -> None:
 def test_modes_that_differ_fail_the_job_naming_the_part() -> None:
     with Crew("abc", TASK, {"c": FREEZING}) as crew:
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
         assert "rank 2 has trained in other modes than rank 0 at step 3" in crew.job.durable.reason
         assert 'part "norm" of the module is in evaluation mode here and in training mode there' in (

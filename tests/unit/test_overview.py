@@ -112,7 +112,9 @@ def test_a_worker_of_which_nothing_is_heard_is_named() -> None:
 @given(st.lists(st.tuples(st.sampled_from(list(Phase)), st.booleans(), st.integers(0, 3)), max_size=12))
 def test_every_job_has_a_place_and_levels_come_in_order(jobs: list[tuple[Phase, bool, int]]) -> None:
     views = [
-        replace(IDLE, job=f"j{n}", phase=phase, reason="why" * why, active=active, ended_at=5.0 if phase.over else None)
+        replace(
+            IDLE, job=f"j{n}", phase=phase, reason="why" * why, active=active, ended_at=5.0 if phase.is_over else None
+        )
         for n, (phase, why, active) in enumerate(jobs)
     ]
     found = by_attention(views, 10.0)

@@ -135,7 +135,7 @@ def test_what_the_cluster_cannot_start_fails_a_job_that_trains_nothing_after_thr
             job.feed(no_image(worker))
             assert job.killed == [worker]
         job.wait(9)
-    assert not job.job.durable.phase.over
+    assert not job.job.durable.phase.is_over
     job.feed(no_image("w4"))
     assert job.job.durable.phase is Phase.FAILED
     advice = "check `kubernetes.image` and `kubernetes.image_pull_secrets`"
@@ -152,7 +152,7 @@ def test_one_that_starts_ends_the_count_of_attempts() -> None:
     job.exit("w2", None, "its node is gone")
     job.wait(9)
     job.feed(no_image("w3"))
-    assert not job.job.durable.phase.over
+    assert not job.job.durable.phase.is_over
 
 
 def test_a_world_that_trains_is_not_failed_by_newcomers_that_cannot_start_and_tries_later_and_later() -> None:
@@ -165,7 +165,7 @@ def test_a_world_that_trains_is_not_failed_by_newcomers_that_cannot_start_and_tr
         left = []
         while not left:
             left = [effect.worker for effect in job.wait(0.5) if isinstance(effect, Spawn)]
-    assert not job.job.durable.phase.over
+    assert not job.job.durable.phase.is_over
     pauses = [after - before for before, after in pairwise(starts)]
     assert pauses == [2.0, 4.0, 8.0, 16.0]
 

@@ -347,7 +347,7 @@ def test_a_pair_that_cannot_be_parted_ends_after_stall_seconds() -> None:
     cut(job, "w0", "w1")
     for _ in range(6):
         job.wait(12)
-        if job.job.durable.phase.over:
+        if job.job.durable.phase.is_over:
             break
         for worker, status in list(job.statuses.items()):
             job.stop(worker, status)

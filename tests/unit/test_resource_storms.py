@@ -114,7 +114,7 @@ class Storm:
                 return f"{name} is accepted and has no job"
             workers = item["spec"]["workers"]
             view = self.one.shell.view(name)
-            if not view.phase.over and view.wanted != workers.get("wanted", workers["min"]):
+            if not view.phase.is_over and view.wanted != workers.get("wanted", workers["min"]):
                 return f"{name} has another size than its resource"
             return ""
         return "" if reason in ("NameTaken", "Immutable", "Refused", "ScaleRefused") else f"{name} says {reason}"

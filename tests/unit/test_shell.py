@@ -276,9 +276,9 @@ async def test_a_job_that_nobody_looks_at_is_over_once_it_has_ended(tmp_path):
     async with running(tmp_path, SmallMachine()) as world:
         await world.shell.create(SPEC)
         runner = world.shell._runners["train"]
-        assert not runner.view().phase.over
+        assert not runner.view().phase.is_over
         await world.shell.submit("train", Cancel())
-        assert runner.over
+        assert runner.is_over
 
 
 @asynchronous

@@ -145,7 +145,7 @@ def test_every_member_has_the_next_buffers_before_it_votes() -> None:
     entered: dict[int, list[dict[str, list[float]]]] = {}
 
     def look(worker: Worker, point: str, step: int) -> None:
-        if point == "vote" and not worker.engine.context.over:
+        if point == "vote" and not worker.engine.context.is_over:
             pending = worker.engine.context.state.buffers.pending
             entered.setdefault(step, []).append({name: value.flatten().tolist() for name, value in pending.items()})
 
@@ -165,7 +165,7 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
     def look(worker: Worker, point: str, step: int) -> None:
         nonlocal looked
         world = worker.engine.context.world
-        if world is None or worker.engine.context.over:
+        if world is None or worker.engine.context.is_over:
             return
         posts = [way[2] for kind, way in world.group.wire.posts if way[kind == "receive"] == world.rank]
         if point == "backward":  # what was handed out after the last step is here
@@ -239,7 +239,7 @@ def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: st
     task = replace(TASK, optimizer=with_a_note)
     with Crew("abc", task, {"c": replace(task, in_loop=other_rate)}) as crew:
         crew.allow()
-        crew.until("the end", lambda: crew.job.durable.phase.over)
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
         assert "the hyper-parameters of rank 2 differ from rank 0's at step 3" in crew.job.durable.reason
         assert "lr of optimizer group 1 is 0.5 here and 0.003 there" in crew.job.durable.reason

@@ -147,7 +147,7 @@ def test_a_turn_reaches_a_joiner_that_replays_and_one_that_differs_fails_the_job
 
     with Crew("ab", replace(task, body=each_its_own)) as crew:
         crew.allow()
-        crew.until("the job to fail", lambda: crew.job.durable.phase.over)
+        crew.until("the job to fail", lambda: crew.job.durable.phase.is_over)
         assert "turn of optimizer group 0 is true here and false there" in crew.job.durable.reason
 
 

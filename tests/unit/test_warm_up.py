@@ -80,7 +80,7 @@ def test_in_the_loop_a_request_returns_at_once_even_after_the_last_step(tmp_path
     for batch in engine:
         engine.backward(engine.module(**batch))
         assert engine.step() in (True, False)
-        if engine.context.over:
+        if engine.context.is_over:
             assert engine.fingerprint() is None
             engine.export(file)
             assert not file.exists()

@@ -20,7 +20,7 @@ from shoal_controller.shell import Shell
 
 async def create(shell: Shell, spec: JobSpec, by: Caller) -> JobView:
     """A new run. ● A resource's job is made anew by its resource only."""
-    if _is_owned(shell, spec.job) and shell.view(spec.job).phase.over:
+    if _is_owned(shell, spec.job) and shell.view(spec.job).phase.is_over:
         raise Conflict(f"{_belongs(spec.job)}, and give the new job this name then, or another one now").coded(
             ErrorCode.JOB_OF_A_RESOURCE
         )
@@ -29,7 +29,7 @@ async def create(shell: Shell, spec: JobSpec, by: Caller) -> JobView:
 
 async def delete(shell: Shell, job: str, by: Caller, only_if: OnlyIf | None) -> JobView:
     """Stop a job; forget one that is over, unless a resource still shows it."""
-    if _is_owned(shell, job) and shell.view(job).phase.over:
+    if _is_owned(shell, job) and shell.view(job).phase.is_over:
         raise Conflict(f"{_belongs(job)}, and the job is forgotten with it").coded(ErrorCode.JOB_OF_A_RESOURCE)
     return await shell.delete(job, by, only_if)
 
@@ -38,7 +38,7 @@ async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller,
     """● One writer of the size: a job's resource is asked first, and the job becomes what the resource is."""
     shell = controller.leading()
     view = shell.view(job)
-    if shell.spec(job).resource and not view.phase.over:
+    if shell.spec(job).resource and not view.phase.is_over:
         resized(JobSize(job, view.wanted, WorkerBounds(view.min_workers, view.max_workers), view.lanes), asked)
         if controller.sizes is None:
             raise Conflict(

@@ -37,7 +37,7 @@ class Here:
 
     async def end_what_is_over(self) -> None:
         """Leave no process of a job that is over behind."""
-        over = [view.job for view in self.server.controller.jobs() if view.phase.over]
+        over = [view.job for view in self.server.controller.jobs() if view.phase.is_over]
         await asyncio.gather(*(self.server.launcher.end_all(job, LINGER_SECONDS) for job in over))
 
 

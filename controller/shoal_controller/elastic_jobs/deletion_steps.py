@@ -42,7 +42,7 @@ class Deletion:
 
 def next_step(view: JobView, deletion: Deletion, running_pods: int, now: float) -> DeletionStep:
     """`running_pods`: of the job, as the cluster has them."""
-    if view.phase.over:
+    if view.phase.is_over:
         since = deletion.over_since if deletion.over_since is not None else now
         return DeletionStep.WAIT if running_pods and now - since < END_SECONDS else DeletionStep.FORGET
     can_save = view.can_checkpoint and view.active and view.phase is not Phase.STALLED

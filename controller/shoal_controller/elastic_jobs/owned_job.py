@@ -145,7 +145,7 @@ class OwnedJob:
 
     async def _follow(self, item: Json, job: JobSpec | None) -> Acceptance | None:
         """Make the job, or make it as the resource is. None: there is nothing to be said yet."""
-        over = job is not None and self._shell.view(self.name).phase.over
+        over = job is not None and self._shell.view(self.name).phase.is_over
         own = job is not None and job.resource == uid_of(item)
         if job is not None and not own and not over:
             if job.resource:  # its resource is gone, and another one has the name
@@ -223,7 +223,7 @@ class OwnedJob:
             self._deletion = Deletion(job.run, now)
         deletion = self._deletion
         running = 0
-        if view.phase.over:
+        if view.phase.is_over:
             deletion.over_since = deletion.over_since if deletion.over_since is not None else now
             _, running = await self._writer.pods_left(self.name)
         match next_step(view, deletion, running, now):
@@ -276,7 +276,7 @@ class OwnedJob:
         status = status_of(view, Seen(self.name, generation, acceptance, time.time(), run, number), before)
         patch, now = patch_between(before, status), time.monotonic()
         at_once = _at_once(before) != _at_once(status)
-        if not patch and view is not None and view.phase.over:
+        if not patch and view is not None and view.phase.is_over:
             self.due = now + OVER_SECONDS
         seconds = self._status_seconds(tells_news=tells_news(before, status))
         if not patch or (not at_once and now - self._written < seconds):

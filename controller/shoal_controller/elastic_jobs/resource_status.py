@@ -24,7 +24,7 @@ REFUSED = "refused"
 """Phase of a resource that no job was made from."""
 LONGEST_REASON = 1024
 LONGEST_MESSAGE = 4096
-OVER = frozenset(phase.value for phase in Phase if phase.over)
+OVER = frozenset(phase.value for phase in Phase if phase.is_over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +132,15 @@ def _conditions(view: JobView | None, acceptance: Acceptance) -> Iterable[Json]:
 
 
 def _degraded(view: JobView) -> Json:
-    if view.phase.over or view.active >= view.wanted:
+    if view.phase.is_over or view.active >= view.wanted:
         active = plural(view.active, "worker")
-        return _condition("Degraded", False, "Over" if view.phase.over else "AsWanted", f"{active} active")
+        return _condition("Degraded", False, "Over" if view.phase.is_over else "AsWanted", f"{active} active")
     sentence = f"{view.active} of {plural(view.wanted, 'worker')} active"
     return _condition("Degraded", True, "BelowWanted", "; ".join(filter(None, (sentence, view.reason))))
 
 
 def _redundant(view: JobView) -> Json:
-    if view.phase.over or not view.active:
+    if view.phase.is_over or not view.active:
         return _condition("Redundant", None, "NoWorld", f"the job is {view.phase.value}; no worker holds its state")
     if view.unmirrored_blocks:
         sentence = f"{plural(view.unmirrored_blocks, 'block')} with fewer copies than wanted"

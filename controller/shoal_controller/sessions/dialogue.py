@@ -42,7 +42,7 @@ class Dialogue:
         self.overflowed = False
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing that is said now would go out."""
         return self.closing or self.overflowed
 
@@ -86,7 +86,7 @@ class Dialogue:
 
     def say(self, message: bytes) -> None:
         """Queue an encoded message. Too many unread ones end the dialogue at once."""
-        if self.over:
+        if self.is_over:
             return
         if len(self.outbox) >= OUTBOX_MESSAGES:
             self.overflowed = True

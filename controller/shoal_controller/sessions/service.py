@@ -173,7 +173,7 @@ class SessionService:
     async def _read(self, stream: Stream) -> None:
         """Hand what the worker says to its job; once the stream is closing, drop it."""
         while isinstance(data := await stream.context.read(), bytes):
-            if stream.dialogue.over:
+            if stream.dialogue.is_over:
                 continue
             try:
                 await self._hear(stream, data)
@@ -193,7 +193,7 @@ class SessionService:
             return self._controller.hear(dialogue.hello.job, event)
 
     def _expect_hello(self, stream: Stream) -> None:
-        if stream.dialogue.hello is None and not stream.dialogue.over:
+        if stream.dialogue.hello is None and not stream.dialogue.is_over:
             self._refuse(stream, stream.dialogue.late(self._settings.hello_seconds))
 
     def _refuse(self, stream: Stream, error: ShoalError) -> None:

@@ -61,7 +61,7 @@ class Stream:
             self.stirred.clear()
             while self.dialogue.outbox:
                 await self.context.write(self.dialogue.outbox.popleft())
-            if self.dialogue.over:
+            if self.dialogue.is_over:
                 return
             await self.stirred.wait()
 
@@ -127,8 +127,8 @@ class Streams:
     def states(self) -> dict[str, int]:
         """How many streams there are, by state."""
         dialogues = [stream.dialogue for stream in self._open.values()]
-        greeting = sum(dialogue.hello is None and not dialogue.over for dialogue in dialogues)
-        ending = sum(dialogue.over for dialogue in dialogues)
+        greeting = sum(dialogue.hello is None and not dialogue.is_over for dialogue in dialogues)
+        ending = sum(dialogue.is_over for dialogue in dialogues)
         return {"greeting": greeting, "open": len(dialogues) - greeting - ending, "ending": ending}
 
     def _give_token(self, stream: Stream) -> None:

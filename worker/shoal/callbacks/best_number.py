@@ -70,7 +70,7 @@ class BestNumber:
         self.step = step
         value = engine.loss if self.number == LOSS else engine.reports.get(self.number)
         if value is None:
-            if self.best is None and engine.context.over and engine.rank == 0:
+            if self.best is None and engine.context.is_over and engine.rank == 0:
                 log.warning("number_never_reported", callback=type(self).__name__, number=self.number,
                             reported=sorted(engine.reports), means="it has done nothing in the whole job")  # fmt: skip
             return

@@ -52,7 +52,7 @@ class StepCallback(ABC):
         job = engine.context.link.job
         try:
             self.write(row_of(engine), JobOfRow(job.name, job.run))
-            if engine.context.over:
+            if engine.context.is_over:
                 self.close()
         except Exception as error:  # trackers have errors of their own, and training goes on without them
             self._failed = True

@@ -51,5 +51,5 @@ class ElasticLoader:
             yield from engine.times.reading(engine.training.batches_to(end))
             self.is_behind = self.is_behind or engine.global_step > end
         finally:
-            if not engine.context.over and engine.global_step < end:
+            if not engine.context.is_over and engine.global_step < end:
                 self._left = f"at step {engine.global_step} of {end}"

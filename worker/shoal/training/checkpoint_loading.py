@@ -78,7 +78,7 @@ class CheckpointLoading:
         """All that a plan with a checkpoint asks of this worker; returns the bytes read. Raises `WorldChanged`."""
         recovery, state, context = world.plan.recovery, self._context.state, self._context
         assert recovery is not None
-        if context.over and recovery.step < state.last_step and context.left_loop:
+        if context.is_over and recovery.step < state.last_step and context.left_loop:
             raise NeedsFreshProcess(
                 f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
             )

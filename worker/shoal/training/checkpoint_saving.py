@@ -79,7 +79,7 @@ class CheckpointSaving:
 
     def remember_request(self) -> None:
         """This worker brings the request into its votes from now on."""
-        self._saving.ask(self._context.state.step, self._context.over)
+        self._saving.ask(self._context.state.step, self._context.is_over)
 
     @property
     def pending(self) -> Request | None:
@@ -143,7 +143,7 @@ class CheckpointSaving:
             SaveVote(
                 world.rank, record.step, record.saved, statuses,
                 asked=[request.step for request in record.requests if request.kind == "save"],
-                stepped=stepped, scheduled=SCHEDULED in record.requests, owed=owed, over=self._context.over,
+                stepped=stepped, scheduled=SCHEDULED in record.requests, owed=owed, over=self._context.is_over,
             )
         )  # fmt: skip
         if choice is not SaveChoice.NOTHING:

@@ -57,7 +57,7 @@ class TrainingContext:
         return self.state.step if self.state.step > NO_STEP else self.link.job.step
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the last step is committed."""
         return 0 <= self.state.last_step <= self.state.step
 

@@ -47,7 +47,7 @@ class _Ending:
         try:
             if context.leaving:
                 return
-            if self._failure is not None or not context.over:
+            if self._failure is not None or not context.is_over:
                 context.link.result(self._result())
             else:
                 self._serve()

@@ -103,7 +103,7 @@ class HandedParameters(Parameters):
             and world is not None
             and bool(world.lanes)
             and context.state.frozen_in_place
-            and not context.over
+            and not context.is_over
             and not has_compiled()
         )
 

@@ -49,12 +49,12 @@ class Requests:
         context = self._context
         if context.ended:
             raise UserError(f"{call} was called after the script's end.")
-        if context.left_loop and not context.over:
+        if context.left_loop and not context.is_over:
             raise UserError(
                 f"{call} was called after the loop was left at step {context.state.step} of {context.state.last_step}; "
                 "call it in the loop (engine.stop() ends it early), and go through the loop to its end."
             )
-        if context.world is None and not context.over:
+        if context.world is None and not context.is_over:
             raise UserError(f"{call} was called before the loop; ask in the loop or after it.")
         check_requests([*self._open, request], call)
 
@@ -90,7 +90,7 @@ class Requests:
     def pending(self) -> tuple[Request, ...]:
         """What this worker brings into its next vote."""
         mine, save = list(self._mine), self._saving.pending
-        if self._context.over and not self._context.done and FINGERPRINT not in mine:
+        if self._context.is_over and not self._context.done and FINGERPRINT not in mine:
             mine.append(FINGERPRINT)
         if self._rows.is_pending:
             mine.append(GATHER)
@@ -118,14 +118,14 @@ class Requests:
                     self._export(Path(request.detail))
                 case "frozen":
                     self._frozen(request)
-            if request in self._mine and (request.kind not in ENDS or self._context.over):
+            if request in self._mine and (request.kind not in ENDS or self._context.is_over):
                 self._mine.remove(request)
 
     def _fingerprint(self) -> None:
         context = self._context
         assert context.world is not None
         self.digest = fingerprint(context.state, context.world)
-        if context.over and not context.done:
+        if context.is_over and not context.done:
             context.done = True
             context.link.result(Result(context.state.step, self.digest, context.state.loss))
 

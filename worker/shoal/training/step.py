@@ -175,7 +175,7 @@ class Step:
         """A vote without a step: changes begin by it, fills run, requests travel, an owed boundary is settled."""
         context, group, held = self._context, self._world.group, self._context.state.held
         self.number = context.state.step
-        if context.over and not context.done:
+        if context.is_over and not context.done:
             self._on_end()
         fills = self._slice()
         sends = send_slice(group, held, fills)

@@ -40,12 +40,12 @@ class TrainingLoop:
     def batches(self) -> Generator[Any, None, None]:
         """What the user's loop is to train, until the last step is committed and all that was asked for is done."""
         context = self._context
-        if context.over and context.left_loop:
+        if context.is_over and context.left_loop:
             means = "one loop over the engine is the whole job, all epochs; another one has no batch"
             log.warning("the_job_is_over", step=context.global_step, means=means)
         context.left_loop = False
         try:
-            yield from self._batches(lambda: context.over)
+            yield from self._batches(lambda: context.is_over)
             self._settle_evaluations()
             self._settle_requests()
         finally:
@@ -60,8 +60,8 @@ class TrainingLoop:
         """
         context = self._context
         try:
-            yield from self._batches(lambda: context.over or context.global_step >= end)
-            if context.over and not context.left_loop:
+            yield from self._batches(lambda: context.is_over or context.global_step >= end)
+            if context.is_over and not context.left_loop:
                 self._settle_evaluations()
                 self._settle_requests()
                 context.left_loop = True
@@ -281,7 +281,7 @@ class TrainingLoop:
         with self._parts.evaluation.running():
             yield
         self._parts.step.parameters.after_evaluating()
-        if self._context.over and self._context.left_loop:
+        if self._context.is_over and self._context.left_loop:
             self._settle_evaluations()
 
     def _settle_requests(self) -> None:

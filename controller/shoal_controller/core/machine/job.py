@@ -64,9 +64,9 @@ class Process:
     connection: int | None
     """None: its stream is broken."""
     status: Status
-    heard_at: float
+    last_message_at: float
     """When anything was last heard of it."""
-    heard_listening: Listening = NO_LISTENING
+    last_message_listening: Listening = NO_LISTENING
     """What `Job.listening` was then."""
     cut_at: float | None = None
     """When its stream broke."""
@@ -281,5 +281,5 @@ def new_job(spec: JobSpec, now: float) -> Job:
 
 def restore(durable: Durable, now: float) -> Job:
     """The job of an earlier controller. Its first event is `Started`."""
-    known = durable.current is None or durable.phase.over
+    known = durable.current is None or durable.phase.is_over
     return Job(durable, started_at=now, figures=durable.figures, figures_known=known)

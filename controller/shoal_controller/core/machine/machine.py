@@ -144,7 +144,7 @@ OVER: dict[type, Handler] = {
     Save: operator_requests.refuse,
 }
 TABLE: dict[tuple[Phase, type], Handler] = {
-    (phase, event): handler for phase in Phase for event, handler in (OVER if phase.over else ALIVE).items()
+    (phase, event): handler for phase in Phase for event, handler in (OVER if phase.is_over else ALIVE).items()
 }
 
 SETTLE: dict[Phase, Callable[[Turn], None]] = {
@@ -175,10 +175,10 @@ def step(job: Job, events: Sequence[Event], now: float) -> tuple[Job, list[Effec
 
 def _conclude(turn: Turn, refused: bool) -> None:
     """From all that is known, whatever was heard last. `refused`: a host was heard to refuse a connection."""
-    if refused and not turn.durable.phase.over:
+    if refused and not turn.durable.phase.is_over:
         failure_detector.judge_refusals(turn)
     SETTLE[turn.durable.phase](turn)
-    if turn.durable.stopping and not turn.durable.phase.over:
+    if turn.durable.stopping and not turn.durable.phase.is_over:
         operator_requests.settle_cancelled(turn)
-    if not turn.durable.phase.over:
+    if not turn.durable.phase.is_over:
         scaling.settle(turn)

@@ -26,7 +26,7 @@ class Phase(StrEnum):
     CANCELLED = "cancelled"
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self in (Phase.SUCCEEDED, Phase.FAILED, Phase.CANCELLED)
 
 

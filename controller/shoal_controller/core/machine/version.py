@@ -26,5 +26,5 @@ def count_version(turn: Turn, events: Sequence[Event]) -> None:
 
 
 def _asked_of(durable: Durable) -> tuple[int, WorkerBounds, bool, bool, Phase | None]:
-    over = durable.phase if durable.phase.over else None
+    over = durable.phase if durable.phase.is_over else None
     return durable.wanted, durable.bounds, durable.paused, durable.stopping, over

@@ -39,7 +39,7 @@ def view(job: Job, now: float) -> JobView:
         version=durable.version,
         created_at=durable.figures.created,
         started_at=durable.started_at,
-        ended_at=durable.ended_at if durable.phase.over else None,
+        ended_at=durable.ended_at if durable.phase.is_over else None,
         workers=_workers(job, now),
         unmirrored_blocks=len(missing_copies(durable.current, copies)),
         figures=durable.figures,
@@ -49,7 +49,7 @@ def view(job: Job, now: float) -> JobView:
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
         can_checkpoint=description is not None and description.can_checkpoint,
-        pending=starts.counted(job) if not durable.phase.over else {},
+        pending=starts.counted(job) if not durable.phase.is_over else {},
         launcher=spec.launcher,
         paused=durable.paused,
         stopping=durable.stopping,
@@ -72,7 +72,7 @@ def shown_phase(job: Job) -> Phase:
 def reason(job: Job, now: float) -> str:
     """Why the job is where it is, with figures; empty while it simply trains."""
     durable, spec = job.durable, job.durable.spec
-    if durable.phase.over or durable.phase is Phase.STALLED:
+    if durable.phase.is_over or durable.phase is Phase.STALLED:
         return durable.reason
     if job.attempt is not None:
         waits = f"; {job.attempt.waits_for} ({now - job.attempt.since:.0f} s so far)" if job.attempt.waits_for else ""
@@ -127,7 +127,7 @@ def goodput(job: Job, now: float) -> float:
     figures = job.figures
     if figures.training_began is None or figures.last_commit is None:
         return 0.0
-    end = figures.last_commit if job.durable.phase.over else max(now, figures.last_commit)
+    end = figures.last_commit if job.durable.phase.is_over else max(now, figures.last_commit)
     wall = end - figures.training_began
     return min(1.0, figures.trained_seconds / wall) if wall > 0 else 0.0
 
@@ -164,7 +164,7 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
     process, world = job.processes.get(record.worker), job.durable.current
     rank = (
         world.rank_of(record.worker, record.incarnation)
-        if world is not None and record.serves and not job.durable.phase.over
+        if world is not None and record.serves and not job.durable.phase.is_over
         else None
     )
     share = world.shares[rank] if world is not None and rank is not None else None
@@ -189,10 +189,10 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         why=_why(job, record),
         domain=record.domain,
         activity=process.activity if process is not None and process.connection is not None else None,
-        activity_age_seconds=now - process.heard_at if process is not None else 0.0,
+        activity_age_seconds=now - process.last_message_at if process is not None else 0.0,
         member_state=process.status.state.value if process is not None else "",
         boundaries=_boundaries(process, world),
-        heartbeat_age_seconds=now - process.heard_at if process is not None and record.serves else None,
+        heartbeat_age_seconds=now - process.last_message_at if process is not None and record.serves else None,
     )
 
 
@@ -213,7 +213,7 @@ def _why(job: Job, record: WorkerRecord) -> str:
 
 def state(job: Job, record: WorkerRecord, rank: int | None) -> State:
     """One word for where a worker stands."""
-    if job.durable.phase.over and record.ending is None:
+    if job.durable.phase.is_over and record.ending is None:
         return State.LOST if record.standing is Standing.LOST or record.why else State.LEFT
     if record.ending is not None:
         return State.LOST if record.ending is Ending.FAILED else State.LEFT

@@ -36,19 +36,19 @@ def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
     """`before`, `after`: the job as it is, and as it would be at once."""
     match request:
         case DrainWorker(worker, grace_seconds):
-            return f"drain {worker}: {_drained(before, after, worker, grace_seconds)}"
+            return f"drain {worker}: {_drain_sentence(before, after, worker, grace_seconds)}"
         case ConfirmLost(worker):
-            return f"confirm that {worker} is dead: {_given_up(before, after, worker)}"
+            return f"confirm that {worker} is dead: {_loss_sentence(before, after, worker)}"
         case Scale():
-            return _scaled(before, after)
+            return _scale_sentence(before, after)
         case Pause():
             return f"pause: no step runs after step {before.step}, about; workers stay, and keep what they hold"
         case Resume():
-            return f"resume: {_resumed(after)}"
+            return f"resume: {_resume_sentence(after)}"
         case Save():
             return "save a checkpoint: after the next step, beside training; it is listed once it is complete"
         case Cancel():
-            return f"cancel: {_cancelled(before, after)}"
+            return f"cancel: {_cancel_sentence(before, after)}"
         case _:
             raise AssertionError(f"no operator asks for {type(request).__name__}")
 
@@ -56,12 +56,12 @@ def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
 # ---- one worker
 
 
-def _drained(before: JobView, after: JobView, worker: WorkerId, grace_seconds: float) -> str:
+def _drain_sentence(before: JobView, after: JobView, worker: WorkerId, grace_seconds: float) -> str:
     world = before.world
     if not _is_here(before, worker):
-        return f"it is silent, and is given up as if it were dead: {_given_up(before, after, worker)}"
+        return f"it is silent, and is given up as if it were dead: {_loss_sentence(before, after, worker)}"
     if world is None or worker not in world.workers:
-        return ", ".join(filter(None, ("it has no lanes and no blocks", _replaced(before, after))))
+        return ", ".join(filter(None, ("it has no lanes and no blocks", _replacement_sentence(before, after))))
     stays = [member.worker for member in world.members if member.worker != worker and _serves(after, member.worker)]
     if not stays:
         saved = "its state is saved in a checkpoint first" if before.can_checkpoint else "nobody has its state then"
@@ -69,11 +69,14 @@ def _drained(before: JobView, after: JobView, worker: WorkerId, grace_seconds: f
     only = _only_with(world, {worker})
     copied = f"{plural(len(only), 'block')} copied from it first (at most {duration(grace_seconds)})" if only else ""
     return ", ".join(
-        filter(None, (_lanes_go(before, worker, stays), copied, "nothing is lost", _replaced(before, after)))
+        filter(
+            None,
+            (_lanes_sentence(before, worker, stays), copied, "nothing is lost", _replacement_sentence(before, after)),
+        )
     )
 
 
-def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
+def _loss_sentence(before: JobView, after: JobView, worker: WorkerId) -> str:
     world = before.world
     if world is None or worker not in world.workers:
         return "nobody waits for it any more"
@@ -81,8 +84,8 @@ def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
     stays = [name for name in here if _serves(after, name)] or here
     lost = exposed_blocks(world, world.workers - set(here))  # one that drains has its blocks until others have them
     if not lost:
-        parts = [_lanes_go(before, worker, stays), "its blocks go on with their mirrors", "no step is lost"]
-        return ", ".join(filter(None, (*parts, _replaced(before, after))))
+        parts = [_lanes_sentence(before, worker, stays), "its blocks go on with their mirrors", "no step is lost"]
+        return ", ".join(filter(None, (*parts, _replacement_sentence(before, after))))
     back = before.last_checkpoint_step
     if back is not None:
         where = f"all go back to the checkpoint of step {back}"
@@ -91,7 +94,7 @@ def _given_up(before: JobView, after: JobView, worker: WorkerId) -> str:
     return f"{plural(len(lost), 'block')} {'has' if len(lost) == 1 else 'have'} no other copy: {where}"
 
 
-def _lanes_go(view: JobView, worker: WorkerId, stays: Sequence[WorkerId]) -> str:
+def _lanes_sentence(view: JobView, worker: WorkerId, stays: Sequence[WorkerId]) -> str:
     """To whom its lanes go, as the planner will share them out among those who stay."""
     world = view.world
     assert world is not None
@@ -119,7 +122,7 @@ def _only_with(world: Plan, workers: Collection[WorkerId]) -> Runs:
 # ---- the job
 
 
-def _scaled(before: JobView, after: JobView) -> str:
+def _scale_sentence(before: JobView, after: JobView) -> str:
     if after.wanted == before.wanted:
         most = "its lanes" if after.max_workers is None else f"{after.max_workers}"
         return f"the job may have from {after.min_workers} to {most} workers; it goes on with {before.active}"
@@ -132,7 +135,7 @@ def _scaled(before: JobView, after: JobView) -> str:
     if after.wanted < before.wanted:
         return f"{change}: nobody has to leave"
     missing = after.wanted - before.active
-    if started := _started(before, after):
+    if started := _new_workers(before, after):
         are = "is" if len(started) == 1 else "are"
         return f"{change}: {listed(started)} {are} started, while training goes on"
     if before.launcher == "none" and missing > 0:
@@ -140,7 +143,7 @@ def _scaled(before: JobView, after: JobView) -> str:
     return f"{change}: training goes on meanwhile"
 
 
-def _resumed(after: JobView) -> str:
+def _resume_sentence(after: JobView) -> str:
     """It trains at once only with a world that is large enough."""
     if after.active < after.min_workers:
         are = "is" if after.active == 1 else "are"
@@ -152,10 +155,10 @@ def _resumed(after: JobView) -> str:
     return f"training goes on from step {after.step} with the same workers"
 
 
-def _cancelled(before: JobView, after: JobView) -> str:
-    if before.phase.over:
+def _cancel_sentence(before: JobView, after: JobView) -> str:
+    if before.phase.is_over:
         return "the job is over: it is forgotten, with its events and logs; its checkpoints stay"
-    if after.phase.over:
+    if after.phase.is_over:
         return f"no world trains: the job is over at once, at step {before.step}"
     kept = f"; the last checkpoint is of step {before.last_checkpoint_step}" if before.last_checkpoint_step else ""
     none = "; it has no checkpoint" if before.last_checkpoint_step is None else ""
@@ -173,11 +176,11 @@ def _is_here(view: JobView, worker: WorkerId) -> bool:
     return any(w.worker == worker and w.state not in (State.LOST, State.LEFT) for w in view.workers)
 
 
-def _started(before: JobView, after: JobView) -> list[WorkerId]:
+def _new_workers(before: JobView, after: JobView) -> list[WorkerId]:
     known = {worker.worker for worker in before.workers}
     return [worker.worker for worker in after.workers if worker.worker not in known]
 
 
-def _replaced(before: JobView, after: JobView) -> str:
-    started = _started(before, after)
+def _replacement_sentence(before: JobView, after: JobView) -> str:
+    started = _new_workers(before, after)
     return f"{listed(started)} {'is' if len(started) == 1 else 'are'} started in its place" if started else ""

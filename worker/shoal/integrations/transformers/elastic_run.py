@@ -113,13 +113,13 @@ class ElasticRun:
         trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
         norm = record.norm if record is not None else None
         self._log_save_evaluate(norm)
-        if in_epoch == 0 or trainer.control.should_training_stop or self.engine.context.over:
+        if in_epoch == 0 or trainer.control.should_training_stop or self.engine.context.is_over:
             trainer.control = handler.on_epoch_end(args, trainer.state, trainer.control)
             self._log_save_evaluate(norm)
         self.kept.next_rate = self._rate()
         self._heed_control()
         trainer.control._new_step()  # here, since only who has lanes begins a step
-        if in_epoch == 0 and not (trainer.control.should_training_stop or self.engine.context.over):
+        if in_epoch == 0 and not (trainer.control.should_training_stop or self.engine.context.is_over):
             trainer.control = handler.on_epoch_begin(args, trainer.state, trainer.control)
 
     @property
@@ -153,7 +153,7 @@ class ElasticRun:
                 "a callback set control.should_epoch_stop, which cannot be honoured: which samples a step reads is "
                 "fixed. End the job by control.should_training_stop."
             )
-        if control.should_training_stop and not self.engine.context.over:
+        if control.should_training_stop and not self.engine.context.is_over:
             self.engine.training.ask(Request("halt"), "control.should_training_stop")
 
     def _rate(self) -> float:

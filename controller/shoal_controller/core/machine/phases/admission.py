@@ -203,8 +203,8 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
             before,
             connection=event.connection,
             status=_last_status(turn, before, hello),
-            heard_at=turn.now,
-            heard_listening=turn.job.listening,
+            last_message_at=turn.now,
+            last_message_listening=turn.job.listening,
             cut_at=None,
             reachable=before.reachable if known is not None and known.address == hello.address else None,
             refused_since=None,
@@ -228,7 +228,7 @@ def _last_status(turn: Turn, before: Process, hello: Hello) -> Status:
     """What it had said last, so that `on_status` finds what is new. After a longer silence nothing is: what it saved
     meanwhile may be of any age.
     """
-    away = turn.now - before.heard_at > turn.spec.reconnect_seconds
+    away = turn.now - before.last_message_at > turn.spec.reconnect_seconds
     return hello.status if away and hello.status.sequence >= before.status.sequence else before.status
 
 

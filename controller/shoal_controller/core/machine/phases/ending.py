@@ -25,7 +25,7 @@ STOP_STEPS = 2
 
 def finish(turn: Turn, phase: Phase, reason: str) -> None:
     """The job is over."""
-    if turn.durable.phase.over:
+    if turn.durable.phase.is_over:
         return
     turn.enter(phase, reason)
     turn.keep(planned=(), save=None, ended_at=turn.now)
@@ -86,7 +86,7 @@ def on_message(turn: Turn, event: MessageReceived) -> None:
     """The worker lags behind: send the current message again."""
     worker = turn.job.connections.get(event.connection)
     if worker is not None:
-        turn.see(worker, heard_at=turn.now)
+        turn.see(worker, last_message_at=turn.now)
         send_if_due(turn, worker)
 
 

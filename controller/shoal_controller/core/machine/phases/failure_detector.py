@@ -145,7 +145,7 @@ def on_exited(turn: Turn, event: Exited) -> None:
     record = turn.durable.roster.get(event.worker)
     if record is None:
         return None
-    if record.ending is not None or turn.durable.phase.over:
+    if record.ending is not None or turn.durable.phase.is_over:
         return turn.mark(event.worker, standing=Standing.DEAD, ending_since=None)
     if _has_died(record, event.code):
         return confirm_death(turn, event.worker, event.why, event.code, "the launcher")

@@ -99,7 +99,7 @@ def _all_done(turn: Turn) -> bool:
 def start_anew(turn: Turn, why: str) -> None:
     """Nobody is left: every process of a world ends, and others begin, from the newest checkpoint or step 0."""
     failures.on_world_lost(turn)
-    if turn.durable.phase.over:
+    if turn.durable.phase.is_over:
         return
     durable, found = turn.durable, checkpoints.latest(turn.durable)
     step = found.step if found is not None else 0

@@ -65,7 +65,7 @@ def next_message(job: Job, process: Process) -> ToWorker | None:
 
 def shutdown_of(durable: Durable, worker: WorkerId) -> Shutdown | None:
     """How a worker is to end, if it is."""
-    if durable.phase.over:
+    if durable.phase.is_over:
         return shutdown_of_all(durable)
     record = durable.roster[worker]
     return Shutdown(record.ending, record.why, durable.last_generation) if record.ending is not None else None

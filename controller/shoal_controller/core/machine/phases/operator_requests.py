@@ -77,7 +77,7 @@ def on_confirm_lost(turn: Turn, event: ConfirmLost) -> None:
     process = turn.process(record.worker)
     if process is not None and process.connection is not None and record.worker not in silence.silent_workers(turn.job):
         raise Conflict(
-            f"worker {record.worker} is not lost: it was heard {turn.now - process.heard_at:.1f} s ago. "
+            f"worker {record.worker} is not lost: it was heard {turn.now - process.last_message_at:.1f} s ago. "
             f'To let it go: "shoal drain {turn.spec.job} {record.worker}".'
         ).coded(ErrorCode.WORKER_ALIVE)
     failure_detector.confirm_death(

@@ -41,7 +41,7 @@ def update(turn: Turn) -> None:
 
 def as_of_now(job: Job) -> Durable:
     """What to write where a controller ends in good order: with the steps that were not written yet."""
-    return job.durable if job.durable.phase.over else replace(job.durable, figures=job.figures)
+    return job.durable if job.durable.phase.is_over else replace(job.durable, figures=job.figures)
 
 
 def shown_loss(job: Job) -> float | None:

@@ -88,7 +88,7 @@ def _all_are_heard(job: Job, world: Plan, now: float) -> bool:
     """Silence is the failure detector's affair."""
     patience = job.spec.heartbeat_seconds * job.spec.suspect_after
     processes = [job.processes.get(member.worker) for member in world.members]
-    return all(p is not None and p.connection is not None and now - p.heard_at <= patience for p in processes)
+    return all(p is not None and p.connection is not None and now - p.last_message_at <= patience for p in processes)
 
 
 def _activities(job: Job, world: Plan) -> Activities:
@@ -124,7 +124,7 @@ def _build(process: Process, generation: int) -> Activity | None:
 
 def _steady(process: Process, activity: Activity) -> Activity:
     """● What it did while it was not heard does not count: who was frozen has waited for nobody meanwhile."""
-    return replace(activity, seconds=min(activity.seconds, max(0.0, process.heard_at - process.steady_since)))
+    return replace(activity, seconds=min(activity.seconds, max(0.0, process.last_message_at - process.steady_since)))
 
 
 def _name_stragglers(turn: Turn, late: dict[WorkerId, float]) -> None:

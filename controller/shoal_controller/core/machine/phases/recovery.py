@@ -245,7 +245,7 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     if not any(record.serves for worker, record in turn.durable.roster.items() if worker in attempt.respondents):
         return lost_blocks.start_anew(turn, f"{why}; nobody is left")
     failures.on_world_lost(turn)
-    if turn.durable.phase.over:
+    if turn.durable.phase.is_over:
         return None
     turn.keep(step=max(turn.durable.step, known_step(turn)))  # a later life must see that all have gone back
     turn.do(Persist())
@@ -268,7 +268,7 @@ def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
     if workers:
         return _ask_for_start(turn, attempt, workers)
     failures.on_world_lost(turn)
-    if turn.durable.phase.over:
+    if turn.durable.phase.is_over:
         return None
     turn.enter(Phase.WAITING)
     turn.keep(current=None, planned=())

@@ -111,7 +111,7 @@ def _last_sign(turn: Turn, worker: WorkerId) -> float:
     process = turn.process(worker)
     if process is None:
         return turn.now
-    return process.cut_at if process.cut_at is not None else process.heard_at
+    return process.cut_at if process.cut_at is not None else process.last_message_at
 
 
 def _has_stopped(turn: Turn, world: Plan, worker: WorkerId) -> bool:

@@ -38,7 +38,7 @@ def staying_workers(turn: Turn) -> list[WorkerRecord]:
 
 def settle(turn: Turn) -> None:
     """Bring the number of processes to `wanted`, where a launcher does it."""
-    if not has_launcher(turn) or turn.durable.phase.over or turn.durable.stopping:
+    if not has_launcher(turn) or turn.durable.phase.is_over or turn.durable.stopping:
         return
     here = staying_workers(turn)
     wanted = turn.durable.wanted + _spares(turn, here)

@@ -35,7 +35,7 @@ def count_tick(turn: Turn) -> None:
 def silent_seconds(job: Job, worker: WorkerId) -> float:
     """Seconds for which nothing was heard of a worker, as counted here."""
     process = job.processes.get(worker)
-    listening = process.heard_listening if process is not None else NO_LISTENING
+    listening = process.last_message_listening if process is not None else NO_LISTENING
     return job.listening.uncut - listening.uncut
 
 
@@ -44,7 +44,7 @@ def last_heard(job: Job, worker: WorkerId) -> float:
     was.
     """
     process = job.processes.get(worker)
-    return process.heard_at if process is not None else job.started_at
+    return process.last_message_at if process is not None else job.started_at
 
 
 def silent_workers(job: Job) -> list[WorkerId]:
@@ -66,7 +66,7 @@ def _last_heard(job: Job) -> Iterator[tuple[WorkerRecord, Listening]]:
     processes = job.processes
     for worker, record in job.durable.roster.items():
         process = processes.get(worker)
-        yield record, process.heard_listening if process is not None else NO_LISTENING
+        yield record, process.last_message_listening if process is not None else NO_LISTENING
 
 
 def is_cut_off(job: Job) -> bool:
@@ -138,7 +138,7 @@ def doubt(job: Job, now: float) -> str:
     """While most are silent, for longer than one of them would be suspected after: who since when, why nobody is
     evicted, and until when. Empty otherwise.
     """
-    if job.durable.phase.over or is_reconnecting(job, now) or not (silent := silent_workers(job)):
+    if job.durable.phase.is_over or is_reconnecting(job, now) or not (silent := silent_workers(job)):
         return ""
     spec, everyone = job.durable.spec, len(_counting(job))
     ages = {worker: now - last_heard(job, worker) for worker in silent}

@@ -108,7 +108,7 @@ MESSAGES: dict[type, Callable[[Turn, WorkerId, Any], bool]] = {
 def _activity(turn: Turn, known: Process, message: Heartbeat) -> dict[str, Any]:
     """What a heartbeat tells of the training thread."""
     moved = turn.now if message.activity.position != known.activity.position else known.moved_at
-    gap = turn.now - known.heard_at > turn.spec.heartbeat_seconds * turn.spec.suspect_after
+    gap = turn.now - known.last_message_at > turn.spec.heartbeat_seconds * turn.spec.suspect_after
     steady_since = turn.now if gap else known.steady_since
     return {
         "activity": message.activity, "builds": message.builds, "moved_at": moved, "steady_since": steady_since,
@@ -117,7 +117,7 @@ def _activity(turn: Turn, known: Process, message: Heartbeat) -> dict[str, Any]:
 
 def note_alive(turn: Turn, worker: WorkerId, **seen: Any) -> None:
     """Something was heard: the process lives, whatever was thought of it. `seen`: what else is known of it now."""
-    turn.see(worker, heard_at=turn.now, heard_listening=turn.job.listening, ping=None, **seen)
+    turn.see(worker, last_message_at=turn.now, last_message_listening=turn.job.listening, ping=None, **seen)
     record = turn.record(worker)
     if record.standing is not Standing.HERE and record.ending is None:
         turn.note(EventKind.RETURNED, f"worker {worker} is back; it was evicted: {record.why}", worker)
