@@ -84,12 +84,11 @@ def _processes() -> dict[str, str]:
     """All descendants of this process, the ended ones that nobody has waited for among them."""
     found, parents = {}, [os.getpid()]
     while parents:
-        parent = parents.pop()
-        for task in Path(f"/proc/{parent}/task").glob("*"):
+        for task in _tasks_of(parents.pop()):
             try:
                 children = (task / "children").read_text().split()
             except OSError:
-                continue  # the process ended while it was looked at
+                continue  # the thread ended while it was looked at
             parents += map(int, children)
             named = {child: _name(child) for child in children}
             found |= {
@@ -98,6 +97,13 @@ def _processes() -> dict[str, str]:
                 if not any(one in name for one in PROCESSES_THAT_STAY)
             }
     return found
+
+
+def _tasks_of(process: int) -> list[Path]:
+    """Its threads; none where it ended while it was looked at."""
+    with suppress(OSError):
+        return list(Path(f"/proc/{process}/task").glob("*"))
+    return []
 
 
 def _name(pid: str) -> str:

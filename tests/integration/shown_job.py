@@ -54,6 +54,8 @@ def confirm(seen: Watched, press: str, sentence: str | re.Pattern[str]) -> None:
     expect(seen.dialog()).to_have_count(0)
 
 
-def preview(cluster: Cluster, act: str, **given: Any) -> str:
+def preview(cluster: Cluster, act: str, **given: Any) -> re.Pattern[str]:
+    """What the controller says of it, at whatever step: the dialog may have asked some steps earlier."""
     more = "".join(f"&{name}={value}" for name, value in given.items())
-    return str(cluster._answer("GET", f"/jobs/{cluster.job_name}/preview?act={act}{more}")["sentence"])
+    sentence = str(cluster._answer("GET", f"/jobs/{cluster.job_name}/preview?act={act}{more}")["sentence"])
+    return re.compile("^" + re.sub(r"step\\ \d+", r"step \\d+", re.escape(sentence)) + "$")
