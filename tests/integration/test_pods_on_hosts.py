@@ -15,7 +15,7 @@ OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
 @pytest.mark.skipif(not Hosts.can_be_had(), reason="network namespaces need root, `ip`, `tc` and `nft`")
 @pytest.mark.timeout(180)
 def test_a_job_goes_on_without_an_unreachable_node_and_gets_its_room_back_when_the_pod_is_gone(tmp_path: Path) -> None:
-    with Hosts(3) as hosts, launched(3, 3, tmp_path, hosts=hosts, max_steps=120) as (job, pods):
+    with Hosts(3) as hosts, launched(3, 3, tmp_path, hosts=hosts, max_steps=300) as (job, pods):
         job.wait_world(3)
         lost = job.node_of("w1")
         pods.silence(lost)
