@@ -27,8 +27,8 @@ class ParametersOnHost(HeldBlocks):
     _device: Device
 
     def __init__(self, *given: Any) -> None:
-        """`given`: what that class is given, but for `keeps_weights`."""
-        super().__init__(*given, True)  # it keeps weights
+        """`given`: what that class is given; it keeps weights."""
+        super().__init__(*given)
         self._home = OnTheHost(HOST.kind)
         self._find_weights = self._device.pinned
 

@@ -50,14 +50,14 @@ def held_blocks(
         _check_parameters_on_host(place, keeps_weights)
     if place.folder is None:
         if parameters_on_host:
-            return HostParameterBlocks(*given, device)
+            return HostParameterBlocks(*given, device, keeps_weights)
         if place.on_host and not device.on_host:
             return HostBlocks(*given, device, keeps_weights)
         return HeldBlocks(*given, keeps_weights)
     check_steps_in_parts(optimizer)
     store = PieceStore(layout, StateFile(place.folder))
     if parameters_on_host:
-        return FiledHostParameterBlocks(*given, DeviceStore(store, device))
+        return FiledHostParameterBlocks(*given, DeviceStore(store, device), keeps_weights)
     if not device.on_host:
         return FiledDeviceBlocks(*given, DeviceStore(store, device), keeps_weights)
     return FiledBlocks(*given, store, keeps_weights)
