@@ -304,17 +304,31 @@ def test_space_is_reserved_before_the_first_update_and_for_what_is_to_be_filled(
     assert filed.store.file.reserved_bytes == reserved
 
 
-def test_a_full_disk_is_named_before_the_first_update(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "a folder that is gone by now"])
+@pytest.mark.parametrize(
+    ("number", "found", "remedy"),
+    [
+        (errno.ENOSPC, r"has [\d,]+ bytes left", "make room"),
+        (errno.EDQUOT, "has a quota that is used up", "have it raised"),
+        (errno.EFBIG, "takes no file of that size from this process", r"raise its limit \(`ulimit -f`\)"),
+    ],
+)
+def test_a_full_disk_is_named_before_the_first_update(
+    number: int, found: str, remedy: str, is_gone: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout, filed, _, _ = pair_of(StateFile(folder))
 
     def full(fd: int, at: int, count: int) -> None:
-        raise NO_SPACE
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    left = rf"{folder} has [\d,]+ bytes left"
-    sentence = f"{left}, and the optimizer state that this worker is to keep there needs [\\d,]+ more; make room"
+    if is_gone:
+        Path(folder).rmdir()
+    needed = "and the optimizer state that this worker is to keep there needs [\\d,]+ more"
+    sentence = f"{folder} {found}, {needed}; {remedy}, name"
     with pytest.raises(OffloadFailed, match=sentence):
         filed.hold(every(layout.blocks))
+    Path(folder).mkdir(exist_ok=True)
 
 
 def test_a_file_has_no_name_and_is_gone_with_its_process(folder: str) -> None:
@@ -404,6 +418,20 @@ def test_a_disk_that_does_not_answer_is_given_up(folder: str, monkeypatch: pytes
     layout, filed, _, _ = pair_of(LateFile(folder))
     with pytest.raises(OffloadFailed, match=f"the disk of {folder} has not answered for 0 s"):
         filed.hold(every(layout.blocks))
+        for step in range(2):
+            filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+
+
+def test_a_process_that_can_start_no_thread_says_what_for(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a limit of memory or of threads."""
+    layout, filed, _, _ = pair_of(StateFile(folder))
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    filed.hold(every(layout.blocks))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(OffloadFailed, match=f"carries optimizer state to {folder} and back: can't start new thread"):
         for step in range(2):
             filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
 

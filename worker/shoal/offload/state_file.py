@@ -25,7 +25,12 @@ PAGE_BYTES = 4096
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """Filesystems that are no disk."""
 KEY = "`zero_optimization.offload_optimizer.nvme_path`"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = {
+    errno.ENOSPC: ("has {left:,} bytes left", "make room"),
+    errno.EDQUOT: ("has a quota that is used up", "have it raised"),
+    errno.EFBIG: ("takes no file of that size from this process", "raise its limit (`ulimit -f`)"),
+}
+"""What the system says where a file cannot become larger: what is so of the folder, and what would help."""
 
 Pages = tuple[Span, ...]
 """Pages of the file, in the order of what lies in them."""
@@ -93,11 +98,12 @@ class StateFile:
     def _no_room(self, missing: int, error: OSError) -> OffloadFailed:
         if error.errno not in NO_ROOM:
             return self._failure("extended", error)
-        there = os.statvfs(self.folder)
+        there = os.fstatvfs(self._fd)  # the folder may be gone by now; the file is not
+        found, remedy = NO_ROOM[error.errno]
         return OffloadFailed(
-            f"{self.folder} has {there.f_bavail * there.f_frsize:,} bytes left, and the optimizer state that this "
-            f"worker is to keep there needs {missing:,} more; make room, name another folder in {KEY}, or use "
-            "more workers."
+            f"{self.folder} {found.format(left=there.f_bavail * there.f_frsize)}, and the optimizer state that this "
+            f"worker is to keep there needs {missing:,} more; {remedy}, name another folder in {KEY}, or use more "
+            "workers."
         )
 
     def take(self, count: int) -> Pages:

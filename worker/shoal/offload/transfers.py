@@ -63,10 +63,17 @@ class Buffer:
         return torch.frombuffer(self._memory, dtype=dtype, count=elements, offset=start)
 
     def begin_turn(self, pool: ThreadPoolExecutor, file: StateFile, reads: Ranges) -> None:
-        """Writes what is to be written, then reads what is next."""
+        """Writes what is to be written, then reads what is next. Raises `OffloadFailed`."""
         writes, self.to_write = self.to_write, ()
-        if writes or reads:
+        if not (writes or reads):
+            return
+        try:
             self._turn = pool.submit(self._carry, file, writes, reads)
+        except RuntimeError as error:
+            raise OffloadFailed(
+                f"no thread can be started that carries optimizer state to {file.folder} and back: {error}; expected "
+                f"{THREADS}. Give this process more memory, or let it start more threads (`ulimit -v`, `ulimit -u`)."
+            ) from error
 
     def _carry(self, file: StateFile, writes: Ranges, reads: Ranges) -> None:
         memory = memoryview(self._memory)
