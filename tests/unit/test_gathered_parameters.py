@@ -63,6 +63,14 @@ def test_a_parameter_that_is_not_here_is_refused_by_name(use: Callable[[Tensor],
         alone(body)
 
 
+def test_a_parameter_that_is_not_here_and_is_written_to_is_not_sent_to_where_that_is_refused_too() -> None:
+    def body(engine: Engine, batch: Any) -> None:
+        nn.init.xavier_uniform_(engine.module.layers[0].up.weight)
+
+    with pytest.raises(UserError, match=r'"layers.0.up.weight" is used by uniform_ .* before shoal.initialize'):
+        alone(body)
+
+
 def test_a_parameter_that_its_module_has_lost_is_refused_by_its_first_name() -> None:
     """What wraps a weight often takes it out of its module before it looks at it."""
 

@@ -46,6 +46,10 @@ def to_double_and_back(engine: Engine) -> None:
     engine.module.double().float()
 
 
+def to_half(engine: Engine) -> None:
+    engine.module.unused.data = engine.module.unused.data.half()  # as module.half() does
+
+
 def from_a_vector(engine: Engine) -> None:
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach(), parameters)
@@ -91,6 +95,7 @@ def test_weights_that_are_loaded_between_initialize_and_the_loop_are_refused(opt
 STRUCTURE = [
     (load_by_assignment, r'parameter ".*" was replaced after shoal\.initialize .*would not be trained'),
     (to_double_and_back, r'parameter ".*" got new memory after shoal\.initialize .*would not be trained'),
+    (to_half, r'parameter "unused" got new memory after shoal\.initialize'),
     (from_a_vector, r'parameter ".*" got new memory after shoal\.initialize'),
     (replace_a_layer, r'parameter "up\.bias" was replaced after shoal\.initialize'),
     (add_a_parameter, r'parameter "extra" was added after shoal\.initialize'),

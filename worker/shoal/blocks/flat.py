@@ -237,6 +237,15 @@ def refuse_others(
         )
 
 
+def moved(name: str) -> UserError:
+    """What is raised where this parameter is not where, or what, it was laid out as."""
+    return UserError(
+        f'parameter "{name}" got new memory after shoal.initialize (module.to, .double, .half, '
+        "vector_to_parameters, or an assignment to .data), and would not be trained. Do this before "
+        "shoal.initialize; the layout is fixed from then on."
+    )
+
+
 class Gradients(WholeValues):
     """One copy of all gradients: flats, and the views that become the parameters' `.grad`.
 
@@ -267,14 +276,17 @@ class Gradients(WholeValues):
 
     def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes `.grad` these views again: `zero_grad()` drops them, and backward would then steal a first gradient
-        (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` was changed since the start,
-        and where there are gradients that are not the engine's.
+        (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` or the dtype was changed since
+        the start, and where there are gradients that are not the engine's.
         """
         if not all(map(is_, map(_GRAD, parameters), repeat(None))) or not all(map(_REQUIRES, parameters)):
             for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
                 refuse_others(name, parameter, view)
-        for parameter, put in zip(parameters, self._put, strict=True):
-            parameter.grad = put
+        for name, parameter, put in zip(self._names, parameters, self._put, strict=True):
+            try:
+                parameter.grad = put
+            except RuntimeError as error:  # torch compares shape, dtype and device with the parameter's own
+                raise moved(name) from error
 
     def add(
         self,

@@ -19,7 +19,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.flat import Flats, Gradients, refuse_hooks
+from shoal.blocks.flat import Flats, Gradients, moved, refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
@@ -158,10 +158,7 @@ class ModuleGuard:
     def _name_what_was_moved(self) -> None:
         for name, now, place in zip(self._names, self._where(), self._places, strict=True):
             if now != place:
-                raise UserError(
-                    f'parameter "{name}" got new memory after shoal.initialize (module.to, .double, .half, '
-                    f"vector_to_parameters, or an assignment to .data), and would not be trained. {BEFORE}"
-                )
+                raise moved(name)
 
     # ---- values
 

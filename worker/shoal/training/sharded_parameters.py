@@ -35,6 +35,13 @@ from shoal.world import World
 log = get_logger("shoal")
 
 
+def _advice(use: str) -> str:
+    """What to do in place of this use of a parameter that is not here. In-place functions end in an underscore."""
+    if use == "__setitem__" or (use.endswith("_") and not use.endswith("__")):
+        return "Give it its values before shoal.initialize; from then on the optimizer alone changes them."
+    return "Use it within the module's forward, or within `with engine.gathered(module):`."
+
+
 class ShardedParameters(Parameters):
     """`take_part` is called where the world changes under a call that can be made again."""
 
@@ -208,7 +215,7 @@ class ShardedParameters(Parameters):
             name = self._context.state.name_of(parameter)
             raise UserError(
                 f'parameter "{name}" is used by {use} while it is not gathered (ZeRO stage 3 keeps each parameter on '
-                "its owners only). Use it within the module's forward, or within `with engine.gathered(module):`."
+                f"its owners only). {_advice(use)}"
             )
         unit.is_pinned = True
         self._get(unit)
