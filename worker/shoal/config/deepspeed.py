@@ -92,6 +92,8 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "ddp_bf16 pipeline sparse_gradients weight_quantization", Unsupported()),
     ("", "gradient_allreduce_op", Unsupported(("mean", None))),
     ("", "compression_training sparse_attention", Unsupported((None, {}), _SPARSE_MODEL)),
+    ("", "data_parallel_size", _ANY_SIZE),
+    ("", "sequence_parallel_size", Unsupported((1, None), "every lane runs the whole model")),
     ("", "expert_parallel tensor_parallel", Unsupported((None, {}), "every lane runs the whole model")),
     ("data_types", "grad_accum_dtype", Unsupported((None, "auto", "fp32"), "gradients are always added up in float32")),
     (
@@ -114,7 +116,7 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
         "leaf_module override_module_apply log_trace_cache_warnings enable_sanity_checks",
         _GATHERED,
     ),
-    ("zero_optimization", "overlap_comm", _BESIDE),
+    ("zero_optimization", "grad_hooks overlap_comm", _BESIDE),
     (
         "zero_optimization",
         "contiguous_gradients memory_efficient_linear parameter_alignment round_robin_gradients "
