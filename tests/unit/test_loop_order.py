@@ -94,6 +94,10 @@ def without_a_graph(engine: Engine, batch: Any) -> None:
         engine.backward(engine.module(**batch))
 
 
+def export_to_no_path(engine: Engine, batch: Any) -> None:
+    engine.export(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -108,6 +112,7 @@ def without_a_graph(engine: Engine, batch: Any) -> None:
         (nothing_at_all, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),
         (a_number, "engine.backward got a float; expected the loss as a tensor with its graph"),
         (without_a_graph, "engine.backward got a loss without a graph"),
+        (export_to_no_path, "engine.export got None; expected the path of the file to write"),
     ],
 )  # fmt: skip
 def test_a_call_out_of_order_is_one_sentence(body: Body, sentence: str) -> None:

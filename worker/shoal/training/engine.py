@@ -7,6 +7,7 @@ optimizer step in step.py, a change of the world in resize.py.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -206,6 +207,8 @@ class Engine:
 
     def export(self, path: str | Path) -> None:
         """Rank 0 writes the model as safetensors; in the loop after this step, after the loop at once."""
+        if not isinstance(path, str | os.PathLike):
+            raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
         self.training.ask(Request("export", str(path)), "engine.export")
 
     def save_checkpoint(self) -> None:
