@@ -6,9 +6,11 @@ import ast
 import pydoc
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shoal
+import torch
 from crew import Task, engine_of
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -44,6 +46,36 @@ def test_the_code_of_a_page_is_python(page: str) -> None:
     assert blocks
     for block in blocks:
         ast.parse(block)
+
+
+def test_the_averaged_weights_of_the_page_go_on_after_a_resume_with_the_same_bits(tmp_path: Path) -> None:
+    """They are brought up to date where what is saved has them; behind `engine.step()` a step would be missing."""
+    [code] = re.findall(r"```python\n(class Average:\n.*?)\n\n\naverage = ", (DOCS / "api.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"torch": torch}
+    exec(code, names)
+    trained: list[int] = []
+
+    def train(steps: int, saves: Path) -> dict[str, torch.Tensor]:
+        task = Task({"max_steps": steps, "shoal": {"checkpoint": {"path": str(saves), "every_steps": 2}}})
+        engine = engine_of(task, AloneLink(), Faults([]))
+        average = names["Average"](engine.module)
+        engine.register_state("average", average)
+        for batch in engine:
+            trained.append(engine.global_step)
+            average.update(engine)
+            engine.backward(engine.module(**batch))
+            engine.step()
+        average.update(engine)
+        engine.parts.saving.close()
+        assert average.step == steps
+        return dict(average.weights)
+
+    right = train(4, tmp_path / "right")
+    train(2, tmp_path / "resumed")
+    trained.clear()
+    weights = train(4, tmp_path / "resumed")
+    assert min(trained) == 2
+    assert all(torch.equal(weights[name], value) for name, value in right.items())
 
 
 def test_help_lists_what_the_package_gives() -> None:
