@@ -144,7 +144,8 @@ def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> s
 
 
 def _texts_differ(worker: str, difference: str, theirs: Mapping[str, str], jobs: Mapping[str, str]) -> str | None:
-    for key in sorted(theirs.keys() | jobs.keys()):
+    """Keys of the config come before what is named in words, which follows from them: buffers have their precision."""
+    for key in sorted(theirs.keys() | jobs.keys(), key=lambda key: (" " in key, key)):
         found, expected = theirs.get(key, "not set"), jobs.get(key, "not set")
         if found != expected:
             return f"worker {worker} joined with {difference}: {key} is {found}, the job's is {expected}. {ANSWER}"

@@ -71,6 +71,15 @@ def test_whoever_differs_in_what_a_hello_tells_is_refused_at_once() -> None:
     assert isinstance(refusal, Refusal) and "optimizer is SGD" in refusal.sentence
 
 
+def test_a_key_of_the_config_is_named_before_a_buffer_that_differs_because_of_it() -> None:
+    job, texts = Driver(wanted=2), ("torch.float32 (2,)", "torch.float16 (2,)")
+    wanted, other = ({**MADE_OF.config, "buffer norm.running_mean": text} for text in texts)
+    says_hello(job, "w0", replace(with_digest(model()), config={**wanted, "fp16.enabled": "false"}))
+    says_hello(job, "w1", replace(with_digest(model()), config={**other, "fp16.enabled": "true"}))
+    [sentence] = notes(job.effects, "refused")
+    assert "worker w1 joined with another config: fp16.enabled is true, the job's is false." in sentence
+
+
 def test_a_worker_that_goes_before_it_has_told_leaves_the_question_to_the_next() -> None:
     job = Driver(wanted=3)
     for worker in ("w0", "w1", "w2"):
