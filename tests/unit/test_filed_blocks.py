@@ -272,6 +272,15 @@ def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str, mo
     assert_equal(filed, kept)
 
 
+def test_nothing_of_a_piece_stays_with_the_optimizer_after_its_update(folder: str) -> None:
+    """A job makes millions of updates."""
+    layout, filed, _, _ = pair_of(StateFile(folder))
+    filed.hold(every(layout.blocks))
+    for step in range(2):
+        filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+    assert not filed._twin.state
+
+
 def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str) -> None:
     layout, filed, kept, _ = pair_of(StateFile(folder), torch.optim.SGD)
     for held in (filed, kept):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from crew import Crew, Killed, Task, undisturbed
 from late_device import LateDevice
+from shoal.blocks.state_home import WEIGHTS
 from shoal.device import HOST
 from shoal.offload.filed_device_blocks import FiledDeviceBlocks
 from shoal.offload.held_piece import HeldPiece
@@ -45,6 +46,7 @@ def look(engine: Engine) -> None:
     held = engine.context.state.held
     assert isinstance(held, FiledDeviceBlocks)
     assert not held.runs or engine.global_step < 1 or held.bytes_by_place()["state_files"] > 0
+    assert not held._twin.state, "what an update has left there is never given back"
 
 
 def look_at_parameters(engine: Engine) -> None:
@@ -76,6 +78,20 @@ def test_parameters_in_host_memory_change_no_bit_either(precision: dict[str, Any
 def test_parameters_in_host_memory_are_filled_in_several_steps(tmp_path: Path) -> None:
     slices = {"max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}}
     through_a_loss_and_a_join(late(tmp_path, 3, offload_param=True, **slices))
+
+
+@pytest.mark.parametrize("place", ["cpu", "a file"])
+def test_parameters_in_host_memory_are_received_where_they_stay(place: str, tmp_path: Path) -> None:
+    """Others than pinned would be copied once more, and be there twice."""
+    engines: list[Engine] = []
+    folder = tmp_path if place == "a file" else place
+    task = late(folder, 3, max_steps=1, offload_param=True)  # type: ignore[arg-type]
+    undisturbed(replace(task, in_loop=lambda _: None, prepare=engines.append))
+    state = engines[0].context.state
+    state.held.expect(state.held.runs)
+    stretch = state.layout.stretches(state.held.runs)[0]
+    received = state.held.memory_for(stretch, WEIGHTS, state.layout.buckets[stretch.bucket].dtype)
+    assert state.device.is_pinned(received)
 
 
 def test_an_update_in_a_file_brings_gradients_down_and_parameters_in_host_memory_stay_there(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from shoal.exchange.hand_out import HandOut
 from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import (
     ALONE_BYTES,
+    CACHED_ELEMENTS,
+    ROW,
     Extent,
     Extents,
+    cached,
     cut_into_pieces,
     elements_in,
     in_messages,
@@ -93,6 +96,24 @@ def test_pieces_have_every_owned_element_once_and_in_order(
         assert blocks.keys() == {layout.places[block] for block in owned}
     for piece in pieces:
         assert max((p.bucket for places in piece.owned for p in places), default=0) <= piece.last_bucket
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 40 * ROW)), max_size=4))
+@settings(max_examples=examples(60))
+def test_a_processor_computes_in_parts_that_its_cache_has(
+    given_: list[tuple[int, int, int]],
+) -> None:
+    extents = [Extent(bucket, start * ROW, start * ROW + size) for bucket, start, size in given_]
+    parts = list(cached(extents, on_host=True))
+    assert all(0 < stop - start <= CACHED_ELEMENTS for _, start, stop in parts)
+    rest = iter(parts)
+    for bucket, start, stop in extents:
+        while start < stop:
+            part = next(rest)
+            assert (part.bucket, part.start) == (bucket, start) and part.stop <= stop
+            start = part.stop
+    assert next(rest, None) is None
+    assert list(cached(extents, on_host=False)) == extents
 
 
 @given(owners())

@@ -208,6 +208,25 @@ def test_a_number_of_a_place_that_is_none_is_refused() -> None:
     assert own.put(torch.zeros(LARGE, dtype=torch.uint8), 1) is None
 
 
+def test_places_are_given_back_when_what_lay_there_is_copied_and_not_before() -> None:
+    """The sender may put something else there at once."""
+    own = SharedMemory(2)
+    opened = OpenedMemory(own.address, 1, 2)
+    place = own.put(message(0, 1), 1)
+    memory = opened._memory
+    assert place is not None and memory is not None
+    came, copied = torch.zeros(LARGE, dtype=torch.uint8), list[bool]()
+
+    def look(*_: object) -> None:
+        copied.append(torch.equal(came, message(0, 1)))
+
+    memory.mark = look  # type: ignore[method-assign]
+    opened.take(place, came)
+    assert copied == [True]
+    opened.close()
+    own.close()
+
+
 def test_memory_is_taken_as_it_is_used_and_gone_with_the_group() -> None:
     gc.collect()
     before = mappings()
