@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -220,23 +221,23 @@ def test_a_pass_that_is_given_up_harms_no_later_one(folder: str) -> None:
 
 
 class GatedFile:
-    """Every byte read is the lowest of its address; one address is answered when the gate opens."""
+    """Every byte read is the lowest of its address; some addresses are answered when the gate opens."""
 
     folder = "/disk"
 
-    def __init__(self, gated: int) -> None:
+    def __init__(self, *gated: int) -> None:
         self._gated, self.gate, self.landed = gated, threading.Event(), threading.Event()
 
     def read(self, at: int, target: memoryview) -> None:
-        if at == self._gated:
+        if at in self._gated:
             self.gate.wait(10)
         target[:] = bytes([at & 0xFF]) * len(target)
-        if at == self._gated:
+        if at in self._gated:
             self.landed.set()
 
 
 def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again() -> None:
-    file = GatedFile(gated=2)
+    file = GatedFile(2)
     passes = transfers.Transfers(file)  # type: ignore[arg-type]
     first = passes.carry([(transfers.FileRange(at, 0, 8),) for at in (1, 2, 3)], 8)
     next(first)
@@ -250,6 +251,27 @@ def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again
     first.close()
     later.close()
     opener.join()
+
+
+def test_what_a_pass_that_is_given_up_has_not_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a save fails that streams: an update stood still for two minutes."""
+
+    def waits(turns: Sequence[Future[None]], _: float) -> None:
+        assert not wait(turns, 5.0).not_done
+
+    monkeypatch.setattr(transfers, "wait", waits)
+    file = GatedFile(2, 3)
+    passes = transfers.Transfers(file, buffers=4)  # type: ignore[arg-type]
+    first = passes.carry([(transfers.FileRange(at, 0, 8),) for at in (1, 2, 3, 4)], 8)
+    next(first)
+    opener = threading.Timer(0.02, file.gate.set)
+    opener.start()
+    first.close()
+    opener.join()
+    found = [
+        buffer.view(0, 8, torch.uint8).tolist() for buffer in passes.carry([(transfers.FileRange(5, 0, 8),)] * 4, 8)
+    ]
+    assert found == [[5] * 8] * 4
 
 
 def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

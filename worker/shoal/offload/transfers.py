@@ -96,8 +96,10 @@ class Buffer:
             ) from error
 
     def settle(self) -> None:
-        """Waits for what a pass that was given up has left in flight, whatever became of it."""
-        if self._turn is not None:
+        """Waits for what a pass that was given up has left in flight, whatever became of it; what was not begun never
+        is, and nobody would ever say that it is over.
+        """
+        if self._turn is not None and not self._turn.cancel():
             wait([self._turn], SECONDS)
         self._turn, self.to_write = None, ()
 
