@@ -45,6 +45,7 @@ from shoal_controller.core.machine.place import Place
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Welcome
 
+from .clock import SetClock
 from .network import Stream
 from .stored import StoredJob
 
@@ -61,7 +62,8 @@ class ControllerHost:
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
-        self.job: Job = new_job(simulation.spec, 0.0)
+        self.set_clock = SetClock(simulation)
+        self.job: Job = new_job(simulation.spec, self.now)
         self.stored: Durable = self.job.durable
         """What the store must give back."""
         self.store = StoredJob(128 if simulation.still else Random(f"{simulation.seed} room").choice((1, 3, 128)))
@@ -85,6 +87,11 @@ class ControllerHost:
         """What the planner has answered at once: handled after the effects of the event that asked."""
         self._next_stream = 0
 
+    @property
+    def now(self) -> float:
+        """By the clock of its machine."""
+        return self.clock.now + self.set_clock.by
+
     # ---- its life
 
     def start(self) -> None:
@@ -93,11 +100,12 @@ class ControllerHost:
             return
         self.alive, self.is_empty, self._is_writing = True, False, False
         self.life += 1
+        self.set_clock.begin_life(self.life)
         self.streams = {}
         durable = self.store.read()
         if durable != self.stored:
             self.simulation.watch.violated("the store gives back something else", "the controller")
-        self.job = restore(durable, self.clock.now)
+        self.job = restore(durable, self.now)
         self.simulation.say("controller starts, life", self.life)
         self.simulation.promises.begins(self.life)
         self.simulation.planner.begin_life()
@@ -117,7 +125,7 @@ class ControllerHost:
 
     def _tick(self, life: int) -> None:
         if self.alive and self.life == life:
-            is_due = self.clock.now >= rests_until(self.job)
+            is_due = self.now >= rests_until(self.job)
             if is_due and not any(isinstance(event, Tick) for event in self._inbox):
                 self._inbox.append(Tick())
             if not self._is_writing:
@@ -187,7 +195,7 @@ class ControllerHost:
         if not self.alive:
             return
         before = self.job
-        self.job, effects = step(self.job, events, self.clock.now)
+        self.job, effects = step(self.job, events, self.now)
         self.simulation.watch.stepped(before, events, self.job)
         if self.store_seconds and not self._is_writing and any(isinstance(effect, Persist) for effect in effects):
             self._is_writing = True

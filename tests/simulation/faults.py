@@ -10,6 +10,7 @@ from shoal_controller.core.machine.effects import Adopt, Kill, Persist, Send, Sp
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
 from .liars import Liars
+from .operators import Operators
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -30,6 +31,7 @@ class Faults:
         self.saves = Random(f"wishes of {simulation.seed}")
         """Apart from the rest, so that a job without checkpoints meets the same whether others have them or not."""
         self.liars = Liars(simulation)
+        self.operators = Operators(simulation)
         self.links = simulation.links
 
         self.flips = Random(f"flips of {simulation.seed}")
@@ -38,6 +40,7 @@ class Faults:
         self.until = self.clock.now + seconds
         self._next()
         self.liars.rage(seconds)
+        self.operators.rage(seconds)
         self.links.rage(seconds)
         for _ in range(self.flips.choice((0, 0, 0, 1, 1, 2))):
             self.clock.after(self.flips.uniform(0, seconds), self.flip)

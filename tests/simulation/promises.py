@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.durable import Durable
-from shoal_controller.core.machine.events import Event, Save
+from shoal_controller.core.machine.events import Cancel, Event, Save
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.phases.scaling import LAST_ONE
 
@@ -33,6 +33,8 @@ class Promises:
         """Of every worker that was told to leave: when, and how much time it has."""
         self._let_go: dict[str, float] = {}
         """When each of the last ones was told that it is let go."""
+        self.cancelled = False
+        """Whether the job was to be cancelled."""
         self._saves: list[int] = []
         """The steps at which saves were asked for and accepted, that were not answered yet."""
 
@@ -42,6 +44,7 @@ class Promises:
         """An operator was answered 202."""
         if isinstance(event, Save) and job.durable.save is not None:
             self._saves.append(job.durable.save.step)
+        self.cancelled |= isinstance(event, Cancel)
 
     def stored(self, durable: Durable) -> None:
         for record in durable.roster.values():
@@ -79,7 +82,7 @@ class Promises:
             with_it = {one for one, at in self._let_go.items() if now - at < TOGETHER_SECONDS}  # some have ended since
             others = ({one.membership.worker for one in self.simulation.workers()} | with_it) & self._graces.keys()
             end = min(at + grace / 2 for at, grace in (self._graces[one] for one in {name, *others}))
-        if self.simulation.clock.now < end:
+        if self.simulation.clock.now + self.simulation.host.set_clock.forward < end:
             self.simulation.watch.violated("a grace was cut short", worker, f"{end - self.simulation.clock.now:.3f} s")
 
     def saved(self, step: int) -> None:
@@ -92,7 +95,7 @@ class Promises:
     def kept(self) -> bool:
         """Whether nothing is owed any more."""
         durable = self.simulation.host.job.durable
-        saved = durable.phase.is_over or not self._saves
+        saved = durable.phase.is_over or not (self._saves or self.cancelled)
         return saved and not any(self._is_to_end(durable, name) for name in self.simulation.launcher.started)
 
     def _is_to_end(self, durable: Durable, name: str) -> bool:

@@ -292,7 +292,7 @@ class Script:
         self.simulation.host.request(Cancel())
 
     def _view(self) -> object:
-        return view(self.simulation.host.job, self.simulation.clock.now)
+        return view(self.simulation.host.job, self.simulation.host.now)
 
     def do_show(self) -> None:
         """What `shoal describe` would say."""

@@ -53,7 +53,8 @@ def _goes_on(simulation: Simulation) -> None:
 
 
 def _keep_enough(simulation: Simulation) -> None:
-    while len(simulation.workers()) < max(simulation.spec.wanted, simulation.spec.min_workers):
+    durable = simulation.host.job.durable
+    while len(simulation.workers()) < max(simulation.spec.wanted, durable.bounds.least):
         simulation.start_process()
 
 
@@ -64,7 +65,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
         return False
     if durable.phase.is_over:
         return over_for_a_reason(simulation, durable.phase, durable.reason)
-    if _waits_for_an_operator(simulation):
+    if _waits_for_an_operator(simulation) and not simulation.promises.cancelled:
         return True
     if simulation.script.kind:
         return False
@@ -72,8 +73,8 @@ def settled(simulation: Simulation, begin: int) -> bool:
     if world is None or not world.steps or simulation.watch.commits < begin + PROGRESS * world.world_size:
         return False
     roster = durable.roster
-    least = min(durable.wanted, simulation.spec.max_workers or durable.wanted)
-    enough = world.world_size >= (least if simulation.spec.launcher != "none" else simulation.spec.min_workers)
+    least = durable.wanted if simulation.spec.launcher != "none" else durable.bounds.least
+    enough = world.world_size >= min(least, world.lanes)
     processes = [simulation.processes[member.incarnation] for member in world.members]
     in_it = all(process.membership.generation == world.generation for process in processes)
     staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]
@@ -92,7 +93,8 @@ def _waits_for_an_operator(simulation: Simulation) -> bool:
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
     needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
     given_up = simulation.script.is_given_up_for(reason) or simulation.planner.is_given_up_for(reason)
-    if phase is Phase.SUCCEEDED or any(need in reason for need in needs) or given_up:
+    cancelled = phase is Phase.CANCELLED and simulation.promises.cancelled
+    if cancelled or phase is Phase.SUCCEEDED or any(need in reason for need in needs) or given_up:
         return True
     simulation.watch.violated("the job ended without need", phase.value, reason)
     return False

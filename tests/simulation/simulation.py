@@ -36,6 +36,8 @@ class Simulation:
 
     def __init__(self, seed: int, **shape: object) -> None:
         self.seed, self.still = seed, bool(shape.get("still"))
+        self.has_operators = bool(shape.get("operators", not self.still))
+        """Whether operators may do more than `Faults` has them do."""
         self.chance = chance = Still(seed) if self.still else Random(seed)
         self.clock = Clock()
         self.log: list[str] = []

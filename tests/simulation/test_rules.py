@@ -82,8 +82,8 @@ SEARCHED_FOR_LONG = {
 """Hundreds of seeds pass before one notices."""
 SEARCHED = 400
 """So many seeds from the first one on: what a seed draws changes with the code, the rule does not."""
-SHAPE = {"stage": 1}
-"""No rule here depends on the stage, unless all mirror everything."""
+SHAPE = {"stage": 1, "operators": False}
+"""No rule here depends on the stage, unless all mirror everything, nor on what operators do besides."""
 
 
 def notices(by: str | int) -> bool:

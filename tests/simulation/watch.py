@@ -71,7 +71,7 @@ class Watch:
         """Whoever has lanes has the right parameters."""
         expected = right(step)
         wrong = [block for block in range(self.simulation.blocks) if parameters.get(block) != expected[block]]
-        if wrong and not self.simulation.bits.outstanding:
+        if wrong and not (self.simulation.bits.outstanding or self._is_given_up(worker)):
             self.violated("a trainer has wrong parameters", worker, "step", step, wrong)
 
     def committed(self, worker: SimWorker, step: int, blocks: dict[int, int]) -> None:
@@ -80,8 +80,7 @@ class Watch:
         wrong = [block for block, value in blocks.items() if value != expected[block]]
         generation = worker.membership.generation
         bits = self.simulation.bits
-        given_up = bits.undone and generation < self.floor  # it has not heard that all went back
-        if wrong and not (bits.outstanding or given_up):
+        if wrong and not (bits.outstanding or self._is_given_up(worker)):
             self.violated("a block has wrong bits", worker, "step", step, wrong)
         bits.committed(worker, step)
         for later, begins in self.began_at.items() if worker.incarnation not in self.called_dead else ():
@@ -91,6 +90,10 @@ class Watch:
                 )
         self.top = max(self.top, step)
         self.commits += 1
+
+    def _is_given_up(self, worker: SimWorker) -> bool:
+        """Whether it has a flipped bit's state, perhaps, of a world before all went back, which it has not heard."""
+        return self.simulation.bits.undone and worker.membership.generation < self.floor
 
     def promotes(self, worker: SimWorker, blocks: dict[int, int], keeps: frozenset[int], step: int) -> None:
         """A plan makes owners and mirrors only of those who hold valid bits."""
@@ -287,7 +290,7 @@ class Watch:
         if not lost:
             return
         now = self.simulation.clock.now
-        if now - after.started_at < self.simulation.spec.reconnect_seconds:
+        if self.simulation.host.now - after.started_at < self.simulation.spec.reconnect_seconds:
             self.violated("a worker was evicted though the controller had just started", *lost)
         well = [worker for worker in lost if self._beats(before, worker)]
         if well:
@@ -327,7 +330,7 @@ class Watch:
     def _gave_up(self, before: Job, after: Job, events: Sequence[Event], loss: str) -> None:
         """Only where no process that lives has the blocks, `stall_seconds` are over, or an operator said so."""
         attempt = before.attempt
-        now = self.simulation.clock.now
+        now = self.simulation.host.now
         if any(isinstance(event, DrainWorker) for event in events):
             return
         if attempt is None or now - attempt.since > self.simulation.spec.stall_seconds:

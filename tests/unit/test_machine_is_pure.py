@@ -29,7 +29,7 @@ class Recorder(Watch):
         self.batches: list[Asked] = []
 
     def stepped(self, before: Job, events: Sequence[Event], after: Job) -> None:
-        self.batches.append((before, repr(before), events, self.simulation.clock.now, after))
+        self.batches.append((before, repr(before), events, self.simulation.host.now, after))
         super().stepped(before, events, after)
 
 

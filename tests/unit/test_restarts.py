@@ -7,6 +7,7 @@ from shoal_controller.core.machine.effects import Adopt, Effect, Kill, Note, Spa
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
 from shoal_controller.core.machine.figures import series_key
+from shoal_controller.core.machine.phases.ending import LINGER_SECONDS as STOP_SECONDS
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
@@ -140,6 +141,15 @@ def test_a_process_that_failed_and_does_not_end_is_killed_by_the_next_controller
     assert Kill("w0") in job.wait(2, beating=False)
 
 
+def test_a_process_that_does_not_end_is_killed_though_the_clock_was_set_back() -> None:
+    job = training(**LAUNCHED)
+    job.say("w0", Result(3, failure="boom"))
+    job.connections.pop("w0")
+    job.now -= 1000.0
+    job.restart()
+    assert Kill("w0") in job.wait(LINGER_SECONDS + 1, beating=False)
+
+
 def failed_six_times() -> Driver:
     """Its seventh process is waited for."""
     job = Driver(wanted=1, launcher="local", command=("train",), max_restarts=9)
@@ -214,4 +224,14 @@ def test_workers_have_two_steps_to_stop_in_when_a_job_is_cancelled() -> None:
         job.feed(Tick())
     assert job.job.durable.phase is Phase.RUNNING
     job.wait(6)
+    assert job.job.durable.phase is Phase.CANCELLED
+
+
+def test_a_job_is_cancelled_though_its_workers_are_silent_and_the_clock_was_set_back() -> None:
+    job = training()
+    job.now += 1000.0
+    job.feed(Cancel())
+    job.now -= 1000.0
+    job.restart()
+    job.wait(STOP_SECONDS + 1, beating=False)
     assert job.job.durable.phase is Phase.CANCELLED
