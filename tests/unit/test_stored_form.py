@@ -1,15 +1,20 @@
 """What lies in the store of a large job, and how much of it a change writes."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
-from machine_driver import MADE_OF, stored, through_the_store
+import pytest
+from machine_driver import MADE_OF, stored, through_the_store, training
 from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase
-from shoal_controller.core.machine.stored_form import changed_records, state_of
+from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.errors import PeerError
 from shoal_protos.plan import Member, Reason
 
 WORKERS = 1000
@@ -85,3 +90,31 @@ def test_a_roster_comes_back_in_the_order_of_age_and_the_history_in_that_of_gene
     again = through_the_store(large_job())
     assert list(again.roster) == [f"w{number}" for number in range(WORKERS)]
     assert [resize.generation for resize in again.history] == list(range(1, 200))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "another worker's record": (
+        "workers/w1", lambda record: record.update(worker="w0"), "record workers/w1 is that of worker 'w0'",
+    ),
+    "another generation's plan": (
+        "plans/1", lambda plan: plan.update(generation=2), "the plan of generation 1 is that of 2",
+    ),
+    "a plan with a stranger": (
+        "plans/1", lambda plan: plan["members"][2].update(worker="w9"), "plan 1 has member 'w9', who has no record",
+    ),
+    "a plan that loses a lane": ("plans/1", lambda plan: plan["shares"][0].update(lanes=[]), "plan 1 is unsound"),
+    "a plan without members": ("plans/1", lambda plan: plan.update(members=[]), "plan 1 is unsound"),
+    "a back-off that was never counted": (
+        "backoff_until", lambda until: until.update({"w0:1": 1e300}), "the back-off of 'w0:1' was never counted",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them(damage: str) -> None:
+    name, change, sentence = DAMAGES[damage]
+    state, records = stored(training().job.durable)
+    record = json.loads(records.get(name, "{}"))
+    change(record)
+    with pytest.raises((ValueError, PeerError), match=sentence):
+        durable_from(json.loads(state), records | {name: json.dumps(record)})

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
+from shoal_protos.plan import check_plan
+
 from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Durable
 
@@ -54,7 +56,9 @@ def changed_records(before: Durable | None, after: Durable) -> dict[str, str | N
 
 
 def durable_from(state: Mapping[str, Any], records: Mapping[str, str]) -> Durable:
-    """The inverse, of a state and all its records. Raises `ValueError` where they are not what was written."""
+    """The inverse, of a state and all its records. Raises `ValueError` or a `PeerError` where they are not what was
+    written: a job that went on with them would fail, and end its workers with all that they hold.
+    """
     found = {name: json.loads(text) for name, text in records.items()}
     entries = {room: _entries_of(room, found) for room in (PLANS, WORKERS, RESIZES)}
     texts = {name: value for name, value in found.items() if "/" not in name}
@@ -71,8 +75,23 @@ def durable_from(state: Mapping[str, Any], records: Mapping[str, str]) -> Durabl
     }
     durable = restored(Durable, whole)
     assert isinstance(durable, Durable)
+    _check_entries(durable)
     by_age = sorted(durable.roster.values(), key=lambda record: record.join_order)
     return replace(durable, roster={record.worker: record for record in by_age})
+
+
+def _check_entries(durable: Durable) -> None:
+    """Each lies where it belongs, plans are sound, and their members are known."""
+    for name, record in durable.roster.items():
+        if record.worker != name:
+            raise ValueError(f"record {WORKERS}/{name} is that of worker {record.worker!r:.30}")
+    for plan in (durable.current, *durable.planned):
+        if plan is not None:
+            check_plan(plan)
+            if strangers := plan.workers - durable.roster.keys():
+                raise ValueError(f"plan {plan.generation} has member {min(strangers)!r:.30}, who has no record")
+    if strange := durable.backoff_until.keys() - durable.backoff_counts.keys():
+        raise ValueError(f"the back-off of {min(strange)!r:.30} was never counted")
 
 
 def _rooms(durable: Durable) -> dict[str, Mapping[str, Any]]:
@@ -104,7 +123,10 @@ def _entries_of(room: str, found: Mapping[str, Any]) -> dict[str, Any]:
 def _plan(plans: Mapping[str, Any], generation: object) -> Any:
     if str(generation) not in plans:
         raise ValueError(f"the plan of generation {generation} is not there")
-    return plans[str(generation)]
+    plan = plans[str(generation)]
+    if plan["generation"] != generation:
+        raise ValueError(f"the plan of generation {generation} is that of {plan['generation']!r:.30}")
+    return plan
 
 
 def _differs(value: object, other: object) -> bool:
