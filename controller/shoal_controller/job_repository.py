@@ -157,11 +157,11 @@ class JobRepository:
             prefix, before = event_prefix(self._name), event_key(self._name, first - 1)
             entries = (await self._store.list(prefix, after=before, limit=count)).entries
             oldest = [entry for entry in entries if event_number(entry.key) < first + count]
-            head = replace(
-                self._head,
-                first_event=min(first + count, self._head.last_event + 1),
-                event_bytes=max(0, self._head.event_bytes - sum(len(entry.value) for entry in oldest)),
-            )
+            begin = min(first + count, self._head.last_event + 1)
+            left = self._head.event_bytes - sum(len(entry.value) for entry in oldest)
+            if begin > self._head.last_event:
+                left = 0  # whatever a damaged head says: what it has too many, others' events would go for
+            head = replace(self._head, first_event=begin, event_bytes=max(0, left))
             await self._change(head, [Delete(entry.key) for entry in oldest], {})
 
     @property

@@ -1,5 +1,6 @@
 """How much of the jobs' histories is kept, and whose events go first."""
 
+import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -12,8 +13,8 @@ from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import Save
 from shoal_controller.core.machine.spec import JobSpec, ResizeView
 from shoal_controller.event_bounds import bound_events
-from shoal_controller.records import JobEvent, event_key
-from shoal_controller.store.store import Delete
+from shoal_controller.records import JobEvent, event_key, head_key
+from shoal_controller.store.store import Delete, Put
 from small_machine import SmallMachine, running
 
 
@@ -53,6 +54,19 @@ async def test_a_job_keeps_so_many_events_and_its_oldest_go_first(tmp_path, monk
         await bound_events(list(repositories(world).values()))
         assert await numbers(world, "chatty") == list(range(231, 331))
         assert await numbers(world, "quiet") == [1, 2, 3]
+
+
+@asynchronous
+async def test_a_head_that_counts_more_bytes_than_there_are_costs_no_other_job_its_events(tmp_path):
+    async with noting(tmp_path, damaged=(3, 1), other=(3, 1)) as world:
+        entry = await world.store.get(head_key("damaged"))
+        lie = json.dumps(json.loads(entry.value) | {"event_bytes": 1 << 61}).encode()
+        await world.store.transact([], [Put(entry.key, lie)])
+    async with noting(tmp_path) as world:
+        await bound_events(list(repositories(world).values()))
+        assert await numbers(world, "damaged") == []
+        assert repositories(world)["damaged"].event_bytes == 0
+        assert await numbers(world, "other") == [1, 2, 3]
 
 
 @asynchronous
