@@ -89,6 +89,9 @@ def test_a_model_that_exchanges_gradients_itself_is_refused_by_its_wrapper() -> 
     wrapped.module = nn.Linear(1, 1)
     assert "(DistributedDataParallel) is a DistributedDataParallel, whose own" in refused(wrapped, NAMED, SAMPLES)
     assert 'module "0" is a DistributedDataParallel' in refused(nn.Sequential(wrapped), NAMED, SAMPLES)
+    assert "(DataParallel) is a DataParallel, which splits each batch" in refused(
+        nn.DataParallel(nn.Linear(1, 1)), NAMED, SAMPLES
+    )
 
 
 def alone(use: Callable[[Engine], object], prepare: Callable[[Engine], None] = lambda _: None) -> None:

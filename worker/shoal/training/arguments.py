@@ -23,11 +23,13 @@ SEVERAL = (
     "groups of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
 )
 WRAPPERS = {
+    "DataParallel": "give the module within it (model.module), and start one worker for each device",
     "DistributedDataParallel": "give the module within it (model.module)",
     "FullyShardedDataParallel": 'give the module within it, and `zero_optimization: {"stage": 3}` in the config',
     "FSDPModule": 'leave fully_shard out, and give `zero_optimization: {"stage": 3}` in the config',
 }
 """Torch's modules that exchange gradients or parameters themselves, and what to do; by name, as imports are slow."""
+OWN_GROUP = "whose own process group would take part in every step and does not change with the workers"
 _laid_out: WeakSet[nn.Module] = WeakSet()
 """Models whose parameters an engine has laid out, or tried to."""
 
@@ -95,7 +97,5 @@ def check_model(model: nn.Module) -> None:
 def _check_wrapper(named: str, module: nn.Module) -> None:
     for kind in type(module).__mro__:
         if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
-            raise UserError(
-                f"{named} is a {kind.__name__}, whose own process group would take part in every step and does not "
-                f"change with the workers: {WRAPPERS[kind.__name__]}."
-            )
+            reason = "which splits each batch over the devices of one process" if kind is nn.DataParallel else OWN_GROUP
+            raise UserError(f"{named} is a {kind.__name__}, {reason}: {WRAPPERS[kind.__name__]}.")

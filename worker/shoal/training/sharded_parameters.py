@@ -324,8 +324,9 @@ def _refuse_scripted(model: nn.Module) -> None:
     """Nothing can be done between the calls that its interpreter makes, and it would read memory that is freed."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
+            named = f'module "{name}"' if name else "the model"
             raise UserError(
-                f'module "{name}" was made by torch.jit, whose interpreter knows nothing of parameters that come and '
+                f"{named} was made by torch.jit, whose interpreter knows nothing of parameters that come and "
                 "go (ZeRO stage 3). Give the plain module (torch.compile works), or use stage 2."
             )
 
