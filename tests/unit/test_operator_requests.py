@@ -76,6 +76,11 @@ def test_a_lowered_maximum_lets_those_go_who_came_by_themselves_beyond_it() -> N
     assert job.view.workers[2].state is State.DRAINING
 
 
+def test_a_job_that_would_begin_with_nobody_is_refused() -> None:
+    job = Driver(wanted=2)
+    assert refused(job, Scale(least=0)) == "job job cannot have at least 0 workers; expected 1 or more."
+
+
 def test_bounds_that_a_job_cannot_have_are_refused_with_what_it_can() -> None:
     job = training(2, max_workers=4)
     assert refused(job, Scale(least=5)) == "job job cannot have at least 5 workers; expected 1 to 4."

@@ -48,10 +48,9 @@ def resized(size: JobSize, asked: Scale) -> JobSize:
             f"job {size.job} cannot have up to {plural(most, 'worker')}: it has {plural(size.lanes, 'lane')}, and "
             "every worker trains at least one."
         )
-    if found.top is not None and least > found.top:
-        raise ImpossibleSize(
-            f"job {size.job} cannot have at least {plural(least, 'worker')}; expected 1 to {found.top}."
-        )
+    if least < 1 or (found.top is not None and least > found.top):
+        expected = f"1 to {found.top}" if found.top is not None else "1 or more"
+        raise ImpossibleSize(f"job {size.job} cannot have at least {plural(least, 'worker')}; expected {expected}.")
     if wanted < least or (found.top is not None and wanted > found.top):
         bounds = f"from {least} to {found.top}" if found.top is not None else f"at least {least}"
         if asked.workers is None:
