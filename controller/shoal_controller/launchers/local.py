@@ -312,7 +312,8 @@ class LocalLauncher:
         try:
             await self._submit(job, self._exited(records, record))
         except StoreError as error:
-            log.warning("the end of a worker is not reported yet", job=job, worker=record.worker, error=str(error))
+            # no fault where a controller stops: the record stays for the next one; a store that fails says so itself
+            log.info("the end of a worker is not reported yet", job=job, worker=record.worker, error=str(error))
             return
         except ShoalError as error:
             log.info("a worker ended that its job does not know", job=job, worker=record.worker, error=str(error))
