@@ -21,14 +21,15 @@ from late_device import LateDevice
 from matrices import shortened
 from memory_group import MemoryGroup
 from shoal.blocks.held import Segment
-from shoal.device import HOST
+from shoal.device import HOST, Device, DeviceCopy
 from shoal.exchange.unit_fetch import UnitFetch
 from shoal.group.solo import SoloGroup
+from shoal.offload import host_blocks
 from shoal.offload.host_blocks import HostBlocks
 from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
-from torch import nn
+from torch import Tensor, nn
 from waiting_inputs import note_waiting_inputs
 
 BF16 = {"bf16": {"enabled": True}}
@@ -127,17 +128,17 @@ def test_a_death_within_an_update_on_the_host_changes_no_bit(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its first segment has gone up; nobody asks it for anything any more."""
-    task, died, bring_up = late({"mirrors": 1, **more}), list[int](), HostBlocks._bring_up
+    task, died, bring_up = late({"mirrors": 1, **more}), list[int](), host_blocks.bring_up
     with Crew("abc", task) as crew:
 
-        def fail(self: HostBlocks, segment: Segment) -> None:
+        def fail(device: Device, segment: Segment, place: Tensor) -> DeviceCopy | None:
             state = crew.workers["b"].engine.context.state
-            if self is state.held and state.step == 2 and segment is not self.segments[0]:
-                died.append(len(self.segments))
+            if state.step == 2 and any(segment is later for later in state.held.segments[1:]):
+                died.append(len(state.held.segments))
                 raise Killed
-            bring_up(self, segment)
+            return bring_up(device, segment, place)
 
-        monkeypatch.setattr(HostBlocks, "_bring_up", fail)
+        monkeypatch.setattr(host_blocks, "bring_up", fail)
         crew.train_to(4)
         assert died and died[0] > 1 and "b" not in [worker.name for worker in crew.members()]
         crew.add("d")

@@ -25,6 +25,7 @@ from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.held_piece import HeldPiece
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.transfers import Buffer
+from shoal.offload.updated_parameters import bring_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +111,8 @@ class FiledDeviceBlocks(FiledBlocks):
         group = self.layout.buckets[piece.stretch.bucket].group
         step_on(self._twin, [group], [segment], [coming.gradient], scale)
         self._device.give_back(coming.gradient)
-        self._bring_up(segment, self._place_of(piece))
+        is_copied = bring_up(self._device, segment, self._place_of(piece)) is not None
+        if is_copied and coming.parameters is not None:
+            self._device.give_back(coming.parameters)
         self.store.keep(piece, buffer, self._state(segment))
         self._twin.state.pop(parameter, None)
-
-    def _bring_up(
-        self,
-        segment: Segment,
-        place: Tensor,  # (elements of the segment,) of the bucket's dtype
-    ) -> None:
-        rounded = segment.parameter
-        if not self._device.holds(place):
-            if segment.has_master:
-                place.copy_(rounded)
-            return
-        if segment.has_master:
-            rounded = self._device.pinned(place.numel(), place.dtype)
-            rounded.copy_(segment.parameter)
-        copy = self._device.to_device(rounded, place, self._device.promise(place))
-        copy.join()
-        self._device.give_back(rounded)

@@ -32,6 +32,7 @@ from shoal.blocks.state_home import WEIGHTS, OnTheHost
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
 from shoal.device import Device, DeviceCopy
+from shoal.offload.updated_parameters import bring_up
 
 Coming = list[tuple[Tensor, list[DeviceCopy]]]
 """By segment, (elements,) of its gradient on the host, and what has to land before its update."""
@@ -132,20 +133,5 @@ class HostBlocks(HeldBlocks):
         step_on(self._twin, groups, segments, [gradient for gradient, _ in coming], scale)
         for gradient, _ in coming:
             self._device.give_back(gradient)
-        for segment in segments:
-            self._bring_up(segment)
-
-    def _bring_up(self, segment: Segment) -> None:
-        place, rounded = self._place_of(segment), segment.parameter
-        if not self._device.holds(place):
-            if segment.has_master:
-                place.copy_(rounded)
-            return
-        if segment.has_master:
-            rounded = self._device.pinned(place.numel(), place.dtype)
-            rounded.copy_(segment.parameter)
-        copy = self._device.to_device(rounded, place, self._device.promise(place))
-        copy.join()
-        self._going.append(copy)
-        if segment.has_master:
-            self._device.give_back(rounded)
+        copies_up = (bring_up(self._device, segment, self._place_of(segment)) for segment in segments)
+        self._going += [copy for copy in copies_up if copy is not None]
