@@ -164,6 +164,12 @@ def _families(jobs: Sequence[JobView]) -> Iterator[Metric]:
     yield _gauge("shoal_pods_waiting", "Workers that wait to start, by reason.", ("job_name", "reason"), pending)
 
 
+@cache
+def _version() -> str:
+    """Shoal's own. Kept: Python finds it by reading what is installed, longer than a scrape of a few jobs takes."""
+    return version("shoal")
+
+
 def _controller(sources: Sources) -> Iterator[Metric]:
     """What is read of this controller, whether it leads or not."""
     sessions = (((state,), number) for state, number in sources.sessions().items())
@@ -181,7 +187,7 @@ def _controller(sources: Sources) -> Iterator[Metric]:
         "shoal_event_loop_lag_seconds", "How late the event loop was at most, in the last minute.", (),
         [((), sources.loop_lag())],
     )  # fmt: skip
-    built = (version("shoal"), platform.python_version(), str(PROTOCOL_VERSION))
+    built = (_version(), platform.python_version(), str(PROTOCOL_VERSION))
     yield _gauge(
         "shoal_build_info", "Always 1; the labels are the versions of Shoal, of Python and of the sessions' protocol.",
         ("version", "python", "protocol"), [(built, 1)],
