@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from crew import Crew, Task, Worker, undisturbed
+from reference import reference
 from shoal.faults import PlantedFault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
@@ -68,7 +69,7 @@ def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generat
         assert ahead.pending == NO_BLOCKS and ahead.committed_in == 1
         assert committed_in == {"a": 1, "c": 1}
         assert "roll_forward" in crew.workers[behind].seen
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
 
 
 def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vote() -> None:
@@ -94,7 +95,7 @@ def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vo
         rolled = min(inventories, key=lambda name: inventories[name].step)
         assert "roll_forward" in crew.workers[rolled].seen
         assert committed_in["a"] == committed_in["c"] == 2
-        assert crew.finish() == undisturbed(TWO_MIRRORS)
+        assert crew.finish() == reference(TWO_MIRRORS)
 
 
 def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with() -> None:
@@ -104,7 +105,7 @@ def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with()
         crew.train_to(6)
         inventories = [crew.workers[name].link.inventories[-1] for name in "ac"]
         assert [(one.step, one.pending) for one in inventories] == [(3, NO_BLOCKS)] * 2
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
 
 
 def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
@@ -130,7 +131,7 @@ def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
         crew.watchers.append(look)
         crew.train_to(2)
         crew.add("c")
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
         assert crew.workers["c"].killed and rolled
 
 
@@ -141,7 +142,7 @@ def test_the_time_that_a_joiner_was_outside_is_no_pause_of_training() -> None:
         joiner = crew.add("c")
         joiner.engine.parts.resize._clock.start()  # as one that has answered PREPARE and was left out
         joiner.engine.parts.resize._clock._began = time.monotonic() - 100.0
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
         assert Reason.JOIN in {resize.reason for resize in crew.job.durable.history}
         assert max(resize.pause_seconds for resize in crew.job.durable.history) < 50.0
 
@@ -171,7 +172,7 @@ def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inv
         crew.watchers.append(look)
         crew.train_to(2)
         crew.add("c")
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
     assert any(kept_until_then), "no plan released anything"
 
 
@@ -187,7 +188,7 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
         assert leaver.alive and leaver.engine.context.state.held.runs == every(current(crew).blocks)
         crew.kill("b")
         crew.add("c")
-        assert crew.finish() == undisturbed(LONG)
+        assert crew.finish() == reference(LONG)
         assert not leaver.alive and leaver.failure == ""
 
 
@@ -207,7 +208,7 @@ def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_
         boundaries = [worker.engine.context.boundaries for worker in crew.workers.values()]
         assert len(steps) == 1 and min(boundaries) > 0, "they vote on, without a step"
         crew.request(Resume())
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
         assert [kind for kind, _ in crew.events].count("prepare") == 1, "that of the start"
 
 
@@ -246,7 +247,7 @@ def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() 
         crew.watchers.append(look)
         crew.train_to(2)
         crew.add("c")
-        assert crew.finish() == undisturbed(SLICES)
+        assert crew.finish() == reference(SLICES)
     assert {rate for *_, rate in slices} == {3}
     assert max(boundary for _, _, boundary, _ in slices) >= 1, "the fill took one step"
 
@@ -270,7 +271,7 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
         crew.train_to(6)
         assert joiner.engine in warmed_up
         assert "noise" not in joiner.engine.reports
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
 
 
 def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
@@ -284,7 +285,7 @@ def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
         ]
         assert len(rates) == 3 and rates[0] == rates[1] == rates[2]
         assert rates[0][0] < 1e-3
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
 
 
 def by_the_step(engine: Engine) -> None:
@@ -333,7 +334,7 @@ def test_a_plan_makes_owners_and_mirrors_only_of_those_who_hold_the_blocks() -> 
         crew.train_to(4)
         crew.add("d")
         crew.train_to(6)
-        assert crew.finish() == undisturbed(SLICES)
+        assert crew.finish() == reference(SLICES)
         assert begun > 6
 
 
@@ -351,4 +352,4 @@ def test_a_job_has_its_fingerprint_though_the_last_status_comes_before_the_diges
         crew.allow()
         crew.until("the script's end", lambda: crew.workers["a"].engine.context.ended)
         crew.workers["a"].link.muted = False
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)

@@ -14,6 +14,7 @@ import pytest
 from crew import Crew, Task, undisturbed
 from crew_saves import rests, saved
 from matrices import shortened
+from reference import reference
 from shoal.checkpoint.catalogue import checkpoints, saves
 from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.storage import LocalStorage
@@ -74,7 +75,7 @@ def test_a_world_of_any_size_goes_on_from_one_of_any_size(
     resume = str(next(written[before].glob("step-000000000004-*")))
     other = task(tmp_path, stage=(before + after) % 2, mirrors=after % 3, resume=resume)
     with Crew("abcd"[:after], other) as crew:
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert f"a checkpoint of step 4 was found at {resume}" in messages(crew, "checkpoint_found")
         assert crew.job.durable.history[0].from_step == 4
         assert crew.job.durable.history[0].generation > 1  # the next generation exceeds the manifest's
@@ -90,12 +91,12 @@ def test_another_world_goes_on_in_another_stage(
         saved(crew, 4)
     resume = str(next(tmp_path.glob("step-000000000004-*")))
     with Crew("abc"[:after], task(tmp_path / "other", stage=other, resume=resume)) as crew:
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert crew.job.durable.history[0].from_step == 4
 
 
 def test_a_job_of_one_without_a_controller_goes_on_too(written: dict[int, Path], tmp_path: Path) -> None:
-    assert undisturbed(task(tmp_path, resume=str(written[3]))) == undisturbed(PLAIN)
+    assert undisturbed(task(tmp_path, resume=str(written[3]))) == reference(PLAIN)
 
 
 @pytest.mark.parametrize("workers", shortened(["ab", "a"], "ab"))
@@ -114,7 +115,7 @@ def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
         assert whole(tmp_path)[0] == 6
         assert crew.job.durable.history[0].from_step == int(resume)
     with Crew(workers, task(tmp_path)) as crew:
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert crew.job.durable.history[0].from_step == 6
 
 
@@ -124,7 +125,7 @@ def test_two_runs_in_one_place_delete_only_their_own(tmp_path: Path) -> None:
 
     alone = replace(task(tmp_path, every_steps=7, keep=1, resume=False), in_loop=wait_for_the_disk)
     for runs in (1, 2):
-        assert undisturbed(alone) == undisturbed(PLAIN)
+        assert undisturbed(alone) == reference(PLAIN)
         assert whole(tmp_path) == [14] * runs
     third = replace(task(tmp_path, max_steps=STEPS + 14, every_steps=7, keep=1), in_loop=wait_for_the_disk)
     undisturbed(third)  # goes on from the newest, which is in use then
@@ -143,14 +144,14 @@ def test_checkpoints_fall_due_by_steps_and_the_newest_stay(tmp_path: Path) -> No
             saved(crew, step)
         assert whole(tmp_path) == [9, 6]
         assert [one.step for one in crew.job.durable.checkpoints] == [9, 6]
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
 
 
 def test_checkpoints_fall_due_by_the_clock_of_rank_0(tmp_path: Path) -> None:
     with Crew("ab", task(tmp_path, every_minutes=1e-6)) as crew:
         crew.train_to(3)
         crew.train_until("a checkpoint", lambda: bool(crew.job.durable.checkpoints))
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
     assert whole(tmp_path)
 
 
@@ -167,7 +168,7 @@ def test_a_script_asks_for_one_and_one_caller_is_enough(workers: str, tmp_path: 
         saved(crew, 4)
         assert asked == [None]
         assert whole(tmp_path) == [4]
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
     assert whole(tmp_path) == [4], "it was asked for once"
 
 
@@ -217,7 +218,7 @@ def test_an_asked_save_that_a_death_breaks_off_is_made_in_the_next_world(tmp_pat
         (step,) = whole(tmp_path)
         assert step > 4  # that of step 4 lacks c's part
         assert len(crew.job.durable.history) > 1
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
 
 
 def test_a_leader_that_dies_as_it_saves_leaves_no_checkpoint_and_training_unharmed(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_a_leader_that_dies_as_it_saves_leaves_no_checkpoint_and_training_unharm
         assert whole(tmp_path) == []
         saved(crew, 8)
         assert whole(tmp_path) == [8]
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
 
 
 # ---- blocks without a live copy
@@ -242,7 +243,7 @@ def test_all_go_back_to_the_newest_checkpoint_when_a_block_has_no_copy_left(tmp_
         saved(crew, 3)
         before = crew.allowed
         crew.kill("b")
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert any("no living copy" in message for message in messages(crew, "stalled"))
         (restored,) = (resize for resize in crew.job.durable.history if resize.reason.value == "restore")
         assert (restored.from_step, restored.lost_steps) == (3, before - 3)
@@ -258,7 +259,7 @@ def test_every_worker_is_gone_and_others_go_on_from_the_checkpoint(tmp_path: Pat
         crew.until("the job to wait", lambda: crew.job.durable.current is None)
         crew.add("c")
         crew.add("d")
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert [resize.from_step for resize in crew.job.durable.history if resize.reason.value == "start"] == [0, 3]
 
 
@@ -268,7 +269,7 @@ def test_a_worker_that_dies_while_all_go_back_does_not_stop_them(tmp_path: Path)
         saved(crew, 3)
         crew.plant("c", 0, "restore")
         crew.kill("b")
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert {member.worker for member in crew.job.durable.current.members} == {"a", "d"}
 
 
@@ -290,7 +291,7 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
             saved(crew, step)
     corrupt(tmp_path, 6)
     with Crew("abc", task(tmp_path)) as crew:
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert any(
             "step-000000000006" in message and "differs" in message for message in messages(crew, "checkpoint_damaged")
         )
@@ -307,7 +308,7 @@ def test_a_checkpoint_whose_scheduler_is_none_of_this_jobs_is_named_and_the_one_
     content["scheduler"]["last_epoch"] = "six"
     manifest.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()))
     with Crew("abc", task(tmp_path)) as crew:
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert any("scheduler.last_epoch is a string" in message for message in messages(crew, "checkpoint_damaged"))
         assert crew.job.durable.history[0].from_step == 3
 
@@ -322,7 +323,7 @@ def test_what_is_no_checkpoint_at_the_start_is_said_once_and_the_one_before_is_u
     twelve.mkdir()
     (eight / "manifest.json").write_text("{")
     with Crew("cd", task(tmp_path)) as crew:
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert messages(crew, "checkpoint_passed_over") == [
             f"{twelve} is incomplete: it has no manifest.json. Its save is still running, or was interrupted. "
             f"{eight}/manifest.json is damaged: it is not JSON."
@@ -345,7 +346,7 @@ def test_one_that_is_damaged_or_gone_is_skipped_too_when_blocks_are_lost(
             saved(crew, step)
         harm(tmp_path, 6)
         crew.kill("b")
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert [resize.from_step for resize in crew.job.durable.history if resize.reason.value == "restore"] == [3]
 
 
@@ -401,7 +402,7 @@ def test_the_last_worker_that_is_drained_saves_first_and_the_job_waits(tmp_path:
         assert crew.job.durable.phase.value == "waiting"
         assert crew.job.durable.step == step  # not a step was lost
         crew.add("b")
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert crew.job.durable.history[-1].from_step == step
 
 

@@ -16,6 +16,7 @@ from crew_saves import saved
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import shortened
+from reference import reference
 from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
@@ -153,7 +154,7 @@ def test_nothing_is_told_of_a_job_whose_copies_agree_through_kills_and_joins() -
         crew.kill("b")
         crew.add("d")
         crew.train_until("the joiner", lambda: len(crew.members()) == 3 and crew.at_rest())
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert seen(crew) == []
 
 
@@ -205,7 +206,7 @@ def test_after_going_back_to_a_sound_checkpoint_the_job_has_the_undisturbed_bits
         assert [one.verified for one in crew.job.durable.checkpoints] == [True]
         crew.train_to(crew.allowed + 1)
         strike(crew, "b", tensor, owned)
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert len(seen(crew)) == 1
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")
 
@@ -217,7 +218,7 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
         strike(crew, "b")
         with crew.changed:
             crew.workers["a"].engine.save_checkpoint()
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert len(seen(crew)) == 1, "the save's own comparison has found it"
         assert "changed between steps 0 and " in seen(crew)[0]
         manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
@@ -263,7 +264,7 @@ def test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_
             crew.workers["a"].engine.save_checkpoint()
         crew.train_to(4)
         crew.until("its world", lambda: len(crew.members()) == 3)
-        assert crew.finish() == undisturbed(PLAIN)
+        assert crew.finish() == reference(PLAIN)
         assert [(one.step, one.verified) for one in crew.job.durable.checkpoints] == [(4, False)]
 
 

@@ -13,6 +13,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from matrices import shortened
+from reference import reference
 from shoal.deepspeed.client_state import saved_in
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, is_within
 from shoal.deepspeed.elastic_loader import ElasticLoader
@@ -52,13 +53,13 @@ TASK = Task(OPTIONS, script=script)
 
 
 def test_a_loop_for_deepspeed_has_the_bits_of_shoals_own() -> None:
-    assert undisturbed(TASK) == undisturbed(Task(OPTIONS))
+    assert reference(TASK) == reference(Task(OPTIONS))
 
 
 @pytest.mark.parametrize("names", ["ab", "abc"])
 def test_it_has_the_same_bits_in_every_world(names: str) -> None:
     with Crew(names, TASK) as crew:
-        assert crew.finish() == undisturbed(Task(OPTIONS))
+        assert crew.finish() == reference(Task(OPTIONS))
 
 
 @pytest.mark.parametrize("stage", shortened([2, 3], 3))
@@ -71,7 +72,7 @@ def test_it_has_the_same_bits_through_a_kill_and_a_join(stage: int, point: str) 
         crew.train_to(7)
         crew.add("d")
         crew.train_to(11)
-        assert crew.finish() == undisturbed(Task(OPTIONS))
+        assert crew.finish() == reference(Task(OPTIONS))
 
 
 def test_it_has_the_same_bits_with_several_micro_batches_to_a_lane() -> None:
@@ -91,7 +92,7 @@ def test_it_has_the_same_bits_where_all_go_back_to_an_earlier_epoch(tmp_path: Pa
         saved(crew, 3)
         crew.train_to(5)
         crew.kill("b")
-        assert crew.finish() == undisturbed(Task(OPTIONS))
+        assert crew.finish() == reference(Task(OPTIONS))
         assert [one.from_step for one in crew.job.durable.history if one.reason.value == "restore"] == [3]
 
 
@@ -112,7 +113,7 @@ def test_an_evaluation_between_epochs_as_scripts_write_it_changes_no_bit(stage: 
     with Crew("abc", Task({**OPTIONS, "stage": stage}, script=note)) as crew:
         crew.train_to(4)
         crew.plant("b", 5, "vote")
-        assert crew.finish() == undisturbed(Task(OPTIONS))
+        assert crew.finish() == reference(Task(OPTIONS))
     assert len(seen["a"]) == 3
     assert seen["a"] == seen["c"]
 
@@ -129,7 +130,7 @@ def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_ot
         crew.train_to(7)
         joiner = crew.add("b")
         crew.train_until("lanes of the joiner", lambda: bool(joiner.engine.lanes))
-        assert crew.finish() == undisturbed(Task(OPTIONS))
+        assert crew.finish() == reference(Task(OPTIONS))
         first = crew.workers["a"].engine
         assert ends[id(first)] == [(0, 5), (1, 10), (2, 15)]
         assert [epoch for epoch, _ in ends[id(joiner.engine)]] == [0, 1, 2]
@@ -139,7 +140,7 @@ def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_ot
 def test_every_epoch_ends_at_its_last_step_also_where_the_job_goes_on_from_the_middle_of_one(tmp_path: Path) -> None:
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 7, "resume": "latest"}}
     options = {**OPTIONS, "shoal": place}
-    whole = undisturbed(Task(OPTIONS))
+    whole = reference(Task(OPTIONS))
     assert undisturbed(Task(options, script=script)) == whole
     for folder in tmp_path.glob("step-000000000014*"):
         for file in folder.iterdir():
@@ -182,7 +183,7 @@ def test_what_a_script_saves_beside_the_model_is_there_when_it_goes_on(tmp_path:
     [folder] = tmp_path.glob("step-*")
     state = saved_in(str(folder))
     assert (state.tag, state.content["epoch"], state.content["seen"].tolist()) == ("epoch0", 0, [1.0, 1.0])
-    assert undisturbed(saving(tmp_path, starts)) == undisturbed(Task(OPTIONS))
+    assert undisturbed(saving(tmp_path, starts)) == reference(Task(OPTIONS))
     assert starts == [(False, 0), (False, 0), (True, 1)]
 
 

@@ -18,6 +18,8 @@ from allocated_bytes import most_bytes
 from crew import ONE_AT_A_TIME, Crew, engine_of, undisturbed
 from hard_units import WIDTH, Layers, task, with_model, without_values
 from integration.scripts import VOCABULARY
+from matrices import shortened
+from reference import reference
 from safetensors.torch import save_file
 from shoal.blocks.residency import Residency
 from shoal.core.units import unit_numbers
@@ -142,17 +144,20 @@ def walk(module: nn.Module) -> None:
             nn.init.normal_(parameter, 1.0, 0.1)
 
 
-@pytest.mark.parametrize(("model", "given"), [(FromAbove, {}), (Layers, {"init": walk})])
-def test_every_stage_and_world_begins_with_the_same_values(model: Callable[[], nn.Module], given: Any) -> None:
-    one = built(model, **given)
-    right = undisturbed(with_model(task(0), one))
-    for stage in (1, 2, 3):
-        assert undisturbed(with_model(task(stage), one)) == right, stage
-    for stage, workers in ((2, "ab"), (3, "ab"), (3, "abcd")):
-        with Crew(workers, with_model(task(stage, mirrors=len(workers) // 3), one)) as crew:
-            if len(workers) > 2:
-                crew.plant("b", 2, "gather")
-            assert crew.finish() == right, (stage, workers)
+@pytest.mark.parametrize(
+    "model", [built(FromAbove), built(Layers, init=walk)], ids=["from above", "an init that walks"]
+)
+@pytest.mark.parametrize(
+    ("stage", "workers"),
+    shortened([(1, "a"), (2, "a"), (3, "a"), (2, "ab"), (3, "ab"), (3, "abcd")], (3, "abcd")),
+)
+def test_every_stage_and_world_begins_with_the_same_values(
+    model: Callable[[], nn.Module], stage: int, workers: str
+) -> None:
+    with Crew(workers, with_model(task(stage, mirrors=len(workers) // 3), model)) as crew:
+        if len(workers) > 2:
+            crew.plant("b", 2, "gather")
+        assert crew.finish() == reference(with_model(task(0), model))
 
 
 def test_an_init_is_asked_for_every_module_in_the_order_of_apply() -> None:

@@ -18,6 +18,7 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, of, task, with_model
 from matrices import shortened
+from reference import reference
 from safetensors.torch import load_file
 from shoal.blocks.unit_flats import Presence
 from shoal.faults import Faults
@@ -267,7 +268,7 @@ def test_views_that_a_script_keeps_stay_good_to_read() -> None:
     def prepare(engine: Engine) -> None:
         before.append(engine.module.head.weight.detach())
 
-    assert undisturbed(of(task(body=body, prepare=prepare))) == undisturbed(of(task(0)))
+    assert undisturbed(of(task(body=body, prepare=prepare))) == reference(of(task(0)))
     assert torch.isfinite(before[0]).all()
 
 
@@ -283,7 +284,7 @@ def test_open_contexts_have_their_values_again_after_a_loss() -> None:
 
     with Crew("abc", of(task(body=body))) as crew:
         crew.plant("c", 2, "hand_out")
-        assert crew.finish() == undisturbed(of(task(0)))
+        assert crew.finish() == reference(of(task(0)))
 
 
 def test_what_an_evaluation_puts_into_parameters_and_what_leaves_a_module_harms_nothing() -> None:
@@ -301,7 +302,7 @@ def test_what_an_evaluation_puts_into_parameters_and_what_leaves_a_module_harms_
         and_train(engine, batch)
 
     with Crew("ab", of(task(body=body))) as crew:
-        assert crew.finish() == undisturbed(of(task(0)))
+        assert crew.finish() == reference(of(task(0)))
 
 
 def test_a_model_can_be_pickled_while_it_is_gathered() -> None:
@@ -335,7 +336,7 @@ def test_a_checkpoint_of_one_stage_goes_on_in_another(first: int, then: int, tmp
     with Crew("abc", of(task(first, shoal=place, max_steps=3))) as crew:
         crew.finish()
     with Crew("ab", of(task(then, shoal=place))) as crew:
-        assert crew.finish() == undisturbed(of(task(0)))
+        assert crew.finish() == reference(of(task(0)))
 
 
 def test_a_model_whose_units_cannot_be_told_is_one_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model, optimizer_of
 from matrices import shortened
+from reference import reference
 from safetensors.torch import load_file
 from shoal.blocks.held import State
 from shoal.checkpoint.catalogue import checkpoints
@@ -58,18 +59,20 @@ def alone(task: Task) -> Engine:
     shortened([BF16, FP16, AUTOCAST, AUTOCAST_FP16], BF16, AUTOCAST_FP16),
     ids=["bf16", "fp16", "auto", "auto-fp16"],
 )
+@pytest.mark.parametrize(
+    ("stage", "mirrors", "workers"),
+    shortened([(0, 1, "ab"), (1, 1, "abc"), (1, 2, "abcd"), (1, 0, "ab")], (0, 1, "ab"), (1, 2, "abcd")),
+)
 def test_every_world_and_stage_ends_with_the_same_bits_in_half_precision(
-    precision: dict[str, Any], micro_batches: int
+    precision: dict[str, Any], micro_batches: int, stage: int, mirrors: int, workers: str
 ) -> None:
-    right = undisturbed(Task(options(precision, micro_batches_per_lane=micro_batches)))
-    for stage, mirrors, workers in ((0, 1, "ab"), (1, 1, "abc"), (1, 2, "abcd"), (1, 0, "ab")):
-        task = Task(options(precision, micro_batches_per_lane=micro_batches, stage=stage, mirrors=mirrors))
-        with Crew(workers, task) as crew:
-            crew.train_to(2)
-            if mirrors:
-                crew.plant(workers[-1], 3, "exchange")
-            crew.add("e")
-            assert crew.finish() == right, (stage, mirrors, workers)
+    task = Task(options(precision, micro_batches_per_lane=micro_batches, stage=stage, mirrors=mirrors))
+    with Crew(workers, task) as crew:
+        crew.train_to(2)
+        if mirrors:
+            crew.plant(workers[-1], 3, "exchange")
+        crew.add("e")
+        assert crew.finish() == reference(Task(options(precision, micro_batches_per_lane=micro_batches)))
 
 
 @pytest.mark.parametrize("point", shortened(["backward", "vote", "optimizer", "hand_out"], "vote"))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crew import Crew, Task, engine_of, train, undisturbed
+from crew import Crew, Task, engine_of, train
+from reference import reference
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -37,7 +38,7 @@ def test_a_joiners_body_sees_the_jobs_step_and_loss_and_no_rank() -> None:
         crew.until("its warm-up", lambda: len(seen) == 3)
         assert seen[2] == (-1, 3, loss, True)
         crew.train_until("c to be in", lambda: joiner in crew.members())
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
 
 
 def test_requests_of_a_warm_up_are_ignored(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_requests_of_a_warm_up_are_ignored(tmp_path: Path) -> None:
     with Crew("ab", Task(options, in_loop=ask)) as crew:
         crew.train_to(2)
         crew.add("c")
-        assert crew.finish() == undisturbed(TASK)
+        assert crew.finish() == reference(TASK)
         assert "noise" not in crew.workers["a"].engine.reports
     assert asked == [[None] * 4] * 3
     assert not file.exists() and not list((tmp_path / "saves").glob("*/manifest.json"))
