@@ -33,6 +33,9 @@ MODELS := $(VENV)/models/.ready
 PACKAGES := nftables iproute2 chromium
 PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 
+# The tests start hundreds of processes, each with two hundred of Shoal's modules: they are compiled once, whatever the
+# machine's environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
