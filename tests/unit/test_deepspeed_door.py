@@ -127,7 +127,7 @@ def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_ot
         )
 
     with Crew("a", Task(OPTIONS, script=note)) as crew:
-        crew.train_to(7)
+        crew.train_to(8)
         joiner = crew.add("b")
         crew.train_until("lanes of the joiner", lambda: bool(joiner.engine.lanes))
         assert crew.finish() == reference(Task(OPTIONS))
