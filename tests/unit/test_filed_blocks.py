@@ -160,6 +160,21 @@ def test_whatever_is_held_filled_and_dropped_the_file_has_what_memory_has(data: 
             assert_equal(filed, kept)
 
 
+def test_what_is_held_already_is_replaced_by_a_fill(folder: str) -> None:
+    """A plan may fill again what the one before had filled."""
+    layout, filed, kept, _ = pair_of(StateFile(folder))
+    first = every(layout.blocks).first(5)
+    for held in (filed, kept):
+        held.hold(every(layout.blocks))
+        held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
+    older = {where: {k: v.clone() for k, v in state.items()} for where, state in kept.states(first).items()}
+    for held in (filed, kept):
+        held.apply(WholeValues(layout, gradients(layout, 1)), 1.0)
+        held.take({where: {k: v.clone() for k, v in state.items()} for where, state in older.items()})
+    assert_equal(filed, kept)
+    check_pages(filed)
+
+
 def test_what_fills_bring_grows_together_and_moves_nothing(folder: str) -> None:
     layout, filed, _, _ = pair_of(StateFile(folder))
     _, source, _, _ = pair_of(StateFile(folder))
