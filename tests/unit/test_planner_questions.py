@@ -13,9 +13,10 @@ from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAns
 from shoal_controller.core.machine.job import AttemptPhase
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.spec import Phase
-from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer
+from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer, check_answer
 from shoal_protos.activity import StepPhase
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.errors import PeerError
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs, every
@@ -181,6 +182,22 @@ def test_a_question_that_is_never_taken_up_is_asked_again_after_stall_seconds() 
     assert job.questions == [asked]
     effects = job.wait(2)
     assert "the planner failed: it has not begun for 60 s; it is asked again" in notes(effects, "waiting")
+
+
+def test_what_is_told_of_an_earlier_question_does_not_count_for_the_one_that_is_out() -> None:
+    job = trains_with_a_slow_planner()
+    job.planner_begins = False
+    first = lose(job, "w2")
+    job.feed(PlannerBegan(first.number))
+    job.wait(job.spec.progress_seconds + 1)
+    _, second = job.questions
+    job.feed(PlannerFailed(first.number, "the planner's process had no answer after 60 s"))
+    job.wait(1)
+    job.feed(PlannerBegan(first.number))
+    job.wait(2 * job.spec.progress_seconds)
+    assert job.questions == [first, second], "it still stands in line"
+    answered(job, second)
+    assert job.planned().world_size == 2
 
 
 def test_a_job_whose_planner_fails_for_stall_seconds_fails_with_the_reason() -> None:
@@ -359,6 +376,29 @@ def test_blocks_are_not_given_up_that_somebody_holds_whatever_the_planner_says(w
     job.wait(1)
     answered(job, job.questions[1])
     assert job.planned().world_size == 2
+
+
+def test_no_other_blocks_are_given_up_than_those_that_nobody_holds() -> None:
+    job = trains_with_a_slow_planner()
+    job.connections.pop("w1")
+    job.exit("w2")
+    job.stop("w0", job.statuses["w0"])
+    job.wait(5)
+    (asked,) = job.questions
+    lost = answer(asked.question)
+    assert isinstance(lost, Runs)
+    job.feed(PlannerAnswered(asked, every(asked.question.request.terms.blocks)))
+    assert f"expected {lost}" in job.job.planner.why
+    assert job.job.attempt is not None and not job.job.attempt.lost_blocks
+
+
+def test_who_does_not_count_holds_nothing_that_a_plan_may_have_it_keep() -> None:
+    job = trains_with_a_slow_planner()
+    question = lose(job, "w2").question
+    plan = answer(question)
+    candidates = [replace(one, counted=one.member.worker != "w1") for one in question.candidates]
+    with pytest.raises(PeerError, match=r"it has w1 keep .*, which it does not hold"):
+        check_answer(replace(question, candidates=tuple(candidates)), plan)
 
 
 @pytest.mark.parametrize("wrong", range(4))

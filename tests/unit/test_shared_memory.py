@@ -118,6 +118,26 @@ def test_members_of_different_hosts_share_no_memory() -> None:
     over_gloos(4, 1, act, ("127.0.0.1", "127.0.0.2"))
 
 
+def test_a_process_of_another_container_is_none_of_the_host_though_its_number_is_known_here() -> None:
+    memory = SharedMemory(2)
+    here = memory.address
+    memory.close()
+    assert here.is_seen_from(here)
+    assert not here._replace(processes=b"pid:[1]").is_seen_from(here)
+    assert not here._replace(boot=b"another start").is_seen_from(here)
+
+
+def test_what_is_no_file_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SharedMemory(2)
+    ends = os.pipe()
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a device may do something when it is opened"))
+    with pytest.raises(FileNotFoundError, match="is not the memory of a group"):
+        OpenedMemory(memory.address._replace(descriptor=ends[0]), 1, 2)
+    memory.close()
+    for end in ends:
+        os.close(end)
+
+
 def _refused(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
