@@ -12,6 +12,7 @@ import pytest
 from api_server import PODS
 from asynchronous import asynchronous
 from pod_team import SPEC, Team, hurry, team
+from shoal_controller.core.machine.durable import WorkerRecord
 from shoal_controller.core.machine.effects import Effect, Persist
 from shoal_controller.core.machine.events import Event, Exited, Save, Scale, Spawned
 from shoal_controller.core.machine.job import Job
@@ -187,7 +188,8 @@ class Opening(SmallMachine):
             return super()._one(job, event)
         before = job.durable.current
         after = recovery(1 if before is None else before.generation + 1, "ab")
-        return replace(job, durable=replace(job.durable, current=after)), [Persist()]
+        roster = {name: WorkerRecord(name, order) for order, name in enumerate("ab")}
+        return replace(job, durable=replace(job.durable, current=after, roster=roster)), [Persist()]
 
 
 @asynchronous
