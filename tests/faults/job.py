@@ -71,8 +71,13 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if kind is not None:
-            print(self.story())
+        try:
+            if kind is not None:
+                print(self.story())
+        finally:  # also where a second Ctrl-C ends the story
+            self._end()
+
+    def _end(self) -> None:
         for process in (*self._processes.values(), *self._strangers, self._controller):
             if process is not None:
                 with contextlib.suppress(ProcessLookupError):
