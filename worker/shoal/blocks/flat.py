@@ -26,6 +26,8 @@ Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 """One flat tensor per bucket, in bucket order."""
 MOST_RANGES = 4_096
 """Views of gradients that are kept: the same ones are asked for in every step of a world."""
+BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
+"""What to do where something that the layout knows was changed after the start."""
 
 _GRAD, _REQUIRES = attrgetter("grad"), attrgetter("requires_grad")
 """Mapped over all parameters in each lane: without a line of Python for each."""
@@ -241,8 +243,7 @@ def moved(name: str) -> UserError:
     """What is raised where this parameter is not where, or what, it was laid out as."""
     return UserError(
         f'parameter "{name}" got new memory after shoal.initialize (module.to, .double, .half, '
-        "vector_to_parameters, or an assignment to .data), and would not be trained. Do this before "
-        "shoal.initialize; the layout is fixed from then on."
+        f"vector_to_parameters, or an assignment to .data), and would not be trained. {BEFORE}"
     )
 
 

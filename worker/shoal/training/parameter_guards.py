@@ -19,14 +19,13 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.flat import Flats, Gradients, moved, refuse_hooks
+from shoal.blocks.flat import BEFORE, Flats, Gradients, moved, refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
 from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
-BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
 OWN_HOOKS = 1
 """The engine's, on each parameter's accumulated gradient."""
 
