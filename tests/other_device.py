@@ -9,6 +9,7 @@ because the device is known to all of torch from then on. In stage 3 storages ar
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -157,6 +158,7 @@ def main() -> None:
             crew.kill("b")
             ends.append(crew.finish())
     print(len(ends), flush=True)
+    os._exit(0)  # torch lets go of a thread's mode after the thread is joined, and aborts where the interpreter is gone
 
 
 if __name__ == "__main__":
