@@ -1,7 +1,8 @@
 """The planner's process: answers questions from its stdin on its stdout until that ends.
 
-A frame is a length and a pickle; only `planner_process.py`, which starts it, is at the other end of the pipes. It plans
-and does nothing else: it knows no job, no store and no clock.
+A frame is a length and a pickle; only `planner_process.py`, which starts it, is at the other end of the pipes. While it
+plans an empty frame leaves every so often: who stands still sends none. It plans and does nothing else: it knows no job
+and no store.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import os
 import pickle
 import struct
 import sys
+import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from shoal_controller.core.planning.question import Answer, Question, answer
 
 LENGTH = struct.Struct(">Q")
+BEAT_SECONDS = 1.0
+"""Between two empty frames."""
 READY = b"\n# the planner is ready\n"
 """Before the first reply: whatever was printed before it, while modules were imported, is none of the planner's."""
 
@@ -43,9 +48,31 @@ def main() -> None:
         replies.flush()
         gc.disable()  # a plan is many objects and no cycles: looking for some takes a third of the time
         while (length := sys.stdin.buffer.read(LENGTH.size)) != b"":
-            replies.write(frame(_reply(sys.stdin.buffer, LENGTH.unpack(length)[0])))
+            with _beating(replies):
+                reply = frame(_reply(sys.stdin.buffer, LENGTH.unpack(length)[0]))
+            replies.write(reply)
             replies.flush()
             gc.collect()
+
+
+@contextmanager
+def _beating(replies: BinaryIO) -> Iterator[None]:
+    """Empty frames leave meanwhile, and nothing else may."""
+    over = threading.Event()
+
+    def beat() -> None:
+        with suppress(BrokenPipeError):
+            while not over.wait(BEAT_SECONDS):
+                replies.write(LENGTH.pack(0))
+                replies.flush()
+
+    thread = threading.Thread(target=beat, name="beats")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _reply(questions: BinaryIO, length: int) -> Reply:

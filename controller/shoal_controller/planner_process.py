@@ -10,7 +10,9 @@ import asyncio
 import pickle
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import TypeVar
 
 import structlog
 from shoal_protos.errors import PeerError
@@ -28,8 +30,13 @@ IN_PLACE = 64
 ANSWER_SECONDS = 60.0
 """How long an answer may take: some ten times what the largest jobs need on a slow machine."""
 
+SILENT_SECONDS = 5.0
+"""How long a process that answers a question may send nothing: it says every second that it is at work."""
+
 END_SECONDS = 5.0
 """How long the process may take to end by itself."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger("shoal.planner")
 
@@ -76,9 +83,11 @@ class PlannerProcess:
         stdin, stdout = process.stdin, process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(question)
-        await stdin.drain()
-        length = LENGTH.unpack(await stdout.readexactly(LENGTH.size))[0]
-        reply = pickle.loads(await stdout.readexactly(length))
+        await _unless_silent(stdin.drain())
+        length = 0
+        while not length:  # an empty frame says that it is at work
+            length = LENGTH.unpack(await _unless_silent(stdout.readexactly(LENGTH.size)))[0]
+        reply = pickle.loads(await _unless_silent(stdout.readexactly(length)))
         assert isinstance(reply, Reply)
         return reply
 
@@ -113,3 +122,14 @@ class PlannerProcess:
             with suppress(ProcessLookupError):
                 process.kill()
             return await process.wait()
+
+
+async def _unless_silent(something: Awaitable[T]) -> T:
+    """Its result. Raises `PeerError` where the process stands still."""
+    try:
+        async with asyncio.timeout(SILENT_SECONDS) as patience:
+            return await something
+    except TimeoutError as error:
+        if not patience.expired():
+            raise
+        raise PeerError(f"the planner's process has stood still for {SILENT_SECONDS:g} s") from error

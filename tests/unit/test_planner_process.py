@@ -27,6 +27,17 @@ from small_machine import SPEC, SmallMachine, running
 TERMS = Terms(lanes=8, blocks=64, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
 
 
+SLOW = """
+import time
+from shoal_controller import planner_main
+planner_main.BEAT_SECONDS = 0.1
+def slow(_):
+    time.sleep(3)
+    raise ValueError("this planner took 3 s")
+planner_main.answer = slow
+"""
+
+
 @asynccontextmanager
 async def another_process() -> AsyncIterator[PlannerProcess]:
     """A planner that plans nothing in place."""
@@ -118,11 +129,26 @@ async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatc
         frozen = planner.pid
         assert frozen is not None
         os.kill(frozen, signal.SIGSTOP)
-        monkeypatch.setattr(planner_process, "ANSWER_SECONDS", 0.1)
-        with pytest.raises(PeerError, match=r"had no answer after 0\.1 s"):
+        monkeypatch.setattr(planner_process, "SILENT_SECONDS", 0.1)
+        with pytest.raises(PeerError, match=r"has stood still for 0\.1 s"):
             await planner.answer(start())
         monkeypatch.undo()
         assert await planner.answer(start()) == answer(start())
+
+
+@asynchronous
+async def test_a_planner_that_is_at_work_is_given_its_time_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(planner_process, "SILENT_SECONDS", 1.0)
+    async with another_process() as planner:
+        with pytest.raises(PeerError, match="this planner took 3 s"):
+            await planner.answer(start())
+        monkeypatch.setattr(planner_process, "ANSWER_SECONDS", 1.0)
+        with pytest.raises(PeerError, match="had no answer after 1 s"):
+            await planner.answer(start())
 
 
 @asynchronous
