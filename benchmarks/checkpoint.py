@@ -6,7 +6,8 @@ with the niceness of Shoal's writer, DDP with DCP, and Shoal take turns (checkpo
 median of three before and three after a save. Measured are:
 
 - stall: how long training stands still for the save, on the worker where it is longest: the call of `save`, of
-  `async_save` (with the `get_state_dict` that it needs), of Shoal's boundary at which the copy is made;
+  `async_save` (with the `get_state_dict` that it needs), of Shoal's boundary at which the copy is made, and of the sums
+  of all blocks before the vote after it;
 - longest: the longest step from the save to its end, less a plain one;
 - cost: the sum over all these steps of (step - plain step); CPU, of all processes, likewise;
 - time to write: from the beginning of that call until the file is there that makes the checkpoint whole. Shoal's

@@ -66,15 +66,25 @@ class Elastic:
         self._engine, self._folder = engine, folder
         self._batches = iter(engine)
         self.begun = self.stall = 0.0
-        self._voted = engine.parts.saving.on_vote
+        self._voted, self._summed = engine.parts.saving.on_vote, engine.parts.corruption.before_vote
+        self._is_fresh = False
         engine.parts.saving.on_vote = self._timed  # type: ignore[method-assign]
+        engine.parts.corruption.before_vote = self._timed_sums  # type: ignore[method-assign]
 
     def _timed(self, *given: Any) -> None:
-        """The only call in which training waits for a save."""
+        """Training waits for a save while it is copied,"""
         began, was_busy = time.time(), self._engine.parts.saving.busy
         self._voted(*given)
-        if self._engine.parts.saving.busy and not was_busy:
+        self._is_fresh = self._engine.parts.saving.busy and not was_busy
+        if self._is_fresh:
             self.begun, self.stall = began, time.time() - began
+
+    def _timed_sums(self) -> None:
+        """and before the next vote, while its blocks are summed."""
+        began = time.time()
+        self._summed()
+        if self._is_fresh:
+            self.stall += time.time() - began
 
     def step(self) -> None:
         elastic(self._engine, self._batches)

@@ -225,12 +225,9 @@ def test_a_leader_that_dies_as_it_saves_leaves_no_checkpoint_and_training_unharm
     with Crew("abc", task(tmp_path, every_steps=4)) as crew:
         crew.train_to(3)
         crew.plant("a", 4, "save")
-        crew.train_to(5)
-        crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
-        crew.train_to(8)
-        assert whole(tmp_path) == []
-        saved(crew, 8)
-        assert whole(tmp_path) == [8]
+        crew.train_until("a checkpoint", lambda: bool(crew.job.durable.checkpoints))
+        (found,) = whole(tmp_path)
+        assert 4 < found <= 8, "at the next turn, or sooner where the boundary was owed"
         assert crew.finish() == reference(PLAIN)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import shoal.exchange.hand_out
 import shoal.training.handed_parameters
 import torch
-from crew import Crew, Task, undisturbed
+from crew import Crew, Task, Worker, undisturbed
+from crew_saves import saved
 from hard_units import STEPS, WIDTH, Layers, and_train, of, task
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -217,6 +219,69 @@ def test_callbacks_evaluations_and_gathered_weights_find_all_parameters() -> Non
         crew.plant("a", 5, "optimizer")
         assert crew.finish() == right
     assert found == alone
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_a_save_copies_what_its_worker_owns_while_the_rest_is_still_to_come(
+    precision: dict[str, Any], tmp_path: Path
+) -> None:
+    late: list[int] = []
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        if point == "save":
+            late.append(coming(worker.engine))
+
+    here: dict[str, Any] = {"precision": precision} if precision else {}
+    with Crew("abc", of(task(1, **here, shoal={"checkpoint": {"path": str(tmp_path), "every_steps": 2}}))) as crew:
+        crew.watchers.append(look)
+        crew.train_to(2)
+        saved(crew, 2)
+        right = crew.finish()
+    assert max(late) > 0 and right == reference(of(task(0, **here)))
+    resume = str(next(tmp_path.glob("step-000000000002-*")))
+    on = {"checkpoint": {"path": str(tmp_path / "other"), "resume": resume}}
+    assert undisturbed(of(task(0, **here, shoal=on))) == right
+
+
+def test_a_registered_state_finds_all_parameters_when_it_is_saved(tmp_path: Path) -> None:
+    late: list[int] = []
+
+    class Weights:
+        """A state that is made of the parameters."""
+
+        def __init__(self, engine: Engine) -> None:
+            self._engine = engine
+
+        def state_dict(self) -> dict[str, Any]:
+            late.append(coming(self._engine))
+            return {"sum": sum(float(one.detach().sum()) for one in self._engine.module.parameters())}
+
+        def load_state_dict(self, _: dict[str, Any]) -> None: ...
+
+    def register(engine: Engine) -> None:
+        engine.register_state("weights", Weights(engine))
+
+    saving = {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}
+    with Crew("abc", of(task(1, prepare=register, shoal=saving))) as crew:
+        late.clear()
+        crew.train_to(2)
+        saved(crew, 2)
+        assert crew.finish() == reference(of(task(0)))
+    assert late and max(late) == 0
+
+
+def test_an_evaluation_that_the_loop_begins_finds_all_parameters() -> None:
+    late: list[tuple[int, int]] = []
+
+    def look(engine: Engine) -> None:
+        before = coming(engine)
+        with engine.evaluating():
+            late.append((before, coming(engine)))
+
+    with Crew("abc", of(task(1, in_loop=look))) as crew:
+        crew.plant("b", 3, "arrival")
+        assert crew.finish() == reference(of(task(0)))
+    assert max(before for before, _ in late) > 0 and max(within for _, within in late) == 0
 
 
 def test_each_step_has_its_callback_once_where_rank_0_dies_before_its_hand_out() -> None:

@@ -149,7 +149,8 @@ class CheckpointSaving:
         if choice is not SaveChoice.NOTHING:
             self._clock = time.monotonic()
         if choice is SaveChoice.BEGIN:
-            self._parameters.settle()
+            if self._context.state.registered:
+                self._parameters.settle()  # a state of the user's may be one of parameters
             self._corruption.on_save()
             self._begin(self._saver, world)
         if choice is SaveChoice.SKIP and world.rank == 0:

@@ -1,8 +1,9 @@
 """Silent corruption, as one member looks for it: the copies of some blocks are compared by every vote.
 
 A rotating sample beside each step, so that every block's turn comes within `shoal.corruption_steps`; and beside each
-save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. What differs is reported;
-what is done about it the controller decides. Off where a job is not bit-exact: copies may differ there.
+save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. They are summed at the
+vote after the save's boundary: nothing has changed by then, and what was still being handed out has come. What differs
+is reported; what is done about it the controller decides. Off where a job is not bit-exact: copies may differ there.
 """
 
 from __future__ import annotations
@@ -40,11 +41,19 @@ class CorruptionWatch:
         """`(blocks,)` int64: checksums of the own copies at the boundary of the save at hand, while they are compared.
         """
         self._saved_step = self._compared = 0
-        self._sound = False
+        self._is_due = self._sound = False
         self._copies = False
         """Whether the world at hand has any."""
 
     # ---- in the vote
+
+    def before_vote(self) -> None:
+        """All that was handed out is here, and no state has changed since the boundary."""
+        if self._is_due:
+            own = self._valid
+            self._saved = torch.full((self._state.held_layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
+            self._saved[list(own)] = block_checksums(self._state, own)
+            self._is_due, self._compared = False, 0
 
     def comparisons(self, step: int) -> tuple[Comparison, ...]:
         """What the vote for this step compares. The same blocks on all members."""
@@ -98,22 +107,17 @@ class CorruptionWatch:
 
     def on_save(self) -> None:
         """At the boundary of a save, on all members: the copies of all blocks are to be compared as they are now."""
-        if not self._every or not self._copies:
-            return
-        state = self._state
-        self._saved = torch.full((state.held_layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
-        own = self._valid
-        self._saved[list(own)] = block_checksums(state, own)
-        self._saved_step, self._compared, self._sound = state.step, 0, True
+        if self._every and self._copies:
+            self._is_due, self._saved, self._saved_step, self._sound = True, None, self._state.step, True
 
     @property
     def saved_is_sound(self) -> bool | None:
         """Whether all blocks of the save at hand had two copies at least, and all agreed; None: not known yet."""
-        return None if self._saved is not None else self._sound
+        return None if self._is_due or self._saved is not None else self._sound
 
     def on_world(self, world: World) -> None:
         """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""
-        self._saved, self._sound = None, False
+        self._saved, self._is_due, self._sound = None, False, False
         self._copies = any(share.mirrored for share in world.plan.shares)
 
     def on_return(self) -> None:

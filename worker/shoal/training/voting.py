@@ -42,6 +42,7 @@ class Voting:
         saving = self._saving.status
         self._saving.take_in_outcome()  # after the status: who is idle in a ballot says there what was saved
         ballot = self._ballot(step, bad_gradient, saving)
+        self._corruption.before_vote()
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step), times)
