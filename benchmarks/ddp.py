@@ -8,6 +8,7 @@ The same model, micro-batch, samples and fused AdamW. Several lanes are accumula
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 import time
@@ -108,6 +109,8 @@ def _member(rank: int, place: str, size: str, workers: int, lanes: int, all_done
     if rank == 0:
         (Path(place) / "took.json").write_text(json.dumps(took))
     all_done.wait(PATIENCE_SECONDS)  # gloo forgets who is within an operation when a peer goes: two of four hung
+    del step
+    gc.collect()  # a reducer that outlives the group ends it with Python's lock held, which gloo's thread waits for
     dist.destroy_process_group()
 
 
