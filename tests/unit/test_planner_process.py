@@ -141,7 +141,7 @@ async def test_a_planner_that_is_at_work_is_given_its_time_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(planner_process, "SILENT_SECONDS", 1.0)
     async with another_process() as planner:
         with pytest.raises(PeerError, match="this planner took 3 s"):
@@ -156,7 +156,7 @@ async def test_what_others_print_where_python_begins_is_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('a tracer is loaded ' * 3, flush=True)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     async with another_process() as planner:
         assert await planner.answer(start()) == answer(start())
 

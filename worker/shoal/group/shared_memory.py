@@ -232,6 +232,8 @@ def _seals() -> int:
 def _open(address: MemoryAddress) -> int:
     """Never a device or a pipe, which would do something when they are opened, nor a file of somebody else: the process
     may have closed its memory by now, and the number be that of a file that it has just begun to write.
+
+    Raises `OSError`.
     """
     path = f"/proc/{address.process}/fd/{address.descriptor}"
     if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - beside `os.open`
