@@ -30,7 +30,7 @@ READY = b"\n# the planner is ready\n"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to one question, or where it failed."""
+    """The answer to one question, or why there is none, as a sentence."""
 
     answer: Answer | None
     failure: str = ""
@@ -76,8 +76,10 @@ def _beating(replies: BinaryIO) -> Iterator[None]:
 
 
 def _reply(questions: BinaryIO, length: int) -> Reply:
-    question: Question = pickle.loads(questions.read(length))
     try:
+        question: Question = pickle.loads(questions.read(length))
         return Reply(answer(question))
+    except MemoryError:
+        return Reply(None, "the planner's process ran out of memory; give the controller more")
     except Exception:
-        return Reply(None, traceback.format_exc())
+        return Reply(None, f"the planner failed. This is a bug in Shoal; please report it.\n{traceback.format_exc()}")

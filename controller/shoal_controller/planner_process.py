@@ -33,6 +33,9 @@ ANSWER_SECONDS = 60.0
 SILENT_SECONDS = 5.0
 """How long a process that answers a question may send nothing: it says every second that it is at work."""
 
+LOOKS = 5
+"""In so many pieces that time is counted: of one in which this process was frozen itself at most a piece counts."""
+
 END_SECONDS = 5.0
 """How long the process may take to end by itself."""
 
@@ -63,7 +66,7 @@ class PlannerProcess:
             begun()
             reply = await self._ask(frame(question))
         if reply.answer is None:
-            raise PeerError(f"the planner failed. This is a bug in Shoal; please report it.\n{reply.failure}")
+            raise PeerError(reply.failure)
         return reply.answer
 
     async def _ask(self, question: bytes) -> Reply:
@@ -126,10 +129,11 @@ class PlannerProcess:
 
 async def _unless_silent(something: Awaitable[T]) -> T:
     """Its result. Raises `PeerError` where the process stands still."""
+    waited_for = asyncio.ensure_future(something)
     try:
-        async with asyncio.timeout(SILENT_SECONDS) as patience:
-            return await something
-    except TimeoutError as error:
-        if not patience.expired():
-            raise
-        raise PeerError(f"the planner's process has stood still for {SILENT_SECONDS:g} s") from error
+        for _ in range(LOOKS):
+            if (await asyncio.wait([waited_for], timeout=SILENT_SECONDS / LOOKS))[0]:
+                return waited_for.result()
+    finally:
+        waited_for.cancel()
+    raise PeerError(f"the planner's process has stood still for {SILENT_SECONDS:g} s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.launchers.process import Process
+from shoal_controller.launchers.process_record import ProcessRecords
 from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.errors import NotFound, StoreError, UserError
 
@@ -348,6 +351,24 @@ def test_a_worker_without_a_page_is_found_by_its_log_or_was_never_started(tmp_pa
         await later.launcher.kill("w0", spec(""))
         assert (await later.end()).code == -9
         await later.launcher.release()
+
+    with_controller(tmp_path, scene)
+
+
+def test_an_adoption_that_a_full_disk_stopped_ends_no_worker_when_it_is_tried_again(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        spawned = {worker: await controller.launcher.spawn(worker, spec(SLEEPER)) for worker in ("w0", "w1")}
+        await until(partial(written, spawned["w1"].log))
+        await controller.launcher.release()
+        (tmp_path / "jobs/demo/w1.json").unlink()  # as if its controller had died before it wrote one
+        with patch.object(ProcessRecords, "write", side_effect=OSError(errno.ENOSPC, "no space left")):
+            for _ in range(2):
+                with pytest.raises(OSError, match="no space left"):
+                    await controller.launcher.adopt(("w1",), spec(SLEEPER))
+        assert await controller.launcher.adopt(("w1",), spec(SLEEPER)) == spawned
+        for worker in spawned:
+            await controller.launcher.kill(worker, spec(SLEEPER))
+            assert (await controller.end()).worker == worker
 
     with_controller(tmp_path, scene)
 

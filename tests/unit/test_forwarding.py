@@ -22,9 +22,11 @@ from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.ports import Outside
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.shell import Shell
+from shoal_controller.store.embedded import EmbeddedStore
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Delete, Put
 from shoal_controller.token_register import TokenRegister
+from shoal_protos.errors import StoreError
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -236,3 +238,28 @@ async def test_a_reader_that_goes_away_is_followed_no_longer_by_the_leader(tmp_p
             assert not gone.is_set()
         async with asyncio.timeout(10):
             await gone.wait()
+
+
+@asynchronous
+async def test_a_controller_that_cannot_stand_says_why_though_one_that_has_died_still_seems_to_lead(
+    tmp_path, monkeypatch
+):
+    @asynccontextmanager
+    async def on_a_full_disk(_store, _seconds):
+        raise StoreError("the disk is full")
+        yield
+
+    why = "this controller cannot stand for election: the disk is full"
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddedStore, "lease", on_a_full_disk)
+        async with following(tmp_path, port=9) as follower:
+            await follower.controller.settled()
+            while (await follower.client.get("/healthz")).json()["trouble"] != why:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            refused = await follower.client.get("/readyz?store")
+            assert (refused.status_code, refused.json()["detail"]) == (503, why)
+            assert (await follower.client.get("/readyz")).status_code == 200
+            patch.undo()
+            while (await follower.client.get("/healthz")).json()["trouble"]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert (await follower.client.get("/readyz?store")).status_code == 200

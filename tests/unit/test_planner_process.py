@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -35,6 +36,14 @@ def slow(_):
     time.sleep(3)
     raise ValueError("this planner took 3 s")
 planner_main.answer = slow
+"""
+
+
+HUNGRY = """
+from shoal_controller import planner_main
+def hungry(_):
+    raise MemoryError
+planner_main.answer = hungry
 """
 
 
@@ -137,6 +146,23 @@ async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatc
 
 
 @asynchronous
+async def test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(planner_process, "SILENT_SECONDS", 1.0)
+    async with another_process() as planner:
+        with pytest.raises(PeerError, match="this planner took 3 s"):
+            asked = asyncio.create_task(planner.answer(start()))
+            while planner.pid is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.7)
+            threading.Event().wait(1.5)  # as if this process were frozen
+            await asked
+
+
+@asynchronous
 async def test_a_planner_that_is_at_work_is_given_its_time_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +218,17 @@ async def test_a_question_that_the_planner_cannot_answer_is_an_error_and_not_its
             await planner.answer(nobody)
         assert await planner.answer(start()) == answer(start())
         assert planner.pid == pid
+
+
+@asynchronous
+async def test_a_planner_that_has_too_little_memory_says_so_and_calls_it_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HUNGRY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    async with another_process() as planner:
+        with pytest.raises(PeerError, match=r"^the planner's process ran out of memory; give the controller more$"):
+            await planner.answer(start())
 
 
 @asynchronous

@@ -151,17 +151,18 @@ class LocalLauncher:
         """The processes that an earlier controller has started for this job and that live; None: one of `workers` that
         it has not started. What has ended is reported as every end is. Asked again in one controller's life, the job is
         a new run of that name: what the old run left is ended. So it is where an earlier controller began the new run.
+        ● One that could not be answered (a disk that is full, say) is no new run when it is asked again.
         """
         records = self._records(spec.job)
         if spec.job in self._adopted:
             await self._clear(spec.job, records)
             return {}
-        self._adopted.add(spec.job)
         await self._end_other_runs(spec, records)
         recorded = {record.worker: self._found(spec.job, records, record) for record in list(records)}
         unrecorded = {
             worker: self._unrecorded(spec.job, records, worker) for worker in workers if worker not in recorded
         }
+        self._adopted.add(spec.job)
         return {worker: place for worker, place in recorded.items() if place is not None} | unrecorded
 
     def world_began(self, world: Plan, spec: JobSpec) -> None:
@@ -212,6 +213,8 @@ class LocalLauncher:
 
     def _found(self, job: str, records: ProcessRecords, record: ProcessRecord) -> Place | None:
         """One process of an earlier life: watched from now on, or what is known of its end is reported."""
+        if (job, record.worker) in self._watched:  # by an attempt that failed at another one, or it is a new one
+            return _place(records, record)
         alive = self._alive(record)
         if alive is None:
             self._report_later(job, record.end(record.code))
@@ -229,7 +232,11 @@ class LocalLauncher:
         if process is None:
             return None
         record = ProcessRecord(worker, process.pid, process.started_at, self._boot, 0)
-        records.write(record)
+        try:
+            records.write(record)
+        except OSError:
+            process.release()
+            raise
         self._watch(job, process, record)
         return _place(records, record)
 

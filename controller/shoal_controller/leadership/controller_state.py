@@ -98,6 +98,8 @@ class ControllerState:
             return self.shell.trouble or conflict
         if self._store is None:
             return "the store has not answered yet"
+        if self._election is not None and self._election.hindrance:
+            return self._election.hindrance
         return conflict if self.other is not None else "no controller leads at present"
 
     @property
@@ -123,11 +125,13 @@ class ControllerState:
             raise StoreError(self.trouble)
 
     async def check_store(self) -> None:
-        """Raises `StoreError` unless the store answers: the leader writes, others read."""
+        """Raises `StoreError` unless the store answers: the leader writes, others read and stand for election."""
         self.check()
         if self.shell is not None:
             return await self.shell.check()
-        assert self._store is not None
+        assert self._store is not None and self._election is not None
+        if self._election.hindrance:
+            raise StoreError(self._election.hindrance)
         try:
             async with asyncio.timeout(CHECK_SECONDS):
                 await self._store.get("/ready")

@@ -116,6 +116,10 @@ class Election:
         self._leader_seen = asyncio.get_running_loop().time()
         self.conflict = ""
         """Another controller says that it is reached where this one is, as a sentence; empty where none does."""
+        self.hindrance = ""
+        """Why this controller cannot stand for election, as a sentence; empty while it can. What it reads in its store
+        meanwhile, who leads too, may have been true once: of an embedded store on a full disk an earlier life, say.
+        """
 
     # ---- what is known
 
@@ -165,6 +169,7 @@ class Election:
                 except Damaged:
                     raise
                 except StoreError as error:
+                    self.hindrance = f"this controller cannot stand for election: {error}"
                     log.warning("this controller stands for election again", why=str(error))
                 await asyncio.sleep(PAUSE_SECONDS)
         finally:
@@ -175,6 +180,7 @@ class Election:
         async with AsyncExitStack() as held:
             lease = await held.enter_async_context(self._store.lease(LEASE_SECONDS))
             await self._store.transact([], [self._place(lease)])
+            self.hindrance = ""
             if not (term := await self._win(lease)):
                 return
             leadership = Leadership(term, lease)
