@@ -195,7 +195,8 @@ def train(result: str, **options: Any) -> None:
 
     `children`: so many are forked after the first step, as a data loader's workers are, and sleep. `compile`: the
     backend of torch.compile; then the number of graphs is printed whenever it has grown. `evaluate`: after every step,
-    on rank 0. `deferred`: a model with a frozen base that is built without memory.
+    on rank 0. `bare`: the script ends with its loop, and writes no result. `deferred`: a model with a frozen base that
+    is built without memory.
     """
     import shoal
     from shoal.group import host_peers
@@ -222,6 +223,8 @@ def train(result: str, **options: Any) -> None:
         engine.step()
         if "compile" in options:
             graphs = say_graphs(graphs)
+    if options.get("bare"):
+        return
     fingerprint = engine.fingerprint()
     brake.linger()
     if "export" in options:

@@ -23,3 +23,14 @@ def test_a_worker_killed_in_the_middle_of_a_write_costs_no_step_and_leaves_no_fi
         assert list(tmp_path.iterdir()) == []
     assert [one["reason"] for one in report["generations"]][:2] == ["start", "kill"]
     assert report["fingerprint"] == undisturbed(OPTIONS)
+
+
+def test_a_script_that_ends_with_its_loop_gives_its_digest_and_serves_a_loss_after_it(tmp_path: Path) -> None:
+    """Both take threads, which Python starts no more once it calls what `atexit` has."""
+    options = {**OPTIONS, "offload": str(tmp_path), "bare": True}
+    with Cluster(workers=3, options=options, faults="w1@10:after_last:kill") as cluster:
+        cluster.wait_done()
+        report = cluster.report()
+        assert (cluster.wait_exit("w1"), cluster.wait_exit("w0")) == (-signal.SIGKILL, 0)
+    assert [one["reason"] for one in report["generations"]] == ["start", "kill"]
+    assert report["fingerprint"] == undisturbed(OPTIONS)

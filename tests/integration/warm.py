@@ -156,6 +156,7 @@ def become(child: Child) -> NoReturn:
     os.close(log)
     os.environ.update(child.env)
     code = _run(child)
+    threading._shutdown()  # type: ignore[attr-defined]  # pools of threads end here, as they do before `atexit`
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(code)  # taking torch apart would take half a second

@@ -1,15 +1,18 @@
 """The end of a script: serve changes until all members are done, or say why this worker failed.
 
 A worker goes on voting after its loop until every member has committed the last step, given its digests and ended its
-script; whoever leaves the loop in another way has failed.
+script; whoever leaves the loop in another way has failed. That takes threads, so it is done before Python ends those of
+the script, and not by `atexit` (docs/decisions/0032-a-scripts-end-is-served-before-its-threads-end.md).
 """
 
 from __future__ import annotations
 
-import atexit
+import concurrent.futures.thread  # noqa: F401 - what it does at the end comes after what we do
 import faulthandler
 import os
 import sys
+import threading
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from weakref import ReferenceType, finalize, ref
@@ -27,13 +30,12 @@ log = get_logger("shoal")
 
 
 class _Ending:
-    """Sees how the script ends; runs at exit."""
+    """Sees how the script ends, and what follows."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._failure: BaseException | None = None
         self._hook = sys.excepthook
-        self._pid = os.getpid()
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Remembers the exception that ends the script."""
@@ -41,16 +43,18 @@ class _Ending:
         self._hook(kind, error, trace)
 
     def at_exit(self) -> None:
-        if os.getpid() != self._pid:
-            return
         context = self._engine.context
         try:
             if context.leaving:
                 return
-            if self._failure is not None or not context.is_over:
-                context.link.result(self._result())
-            else:
+            if self._failure is None and context.is_over:
                 self._serve()
+            else:
+                context.link.result(self._result())
+        except Exception as error:
+            self._failure = error
+            context.link.result(self._result())
+            raise
         finally:
             context.loop.fetcher.close()
             self._engine.parts.saving.close()
@@ -137,11 +141,22 @@ def serve_at_exit(engine: Engine) -> None:
     if engine.context.link.alone:
         finalize(engine, engine.parts.saving.saver_end)
         finalize(engine, engine.context.loop.fetcher.close)
-        atexit.register(_end_alone, ref(engine))
+        _at_end(partial(_end_alone, ref(engine)))
         return
     ending = _Ending(engine)
     sys.excepthook = ending.excepthook
-    atexit.register(ending.at_exit)
+    _at_end(ending.at_exit)
+
+
+def _at_end(act: Callable[[], None]) -> None:
+    """Calls it when the script has ended, on the same thread; in no child of this process."""
+    here = os.getpid()
+
+    def unless_forked() -> None:
+        if os.getpid() == here:
+            act()
+
+    threading._register_atexit(unless_forked)  # type: ignore[attr-defined]
 
 
 def _end_alone(known: ReferenceType[Engine]) -> None:
