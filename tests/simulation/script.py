@@ -13,6 +13,7 @@ is left to chance, so a transcript changes only where the behaviour does. docs/s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 from shoal_controller.core.machine import effects
 from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
@@ -32,15 +33,30 @@ class Impatient(Exception):
     """What a scenario waits for does not happen."""
 
 
-def play(text: str) -> str:
-    """The transcript of a scenario, made anew."""
+class Otherwise(Exception):
+    """An effect is another one than the transcript's."""
+
+
+def goes_otherwise(text: str) -> bool:
+    """Whether playing a scenario gives another transcript, played no further than to where that shows."""
+    try:
+        return play(text, compare=True) != text
+    except Otherwise:
+        return True
+
+
+def play(text: str, compare: bool = False) -> str:
+    """The transcript of a scenario, made anew. `compare`: raises `Otherwise` once an effect differs."""
     lines = [line.rstrip() for line in text.splitlines()]
     comments = [line for line in lines if line.startswith("#")]
     job = next(line for line in lines if line.startswith("job "))
     script = Script(job)
     transcript = [*comments, job]
-    for command in (line for line in lines if line.startswith("> ")):
+    for place, command in enumerate(lines):
+        if not command.startswith("> "):
+            continue
         transcript.append(command)
+        script.expected = list(takewhile(lambda line: line.startswith("  "), lines[place + 1 :])) if compare else None
         try:
             script.do(command[2:])
         except (Violation, Impatient) as error:
@@ -62,6 +78,8 @@ class Script:
         numbers = {name: int(value) if value.isdigit() else value for name, value in shape.items()}
         self.simulation = Simulation(0, **{**defaults, **numbers})
         self._shown = 0
+        self.expected: list[str] | None = None
+        """Effects of the command that is being done; None: nobody compares."""
 
     def do(self, command: str) -> None:
         verb, *words = command.split()
@@ -73,6 +91,14 @@ class Script:
         lines, self._shown = log[self._shown :], len(log)
         return (f"  {line[10:]}" for line in lines)
 
+    def _compare(self) -> None:
+        if self.expected is None:
+            return
+        seen = len(self.simulation.log) - self._shown
+        last = f"  {self.simulation.log[-1][10:]}".rstrip() if seen else ""
+        if seen > len(self.expected) or (seen and last != self.expected[seen - 1]):
+            raise Otherwise(last)
+
     # ---- waiting
 
     def _wait(self, goal: str, is_so: Callable[[], bool]) -> None:
@@ -82,6 +108,7 @@ class Script:
             if clock.now > deadline:
                 raise Impatient(f"waited in vain for {goal}")
             clock.step()
+            self._compare()
 
     def _at(self, worker: str, words: tuple[str, ...]) -> SimWorker:
         """The process of that id, once it is in a phase of its step (`at vote`) or in a state (`at joining`)."""

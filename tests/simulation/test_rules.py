@@ -9,7 +9,7 @@ from matrices import shortened
 
 from .mutations import MUTATIONS, mutated
 from .run import attempt
-from .script import play
+from .script import goes_otherwise
 
 SCENARIOS = Path(__file__).with_name("scenarios")
 
@@ -88,8 +88,7 @@ SHAPE = {"stage": 1, "operators": False}
 
 def notices(by: str | int) -> bool:
     if isinstance(by, str):
-        transcript = (SCENARIOS / f"{by}.txt").read_text()
-        return play(transcript) != transcript
+        return goes_otherwise((SCENARIOS / f"{by}.txt").read_text())
     return any(attempt((seed, SHAPE))[1] for seed in range(by, by + SEARCHED))
 
 
