@@ -333,12 +333,13 @@ def test_a_batch_that_cannot_be_sent_is_refused() -> None:
 
 
 SCRIPT = """
-import os, signal, torch
+import multiprocessing, os, signal, torch
 from shoal.core.sampler import Sampler
 from shoal.data.data_workers import Reading
 from shoal.data.fetch import Fetcher
 from shoal.data.source import NumberedSamples
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["shoal.data.fetch"])  # once, and not in each worker
     source = NumberedSamples(torch.arange(40), None, Sampler(40, 4, 2, 1, 0), 0)
     fetcher = Fetcher(source, None, 0, "cpu", Reading(2, start_method="{method}"))
     assert fetcher.micro_batch(0, 0, 0).tolist() == source.sampler.indices(0, 0, 0)

@@ -1,4 +1,7 @@
-"""`shoal doctor`: what it finds and advises, without torch or extras too; nothing hangs, nothing is left behind."""
+"""`shoal doctor`: what it finds and advises, without torch or extras too; nothing hangs, nothing is left behind.
+
+Where no package is taken away it is forked from a warm process, but once.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
+from forked_command import SHOAL, shoal
 from shoal_protos.finding import Finding, Verdict, as_line, from_line
 
-SHOAL = str(Path(sys.executable).with_name("shoal"))
+pytestmark = pytest.mark.usefixtures("commands")
 BLOCKING = """
 import sys
 from importlib.machinery import PathFinder
@@ -37,20 +41,23 @@ PathFinder.find_spec = classmethod(find_spec)
 """A Python in which importing torch does something else."""
 
 
-def doctor(folder: Path, *flags: str, site: str = "") -> tuple[int, dict[str, dict[str, str]]]:
+def doctor(folder: Path, *flags: str, site: str = "", fresh: bool = False) -> tuple[int, dict[str, dict[str, str]]]:
     """Exit status, and the findings by their names."""
-    done = raw(folder, "--output", "json", *flags, site=site)
+    done = raw(folder, "--output", "json", *flags, site=site, fresh=fresh)
     assert done.stderr == ""
     return done.returncode, {one["check"]: one for one in json.loads(done.stdout)["checks"]}
 
 
-def raw(folder: Path, *flags: str, site: str = "") -> subprocess.CompletedProcess[str]:
+def raw(folder: Path, *flags: str, site: str = "", fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """`fresh`, or with a `site`: by a Python of its own."""
     given = {key: value for key, value in os.environ.items() if not key.startswith("SHOAL_")}
     if site:
         (folder / "site").mkdir(exist_ok=True)
         (folder / "site/sitecustomize.py").write_text(site)
         given["PYTHONPATH"] = str(folder / "site")
     flags = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *flags)
+    if not (site or fresh):
+        return shoal("doctor", *flags, env=given, folder=folder, seconds=90)
     return subprocess.run([SHOAL, "doctor", *flags], capture_output=True, text=True, timeout=90, env=given, cwd=folder)
 
 
@@ -59,7 +66,7 @@ def test_a_machine_that_trains_is_well_and_stays_as_it_was(tmp_path: Path) -> No
     checkpoint = tmp_path / "deep/down"
     settings = {"lanes": 4, "max_steps": 1, "checkpoint": {"path": str(checkpoint)}}
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "shoal": settings}))
-    status, found = doctor(tmp_path, "--config", str(config))
+    status, found = doctor(tmp_path, "--config", str(config), fresh=True)
     assert status == 0, found
     assert list(found) == [
         "python", "packages", "clock", "shared memory", "open files", "ports", "store", "token", "controller", "torch",
