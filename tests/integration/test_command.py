@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -92,42 +92,60 @@ def running(folder: Path, options: dict[str, Any], *flags: str, grpc: int = 0, s
 PRINTING = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
 
 
-def test_run_trains_a_script_to_its_end_and_reports(tmp_path: Path) -> None:
-    paced = {**OPTIONS, "pace": 0.05}  # so that its progress can be seen
-    with running(tmp_path, paced, "--workers", "2", "--json", str(tmp_path / "report.json")) as command:
+PACED = {**OPTIONS, "pace": 0.05}
+"""So that its progress can be seen."""
+
+
+class Ran(NamedTuple):
+    """What a run has left and said."""
+
+    folder: Path
+    first_line: str
+    code: int
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A run of two workers to its end: each of them is a fresh Python, which takes seconds."""
+    folder = tmp_path_factory.mktemp("ran")
+    flags = ("--workers", "2", "--json", str(folder / "report.json"), "--log-dir", str(folder / "logs"))
+    with running(folder, PACED, *flags, script=PRINTING) as command:
         code, output, errors = command.end()
+    command.errors.unlink()
+    return Ran(folder, command.first_line, code, output, errors)
+
+
+def test_run_trains_a_script_to_its_end_and_reports(ran: Ran) -> None:
+    folder, first_line, code, output, errors = ran
     assert code == 0, errors
-    assert command.first_line.startswith("http=127.0.0.1:")
-    assert " grpc=127.0.0.1:" in command.first_line
-    assert f"page: http://{command.first_line.split()[0].removeprefix('http=')}" in errors
-    report = json.loads((tmp_path / "report.json").read_text())
+    assert first_line.startswith("http=127.0.0.1:")
+    assert " grpc=127.0.0.1:" in first_line
+    assert f"page: http://{first_line.split()[0].removeprefix('http=')}" in errors
+    report = json.loads((folder / "report.json").read_text())
     assert report["fingerprint"] == undisturbed(OPTIONS)
     assert (report["job"], report["steps"]) == ("train", 12)
     assert [world["reason"] for world in report["generations"]] == ["start"], errors
     assert f"fingerprint {report['fingerprint']}" in output
     assert "train running: step " in errors
-    assert (tmp_path / ".shoal/jobs/train/w0.log").exists()
 
 
-def test_run_again_replaces_a_finished_job_and_shows_what_rank_0_prints_unless_it_is_to_be_quiet(
-    tmp_path: Path,
-) -> None:
-    paced = {**OPTIONS, "pace": 0.05}
-    report = tmp_path / "report.json"
-    for flags, shown in ((("--log-dir", str(tmp_path / "logs")), True), (("--quiet",), False)):
-        flags = ("--workers", "1", "--json", str(report), *flags)
-        with running(tmp_path, paced, *flags, script=PRINTING) as command:
-            code, _, errors = command.end()
-        assert code == 0, errors
-        assert json.loads(report.read_text())["fingerprint"] == undisturbed(OPTIONS)
-        assert ("hello from the script" in errors) == shown
-        command.errors.unlink()
-    [log] = (tmp_path / "logs").glob("*/w0.log")
+def test_run_again_replaces_a_finished_job_and_shows_what_rank_0_prints_unless_it_is_to_be_quiet(ran: Ran) -> None:
+    assert "hello from the script" in ran.errors
+    [log] = (ran.folder / "logs").glob("*/w0.log")
     assert "and good-bye" in log.read_text()
+    report = ran.folder / "again.json"
+    with running(ran.folder, PACED, "--workers", "1", "--json", str(report), "--quiet", script=PRINTING) as command:
+        code, _, errors = command.end()
+    assert code == 0, errors
+    assert json.loads(report.read_text())["fingerprint"] == undisturbed(OPTIONS)
+    assert "hello from the script" not in errors
+    assert (ran.folder / ".shoal/jobs/train/w0.log").exists()
 
 
 def test_a_picture_is_drawn_of_what_a_controller_has_kept_of_its_job() -> None:
-    with Cluster(workers=1, options={"max_steps": 100}, pace=0.05) as cluster:
+    with Cluster(workers=1, options={"max_steps": 30}, pace=0.05) as cluster:
         until("two lines of the curve", lambda: len(_curve(cluster)) > 2)
         drawn = shoal("plot", cluster.job_name, "--data", str(cluster.folder / "store"), folder=cluster.folder)
         assert (drawn.returncode, drawn.stderr) == (0, "")
