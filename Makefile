@@ -89,7 +89,8 @@ unit: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/charts $(ARGS)
 
 # Whole files, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names,
-# as two long tests alone in a file would come last and leave a core idle.
+# as two long tests alone in a file would come last and leave a core idle; what is long and late by name is put first
+# (tests/integration/conftest.py).
 WHOLE := -n 2 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
 whole: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(WHOLE) $(ARGS)

@@ -9,6 +9,13 @@ import pytest
 from integration import cluster
 from integration.warm import Warm
 
+LONG_AND_LATE = ("test_worlds.py", "test_store_etcd.py", "test_suite_on_a_cluster.py", "test_rules.py", "test_seeds.py")
+"""Long files that are late by name: whole files are given to two processes, and one would be idle beside the last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG_AND_LATE)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(temporary: Path) -> Iterator[Warm]:
