@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from integration.cluster import Cluster, until
+from matrices import further, shortened
 
 LONG: dict[str, Any] = {"max_steps": 30}
 PACE = 0.03
@@ -20,7 +21,7 @@ PACE = 0.03
 # ---- drain
 
 
-@pytest.mark.parametrize("victim", ["w0", "w2"])
+@pytest.mark.parametrize("victim", shortened(["w0", "w2"], "w0"))
 def test_a_worker_is_drained_by_rest(victim: str) -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -167,6 +168,7 @@ def test_other_initial_weights_are_replaced_by_the_jobs() -> None:
 # ---- many
 
 
+@further
 def test_a_run_changes_its_world_ten_times() -> None:
     with Cluster(workers=3, options={"max_steps": 75}, pace=PACE) as cluster:
         cluster.wait_step(2)

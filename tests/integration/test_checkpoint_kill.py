@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 from integration.cluster import ended, fork, until
+from matrices import shortened
 from shoal.checkpoint.catalogue import checkpoints, resolve, saves
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 
-KILLS = 12
-
 
 @pytest.mark.timeout(120)
-def test_a_kill_at_any_instant_leaves_whole_checkpoints_and_rests(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", shortened([6, 12], 6))
+def test_a_kill_at_any_instant_leaves_whole_checkpoints_and_rests(tmp_path: Path, kills: int) -> None:
     chance = random.Random(4)
     rests = 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         storage = LocalStorage(tmp_path / str(kill))
         arguments = {"folder": storage.url, "keep": 2}
         pid = fork("integration.checkpoint_writer:save_for_ever", arguments, {}, tmp_path / "log")

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from integration.cluster import Cluster, alone, undisturbed, until
+from matrices import shortened
 from object_store import object_store
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
@@ -18,8 +19,7 @@ from shoal.checkpoint.verify import verify
 
 STEPS = 30
 PACE = 0.02
-KILLS = 5
-MANY_STEPS = 60
+STEPS_BETWEEN = 12
 """Enough for some between each two kills."""
 
 
@@ -52,13 +52,16 @@ def wait_saved(cluster: Cluster, step: int) -> int:
 
 
 @pytest.mark.timeout(180)
-def test_a_run_that_is_killed_whole_five_times_ends_in_the_undisturbed_fingerprint(tmp_path: Path) -> None:
-    chance = random.Random(7)
-    expected = undisturbed({"max_steps": MANY_STEPS})
-    given = options(tmp_path, every_steps=2) | {"max_steps": MANY_STEPS}
+@pytest.mark.parametrize("sizes", shortened([[2, 4], [2, 3, 1, 4, 3]], [2, 4]), ids=["twice", "five times"])
+def test_a_run_that_is_killed_whole_again_and_again_ends_in_the_undisturbed_fingerprint(
+    tmp_path: Path, sizes: list[int]
+) -> None:
+    chance, steps = random.Random(7), STEPS_BETWEEN * len(sizes)
+    expected = undisturbed({"max_steps": steps})
+    given = options(tmp_path, every_steps=2) | {"max_steps": steps}
     with Cluster(workers=3, options=given, pace=PACE) as cluster:
         running, before = ["w0", "w1", "w2"], 0
-        for size in (2, 3, 1, 4, 3):
+        for size in sizes:
             for worker in running:
                 cluster.wait_state(worker, "active")
             before = wait_saved(cluster, before + 1)
@@ -75,7 +78,7 @@ def test_a_run_that_is_killed_whole_five_times_ends_in_the_undisturbed_fingerpri
         report = cluster.report()
         assert report["fingerprint"] == expected
         assert [world["from_step"] > 0 for world in report["generations"] if world["reason"] == "start"][1:] == (
-            [True] * KILLS
+            [True] * len(sizes)
         )
         assert whole(tmp_path)
 

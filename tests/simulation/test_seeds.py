@@ -54,9 +54,10 @@ def test_kills_that_come_faster_than_steps_never_fail_a_job_early() -> None:
 
 @pytest.mark.parametrize("script", ["raises", "outage", "dies"])
 def test_a_script_that_never_passes_a_step_ends_its_job_in_few_tries(script: str) -> None:
-    bad, happened = gather(map(attempt, tasks(0, 12, {"script": script})))
+    count = examples(18)
+    bad, happened = gather(map(attempt, tasks(0, count, {"script": script})))
     assert not bad, f"{bad}\n\n{replay_log(bad[0][0], script=script)}"
-    assert happened["ended failed"] == 12
+    assert happened["ended failed"] == count
 
 
 def test_a_seed_gives_the_same_history_again() -> None:

@@ -214,7 +214,7 @@ def compiled(of: Task, way: str) -> tuple[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("way", ["whole", "layers"])
+@pytest.mark.parametrize("way", shortened(["whole", "layers"], "layers"))
 def test_compiled_code_has_the_same_bits_with_it_and_no_graph_more(way: str) -> None:
     assert compiled(task("units", CalmStack), way) == compiled(task([], CalmStack), way)
 

@@ -74,7 +74,7 @@ def engine(one: Task) -> Engine:
     ("stage", "workers", "mirrors"),
     shortened(
         [(1, "a", 0), (2, "a", 0), (3, "a", 0), (0, "ab", 0), (2, "ab", 0), (3, "ab", 0), (3, "abcd", 1)],
-        *((3, "a", 0), (0, "ab", 0), (3, "abcd", 1)),
+        *((0, "ab", 0), (3, "abcd", 1)),
     ),
 )
 def test_every_stage_and_world_begins_with_the_same_values(
@@ -87,7 +87,7 @@ def test_every_stage_and_world_begins_with_the_same_values(
         assert crew.finish() == reference(with_model(task(0, **more), FILLED))
 
 
-@pytest.mark.parametrize("point", shortened(["gather", "backward", "vote", "prepare"], "gather", "vote"))
+@pytest.mark.parametrize("point", shortened(["gather", "backward", "vote", "prepare"], "gather"))
 def test_a_loss_changes_no_bit(point: str) -> None:
     with Crew("abc", with_model(task(), built())) as crew:
         crew.plant("c", 3, point)
@@ -201,7 +201,7 @@ def test_the_scripts_own_random_numbers_go_on_as_if_nothing_had_been_made() -> N
         assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize("optimizer", shortened([torch.optim.Adagrad, torch.optim.SGD], torch.optim.Adagrad))
 def test_an_optimizer_that_makes_state_when_it_is_constructed_begins_as_with_values(
     optimizer: type[torch.optim.Optimizer],
 ) -> None:
@@ -289,7 +289,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
 # ---- checkpoints, exports, other parts
 
 
-@pytest.mark.parametrize(("first", "then"), [(3, 0), (0, 3)])
+@pytest.mark.parametrize(("first", "then"), shortened([(3, 0), (0, 3)], (0, 3)))
 def test_a_checkpoint_goes_on_where_the_model_was_built_either_way(first: int, then: int, tmp_path: Path) -> None:
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}
     with Crew("ab", with_model(task(first, shoal=place, max_steps=3), built())) as crew:
