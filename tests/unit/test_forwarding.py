@@ -15,6 +15,8 @@ from shoal_controller.api import forwarding
 from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.web import Web
 from shoal_controller.client_tls import ClientTls
+from shoal_controller.core.machine.durable import Durable
+from shoal_controller.job_repository import new_repository
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import LEADER, ControllerPlace, Election, Leadership
 from shoal_controller.leadership.introductions import Introductions
@@ -27,6 +29,7 @@ from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Delete, Put
 from shoal_controller.token_register import TokenRegister
 from shoal_protos.errors import StoreError
+from small_machine import SPEC
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -254,11 +257,13 @@ async def test_a_controller_that_cannot_stand_says_why_though_one_that_has_died_
         patch.setattr(EmbeddedStore, "lease", on_a_full_disk)
         async with following(tmp_path, port=9) as follower:
             await follower.controller.settled()
+            await new_repository(follower.store, SPEC, "an earlier life").renew(Durable(SPEC, wanted=1))
             while (await follower.client.get("/healthz")).json()["trouble"] != why:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             refused = await follower.client.get("/readyz?store")
             assert (refused.status_code, refused.json()["detail"]) == (503, why)
             assert (await follower.client.get("/readyz")).status_code == 200
+            assert (await follower.controller.readable()).view("train").reason.startswith(why)
             patch.undo()
             while (await follower.client.get("/healthz")).json()["trouble"]:  # noqa: ASYNC110
                 await asyncio.sleep(0)

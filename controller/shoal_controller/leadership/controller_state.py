@@ -7,6 +7,7 @@ shell here. Nothing is decided here.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from shoal_protos.errors import StoreError
@@ -177,7 +178,7 @@ class ControllerState:
         return await asyncio.shield(self._copying)
 
     async def _copy_store(self, store: Store, now: float) -> Shell:
-        self._copy, self._copied = await _copy_of(store), now
+        self._copy, self._copied = await _copy_of(store, lambda: self.trouble), now
         return self._copy
 
     def _end_copying(self, task: asyncio.Task[Shell]) -> None:
@@ -216,9 +217,9 @@ async def _no_planner(_: Question, __: Begun) -> Answer:
     raise StoreError("nothing is planned for jobs that are only looked at")
 
 
-async def _copy_of(store: Store) -> Shell:
-    """All jobs as they lie in the store, to be looked at."""
-    copy = Shell(store)
+async def _copy_of(store: Store, trouble: Callable[[], str]) -> Shell:
+    """All jobs as they lie in the store, to be looked at: their reasons say, too, why nothing is decided."""
+    copy = Shell(store, lapsed=trouble)
     copy.connect(Outside(Streams(), {}, _no_planner))
     await copy.look()
     return copy
