@@ -5,6 +5,7 @@ Real engines and the real job machine in one process (crew.py); a bit is flipped
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, Task, Worker, undisturbed
-from crew_saves import saved
+from crew_saves import rests, saved
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import shortened
@@ -252,6 +253,32 @@ def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
         assert crew.finish() == undisturbed(PLAIN)
         manifests = [one.manifest for one in checkpoints(LocalStorage(tmp_path), print)]
         assert manifests and not any(manifest.verified for manifest in manifests)
+
+
+def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_checkpoint(tmp_path: Path) -> None:
+    """It agrees with what it was made of, whatever that is."""
+    held: list[tuple[int, ...]] = []
+
+    def look(worker: Worker, point: str, step: int) -> None:
+        engine = worker.engine
+        if (worker.name, point, step) == ("a", "exchange", 3) and engine.context.generation == 2:
+            engine.save_checkpoint()  # at the boundary of the first step after the loss, in which nothing is filled
+        if point == "save":
+            held.append(tuple(engine.context.state.held.runs))
+
+    with Crew("abc", task(tmp_path, corruption_steps=1000)) as crew:
+        crew.train_to(2)
+        with crew.changed:
+            crew.watchers.append(look)
+        crew.kill("c")
+        crew.train_to(3)
+        crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
+        crew.train_to(4)
+        assert crew.workers["a"].engine.context.state.held.runs == crew.workers["b"].engine.context.state.held.runs
+        saved(crew, 3)
+        copies = Counter(block for blocks in held for block in blocks)
+        assert len(held) == 2 and min(copies.values()) == 1, "all are filled before the next vote"
+        assert [one.verified for one in crew.job.durable.checkpoints] == [False]
 
 
 def test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_where_it_joined(tmp_path: Path) -> None:

@@ -40,20 +40,24 @@ class CorruptionWatch:
         self._saved: Tensor | None = None
         """`(blocks,)` int64: checksums of the own copies at the boundary of the save at hand, while they are compared.
         """
+        self._due: Runs | None = None
+        """The own copies at the boundary of the save at hand, until they are summed."""
         self._saved_step = self._compared = 0
-        self._is_due = self._sound = False
+        self._sound = False
         self._copies = False
         """Whether the world at hand has any."""
 
     # ---- in the vote
 
     def before_vote(self) -> None:
-        """All that was handed out is here, and no state has changed since the boundary."""
-        if self._is_due:
-            own = self._valid
+        """All that was handed out is here, and no state has changed since the boundary. Copies that were made since are
+        left out: they agree with what they were made of.
+        """
+        if self._due is not None:
+            own = self._due & self._valid
             self._saved = torch.full((self._state.held_layout.blocks,), NO_COPY, dtype=torch.int64, device="cpu")
             self._saved[list(own)] = block_checksums(self._state, own)
-            self._is_due, self._compared = False, 0
+            self._due, self._compared = None, 0
 
     def comparisons(self, step: int) -> tuple[Comparison, ...]:
         """What the vote for this step compares. The same blocks on all members."""
@@ -108,16 +112,16 @@ class CorruptionWatch:
     def on_save(self) -> None:
         """At the boundary of a save, on all members: the copies of all blocks are to be compared as they are now."""
         if self._every and self._copies:
-            self._is_due, self._saved, self._saved_step, self._sound = True, None, self._state.step, True
+            self._due, self._saved, self._saved_step, self._sound = self._valid, None, self._state.step, True
 
     @property
     def saved_is_sound(self) -> bool | None:
         """Whether all blocks of the save at hand had two copies at least, and all agreed; None: not known yet."""
-        return None if self._is_due or self._saved is not None else self._sound
+        return None if self._due is not None or self._saved is not None else self._sound
 
     def on_world(self, world: World) -> None:
         """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""
-        self._saved, self._is_due, self._sound = None, False, False
+        self._saved, self._due, self._sound = None, None, False
         self._copies = any(share.mirrored for share in world.plan.shares)
 
     def on_return(self) -> None:
