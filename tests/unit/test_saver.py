@@ -162,7 +162,7 @@ def test_a_member_that_cannot_write_makes_it_a_failed_save_for_all(tmp_path: Pat
         assert three.savers[0].status is F
         three.vote()
         assert [saver.outcome and saver.outcome.part.failure for saver in three.savers] == [
-            "the save was given up: w1 could not write.",
+            "the save was given up: w1 could not write; the log of each says why.",
             "the disk is full",
             "w0, which led it, says that it failed",
         ]

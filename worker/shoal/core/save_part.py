@@ -166,7 +166,7 @@ class SavePart:
             return None
         failed = [others[incarnation] for incarnation, status in present.items() if status == SaveStatus.FAILED]
         if failed:
-            self.failure = f"the save was given up: {', '.join(failed)} could not write."
+            self.failure = f"the save was given up: {', '.join(failed)} could not write; the log of each says why."
             return self._decide(WithdrawSave(everything=True))
         gone = frozenset(others.keys() - present.keys()) if planned else frozenset[str]()
         return self._decide(CompleteSave(gone, sound))
