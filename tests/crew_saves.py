@@ -8,10 +8,10 @@ MOST_STEPS = 20
 """After the save, until the controller knows of it."""
 
 
-def saved(crew: Crew, step: int) -> None:
-    """Trains on until the controller knows of that checkpoint."""
+def saved(crew: Crew, step: int | None = None) -> None:
+    """Trains on until the controller knows of the checkpoint of that step, or of any."""
     most = crew.allowed + MOST_STEPS
-    while step not in [one.step for one in crew.job.durable.checkpoints]:
+    while not any(step in (None, one.step) for one in crew.job.durable.checkpoints):
         crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
         assert crew.allowed < most and not crew.job.durable.phase.is_over, crew.story()
         crew.train_to(crew.allowed + 1)
