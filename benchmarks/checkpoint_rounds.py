@@ -72,7 +72,7 @@ class Elastic:
         engine.parts.corruption.before_vote = self._timed_sums  # type: ignore[method-assign]
 
     def _timed(self, *given: Any) -> None:
-        """Training waits for a save while it is copied,"""
+        """A vote, at which a save may begin: training waits for its copy."""
         began, was_busy = time.time(), self._engine.parts.saving.busy
         self._voted(*given)
         self._is_fresh = self._engine.parts.saving.busy and not was_busy
@@ -80,7 +80,7 @@ class Elastic:
             self.begun, self.stall = began, time.time() - began
 
     def _timed_sums(self) -> None:
-        """and before the next vote, while its blocks are summed."""
+        """Before the vote that follows, training waits for the sums of its blocks."""
         began = time.time()
         self._summed()
         if self._is_fresh:
