@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +45,17 @@ def hungry(_):
     raise MemoryError
 planner_main.answer = hungry
 """
+
+
+@pytest.fixture
+def begin_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has every Python that is started from now on run this first."""
+
+    def write(code: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return write
 
 
 @asynccontextmanager
@@ -147,10 +158,9 @@ async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatc
 
 @asynchronous
 async def test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_stood_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin_with: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    begin_with(SLOW)
     monkeypatch.setattr(planner_process, "SILENT_SECONDS", 1.0)
     async with another_process() as planner:
         with pytest.raises(PeerError, match="this planner took 3 s"):
@@ -164,10 +174,9 @@ async def test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_st
 
 @asynchronous
 async def test_a_planner_that_is_at_work_is_given_its_time_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin_with: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    begin_with(SLOW)
     monkeypatch.setattr(planner_process, "SILENT_SECONDS", 1.0)
     async with another_process() as planner:
         with pytest.raises(PeerError, match="this planner took 3 s"):
@@ -178,11 +187,8 @@ async def test_a_planner_that_is_at_work_is_given_its_time_and_no_more(
 
 
 @asynchronous
-async def test_what_others_print_where_python_begins_is_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('a tracer is loaded ' * 3, flush=True)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+async def test_what_others_print_where_python_begins_is_no_answer(begin_with: Callable[[str], None]) -> None:
+    begin_with("print('a tracer is loaded ' * 3, flush=True)\n")
     async with another_process() as planner:
         assert await planner.answer(start()) == answer(start())
 
@@ -222,10 +228,9 @@ async def test_a_question_that_the_planner_cannot_answer_is_an_error_and_not_its
 
 @asynchronous
 async def test_a_planner_that_has_too_little_memory_says_so_and_calls_it_no_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin_with: Callable[[str], None],
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(HUNGRY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    begin_with(HUNGRY)
     async with another_process() as planner:
         with pytest.raises(PeerError, match=r"^the planner's process ran out of memory; give the controller more$"):
             await planner.answer(start())
