@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,7 +158,7 @@ class SharedMemory:
                     return None
                 self._reserved = place + count
             memory.mark(place, count, TAKEN)
-            memory.content(place, content.numel()).copy_(content)
+            _copy(content, memory.content(place, content.numel()))
         return place
 
     def close(self) -> None:
@@ -201,13 +202,21 @@ class OpenedMemory:
                 raise RuntimeError("the shared memory is closed")
             if not 0 <= place <= PLACES - count:
                 raise RuntimeError(f"a message of {count} places is said to lie at {place}; there are {PLACES}")
-            target.copy_(self._memory.content(place, target.numel()))
+            _copy(self._memory.content(place, target.numel()), target)
             self._memory.mark(place, count, FREE)
 
     def close(self) -> None:
         """Nothing is copied any more when this returns. Idempotent."""
         with self._lock:
             self._memory = None
+
+
+def _copy(
+    content: Tensor,  # (bytes,) uint8, contiguous
+    target: Tensor,  # (bytes,) uint8, contiguous
+) -> None:
+    """In two thirds of torch's time: numpy leaves it to the C library."""
+    np.copyto(target.numpy(), content.numpy())
 
 
 def _places(content: Tensor) -> int:
