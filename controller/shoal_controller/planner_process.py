@@ -33,6 +33,11 @@ ANSWER_SECONDS = 60.0
 SILENT_SECONDS = 5.0
 """How long a process that answers a question may send nothing: it says every second that it is at work."""
 
+START_SECONDS = 20.0
+"""How long the process may take until it is ready: a hundred times what it needs, as it imports little, and no beat
+leaves before. Meanwhile all jobs' questions wait.
+"""
+
 LOOKS = 5
 """In so many pieces that time is counted: of one in which this process was frozen itself at most a piece counts."""
 
@@ -104,7 +109,8 @@ class PlannerProcess:
         self._process = process
         log.info("the planner's process is started", pid=process.pid)
         assert process.stdout is not None
-        await process.stdout.readuntil(READY)
+        if not await _is_done(process.stdout.readuntil(READY), START_SECONDS):
+            raise PeerError(f"the planner's process was not ready {START_SECONDS:g} s after its start")
         return process
 
     async def stop(self) -> None:
@@ -130,10 +136,19 @@ class PlannerProcess:
 async def _unless_silent(something: Awaitable[T]) -> T:
     """Its result. Raises `PeerError` where the process stands still."""
     waited_for = asyncio.ensure_future(something)
+    if not await _is_done(waited_for, SILENT_SECONDS):
+        raise PeerError(f"the planner's process has stood still for {SILENT_SECONDS:g} s")
+    return waited_for.result()
+
+
+async def _is_done(something: Awaitable[object], seconds: float) -> bool:
+    """Whether it came within so long; else it is cancelled. Raises what it raises."""
+    waited_for = asyncio.ensure_future(something)
     try:
         for _ in range(LOOKS):
-            if (await asyncio.wait([waited_for], timeout=SILENT_SECONDS / LOOKS))[0]:
-                return waited_for.result()
+            if (await asyncio.wait([waited_for], timeout=seconds / LOOKS))[0]:
+                waited_for.result()
+                return True
     finally:
         waited_for.cancel()
-    raise PeerError(f"the planner's process has stood still for {SILENT_SECONDS:g} s")
+    return False

@@ -39,6 +39,15 @@ planner_main.answer = slow
 """
 
 
+FROZEN_ONCE = """
+import os, signal
+from pathlib import Path
+if not Path("{0}").exists():
+    Path("{0}").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 HUNGRY = """
 from shoal_controller import planner_main
 def hungry(_):
@@ -153,6 +162,20 @@ async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatc
         with pytest.raises(PeerError, match=r"has stood still for 0\.1 s"):
             await planner.answer(start())
         monkeypatch.undo()
+        assert await planner.answer(start()) == answer(start())
+
+
+@asynchronous
+async def test_a_planner_that_is_frozen_before_it_is_ready_is_ended_and_started_again(
+    begin_with: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin_with(FROZEN_ONCE.format(tmp_path / "was_frozen"))
+    async with another_process() as planner:
+        with monkeypatch.context() as patch:
+            patch.setattr(planner_process, "ANSWER_SECONDS", 30.0)
+            patch.setattr(planner_process, "START_SECONDS", 2.0, raising=False)
+            with pytest.raises(PeerError, match=r"was not ready 2 s after its start"):
+                await planner.answer(start())
         assert await planner.answer(start()) == answer(start())
 
 

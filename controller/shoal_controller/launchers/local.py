@@ -248,8 +248,7 @@ class LocalLauncher:
         self._ending |= {process.pid for process in ending}
         await asyncio.gather(*(_ended(process) for process in ending))
         self._ending -= {process.pid for process in ending}
-        for record in records:
-            records.remove(record.worker)
+        records.clear()
 
     async def _end_other_runs(self, spec: JobSpec, records: ProcessRecords) -> None:
         """Their workers have the names of this run's, which are to be started."""

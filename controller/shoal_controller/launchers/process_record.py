@@ -1,7 +1,7 @@
 """A worker's record on disk: `WORKER.json` beside `WORKER.log`, so that a later controller finds its process again.
 
 Written when the process was started and when it has ended, removed when the job has heard of the end. Small and
-replaced whole; a record that cannot be read is as good as none, for its worker says hello itself.
+replaced whole; a file that is no record is as good as none, for its worker says hello itself.
 """
 
 from __future__ import annotations
@@ -67,13 +67,33 @@ class ProcessRecords:
     def remove(self, worker: str) -> None:
         self._path(worker).unlink(missing_ok=True)
 
+    def clear(self) -> None:
+        """Remove all, whatever they say. Raises `OSError`."""
+        for path in self._files():
+            path.unlink(missing_ok=True)
+
     def __iter__(self) -> Iterator[ProcessRecord]:
-        for path in sorted(self.folder.glob("*.json")):
+        """What is no record is removed. ● What cannot be read now (too many open files, a disk that fails) may well be
+        one: its process must not be forgotten. Raises `OSError`.
+        """
+        for path in self._files():
             try:
-                yield ProcessRecord(**json.loads(path.read_text()))
-            except (OSError, ValueError, TypeError) as error:
-                log.warning("a worker's record cannot be read", path=str(path), error=str(error))
+                content = path.read_bytes()
+            except FileNotFoundError:  # the job has heard of the end meanwhile
+                continue
+            try:
+                record = ProcessRecord(**json.loads(content))
+            except (ValueError, TypeError) as error:
+                log.warning("a worker's record is none", path=str(path), error=str(error))
                 path.unlink(missing_ok=True)
+                continue
+            yield record
+
+    def _files(self) -> list[Path]:
+        try:  # not `Path.glob`, which may find nothing where a folder cannot be read
+            return sorted(path for path in self.folder.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return []
 
     def rotate(self, worker: str) -> bool:
         """Move what a large log holds to `WORKER.log.1` and empty it; whether it was large. Raises `OSError`.
