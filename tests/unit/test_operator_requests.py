@@ -160,7 +160,7 @@ def test_a_checkpoint_is_asked_of_one_member() -> None:
 def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
     job = Driver(wanted=2)
     job.feed(Cancel())
-    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled at step 0, while no world was training."
+    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled before its first step, while no world was training."
     with pytest.raises(Conflict):
         job.feed(Pause())
 
@@ -171,7 +171,7 @@ def test_a_job_that_is_cancelled_because_its_script_fails_ends_with_why_it_faile
     job.say("w0", Result(0, failure="ValueError: no such column"))
     job.feed(Cancel())
     assert job.view.reason == (
-        "cancelled at step 0, while no world was training; worker w0 failed: ValueError: no such column"
+        "cancelled before its first step, while no world was training; worker w0 failed: ValueError: no such column"
     )
 
 

@@ -95,6 +95,7 @@ def test_sizes_and_names_are_short() -> None:
         ({"phase": Phase.STALLED, "reason": "blocks are lost"}, Level.ACT, "stands still: blocks are lost"),
         ({"phase": Phase.FAILED, "reason": "no\nTrace", "ended_at": 90.0}, Level.ACT, "failed at step 40: no"),
         ({"phase": Phase.FAILED, "reason": "no", "ended_at": -1e6}, Level.OVER, "failed 12 d ago at step 40: no"),
+        ({"phase": Phase.FAILED, "reason": "no", "step": 0}, Level.ACT, "failed before its first step: no"),
         ({"phase": Phase.SUCCEEDED, "ended_at": 70.0}, Level.OVER, "succeeded 30 s ago at step 40"),
         ({"max_steps": None, "step_seconds_median": None}, Level.FINE, "trains: step 40"),
     ],

@@ -50,8 +50,8 @@ def test_after_max_restarts_the_job_fails_with_the_workers_reason_and_log() -> N
     job.exit("w0", 1, "exit status 1", "Traceback…\nValueError: no such file")
     assert job.view.phase is Phase.FAILED
     assert job.view.reason == (
-        "1 attempt has failed without a committed step beyond 0 (max_restarts is 0); "
-        "worker w0 at step 0: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
+        "1 attempt has failed without a committed step (max_restarts is 0); "
+        "worker w0 before its first step: exit status 1 (log: /logs/w0.log)\nTraceback…\nValueError: no such file"
     )
 
 

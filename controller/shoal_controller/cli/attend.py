@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 from shoal_protos.errors import Conflict
+from shoal_protos.plural import at_step
 
 from shoal_controller.cli.client import Client, Json
 from shoal_controller.cli.display import OVER, POLL_SECONDS, Display, display, watch
@@ -128,7 +129,7 @@ def summarize(ended: Json, report: Json) -> None:
     """How it went, on standard output."""
     show(resizes_table(report["generations"]))
     typer.echo(
-        f"{ended['job']} {ended['phase']} at step {ended['step']}, loss {number(ended['loss'])}: {ended['reason']}"
+        f"{ended['job']} {ended['phase']} {at_step(ended['step'])}, loss {number(ended['loss'])}: {ended['reason']}"
     )
     if report["fingerprint"]:
         typer.echo(f"fingerprint {report['fingerprint']}")

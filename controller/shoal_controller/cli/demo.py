@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import JobFailed, NotFound
+from shoal_protos.plural import at_step
 
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, Store
 from shoal_controller.cli.page import check_flags, show_page
@@ -127,4 +128,4 @@ def spec(job: str, workers: int, command: list[str]) -> dict[str, Any]:
 
 def succeeded(job: Json) -> None:
     if job["phase"] != "succeeded":
-        raise JobFailed(f"job {job['job']} {job['phase']} at step {job['step']}: {job['reason']}")
+        raise JobFailed(f"job {job['job']} {job['phase']} {at_step(job['step'])}: {job['reason']}")

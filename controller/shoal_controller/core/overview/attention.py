@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal_protos.plural import plural
+from shoal_protos.plural import at_step, plural
 
 from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import DAY, duration, listed
@@ -86,7 +86,7 @@ def _with_reason(state: str, reason: str) -> str:
 def _failed(view: JobView, now: float) -> str:
     if view.phase is not Phase.FAILED or (view.ended_at is not None and now - view.ended_at > CALLS_FOR_SECONDS):
         return ""
-    return _with_reason(f"failed at step {view.step}", view.reason)
+    return _with_reason(f"failed {at_step(view.step)}", view.reason)
 
 
 def _suspected(view: JobView) -> str:
@@ -115,5 +115,5 @@ def _trains(view: JobView) -> str:
 def _over(view: JobView, now: float) -> str:
     ago = f" {duration(max(0.0, now - view.ended_at))} ago" if view.ended_at is not None else ""
     return _with_reason(
-        f"{view.phase.value}{ago} at step {view.step}", view.reason if view.phase is Phase.FAILED else ""
+        f"{view.phase.value}{ago} {at_step(view.step)}", view.reason if view.phase is Phase.FAILED else ""
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shoal_protos.plan import Plan, WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.plural import at_step, plural
 from shoal_protos.runs import Runs
 
 from shoal_controller.core.machine.events import (
@@ -159,7 +159,7 @@ def _cancel_sentence(before: JobView, after: JobView) -> str:
     if before.phase.is_over:
         return "the job is over: it is forgotten, with its events and logs; its checkpoints stay"
     if after.phase.is_over:
-        return f"no world trains: the job is over at once, at step {before.step}"
+        return f"no world trains: the job is over at once, {at_step(before.step)}"
     kept = f"; the last checkpoint is of step {before.last_checkpoint_step}" if before.last_checkpoint_step else ""
     none = "; it has no checkpoint" if before.last_checkpoint_step is None else ""
     ending = "1 worker ends after its step" if before.active == 1 else f"{before.active} workers end after their step"

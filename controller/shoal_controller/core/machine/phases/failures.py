@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from shoal_protos.messages import NO_CONTROLLER, Ending, Fault, Status
 from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plural import at_step
 
 from shoal_controller.core.machine.durable import Failures, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
@@ -45,7 +46,7 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
         _count(turn, _generation(turn, worker), step, script=1, deaths=-1)
     else:
         _raise_step(turn, step)
-    at = f"worker {worker} at step {max(step, 0)}: {why}"
+    at = f"worker {worker} {at_step(step)}: {why}"
     failures, common_fault = turn.durable.failures, _common_fault(turn, worker)
     turn.keep(failures=replace(failures, common_fault=common_fault or failures.common_fault))
     if common_fault and common_fault == failures.common_fault:
@@ -150,7 +151,7 @@ def _give_up_deaths(turn: Turn, restarts: int, who: str) -> None:
 
 def _times(count: int, failures: Failures) -> str:
     tries = "1 attempt has" if count == 1 else f"{count} attempts have"
-    return f"{tries} failed without a committed step beyond {failures.step}"
+    return f"{tries} failed without a committed step{f' beyond {failures.step}' if failures.step else ''}"
 
 
 # ---- the same fault again

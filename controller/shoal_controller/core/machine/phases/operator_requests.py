@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.plan import WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.plural import at_step, plural
 
 from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
@@ -176,7 +176,7 @@ def settle_cancelled(turn: Turn) -> None:
         progress.update(turn)
         turn.keep(step=max(turn.durable.step, turn.job.figures.step))
         trouble = waiting.trouble(turn.durable) if turn.world is None else ""
-        why = f"cancelled at step {turn.durable.step}, while no world was training{trouble}"
+        why = f"cancelled {at_step(turn.durable.step)}, while no world was training{trouble}"
         ending.finish(turn, Phase.CANCELLED, why)
     elif turn.now - since > seconds:
         ending.finish(turn, Phase.CANCELLED, f"cancelled; workers did not stop within {seconds:g} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plural import at_step
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Process
@@ -61,7 +62,7 @@ def _end(turn: Turn) -> None:
     turn.keep(step=max(turn.durable.step, known_step(turn)))
     step_figures.count_steps(turn, turn.durable.step)
     if turn.durable.stopping:
-        return ending.finish(turn, Phase.CANCELLED, f"cancelled at step {turn.durable.step}")
+        return ending.finish(turn, Phase.CANCELLED, f"cancelled {at_step(turn.durable.step)}")
     return ending.succeed(turn)
 
 
