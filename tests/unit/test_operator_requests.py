@@ -160,7 +160,10 @@ def test_a_checkpoint_is_asked_of_one_member() -> None:
 def test_a_job_that_is_over_refuses_wishes_and_says_why() -> None:
     job = Driver(wanted=2)
     job.feed(Cancel())
-    assert refused(job, Scale(2)) == "job job is over (cancelled): cancelled before its first step, while no world was training."
+    assert (
+        refused(job, Scale(2))
+        == "job job is over (cancelled): cancelled before its first step, while no world was training."
+    )
     with pytest.raises(Conflict):
         job.feed(Pause())
 

@@ -73,7 +73,7 @@ class ProcessRecords:
             path.unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[ProcessRecord]:
-        """What is no record is removed. ● What cannot be read now (too many open files, a disk that fails) may well be
+        """What is no record is removed. What cannot be read now (too many open files, a disk that fails) may well be
         one: its process must not be forgotten. Raises `OSError`.
         """
         for path in self._files():
