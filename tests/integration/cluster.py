@@ -309,9 +309,10 @@ class Cluster:
         path = f"/jobs/{self.job_name}/workers/{worker}/drain"
         return self._answer("POST", path, {"grace_seconds": grace_seconds})
 
-    def lost(self, worker: str) -> Json:
-        """An operator's word that it is dead."""
-        return self._answer("POST", f"/jobs/{self.job_name}/workers/{worker}/lost")
+    def lost(self, worker: str) -> None:
+        """An operator's word that it is dead, which the controller may have found out by itself."""
+        answer = self._rest.post(f"/jobs/{self.job_name}/workers/{worker}/lost")
+        assert answer.is_success or answer.json()["code"] == "worker_gone", answer.text
 
     def pause(self) -> Json:
         return self._answer("POST", f"/jobs/{self.job_name}/pause")

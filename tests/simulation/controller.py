@@ -160,6 +160,7 @@ class ControllerHost:
 
     def request(self, event: Event) -> None:
         """An operator's request; the impossible is refused and changes nothing."""
+        self.simulation.promises.asked(event)
         self._empty_inbox()
         before, life = self.job, self.life
         try:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 START_SECONDS = 2.0
 """After so long in one life a controller has started whatever an earlier one was about to."""
 
-TOGETHER_SECONDS = 1.0
-"""Within which all hear of it who are let go at one time."""
-
 
 class Promises:
     """See the module's text."""
@@ -31,14 +28,21 @@ class Promises:
         self.simulation = simulation
         self._graces: dict[str, tuple[float, float]] = {}
         """Of every worker that was told to leave: when, and how much time it has."""
-        self._let_go: dict[str, float] = {}
-        """When each of the last ones was told that it is let go."""
+        self._is_parting = False
+        self._parting: set[str] = set()
+        """Who has ever been of the last ones, whose state was to be saved."""
+        self.cancel_was_asked = False
+        """A controller that dies before it answers has cancelled the job, or not."""
         self.cancelled = False
         """Whether the job was to be cancelled."""
         self._saves: list[int] = []
         """The steps at which saves were asked for and accepted, that were not answered yet."""
 
     # ---- promised
+
+    def asked(self, event: Event) -> None:
+        """An operator's request has come."""
+        self.cancel_was_asked |= isinstance(event, Cancel)
 
     def accepted(self, event: Event, job: Job) -> None:
         """An operator was answered 202."""
@@ -50,6 +54,14 @@ class Promises:
         for record in durable.roster.values():
             if record.leaving and record.worker not in self._graces:
                 self._graces[record.worker] = self.simulation.clock.now, record.grace_seconds
+        if durable.final_drain and not self._is_parting and durable.current is not None:
+            self._part({member.worker for member in durable.current.members})
+        self._is_parting = durable.final_drain
+
+    def _part(self, members: set[str]) -> None:
+        """All of a world leave and nobody has come: half of the shortest grace is over, whoever has that."""
+        self._parting |= members
+        self._has_ended(min(at + grace / 2 for at, grace in (self._graces[one] for one in members)), *sorted(members))
 
     # ---- kept
 
@@ -70,20 +82,16 @@ class Promises:
             self.simulation.watch.violated("workers are being started by nobody", *forgotten)
 
     def parts(self, worker: SimWorker, why: str) -> None:
-        """A worker is let go. One that is the last has all of its grace; where the state is saved, half of the shortest
-        grace of those that leave with it.
-        """
-        if LAST_ONE not in why:
-            return
+        """A worker is let go. One that is the last has all of its grace, but where the state of all is saved."""
         name = worker.membership.worker
-        end = sum(self._graces[name])
-        if self.simulation.checkpoints.every:
-            self._let_go[name] = now = self.simulation.clock.now
-            with_it = {one for one, at in self._let_go.items() if now - at < TOGETHER_SECONDS}  # some have ended since
-            others = ({one.membership.worker for one in self.simulation.workers()} | with_it) & self._graces.keys()
-            end = min(at + grace / 2 for at, grace in (self._graces[one] for one in {name, *others}))
-        if self.simulation.clock.now + self.simulation.host.set_clock.forward < end:
-            self.simulation.watch.violated("a grace was cut short", worker, f"{end - self.simulation.clock.now:.3f} s")
+        if LAST_ONE in why and not (self.simulation.checkpoints.every and name in self._parting):
+            self._has_ended(sum(self._graces[name]), str(worker))
+
+    def _has_ended(self, end: float, *whose: str) -> None:
+        """A grace that ends then."""
+        now = self.simulation.clock.now
+        if now + self.simulation.host.set_clock.forward < end:
+            self.simulation.watch.violated("a grace was cut short", *whose, f"{end - now:.3f} s")
 
     def saved(self, step: int) -> None:
         """A save of that step was made, or given up and told of: it answers what was asked for before."""

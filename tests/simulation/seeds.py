@@ -93,7 +93,7 @@ def _waits_for_an_operator(simulation: Simulation) -> bool:
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
     needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
     given_up = simulation.script.is_given_up_for(reason) or simulation.planner.is_given_up_for(reason)
-    cancelled = phase is Phase.CANCELLED and simulation.promises.cancelled
+    cancelled = phase is Phase.CANCELLED and simulation.promises.cancel_was_asked
     if cancelled or phase is Phase.SUCCEEDED or any(need in reason for need in needs) or given_up:
         return True
     simulation.watch.violated("the job ended without need", phase.value, reason)
