@@ -270,6 +270,29 @@ def test_a_registered_state_finds_all_parameters_when_it_is_saved(tmp_path: Path
     assert late and max(late) == 0
 
 
+def test_a_schedule_whose_state_is_made_of_parameters_finds_all_of_them_when_it_is_saved(tmp_path: Path) -> None:
+    """A loss that it met while it read would be taken part in within a save, which would begin two."""
+    late: list[int] = []
+
+    class Schedule(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self) -> dict[str, Any]:
+            weights = [one for group in self.optimizer.param_groups for one in group["params"]]
+            late.append(sum(isinstance(one, Arriving) for one in weights))
+            return {**super().state_dict(), "sum": sum(float(one.detach().sum()) for one in weights)}
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Schedule:
+        return Schedule(optimizer, step_size=2, gamma=0.5)
+
+    saving = {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}
+    with Crew("abc", Task(**{**vars(of(task(1, shoal=saving))), "scheduler": schedule})) as crew:
+        late.clear()
+        crew.plant("b", 2, "hand_out")
+        crew.train_to(3)
+        saved(crew)
+        assert crew.finish() == reference(Task(**{**vars(of(task(0))), "scheduler": schedule}))
+    assert late and max(late) == 0
+
+
 def test_an_evaluation_that_the_loop_begins_finds_all_parameters() -> None:
     late: list[tuple[int, int]] = []
 

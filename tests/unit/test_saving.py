@@ -124,6 +124,17 @@ def test_the_leader_waits_for_those_who_have_left_by_a_planned_change_and_for_no
         assert members.acts[0] == CompleteSave(frozenset(gone), verified=True)
 
 
+def test_a_writer_that_died_is_not_waited_for_though_a_planned_change_comes_before_the_decision() -> None:
+    members = Members()
+    members.carry_out(0)
+    members.present = {0, 2}
+    members.vote(planned=False)
+    assert 0 not in members.acts, "the other one is still writing"
+    members.carry_out(2)
+    members.vote(planned=True)
+    assert members.acts[0] == CompleteSave(frozenset(), verified=True)
+
+
 def test_nothing_is_decided_while_copies_are_compared() -> None:
     members = Members()
     members.carry_out(0, 1, 2)

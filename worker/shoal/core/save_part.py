@@ -102,6 +102,8 @@ class SavePart:
         self._decision: SaveAct | None = None
         """The leader's, which waits for its own file."""
         self._leader_has_begun = False
+        self._dead: frozenset[str] = frozenset()
+        """Writers that a loss has taken since: a planned change after it makes nobody of them write on."""
 
     @property
     def report(self) -> SaveReport:
@@ -162,14 +164,15 @@ class SavePart:
         """Complete it, give it up, or wait for another vote: what somebody is about to write would be left behind."""
         others = {writer.incarnation: writer.worker for writer in self.save.writers[1:]}
         present = {incarnation: statuses[incarnation] for incarnation in others if incarnation in statuses}
+        if not planned:
+            self._dead = frozenset(others.keys() - present.keys())
         if self._decision is not None or SaveStatus.WRITING in present.values() or sound is None:
             return None
         failed = [others[incarnation] for incarnation, status in present.items() if status == SaveStatus.FAILED]
         if failed:
             self.failure = f"the save was given up: {', '.join(failed)} could not write; the log of each says why."
             return self._decide(WithdrawSave(everything=True))
-        gone = frozenset(others.keys() - present.keys()) if planned else frozenset[str]()
-        return self._decide(CompleteSave(gone, sound))
+        return self._decide(CompleteSave(frozenset(others) - present.keys() - self._dead, sound))
 
     def _decide(self, decision: SaveAct) -> SaveAct | None:
         self._decision = decision

@@ -6,10 +6,11 @@ DeepSpeed's count is one less. The state is plain numbers and no function, so it
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
 from shoal_protos.errors import UserError
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.optim.schedules import Formula
@@ -44,3 +45,18 @@ class Schedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "_formula"}
+
+
+def is_made_of_numbers(scheduler: LRScheduler | None) -> bool:
+    """Whether its state is what schedulers of torch and of Shoal keep, all through. Any other may read parameters when
+    it is asked for its state.
+    """
+    if scheduler is None:
+        return True
+    parts = vars(scheduler)
+    rules = [rule for rule in parts.get("lr_lambdas", ()) if not isinstance(rule, FunctionType)]
+    return (
+        type(scheduler).__module__ in (lr_scheduler.__name__, __name__)
+        and not any(getattr(rule, "__dict__", None) for rule in rules)
+        and all(map(is_made_of_numbers, parts.get("_schedulers", ())))
+    )

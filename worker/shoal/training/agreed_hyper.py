@@ -94,7 +94,8 @@ def refuse_others(group: Group, record: Record, optimizer: torch.optim.Optimizer
     if difference:
         raise JobFailed(
             f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
-            "Set them by the scheduler or by what all workers know alike, such as engine.global_step."
+            "Set them by a scheduler that reads no parameters, or by what all workers know alike, such as "
+            "engine.global_step."
         )
     raise JobFailed(
         f"rank {rank} has trained in other modes than rank 0 at step {record.step}: "

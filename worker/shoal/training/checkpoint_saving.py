@@ -36,6 +36,7 @@ from shoal.exchange.vote import Record
 from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
 from shoal.numerics import identity
+from shoal.optim.scheduler import is_made_of_numbers
 from shoal.out_of_memory import is_out_of_memory
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
@@ -149,7 +150,8 @@ class CheckpointSaving:
         if choice is not SaveChoice.NOTHING:
             self._clock = time.monotonic()
         if choice is SaveChoice.BEGIN:
-            if self._context.state.registered:
+            state = self._context.state
+            if state.registered or not is_made_of_numbers(state.scheduler):
                 self._parameters.settle()  # a state of the user's may be one of parameters
             self._corruption.on_save()
             self._begin(self._saver, world)
