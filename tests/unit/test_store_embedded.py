@@ -98,6 +98,32 @@ async def test_a_store_that_is_held_is_refused_naming_its_holder(tmp_path):
 
 
 @asynchronous
+async def test_an_opening_that_is_cancelled_closes_its_database_before_it_lets_the_store_go(tmp_path, monkeypatch):
+    opened, go_on, closed = threading.Event(), threading.Event(), []
+    leases, close = Database.leases, Database.close
+
+    def slow(self):
+        opened.set()
+        assert go_on.wait(10)
+        return leases(self)
+
+    monkeypatch.setattr(Database, "leases", slow)
+    monkeypatch.setattr(Database, "close", lambda self: [closed.append(self.path), close(self)])
+    opening = asyncio.ensure_future(open_store(f"embedded:{tmp_path}"))
+    await asyncio.to_thread(opened.wait, 10)
+    opening.cancel()
+    await asyncio.sleep(0)
+    with pytest.raises(StoreError, match="is held by another controller"):
+        await open_store(f"embedded:{tmp_path}")
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert closed == [tmp_path / "store.db"]
+    again = await open_store(f"embedded:{tmp_path}")
+    await again.close()
+
+
+@asynchronous
 async def test_a_lease_of_a_process_that_is_gone_is_over_when_the_store_is_opened(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")
     async with store.lease(3600) as lease:

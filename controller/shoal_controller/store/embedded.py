@@ -43,6 +43,9 @@ from shoal_controller.tasks import end_task, guarded
 REQUEST_SECONDS = 10.0
 """How long a request may take before the disk counts as stuck."""
 
+ABANDON_SECONDS = 1.0
+"""How long the one who asked waits for the files of an opening that failed to be let go."""
+
 SIGNS_OF_LIFE = 3
 """In the time of a lease."""
 
@@ -92,8 +95,7 @@ class EmbeddedStore:
         try:
             await store._run("open", store._open)
         except BaseException:
-            store._thread.shutdown(wait=False)
-            store._lock.close()
+            await store._abandon()
             raise
         store._expirer = guarded("store-leases", store._expire(), store._leases_failed)
         return store
@@ -155,6 +157,13 @@ class EmbeddedStore:
         self._revision = self._database.list("/", "", 1).revision
         self._expiry = dict.fromkeys(self._database.leases(), self._loop.time())
 
+    def _let_go(self) -> None:
+        try:
+            if self._database is not None:
+                self._database.close()
+        finally:
+            self._lock.close()
+
     def _transact(self, compares: Sequence[Compare], operations: Sequence[Operation]) -> Outcome:
         outcome = self._tables.transact(compares, operations)
         self._loop.call_soon_threadsafe(self._advanced, outcome.revision)
@@ -164,6 +173,15 @@ class EmbeddedStore:
         self._loop.call_soon_threadsafe(self._advanced, self._tables.revoke(lease))
 
     # ---- in the event loop
+
+    async def _abandon(self) -> None:
+        """Of an opening that failed. One that was cancelled or took too long goes on in the thread, with the lock, and
+        what it opens is closed there.
+        """
+        try:
+            await asyncio.wait([self._loop.run_in_executor(self._thread, self._let_go)], timeout=ABANDON_SECONDS)
+        finally:
+            self._thread.shutdown(wait=False)
 
     async def _run(self, kind: str, work: Callable[Given, Result], *given: Given.args, **named: Given.kwargs) -> Result:
         """Do it in the store's thread, unless the store is closed or broken."""
