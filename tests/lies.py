@@ -96,7 +96,8 @@ def _values(field: Any) -> tuple[Any, ...]:
 
 
 def _is_list(field: Any) -> bool:
-    return bool(field.label == Field.LABEL_REPEATED)
+    # Not by its label, which is deprecated: the warning, an error here, surfaces on Python 3.13
+    return bool(field.is_repeated)
 
 
 def _shown(value: object) -> str:
