@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shoal_controller.cli.estimate_config import refused_by_training
 from shoal_controller.cli.main import app
 from typer.testing import CliRunner
 
@@ -117,7 +118,7 @@ def test_several_micro_batches_a_lane_are_read_from_the_config(key: str, tmp_pat
 
 
 def test_mirrors_of_a_config_are_limited_by_the_workers_as_in_a_job(tmp_path: Path) -> None:
-    file = config(tmp_path, {"shoal": {"mirrors": 3, "lanes": 2}, "zero_optimization": {"stage": "auto"}})
+    file = config(tmp_path, {"shoal": {"mirrors": 3, "lanes": 2}})
     assert stages("--params", "100", "--workers", "2", "--config", file)[1]["at_rest"]["device"] == 1600
 
 
@@ -172,6 +173,45 @@ def test_a_wrong_config_gets_one_sentence_naming_the_key(document: Any, sentence
     file = config(tmp_path, document)
     status, output, errors = ran("--params", "7e9", "--workers", "8", "--config", file)
     assert (status, output, errors.replace(file, "FILE")) == (2, "", f"shoal: {sentence}\n")
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (
+        {"zero_optimization": {"stage": 2, "stge": 3}, "pipeline": {"stages": 2}},
+        "the config has 2 faults:\n"
+        '  - `pipeline` is not supported yet (given: {"stages": 2}).\n'
+        "  - `zero_optimization.stge` is an unknown key (given: 3); did you mean `zero_optimization.stage`? Allowed in "
+        "`zero_optimization` are offload_optimizer, offload_param, stage.",
+    ),
+    (
+        {"train_batch_size": 10, "shoal": {"lanes": 3}},
+        "`train_batch_size` 10 does not divide into micro-batches: shoal.lanes 3 × shoal.micro_batches_per_lane 1 is "
+        "3, and 10 / 3 is not whole.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("document", "sentence"), REFUSED)
+def test_what_training_refuses_of_a_config_is_said_in_its_words_beside_the_answer(
+    document: Any, sentence: str, tmp_path: Path
+) -> None:
+    file = config(tmp_path, document)
+    status, output, errors = ran("--params", "7e9", "--workers", "8", "--config", file)
+    assert (status, errors) == (0, f"shoal: training refuses config {file}: {sentence}\n")
+    assert output.startswith("Bytes of a worker: ")
+
+
+def test_a_config_that_a_script_completes_is_refused_for_nothing(tmp_path: Path) -> None:
+    open_ended = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    assert refused_by_training(Path(config(tmp_path, {}))) == ""
+    assert refused_by_training(Path(config(tmp_path, open_ended | adam))) == ""
+
+
+def test_a_config_whose_check_cannot_run_is_not_called_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = Path(config(tmp_path, {}))
+    monkeypatch.setattr("sys.executable", "/not/there/python")
+    assert refused_by_training(file).startswith(f"whether training takes config {file} is not known: [Errno 2] No such")
 
 
 def test_a_config_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:

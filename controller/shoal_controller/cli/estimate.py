@@ -67,7 +67,7 @@ def estimate(
     output: Output = Form.TABLE,
 ) -> None:
     """Estimate the memory that a worker needs, without activations."""
-    from shoal_controller.cli.estimate_config import wanted_by
+    from shoal_controller.cli.estimate_config import refused_by_training, wanted_by
 
     wanted = wanted_by(config, state_bytes) if config is not None else {}
     flags = {
@@ -91,6 +91,8 @@ def estimate(
     }
     stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
     _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
+    if config is not None and (sentence := refused_by_training(config)):
+        typer.echo(f"shoal: {sentence}", err=True)
 
 
 def _count(flag: str, text: str) -> int:

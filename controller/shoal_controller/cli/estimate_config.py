@@ -1,10 +1,13 @@
 """What a training config says of memory, for `shoal estimate`. Keys that say nothing of it are not looked at.
 
-Workers check the whole of a config (`shoal.config`), which the controller's side does not import.
+Workers check the whole of a config (`shoal.config`), which the controller's side does not import: it is asked in a
+process of its own what training would refuse.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,10 @@ from shoal_protos.memory_estimate import state_bytes_of
 from shoal_protos.validation import wrong_value
 
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
+CHECK_SECONDS = 30.0
+"""How long the check of a config may take; it takes a second."""
+FAULTS = 1
+"""The exit status of a check that has found some."""
 
 
 def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
@@ -35,6 +42,27 @@ def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
     if _device(config, "zero_optimization.offload_param.device", {"none": "none", "cpu": "host"}) == "host":
         found["offload_parameters"] = True
     return {name: value for name, value in found.items() if value is not None}
+
+
+def refused_by_training(file: Path) -> str:
+    """What `shoal.initialize` would refuse of it whatever the script adds, in its own words; empty: nothing.
+
+    It is no error here: the answer may be good for what it is asked, and nobody trains yet.
+    """
+    command = (sys.executable, "-P", "-m", "shoal.config", str(file))
+    try:
+        check = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CHECK_SECONDS,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"whether training takes config {file} is not known: {error}"
+    if check.returncode == FAULTS and check.stdout:
+        return f"training refuses config {file}: {check.stdout.strip()}"
+    if check.returncode:
+        why = check.stderr.strip().rpartition("\n")[2]
+        return f"whether training takes config {file} is not known: its check ended with {check.returncode}: {why}"
+    return ""
 
 
 class _Keys:
