@@ -139,9 +139,9 @@ def small_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_gets_a_sentence_and_no_rest_is_left_on_it(tmp_path: Path, small_disk: None) -> None:
+def test_a_file_beyond_the_limit_gets_a_sentence_and_no_rest_is_left_on_it(tmp_path: Path, small_disk: None) -> None:
     storage = LocalStorage(tmp_path)
-    with pytest.raises(StorageFailed, match=r"^cannot write \S+ in \S+: file too large; free some space, keep fewer"):
+    with pytest.raises(StorageFailed, match=r"^cannot write \S+ in \S+: file too large; raise the limit of file sizes"):
         save(trained(1), storage)
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
     assert list(checkpoints(storage, print)) == []
@@ -152,8 +152,12 @@ def test_a_disk_without_room_is_told_from_other_failures(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", no_room)
-    with pytest.raises(StorageFull, match=r"^cannot write f in \S+: no space left on device; free some space, keep"):
+    with pytest.raises(
+        StorageFull, match=r"^cannot write f in \S+: no space left on device; free some space, "
+    ) as full:
         LocalStorage(tmp_path).write("f", [memoryview(b"content")])
+    remedy = "lower `shoal.checkpoint.keep` (there must be room for one more), or choose another place."
+    assert str(full.value).endswith(f"; free some space, {remedy}")
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,13 @@ def as_storage_error(doing: str, url: str) -> Iterator[None]:
 
 def _meaning(error: OSError) -> str:
     reason = (error.strerror or str(error)).rstrip(".")
-    if error.errno in (*NO_ROOM, errno.EFBIG):
-        return f"{reason[0].lower()}{reason[1:]}; free some space, keep fewer checkpoints, or choose another place"
+    if error.errno in NO_ROOM:
+        remedy = (
+            "free some space, lower `shoal.checkpoint.keep` (there must be room for one more), or choose another place"
+        )
+        return f"{reason[0].lower()}{reason[1:]}; {remedy}"
+    if error.errno == errno.EFBIG:
+        return f"{reason[0].lower()}{reason[1:]}; raise the limit of file sizes (`ulimit -f`), or choose another place"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{reason[0].lower()}{reason[1:]}; give this user the right to write there, or choose another place"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):

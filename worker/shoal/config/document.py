@@ -198,7 +198,8 @@ class Checkpoint(Section):
     """True: each worker writes its part straight from what it holds, and training waits until it is written. False: it
     is copied into host memory, and written beside training. The files hold the same."""
     keep: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 3
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept. There must be room for one more: the oldest one is deleted when the
+    new one is whole."""
     keep_every: Count = None
     """Interval of steps whose checkpoints are kept for good. None: none are."""
     resume: Annotated[
