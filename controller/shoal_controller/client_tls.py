@@ -15,7 +15,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from shoal_protos.certificate_faults import EXPIRED, NOT_YET_VALID, OTHER_NAMES, UNKNOWN_AUTHORITY
+from shoal_protos.certificate_faults import (
+    AGAINST_RFC_5280,
+    EXPIRED,
+    NOT_YET_VALID,
+    OTHER_NAMES,
+    UNKNOWN_AUTHORITY,
+)
 from shoal_protos.errors import UserError
 
 from shoal_controller.renewed_files import RenewedFiles
@@ -80,7 +86,12 @@ class ClientTls:
             if self._ca is not None:
                 known, todo = f"in {self._ca} (SHOAL_CA)", "add"
             return f"the certificate of {url} is signed by no authority {known}; {todo} the one that signs it"
-        return f"the certificate of {url} is refused: {error.verify_message}"
+        todo = ""
+        if code in AGAINST_RFC_5280:
+            todo = (
+                "; issue it and its authority's as RFC 5280 says, which Python expects from 3.13 on (docs/security.md)"
+            )
+        return f"the certificate of {url} is refused: {error.verify_message}{todo}"
 
 
 def unverified() -> ssl.SSLContext:

@@ -7,3 +7,6 @@ NOT_YET_VALID, EXPIRED = 9, 10
 OTHER_NAMES = (62, 64)
 """It is for other hosts, or for other addresses."""
 UNKNOWN_AUTHORITY = (2, 18, 19, 20, 21)
+
+AGAINST_RFC_5280 = range(80, 94)
+"""Parts of it are missing or contradict each other. Looked at where the check is strict, as in Python from 3.13 on."""

@@ -88,6 +88,16 @@ async def test_a_certificate_that_is_not_believed_is_one_sentence(tmp_path, hous
         )
 
 
+def test_a_certificate_that_only_newer_pythons_refuse_is_one_sentence_that_says_so(house):
+    """Python 3.13 does by itself."""
+    refused = ssl.SSLCertVerificationError()
+    refused.verify_code, refused.verify_message = 92, "CA cert does not include key usage extension"
+    assert ClientTls(house / "house.pem").trouble(refused, "https://h:1") == (
+        "the certificate of https://h:1 is refused: CA cert does not include key usage extension; issue it and its "
+        "authority's as RFC 5280 says, which Python expects from 3.13 on (docs/security.md)"
+    )
+
+
 @asynchronous
 async def test_the_wrong_scheme_is_one_sentence_that_names_the_right_one(tmp_path, house, monkeypatch):
     async with serving(tmp_path / "a", tls=context(house)) as api:
