@@ -192,7 +192,7 @@ def test_an_index_that_wants_to_run_code_runs_none(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     folder = written(plain(), tmp_path / "dcp")
     for content, why in (
-        (pickle.dumps(Attack()), "it names pathlib.Path.touch, which no index needs"),
+        (pickle.dumps(Attack()), r"it names pathlib\.(_local\.)?Path\.touch, which no index needs"),
         (b"no pickle", ""),
         (pickle.dumps({"a": 1}), "it holds something else"),
     ):

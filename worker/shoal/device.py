@@ -239,7 +239,7 @@ def device_of(tensors: Iterable[tuple[str, Tensor]]) -> Device:
     kind, name = next(iter(found.items()), (HOST.kind, ""))
     if kind == HOST.kind:
         return HOST
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or kind.type != accelerator.type:
         here = "none here" if accelerator is None else f"{accelerator.type} here"
         raise UserError(f"{name} lies on {kind}; expected cpu or the accelerator of this machine ({here}).")
