@@ -1,4 +1,6 @@
-"""Units that are compiled each, in stage 3: changes of the world compile nothing again, and change no bit."""
+"""Units that are compiled each, in stage 3: changes of the world compile nothing again, and change no bit. And a whole
+model that is compiled late, in stage 1.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ import pytest
 import shoal.blocks.unit_flats
 import torch
 from crew import Crew, Task, undisturbed
+from shoal.blocks.released import Arriving
 from shoal.training.engine import Engine
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 
 WIDTH = 32
@@ -73,4 +77,32 @@ def test_a_loss_and_a_join_compile_nothing_again_and_change_no_bit(monkeypatch: 
     with Crew("a", task) as crew:
         assert crew.finish() == fingerprint == undisturbed(Task(options, model=Stack))
     assert before == after == graphs() > 0
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile", "ignore:The .grad attribute")  # other engines have hooks
+def test_a_model_that_is_first_compiled_while_parameters_are_coming_has_all_of_them_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch would trace how they come, which happens once; it ends with a SpeculationLogDivergence."""
+    late: list[int] = []
+    torch.compiler.reset()
+    monkeypatch.setattr(convert_frame, "FRAME_COUNTER", 0)  # nothing was compiled in this process
+
+    def coming(engine: Engine) -> int:
+        return sum(isinstance(one, Arriving) for one in engine.module.parameters())
+
+    def compile_late(engine: Engine) -> None:
+        if engine.global_step == 2 and engine.module._compiled_call_impl is None:
+            late.append(coming(engine))
+            engine.module.compile(backend="aot_eager")
+            assert not coming(engine)
+        elif engine.global_step > 2:
+            assert not coming(engine), "compiled code reads past their class"
+
+    task = Task({"max_steps": 5, "stage": 1, "mirrors": 1}, model=Stack, in_loop=compile_late)
+    with Crew("abc", task) as crew:
+        crew.plant("c", 4, "vote")
+        assert crew.finish() == undisturbed(Task({"max_steps": 5, "stage": 1}, model=Stack))
+    assert max(late) > 0
     torch.compiler.reset()

@@ -42,9 +42,23 @@ def is_in_compiled_module() -> bool:
 
 
 def has_compiled() -> bool:
-    """Whether anything was compiled in this process: such code reads parameters past their class."""
-    frames = sys.modules.get(f"{COMPILER}.convert_frame")
-    return frames is not None and bool(frames.FRAME_COUNTER)
+    """Whether anything was compiled in this process, or is to be: such code reads parameters past their class."""
+    frames, asked = sys.modules.get(f"{COMPILER}.convert_frame"), sys.modules.get(f"{COMPILER}.eval_frame")
+    if frames is not None and frames.FRAME_COUNTER:
+        return True
+    return asked is not None and any(map(callable, asked.cached_backends.values()))  # None: where it compiles nothing
+
+
+def call_before_compiling(call: Callable[[], None]) -> None:
+    """From now on `call` comes before whatever `torch.compile` is asked for; `Module.compile` asks it too."""
+    own = torch.compile
+
+    @wraps(own)
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        call()
+        return own(*args, **kwargs)
+
+    torch.compile = asking
 
 
 def uncompiled(function: F, reason: str = "") -> F:

@@ -9,6 +9,7 @@ read past that class, parameters come before the loop goes on, as they do where 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.blocks.flat import by_bucket
 from shoal.blocks.released import Arriving, release, restore, touch
 from shoal.blocks.unit_flats import storage_key
-from shoal.compiler import has_compiled
+from shoal.compiler import call_before_compiling, has_compiled
 from shoal.exchange.hand_out import HandOut
 from shoal.group.group import WorldChanged
 from shoal.training.context import TrainingContext
@@ -65,6 +66,8 @@ class HandedParameters(Parameters):
         _IN_THIS_PROCESS.add(self)
         self._has_views = False
         """Whether the script keeps views of parameters, which no class guards."""
+        self._compiles = False
+        """Whether the script has compiled anything, though the compiler may have forgotten it."""
 
     # ---- the steps of training
 
@@ -81,11 +84,13 @@ class HandedParameters(Parameters):
     def on_updated(self, hand_out: HandOut) -> Collection[int]:
         context = self._context
         self._hand_out, self._thread = hand_out, threading.get_ident()
+        self._compiles = self._compiles or has_compiled()
         coming = hand_out.coming if self._can_wait() else ()
         if not coming:
             hand_out.finish()
             self._end()
             return ()
+        _compilers_ask()
         hand_out.begin()
         for bucket in coming:
             release(self._by_bucket[bucket], self._on_touch, Arriving)
@@ -104,7 +109,7 @@ class HandedParameters(Parameters):
             and bool(world.lanes)
             and context.state.frozen_in_place
             and not context.is_over
-            and not has_compiled()
+            and not self._compiles
         )
 
     def _are_viewed(self) -> bool:
@@ -161,6 +166,11 @@ class HandedParameters(Parameters):
                 self._hook = None
             self._context.are_parameters_here = True
 
+    def before_compiling(self) -> None:
+        """A compiler would trace how parameters come, which happens once."""
+        if threading.get_ident() == self._thread:
+            self._settle_here()
+
     def before_fork(self) -> None:
         """A child has nobody who hands anything out."""
         if threading.get_ident() == self._thread:
@@ -212,6 +222,17 @@ class HandedParameters(Parameters):
     def gathered(self, _: Iterable[nn.Module], /) -> Iterator[None]:
         self._settle_here()
         yield
+
+
+@functools.cache
+def _compilers_ask() -> None:
+    """From now on: once for this process."""
+    call_before_compiling(_before_compiling)
+
+
+def _before_compiling() -> None:
+    for parameters in tuple(_IN_THIS_PROCESS):
+        parameters.before_compiling()
 
 
 def _before_fork() -> None:
