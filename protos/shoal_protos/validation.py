@@ -70,6 +70,7 @@ BY_TYPE = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "a string",
+    "string_unicode": "a string of Unicode characters",
     "string_pattern_mismatch": "a match of {pattern}",
     "list_type": "a list",
     "tuple_type": "a list",
@@ -84,11 +85,11 @@ BY_TYPE = {
 
 
 def shown(value: object) -> str:
-    """A value as JSON, cut where it is long."""
+    """A value as JSON, cut where it is long. Half of a surrogate pair, which no file can hold, is escaped."""
     text = ""
     try:
         for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
-            text += piece
+            text += piece.encode(errors="backslashreplace").decode()
             if len(text) > LONGEST_SHOWN:
                 return text[: LONGEST_SHOWN - 1] + "…"
     except ValueError:  # it contains itself

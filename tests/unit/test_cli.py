@@ -319,6 +319,9 @@ def test_something_else_at_the_address_is_exit_3(controller: str, status: int, b
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["describe", "\udcff"], "'\\udcff' is not valid text; expected a name in UTF-8"),
+        (["drain", "j", "w0", "--why", "\udcff"], "what is to be sent holds text that is not valid"),
+        (["jobs", "--url", "http://127.0.0.1:70x"], "(Invalid port: '70x'); expected something like http://127."),
         (["jobs", "--url", "nonsense"], "the controller's URL is 'nonsense'; expected something like http://127."),
         (
             ["worker", "--controller", "nonsense", "--job", "j", "true"],

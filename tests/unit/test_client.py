@@ -291,6 +291,21 @@ def test_what_is_no_controller_is_said_so(moody: str, answer: Any) -> None:
     [
         ("127.0.0.1:7070", "the controller's URL is '127.0.0.1:7070'; expected something like http://127.0.0.1:7070"),
         ("http://me:secret@h", "the controller's URL has a user or a password in it; set SHOAL_TOKEN instead"),
+        ("http://me:secret@[x", "the controller's URL has a user or a password in it; set SHOAL_TOKEN instead"),
+        (
+            "http://127.0.0.1:70x",
+            "the controller's URL is 'http://127.0.0.1:70x' (Invalid port: '70x'); expected something like "
+            "http://127.0.0.1:7070",
+        ),
+        (
+            "http://[::1",
+            "the controller's URL is 'http://[::1' (Invalid IPv6 URL); expected something like http://127.0.0.1:7070",
+        ),
+        (
+            "http://999.0.0.1",
+            "the controller's URL is 'http://999.0.0.1' (Invalid IPv4 address: '999.0.0.1'); expected something like "
+            "http://127.0.0.1:7070",
+        ),
     ],
 )
 def test_a_wrong_address_is_refused_and_one_without_a_controller_named(url: str, sentence: str) -> None:

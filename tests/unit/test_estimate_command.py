@@ -117,6 +117,14 @@ def test_several_micro_batches_a_lane_are_read_from_the_config(key: str, tmp_pat
     assert output.splitlines()[0].endswith("8 workers, 8 lanes of 4 micro-batches, 1 mirror")
 
 
+def test_old_names_of_keys_are_read_as_training_reads_them(tmp_path: Path) -> None:
+    old = {"bfloat16": {"enabled": True}, "zero_optimization": {"stage": 2, "cpu_offload": True}}
+    today = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    asked = ("--params", "1e9", "--workers", "8", "--config")
+    assert stages(*asked, config(tmp_path, old)) == stages(*asked, config(tmp_path, today))
+    assert stages(*asked, config(tmp_path, {"zero_optimization": True})).keys() == {1}
+
+
 def test_mirrors_of_a_config_are_limited_by_the_workers_as_in_a_job(tmp_path: Path) -> None:
     file = config(tmp_path, {"shoal": {"mirrors": 3, "lanes": 2}})
     assert stages("--params", "100", "--workers", "2", "--config", file)[1]["at_rest"]["device"] == 1600

@@ -161,3 +161,7 @@ def test_a_value_that_may_be_a_secret_is_never_repeated(given: object) -> None:
     with pytest.raises(ValidationError) as refusal:
         Pod.model_validate({"container": {"prot": 7}})
     assert "(given: 7)" in every_sentence(refusal.value.errors(), "the pod", Pod), "a number is no secret"
+
+
+def test_half_of_a_surrogate_pair_is_shown_escaped_for_no_answer_can_hold_it() -> None:
+    assert shown({"a\ud800": ["\udfff", "é"]}) == '{"a\\ud800": ["\\udfff", "é"]}'

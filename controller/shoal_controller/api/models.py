@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from shoal_protos.validation import Allowed, Unshown, raise_all, wrong_value
 
+from shoal_controller.api.lone_surrogates import surrogate_faults
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.launchers.own_variables import SET_BY_SHOAL
@@ -34,6 +35,13 @@ class Body(BaseModel):
     """What all bodies have in common."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_but_text(cls, given: object) -> object:
+        """JSON can escape half of a surrogate pair, which can neither be stored nor sent; pydantic lets it pass."""
+        raise_all(surrogate_faults(given))
+        return given
 
 
 class WorkersBody(Body):
@@ -238,7 +246,3 @@ def _text_faults(key: str, text: str) -> Iterator[str]:
     """What a process cannot be started with."""
     if "\0" in text:
         yield f"{key} has a NUL character, which cannot be passed to a process"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        yield f"{key} is not valid text (a lone surrogate); send it as UTF-8"

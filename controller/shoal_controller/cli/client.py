@@ -14,11 +14,12 @@ from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 from shoal_protos.addresses import is_here
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
+from shoal_protos.controller_url import split_url
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 
@@ -56,12 +57,8 @@ class Client:
         self.url = url.rstrip("/")
         self.date = ""
         """What the controller's clock showed at its last answer, as HTTP writes it."""
-        parts = urlsplit(self.url)
-        if "@" in parts.netloc:
-            raise UserError("the controller's URL has a user or a password in it; set SHOAL_TOKEN instead")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"the controller's URL is {url!r}; expected something like http://127.0.0.1:7070")
-        here = is_here(parts.hostname)
+        parts, host = split_url(self.url)
+        here = is_here(host)
         self._tls = ClientTls(_authorities() if parts.scheme == "https" else None)
         if token is None:
             token = os.environ.get("SHOAL_TOKEN") or (kept_token(local_folder()) if here else "")
@@ -93,28 +90,28 @@ class Client:
         return await self._list("/overview?series=false", "jobs")
 
     async def job(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{quote(job, safe='')}")
+        return await self._ask("GET", f"/jobs/{_part(job)}")
 
     async def spec(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{quote(job, safe='')}/spec")
+        return await self._ask("GET", f"/jobs/{_part(job)}/spec")
 
     async def workers(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{quote(job, safe='')}/workers", "workers")
+        return await self._list(f"/jobs/{_part(job)}/workers", "workers")
 
     async def events(self, job: str, after: int = 0) -> list[Json]:
-        return await self._list(f"/jobs/{quote(job, safe='')}/events?after={after}", "events")
+        return await self._list(f"/jobs/{_part(job)}/events?after={after}", "events")
 
     async def checkpoints(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{quote(job, safe='')}/checkpoints", "checkpoints")
+        return await self._list(f"/jobs/{_part(job)}/checkpoints", "checkpoints")
 
     async def report(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{quote(job, safe='')}/report")
+        return await self._ask("GET", f"/jobs/{_part(job)}/report")
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
         """Every event past `after` as it happens; ends when the controller ends the stream."""
         request = self._http.build_request(
             "GET",
-            f"/jobs/{quote(job, safe='')}/events?after={after}",
+            f"/jobs/{_part(job)}/events?after={after}",
             headers={"Accept": "text/event-stream"},
             timeout=FOLLOW_SECONDS,
         )
@@ -133,43 +130,43 @@ class Client:
         return await self._ask("POST", "/jobs", spec)
 
     async def stop(self, job: str) -> Json:
-        return await self._ask("DELETE", f"/jobs/{quote(job, safe='')}")
+        return await self._ask("DELETE", f"/jobs/{_part(job)}")
 
     async def scale(
         self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
     ) -> Json:
         given = {"workers": workers, "min": least, "max": most}
         asked = {name: number for name, number in given.items() if number is not None}
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/scale", asked)
+        return await self._ask("POST", f"/jobs/{_part(job)}/scale", asked)
 
     async def pause(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/pause")
+        return await self._ask("POST", f"/jobs/{_part(job)}/pause")
 
     async def resume(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/resume")
+        return await self._ask("POST", f"/jobs/{_part(job)}/resume")
 
     async def checkpoint(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/checkpoints")
+        return await self._ask("POST", f"/jobs/{_part(job)}/checkpoints")
 
     async def drain(self, job: str, worker: str, grace_seconds: float | None = None, why: str = "") -> Json:
         body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
         body |= {"why": why} if why else {}
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/drain", body)
+        return await self._ask("POST", f"/jobs/{_part(job)}/workers/{_part(worker)}/drain", body)
 
     async def lost(self, job: str, worker: str) -> Json:
-        return await self._ask("POST", f"/jobs/{quote(job, safe='')}/workers/{quote(worker, safe='')}/lost")
+        return await self._ask("POST", f"/jobs/{_part(job)}/workers/{_part(worker)}/lost")
 
     # ---- tokens
 
     async def join_token(self, job: str) -> str:
-        return str((await self._ask("POST", f"/jobs/{quote(job, safe='')}/token"))["token"])
+        return str((await self._ask("POST", f"/jobs/{_part(job)}/token"))["token"])
 
     async def tokens(self) -> list[Json]:
         return await self._list("/tokens", "tokens")
 
     async def change_token(self, method: str, path: str = "", body: Json | None = None) -> Json:
         """Create, rotate (`/NAME/rotate`) or revoke (`/NAME`) a token."""
-        return await self._ask(method, f"/tokens{quote(path)}", body)
+        return await self._ask(method, f"/tokens{_part(path, safe='/')}", body)
 
     # ---- the one place that speaks HTTP
 
@@ -180,7 +177,13 @@ class Client:
         return list(answer[name])
 
     async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        answer = await self._send(self._http.build_request(method, path, json=body))
+        try:
+            request = self._http.build_request(method, path, json=body)
+        except UnicodeEncodeError:
+            raise UserError(
+                "what is to be sent holds text that is not valid (a lone surrogate); give it as UTF-8"
+            ) from None
+        answer = await self._send(request)
         try:
             content = answer.json()
         except ValueError:
@@ -206,6 +209,14 @@ class Client:
         if answer.is_error:
             raise _refusal(answer)
         return answer
+
+
+def _part(name: str, safe: str = "") -> str:
+    """A name in a path. Raises `UserError` for bytes of a command line that are no text."""
+    try:
+        return quote(name, safe=safe)
+    except UnicodeEncodeError:
+        raise UserError(f"{name!a} is not valid text; expected a name in UTF-8") from None
 
 
 def _stranger(url: str, request: str) -> Unreachable:

@@ -15,6 +15,7 @@ from typing import Any
 from shoal_protos.config_file import read_config
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import state_bytes_of
+from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.validation import wrong_value
 
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
@@ -29,7 +30,7 @@ def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
 
     Raises `UserError`.
     """
-    config = _Keys(read_config(file))
+    config = _Keys(with_todays_names(read_config(file), []))
     found = {
         "stage": config.at("zero_optimization.stage", _is_stage, "0, 1, 2 or 3"),
         "mirrors": config.at("shoal.mirrors", _is_natural, "a whole number of at least 0"),
@@ -114,8 +115,8 @@ def _micro_batches(config: _Keys) -> int | None:
 
 
 def _precision(config: _Keys) -> str | None:
-    for name, section in (("bf16", "bf16"), ("bf16", "bfloat16"), ("fp16", "fp16")):
-        if config.at(f"{section}.enabled", lambda value: isinstance(value, bool), "true or false"):
+    for name in ("bf16", "fp16"):
+        if config.at(f"{name}.enabled", lambda value: isinstance(value, bool), "true or false"):
             return name
     return None
 

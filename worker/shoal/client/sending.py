@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import httpx
 from shoal_protos.addresses import is_here
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
+from shoal_protos.controller_url import split_url
 from shoal_protos.errors import UserError
 
 from shoal.client.rest_errors import NoController, RestProblem, problem_in
@@ -45,12 +46,8 @@ class RestSender:
     def __init__(self, url: str | None, token: str | None, retry_seconds: float) -> None:
         """`url`, `token`: as `Client` has them. Raises `UserError` for what cannot be used."""
         self.url = (url or os.environ.get("SHOAL_URL") or DEFAULT_URL).rstrip("/")
-        parts = urlsplit(self.url)
-        if "@" in parts.netloc:
-            raise UserError("the controller's URL has a user or a password in it; set SHOAL_TOKEN instead")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"the controller's URL is {self.url!r}; expected something like {DEFAULT_URL}")
-        here = is_here(parts.hostname)
+        parts, host = split_url(self.url)
+        here = is_here(host)
         if token is None:
             folder = Path(os.environ.get("SHOAL_DATA") or ".shoal")
             token = os.environ.get("SHOAL_TOKEN") or (kept_token(folder) if here else "")

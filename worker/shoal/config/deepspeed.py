@@ -34,7 +34,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An old name; `old_names.py` gives the key its name of today before anything is checked."""
+    """An old name; `old_config_keys.py` gives the key its name of today before anything is checked."""
 
     to: str
 

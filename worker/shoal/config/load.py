@@ -1,7 +1,7 @@
 """From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
 Called once, by whoever makes an engine. All errors are reported at once. Five steps: read (JSON), give old keys their
-names of today (`old_names.py`), sift out what only DeepSpeed knows (`deepspeed.py`), check against the models
+names of today (`old_config_keys.py`), sift out what only DeepSpeed knows (`deepspeed.py`), check against the models
 (`document.py`), settle batch sizes and "auto" (`batch.py`).
 """
 
@@ -19,13 +19,13 @@ from shoal_protos.config_file import parsed_config, read_config
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
+from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.validation import shown, what_is_left
 
 from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
 from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.monitoring import Monitoring
-from shoal.config.old_names import with_todays_names
 from shoal.config.precision import Precision, precision_faults
 from shoal.config.sentences import all_of, keys_of, not_built, refused_value, sentences_of, unknown_key, wrong_value
 from shoal.config.training import TrainingConfig

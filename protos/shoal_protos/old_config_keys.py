@@ -1,6 +1,7 @@
 """Old names of DeepSpeed's keys, as files still carry them, given their names of today before anything is checked.
 
-Which ones there are says `deepspeed.py` (`Renamed`); here is what their values become. Called by `load.py`.
+Which ones there are says `shoal.config.deepspeed` (`Renamed`); here is what their values become. Called by whoever
+reads a config: `shoal.config`, the Trainer, and `shoal estimate`.
 """
 
 from __future__ import annotations
