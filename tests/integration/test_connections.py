@@ -42,12 +42,14 @@ def test_a_connection_breaks_and_nobody_is_evicted(instant: str) -> None:
 
 
 def test_a_worker_whose_connections_break_again_and_again_is_evicted_for_a_while() -> None:
-    faults = "w1@4:exchange:abort,w1@6:exchange:abort"
+    """Pairs are counted, and each break may be reported by one of two peers only: two of three are by the same."""
+    faults = ",".join(f"w1@{step}:exchange:abort" for step in (4, 6, 8))
     with Cluster(workers=3, options=SHORT, faults=faults) as cluster:
         report = cluster.wait_undisturbed()
         assert "worker w1 is evicted for 10 s" in cluster.messages("lost")[0]
         assert "its connection to another member broke 2 generations" in cluster.messages("lost")[0]
-    assert [world["workers"] for world in report["generations"]][:3] == [3, 3, 2]
+    sizes = [world["workers"] for world in report["generations"]]
+    assert sizes[: sizes.index(2)] in ([3, 3], [3, 3, 3])
 
 
 # ---- to the controller
