@@ -307,6 +307,22 @@ def _until_voted(worker: Worker, generation: int) -> Any:
     return worker.link.leave_vote([generation] * 2)
 
 
+def test_a_job_that_ends_while_another_world_is_voted_ends_that_vote_as_a_lost_world_does() -> None:
+    with workers("ab") as (controller, them):
+        begin_a_world(controller, them)
+        a = them[0]
+        controller.sends("a", PlanMessage(at(planned(2, 1, "ab"), them)))
+        while a.link.enter_vote(every(BLOCKS)) != 2:
+            a.link.leave_vote([1, 1])
+            a.link.pause(0.01)
+        controller.sends("a", Shutdown(Ending.DONE, "done"))
+        while not a.link.stopping:
+            a.link.pause(0.01)
+        with pytest.raises(WorldChanged):
+            a.link.leave_vote([2, 2])
+        assert a.takes(Ended).ending is Ending.DONE
+
+
 def test_a_joiner_keeps_an_older_plan_that_begins_after_all() -> None:
     with workers("abc") as (controller, them):
         a, b, c = them

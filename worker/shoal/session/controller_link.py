@@ -27,7 +27,7 @@ from shoal_protos.runs import Runs
 from shoal.core.membership import Membership
 from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.gloo import build_gloo
-from shoal.group.group import Group
+from shoal.group.group import Group, WorldChanged
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal.session.dialogue import Dialogue, ProcessInfo
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
@@ -158,6 +158,8 @@ class ControllerLink:
                 return Prepared(plan, None, 0.0)
             new = membership.builds(plan)
             building = self._shared.groups.of(plan.generation if new else membership.generation)
+            if building is None and self._shared.silent:
+                raise WorldChanged("this worker's part in the job ended during the vote")
             assert building is not None, f"generation {plan.generation} was voted without its group"
             return Prepared(plan, building.group, building.seconds if new else 0.0)
 
