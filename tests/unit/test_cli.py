@@ -28,7 +28,6 @@ from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import keeps_another, name_of, own
-from shoal_controller.cli.submit import read_spec
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
@@ -320,6 +319,8 @@ def test_something_else_at_the_address_is_exit_3(controller: str, status: int, b
     ("arguments", "sentence"),
     [
         (["describe", "\udcff"], "'\\udcff' is not valid text; expected a name in UTF-8"),
+        (["cancel", ""], "'' is no name; expected that of a job, a worker or a token"),
+        (["token", "revoke", ".."], "'..' is no name; expected that of a job, a worker or a token"),
         (["drain", "j", "w0", "--why", "\udcff"], "what is to be sent holds text that is not valid"),
         (["jobs", "--url", "http://127.0.0.1:70x"], "(Invalid port: '70x'); expected something like http://127."),
         (["jobs", "--url", "nonsense"], "the controller's URL is 'nonsense'; expected something like http://127."),
@@ -437,20 +438,6 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
     assert plain == ["worker", "plot", "verify", "export", "import_", "estimate"]
-
-
-@pytest.mark.parametrize("text", ['{"job": "j", "workers": {"wanted": 2}}', "job: j\nworkers:\n  wanted: 2\n"])
-def test_a_job_spec_is_read_from_json_and_yaml(text: str, tmp_path: Path) -> None:
-    file = tmp_path / ("job.json" if text.startswith("{") else "job.yaml")
-    file.write_text(text)
-    assert read_spec(file) == {"job": "j", "workers": {"wanted": 2}}
-
-
-@pytest.mark.parametrize("text", ["[1]", "", "a: b: c", "\x00"])
-def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(text)
-    with pytest.raises(UserError, match="job spec"):
-        read_spec(tmp_path / "job.yaml")
 
 
 def test_a_job_is_named_after_its_script() -> None:

@@ -90,28 +90,28 @@ class Client:
         return await self._list("/overview?series=false", "jobs")
 
     async def job(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{_part(job)}")
+        return await self._ask("GET", f"/jobs/{part(job)}")
 
     async def spec(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{_part(job)}/spec")
+        return await self._ask("GET", f"/jobs/{part(job)}/spec")
 
     async def workers(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{_part(job)}/workers", "workers")
+        return await self._list(f"/jobs/{part(job)}/workers", "workers")
 
     async def events(self, job: str, after: int = 0) -> list[Json]:
-        return await self._list(f"/jobs/{_part(job)}/events?after={after}", "events")
+        return await self._list(f"/jobs/{part(job)}/events?after={after}", "events")
 
     async def checkpoints(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{_part(job)}/checkpoints", "checkpoints")
+        return await self._list(f"/jobs/{part(job)}/checkpoints", "checkpoints")
 
     async def report(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{_part(job)}/report")
+        return await self._ask("GET", f"/jobs/{part(job)}/report")
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
         """Every event past `after` as it happens; ends when the controller ends the stream."""
         request = self._http.build_request(
             "GET",
-            f"/jobs/{_part(job)}/events?after={after}",
+            f"/jobs/{part(job)}/events?after={after}",
             headers={"Accept": "text/event-stream"},
             timeout=FOLLOW_SECONDS,
         )
@@ -130,43 +130,43 @@ class Client:
         return await self._ask("POST", "/jobs", spec)
 
     async def stop(self, job: str) -> Json:
-        return await self._ask("DELETE", f"/jobs/{_part(job)}")
+        return await self._ask("DELETE", f"/jobs/{part(job)}")
 
     async def scale(
         self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
     ) -> Json:
         given = {"workers": workers, "min": least, "max": most}
         asked = {name: number for name, number in given.items() if number is not None}
-        return await self._ask("POST", f"/jobs/{_part(job)}/scale", asked)
+        return await self._ask("POST", f"/jobs/{part(job)}/scale", asked)
 
     async def pause(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{_part(job)}/pause")
+        return await self._ask("POST", f"/jobs/{part(job)}/pause")
 
     async def resume(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{_part(job)}/resume")
+        return await self._ask("POST", f"/jobs/{part(job)}/resume")
 
     async def checkpoint(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{_part(job)}/checkpoints")
+        return await self._ask("POST", f"/jobs/{part(job)}/checkpoints")
 
     async def drain(self, job: str, worker: str, grace_seconds: float | None = None, why: str = "") -> Json:
         body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
         body |= {"why": why} if why else {}
-        return await self._ask("POST", f"/jobs/{_part(job)}/workers/{_part(worker)}/drain", body)
+        return await self._ask("POST", f"/jobs/{part(job)}/workers/{part(worker)}/drain", body)
 
     async def lost(self, job: str, worker: str) -> Json:
-        return await self._ask("POST", f"/jobs/{_part(job)}/workers/{_part(worker)}/lost")
+        return await self._ask("POST", f"/jobs/{part(job)}/workers/{part(worker)}/lost")
 
     # ---- tokens
 
     async def join_token(self, job: str) -> str:
-        return str((await self._ask("POST", f"/jobs/{_part(job)}/token"))["token"])
+        return str((await self._ask("POST", f"/jobs/{part(job)}/token"))["token"])
 
     async def tokens(self) -> list[Json]:
         return await self._list("/tokens", "tokens")
 
     async def change_token(self, method: str, path: str = "", body: Json | None = None) -> Json:
-        """Create, rotate (`/NAME/rotate`) or revoke (`/NAME`) a token."""
-        return await self._ask(method, f"/tokens{_part(path, safe='/')}", body)
+        """Create, rotate (`/NAME/rotate`) or revoke (`/NAME`) a token; the name is a `part`."""
+        return await self._ask(method, f"/tokens{path}", body)
 
     # ---- the one place that speaks HTTP
 
@@ -211,10 +211,12 @@ class Client:
         return answer
 
 
-def _part(name: str, safe: str = "") -> str:
-    """A name in a path. Raises `UserError` for bytes of a command line that are no text."""
+def part(name: str) -> str:
+    """A name in a path. Raises `UserError` for what would ask for another path, and for bytes that are no text."""
+    if name in ("", ".", ".."):
+        raise UserError(f"{name!r} is no name; expected that of a job, a worker or a token")
     try:
-        return quote(name, safe=safe)
+        return quote(name, safe="")
     except UnicodeEncodeError:
         raise UserError(f"{name!a} is not valid text; expected a name in UTF-8") from None
 

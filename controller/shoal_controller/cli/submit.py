@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,8 +41,29 @@ def read_spec(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a job spec: {error}") from error
     if not isinstance(spec, dict):
-        raise UserError(f"{file} holds {type(spec).__name__}, not a job spec; expected keys such as job and workers")
+        found = "nothing" if spec is None else type(spec).__name__
+        raise UserError(f"{file} holds {found}, not a job spec; expected keys such as job and workers")
+    for fault in _not_json(spec):
+        raise UserError(f"{file} cannot be sent as a job spec: {fault}")
     return spec
+
+
+def _not_json(spec: dict[Any, Any]) -> Iterator[str]:
+    """What YAML can say and JSON cannot, by its key alone: a value may be a secret."""
+    left: list[tuple[str, Any, frozenset[int]]] = [("", spec, frozenset())]
+    while left:
+        key, one, within = left.pop()
+        if id(one) in within:
+            yield f"`{key}` holds itself"
+        elif isinstance(one, dict):
+            yield from (f"the key `{name}` is no text; put it in quotes" for name in one if not isinstance(name, str))
+            left += [(f"{key}.{name}" if key else str(name), entry, within | {id(one)}) for name, entry in one.items()]
+        elif isinstance(one, list):
+            left += [(f"{key}[{index}]", entry, within | {id(one)}) for index, entry in enumerate(one)]
+        elif isinstance(one, float) and not math.isfinite(one):
+            yield f"`{key}` is {one}; expected a finite number"
+        elif not isinstance(one, str | int | float | None):
+            yield f"`{key}` is read as a {type(one).__name__}; put it in quotes to give it as text"
 
 
 def _json(text: str) -> object:

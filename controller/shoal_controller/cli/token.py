@@ -63,15 +63,17 @@ async def rotate(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Give a token a new secret and print it, this once."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.client import Client, part
 
     async with Client(url) as client:
-        typer.echo((await client.change_token("POST", f"/{name}/rotate", {"keep_seconds": keep_seconds}))["token"])
+        typer.echo(
+            (await client.change_token("POST", f"/{part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"]
+        )
 
 
 async def revoke(name: Name, url: Url = DEFAULT_URL) -> None:
     """Revoke a token: from now on it opens nothing."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.client import Client, part
 
     async with Client(url) as client:
-        await client.change_token("DELETE", f"/{name}")
+        await client.change_token("DELETE", f"/{part(name)}")

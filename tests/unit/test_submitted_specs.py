@@ -1,0 +1,41 @@
+"""A job's specification as `shoal submit` reads it from a file, and what it says of a file that holds none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from shoal_controller.cli.submit import read_spec
+from shoal_protos.errors import UserError
+
+
+@pytest.mark.parametrize("text", ['{"job": "j", "workers": {"wanted": 2}}', "job: j\nworkers:\n  wanted: 2\n"])
+def test_a_job_spec_is_read_from_json_and_yaml(text: str, tmp_path: Path) -> None:
+    file = tmp_path / ("job.json" if text.startswith("{") else "job.yaml")
+    file.write_text(text)
+    assert read_spec(file) == {"job": "j", "workers": {"wanted": 2}}
+
+
+@pytest.mark.parametrize("text", ["[1]", "", "a: b: c", "\x00"])
+def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(UserError, match="job spec"):
+        read_spec(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("job: 2024-01-01", "`job` is read as a date; put it in quotes to give it as text"),
+        ("job: j\ncommand: [a, !!binary aGk=]", "`command[1]` is read as a bytes; put it in quotes to give it as text"),
+        ("job: j\nworkers: {wanted: .inf}", "`workers.wanted` is inf; expected a finite number"),
+        ("job: j\nenv: &env {A: *env}", "`env.A` holds itself"),
+        ("job: j\n2024-01-01: 1", "the key `2024-01-01` is no text; put it in quotes"),
+    ],
+)
+def test_what_yaml_can_say_and_json_cannot_is_refused_by_its_key(text: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_spec(file)
+    assert str(refused.value) == f"{file} cannot be sent as a job spec: {sentence}"
