@@ -94,6 +94,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     route = request.scope.get("route")
     whole, model = BODIES.get(getattr(route, "name", ""), ("the request", None))
+    header = next((fault["loc"][-1] for fault in error.errors() if fault["loc"][0] == "header"), "")
+    whole = f"the header `{header}`" if header else whole
     faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]  # without "body" or "query"
     if any(not fault["loc"] and isinstance(fault.get("input"), bytes) for fault in faults):
         sentence = f"{whole} came without the header `Content-Type: application/json`; send it as JSON, and say so"
