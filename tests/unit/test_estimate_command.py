@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -209,17 +211,29 @@ def test_what_training_refuses_of_a_config_is_said_in_its_words_beside_the_answe
     assert output.startswith("Bytes of a worker: ")
 
 
+def test_a_config_that_can_be_read_once_only_is_checked_too(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=['{"stge": 3}'])
+    writer.start()
+    status, _, errors = ran("--params", "7e9", "--workers", "8", "--config", str(pipe))
+    writer.join()
+    assert status == 0 and errors.startswith(f"shoal: training refuses config {pipe}: `stge` is an unknown key")
+
+
 def test_a_config_that_a_script_completes_is_refused_for_nothing(tmp_path: Path) -> None:
     open_ended = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
-    assert refused_by_training(Path(config(tmp_path, {}))) == ""
-    assert refused_by_training(Path(config(tmp_path, open_ended | adam))) == ""
+    assert refused_by_training({}, tmp_path) == ""
+    assert refused_by_training(open_ended | adam, tmp_path) == ""
 
 
 def test_a_config_whose_check_cannot_run_is_not_called_right(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = Path(config(tmp_path, {}))
+    file = tmp_path / "ds_config.json"
     monkeypatch.setattr("sys.executable", "/not/there/python")
-    assert refused_by_training(file).startswith(f"whether training takes config {file} is not known: [Errno 2] No such")
+    assert refused_by_training({}, file).startswith(
+        f"whether training takes config {file} is not known: [Errno 2] No such"
+    )
 
 
 def test_a_config_that_is_not_there_gets_one_sentence(tmp_path: Path) -> None:

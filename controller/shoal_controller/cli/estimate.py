@@ -67,9 +67,12 @@ def estimate(
     output: Output = Form.TABLE,
 ) -> None:
     """Estimate the memory that a worker needs, without activations."""
+    from shoal_protos.config_file import read_config
+
     from shoal_controller.cli.estimate_config import refused_by_training, wanted_by
 
-    wanted = wanted_by(config, state_bytes) if config is not None else {}
+    given = read_config(config) if config is not None else {}
+    wanted = wanted_by(given, state_bytes)
     flags = {
         "stage": stage, "lanes": lanes, "micro_batches": micro_batches, "precision": precision, "offload": offload,
         "state_bytes": state_bytes,
@@ -91,7 +94,7 @@ def estimate(
     }
     stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
     _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
-    if config is not None and (sentence := refused_by_training(config)):
+    if config is not None and (sentence := refused_by_training(given, config)):
         typer.echo(f"shoal: {sentence}", err=True)
 
 

@@ -6,13 +6,13 @@ process of its own what training would refuse.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal_protos.config_file import read_config
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
@@ -25,12 +25,12 @@ FAULTS = 1
 """The exit status of a check that has found some."""
 
 
-def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
+def wanted_by(given: Mapping[str, Any], state_bytes: int | None) -> dict[str, Any]:
     """Fields of `MemorySetup` that the config decides. `state_bytes`: where somebody knows better than its optimizer.
 
     Raises `UserError`.
     """
-    config = _Keys(with_todays_names(read_config(file), []))
+    config = _Keys(with_todays_names(given, []))
     found = {
         "stage": config.at("zero_optimization.stage", _is_stage, "0, 1, 2 or 3"),
         "mirrors": config.at("shoal.mirrors", _is_natural, "a whole number of at least 0"),
@@ -45,15 +45,15 @@ def wanted_by(file: Path, state_bytes: int | None) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def refused_by_training(file: Path) -> str:
-    """What `shoal.initialize` would refuse of it whatever the script adds, in its own words; empty: nothing.
+def refused_by_training(given: Mapping[str, Any], file: Path) -> str:
+    """What `shoal.initialize` would refuse of this config whatever the script adds, in its words; empty: nothing.
 
     It is no error here: the answer may be good for what it is asked, and nobody trains yet.
     """
-    command = (sys.executable, "-P", "-m", "shoal.config", str(file))
+    command = (sys.executable, "-X", "utf8", "-P", "-m", "shoal.config")
     try:
         check = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=CHECK_SECONDS,
+            command, input=json.dumps(given), capture_output=True, encoding="utf-8", errors="replace", timeout=CHECK_SECONDS,
             check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""`python -m shoal.config FILE`: what training refuses of a config, whatever the script adds to it. Imports no torch.
+"""`python -m shoal.config < FILE`: what training refuses of a config, whatever the script adds. Imports no torch.
 
 `shoal estimate` runs it, as the command imports nothing of the training side. What is open is no fault here: a script
 may give steps, lanes, batch size, optimizer and scheduler beside the file. Exit codes: 0 nothing is refused, 1 the
@@ -8,22 +8,20 @@ sentences are on standard output.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from shoal_protos.config_file import read_config
+from shoal_protos.config_file import parsed_config
 from shoal_protos.errors import UserError
 
 from shoal.config.batch import BATCH
 from shoal.config.load import Beside, load_config
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Returns the exit code."""
-    [file] = arguments
     try:
-        given = read_config(Path(file))
+        given = parsed_config(sys.stdin.read())
         load_config(given, Beside(_all_that_is_open(given), micro_batch_size=1, optimizer=True, scheduler=True))
     except UserError as error:
         sys.stdout.write(f"{error}\n")
@@ -46,4 +44,4 @@ def _says(section: Mapping[str, Any], key: str) -> bool:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())
