@@ -53,8 +53,8 @@ def refused_by_training(given: Mapping[str, Any], file: Path) -> str:
     command = (sys.executable, "-X", "utf8", "-P", "-m", "shoal.config")
     try:
         check = subprocess.run(
-            command, input=json.dumps(given), capture_output=True, encoding="utf-8", errors="replace", timeout=CHECK_SECONDS,
-            check=False,
+            command, input=json.dumps(given), capture_output=True, encoding="utf-8", errors="replace",
+            timeout=CHECK_SECONDS, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"whether training takes config {file} is not known: {error}"
