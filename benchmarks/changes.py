@@ -7,9 +7,10 @@ Three workers and a lane more under a real controller with the local launcher. A
 that there are four processes in all (`--workers 4`: five). `longest` is seen from outside and judged: how much longer
 than usual the longest step of any member was, of the one in which the change began and the next ones, in which fills
 and first touches fall. Usual is the slower of the worlds before and after; where a joiner comes, its start is on the
-same cores as the world before, of which "others' steps while it starts" tells. `pause` is what members report: the
-longest from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its
-process to its first lane in a committed step.
+same cores as the world before, of which "others' steps while it starts" tells. `none` is the same of as many steps in
+which nothing changed: by so much the longest of them is longer by chance. `pause` is what members report: the longest
+from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its process to its
+first lane in a committed step.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def measure(size: str, rounds: int, workers: int) -> Figures:
         cluster.settle(workers)
         for number in range(rounds):
             first = cluster.report()[-1]["generation"]
-            cluster.steps.next_of(cluster.settle(workers, steps=NEIGHBOURS)[0])
+            cluster.steps.next_of(cluster.settle(workers, steps=2 * (AFFECTED + NEIGHBOURS))[0])
             welcome(cluster, figures, partial(cluster.scale, workers + 1))
             leaver = cluster.settle(workers + 1, steps=NEIGHBOURS)[0]
             welcome(cluster, figures, partial(cluster.drain, leaver))
@@ -113,22 +114,37 @@ def by_worker(steps: Sequence[Step]) -> dict[str, list[Step]]:
 
 
 def note_changes(cluster: Cluster, figures: Figures, since: int) -> None:
-    """Every planned change after a generation: its pause, and by how much the longest step was longer."""
+    """Every planned change after a generation: its pause, and by how much the longest step was longer; and the latter
+    of steps of that generation in which nothing changed.
+    """
     steps = by_worker(cluster.steps.look())
+    extra = [more for one in steps.values() for more in longer(one, _quiet(one, since))]
+    figures.longest["none"] += [max(extra)] if extra else []
     for world in cluster.report():
         if world["generation"] > since:
             reason = {"scale_up": "join"}.get(world["reason"], world["reason"])
             figures.pauses[reason].append(world["pause_seconds"])
-            extra = [more for one in steps.values() for more in longer(one, world["generation"])]
+            extra = [more for one in steps.values() for more in longer(one, _beginning(one, world["generation"]))]
             figures.longest[reason] += [max(extra)] if extra else []
 
 
-def longer(steps: Sequence[Step], generation: int) -> list[float]:
-    """By how much the steps with which a generation began were longer than usual on a worker that was there before."""
+def _beginning(steps: Sequence[Step], generation: int) -> int:
+    """The first step of a generation on a worker that was there before; 0: there is none."""
     at = next((i for i, step in enumerate(steps) if step.generation == generation), 0)
+    return at if at and steps[at].step == steps[at - 1].step + 1 else 0
+
+
+def _quiet(steps: Sequence[Step], generation: int) -> int:
+    """A step of a generation as soon after its beginning as that cannot be felt; 0: there is none."""
+    first = next((i for i, step in enumerate(steps) if step.generation == generation), None)
+    return first + AFFECTED + NEIGHBOURS + 1 if first is not None else 0
+
+
+def longer(steps: Sequence[Step], at: int) -> list[float]:
+    """By how much some steps from a place on were longer than usual there. `at`: 0: nowhere."""
     took = [two.time - one.time for one, two in pairwise(steps)]
     before, after = took[max(0, at - 1 - NEIGHBOURS) : at - 1], took[at - 1 + AFFECTED : at - 1 + AFFECTED + NEIGHBOURS]
-    if at < 2 or steps[at].step != steps[at - 1].step + 1 or not after:
+    if at < 2 or not after:
         return []
     usual = max(median(before), median(after))
     return [seconds - usual for seconds in took[at - 1 : at - 1 + AFFECTED]]
@@ -144,10 +160,9 @@ def main() -> None:
     changes, joiners = [], []
     for size in given.sizes:
         figures = measure(size, given.rounds, given.workers)
-        for reason, pauses in sorted(figures.pauses.items()):
-            longest = figures.longest[reason]
-            judged = verdict(median(longest), MOST_LONGER_SECONDS) if longest else "–"
-            changes.append([size, reason, spread(longest), judged, spread(pauses)])
+        for reason, longest in sorted(figures.longest.items()):
+            judged = verdict(median(longest), MOST_LONGER_SECONDS) if longest and reason != "none" else "–"
+            changes.append([size, reason, spread(longest), judged, spread(figures.pauses[reason])])
         took, rate = figures.joiners, figures.slower
         joiners.append(
             [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(rate, 2),
