@@ -46,7 +46,8 @@ def has_compiled() -> bool:
     frames, asked = sys.modules.get(f"{COMPILER}.convert_frame"), sys.modules.get(f"{COMPILER}.eval_frame")
     if frames is not None and frames.FRAME_COUNTER:
         return True
-    return asked is not None and any(map(callable, asked.cached_backends.values()))  # None: where it compiles nothing
+    backends = getattr(asked, "cached_backends", {}).values()  # torch may rename it; None where it compiles nothing
+    return any(map(callable, backends))
 
 
 def call_before_compiling(call: Callable[[], None]) -> None:
