@@ -166,7 +166,7 @@ def test_an_import_for_which_there_is_no_room_leaves_nothing(tmp_path: Path) -> 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(StorageFailed, match=r"^cannot write \S+ in \S+: file too large; free some space, keep"):
+        with pytest.raises(StorageFailed, match=r"^cannot write \S+ in \S+: file too large; raise the limit of file"):
             import_model(folder, LocalStorage(tmp_path / "c"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
