@@ -65,4 +65,4 @@ class BadScript:
         """Whether a job that has failed has failed for its script."""
         if len(self.struck) > self.most_tries:
             self.simulation.watch.violated("a script that never passes a step was tried too often", len(self.struck))
-        return bool(self.kind) and ("without a committed step beyond" in reason or "failed in the same way" in reason)
+        return bool(self.kind) and ("without a committed step" in reason or "failed in the same way" in reason)
