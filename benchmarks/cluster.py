@@ -153,7 +153,8 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         links = {"GLOO_SOCKET_IFNAME": "wire"} if self._hosts.has_links else {}  # of DDP's own group
-        return {**os.environ, **links, "BENCH_STEPS": str(self.steps.path), "OMP_NUM_THREADS": "1"}
+        own = {"BENCH_STEPS": str(self.steps.path), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        return {**os.environ, **links, **own}  # a joiner imports what is compiled, as from an installation
 
     def _tell(self) -> None:
         """What happened, for a benchmark that could not end."""

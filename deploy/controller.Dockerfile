@@ -8,7 +8,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY controller controller
 COPY worker worker
 COPY protos protos
-RUN /venv/bin/pip install --no-cache-dir --no-compile '.[controller,kubernetes]'
+RUN /venv/bin/pip install --no-cache-dir '.[controller,kubernetes]'
 
 FROM python:${PYTHON}
 RUN apt-get update \
@@ -16,6 +16,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /venv /venv
 RUN mkdir /data && chown 65532:65532 /data
+# The installation compiles what is imported; who runs it may not write there.
 ENV PATH=/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 SHOAL_DATA=/data
 USER 65532:65532
 WORKDIR /data

@@ -6,13 +6,13 @@ FROM python:${PYTHON} AS build
 ARG TORCH=2.13.0
 ARG TORCH_INDEX=
 RUN python -m venv /venv
-RUN /venv/bin/pip install --no-cache-dir --no-compile ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==${TORCH}"
+RUN /venv/bin/pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "torch==${TORCH}"
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY controller controller
 COPY worker worker
 COPY protos protos
-RUN /venv/bin/pip install --no-cache-dir --no-compile '.[worker,s3]' "torch==${TORCH}"
+RUN /venv/bin/pip install --no-cache-dir '.[worker,s3]' "torch==${TORCH}"
 
 FROM python:${PYTHON}
 RUN apt-get update \
@@ -20,6 +20,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /venv /venv
 RUN mkdir /data && chown 65532:65532 /data
+# The installation compiles what is imported; who runs it may not write there.
 ENV PATH=/venv/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 65532:65532
 WORKDIR /data

@@ -46,6 +46,11 @@ def test_it_has_two_stages_of_fixed_versions(recipe: Path) -> None:
     assert [word for word in packages if "=" not in word] == []
 
 
+def test_what_is_imported_is_compiled_when_it_is_installed(recipe: Path) -> None:
+    installs = [run for run in of_kind(recipe, "RUN") if "pip install" in run]
+    assert installs and [run for run in installs if "--no-compile" in run] == []
+
+
 def test_nobody_is_root_and_an_init_is_process_1(recipe: Path) -> None:
     user, group = map(int, of_kind(recipe, "USER")[-1].split(":"))
     assert user > 0 and group > 0
