@@ -161,8 +161,8 @@ def _agent(size: str, folder: Path, port: int, workers: int, number: int) -> sub
     ]  # fmt: skip
     with (folder / f"agent{number}.log").open("wb") as log:
         # with torch 2.13 a restarted world otherwise finds the old one's addresses in the agents' store, and hangs
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        own = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **own})
 
 
 if __name__ == "__main__":
