@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal_protos.errors import UserError
+from shoal_protos.strict_json import parsed_json
 from shoal_protos.validation import shown
 
 LARGEST_FILE = 1 << 20
@@ -31,28 +32,17 @@ def read_config(path: Path) -> dict[str, Any]:
 def parsed_config(text: str, name: str = "") -> dict[str, Any]:
     """The object in a text; `name`, with a space before it, is what sentences call it. Raises `UserError`."""
     try:
-        given = json.loads(text, object_pairs_hook=_no_doubles, parse_constant=_no_constant)
+        given = parsed_json(text, f"config{name}", _no_constant)
     except json.JSONDecodeError as error:
         raise UserError(
             f"config{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
         ) from None
-    except ValueError:
-        raise UserError(f"config{name} holds a number with thousands of digits.") from None
-    except RecursionError:
-        raise UserError(f"config{name} is nested too deeply.") from None
+    except UserError as error:
+        raise UserError(f"{error}.") from None
     if not isinstance(given, dict):
         raise UserError(f"config{name} is {shown(given)}; expected an object {{…}}.")
     return given
 
 
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise UserError(f"`{key}` is given twice in one section of the config; keep one.")
-        found[key] = value
-    return found
-
-
 def _no_constant(name: str) -> NoReturn:
-    raise UserError(f"the config holds {name}; numbers must be finite.")
+    raise UserError(f"the config holds {name}; numbers must be finite")

@@ -39,3 +39,33 @@ def test_what_yaml_can_say_and_json_cannot_is_refused_by_its_key(text: str, sent
     with pytest.raises(UserError) as refused:
         read_spec(file)
     assert str(refused.value) == f"{file} cannot be sent as a job spec: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("job.json", '{"job": "j", "workers": {"wanted": 2, "wanted": 3}}'),
+        ("job.yaml", "job: j\nworkers:\n  wanted: 2\n  'wanted': 3\n"),
+    ],
+)
+def test_a_key_that_a_job_spec_gives_twice_is_refused_by_its_name(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_spec(tmp_path / name)
+    assert str(refused.value) == (
+        f"{tmp_path / name} cannot be read as a job spec: `wanted` is given twice in one section of the file; keep one"
+    )
+
+
+def test_a_key_beside_the_same_one_that_is_merged_counts_as_yaml_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("job: j\nenv: &env {A: a}\nkubernetes: &more {<<: *env, A: b}\nworkers: {<<: *more, A: c}\n")
+    assert read_spec(file) == {"job": "j", "env": {"A": "a"}, "kubernetes": {"A": "b"}, "workers": {"A": "c"}}
+
+
+@pytest.mark.parametrize("name", ["job.json", "job.yaml"])
+def test_a_job_spec_that_is_nested_without_end_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("[" * 100_000)
+    with pytest.raises(UserError) as refused:
+        read_spec(tmp_path / name)
+    assert str(refused.value).endswith("cannot be read as a job spec: the file is nested too deeply")

@@ -107,11 +107,11 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     """What the framework itself refuses: unknown paths, wrong methods, bodies it cannot read."""
     assert isinstance(error, HTTPException)
+    if isinstance(error.__cause__, ShoalError):
+        return problem_of(request.url.path, error.__cause__)
     sentence, code = str(error.detail), CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     if error.status_code == HTTPStatus.NOT_FOUND:
         sentence = f"there is nothing at {request.url.path}; /docs lists what there is"
-    elif error.status_code == HTTPStatus.BAD_REQUEST:
-        sentence = "the body cannot be read as JSON; it is not UTF-8, or nested too deeply"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return _not_allowed(request, (error.headers or {}).get("Allow", ""))
     return problem(request.url.path, error.status_code, sentence, code)

@@ -43,6 +43,7 @@ from shoal_controller.api.pages import (
 )
 from shoal_controller.api.preconditions import AKey, AnOnlyIf, keyed, tag
 from shoal_controller.api.stream import Follower, event_stream, wants_stream
+from shoal_controller.api.strict_bodies import StrictRoute
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
 from shoal_controller.callers import Role
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
@@ -51,7 +52,7 @@ from shoal_controller.event_bounds import EVENTS_KEPT
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
 
-router = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(check_parameters)])
+router = APIRouter(prefix="/v1", responses=ERRORS, dependencies=[Depends(check_parameters)], route_class=StrictRoute)
 
 
 def after_revision(

@@ -18,6 +18,7 @@ from shoal_protos.validation import Allowed
 from shoal_controller.api.answers import Answer
 from shoal_controller.api.models import LONGEST_SECONDS, Body
 from shoal_controller.api.pages import After, Limit, page
+from shoal_controller.api.strict_bodies import StrictRoute
 from shoal_controller.callers import Caller, Role
 from shoal_controller.token_register import NamedToken, TokenRegister
 
@@ -26,7 +27,7 @@ DAY_SECONDS = 86_400.0
 
 log = structlog.get_logger("shoal.tokens")
 
-router = APIRouter(prefix="/tokens", tags=["tokens"])
+router = APIRouter(prefix="/tokens", tags=["tokens"], route_class=StrictRoute)
 
 
 class TokenBody(Body):

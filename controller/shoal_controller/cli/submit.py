@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
+from shoal_protos.strict_json import given_twice, parsed_json
 
 from shoal_controller.cli.options import DEFAULT_URL, Url
 
@@ -38,7 +39,7 @@ def read_spec(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         spec = _json(text) if file.suffix == ".json" else _yaml(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         raise UserError(f"{file} cannot be read as a job spec: {error}") from error
     if not isinstance(spec, dict):
         found = "nothing" if spec is None else type(spec).__name__
@@ -67,18 +68,28 @@ def _not_json(spec: dict[Any, Any]) -> Iterator[str]:
 
 
 def _json(text: str) -> object:
-    import json
-
-    return json.loads(text)
+    return parsed_json(text, "the file")
 
 
 def _yaml(text: str) -> object:
     import yaml
 
+    class SingleKeys(yaml.SafeLoader):
+        """Refuses what YAML forbids and its reader takes: the same key twice."""
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for _, name in (key for key in keys if keys.count(key) > 1):
+                raise UserError(given_twice(name, "the file"))
+            return node
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, SingleKeys)
     except yaml.YAMLError as error:
         raise ValueError(_without_content(error)) from None
+    except RecursionError:
+        raise ValueError("the file is nested too deeply") from None
 
 
 def _without_content(error: yaml.YAMLError) -> str:

@@ -1,0 +1,42 @@
+"""JSON of people and strangers: what the reader of the standard library would take, or break at, is refused.
+
+Training configs, job specs and the bodies of REST are read by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from shoal_protos.errors import UserError
+from shoal_protos.validation import shown
+
+
+def parsed_json(text: str | bytes, whole: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """The value in a text; sentences call it `whole`. `parse_constant`: as `json.loads` has it. Raises `UserError`, and
+    `json.JSONDecodeError` where it is no JSON.
+    """
+
+    def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise UserError(given_twice(key, whole))
+            found[key] = value
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=single, parse_constant=parse_constant)
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError:
+        raise UserError(f"{whole} is not text in UTF-8") from None
+    except ValueError:
+        raise UserError(f"{whole} holds a number with thousands of digits") from None
+    except RecursionError:
+        raise UserError(f"{whole} is nested too deeply") from None
+
+
+def given_twice(key: str, whole: str) -> str:
+    return f"`{shown(key)[1:-1]}` is given twice in one section of {whole}; keep one"
