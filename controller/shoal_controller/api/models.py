@@ -22,13 +22,14 @@ MOST_WORKERS = 4096
 MOST_LANES = 65_536
 POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
 """Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
+LEAST_SECONDS = 0.01
 LONGEST_SECONDS = 7 * 24 * 3600.0
 HIDDEN = "***"
 """In place of a value that the caller may not read."""
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 HOW_MANY = Allowed(f"a whole number from 1 to {MOST_WORKERS}")
-Seconds = Annotated[float, Field(gt=0, le=LONGEST_SECONDS, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=LEAST_SECONDS, le=LONGEST_SECONDS, allow_inf_nan=False)]
 
 
 class Body(BaseModel):
@@ -72,7 +73,7 @@ class JobBody(Body):
     """Program and arguments that a launched worker runs."""
     env: Annotated[dict[str, str], Field(max_length=1000), Unshown()] = {}
     """Environment variables of launched workers, added to the controller's."""
-    heartbeat_seconds: Annotated[float, Field(ge=0.01, le=LONGEST_SECONDS, allow_inf_nan=False)] = 1.0
+    heartbeat_seconds: Seconds = 1.0
     """Heartbeat interval. Default: 1."""
     suspect_after: Annotated[int, Field(ge=1, le=1000)] = 3
     """Missed heartbeats after which a worker is asked directly, and then evicted. Default: 3."""
