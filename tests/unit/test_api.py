@@ -284,6 +284,19 @@ async def test_every_attack_gets_its_sentence_and_harms_nothing(tmp_path):
 
 
 @asynchronous
+async def test_no_path_is_redirected_to_one_without_its_slash(tmp_path):
+    async with serving(tmp_path) as api:
+        await api.ask("POST", "/v1/jobs", 202, json={"job": "train"})
+        paths = (await api.ask("GET", "/openapi.json"))["paths"]
+        assert len(paths) > 20
+        for path, operations in paths.items():
+            named = path.format(job="train", worker="w0", name="ci", generation=1)
+            for method in operations:
+                answer = await api.client.request(method, f"{named}/")
+                assert (answer.status_code, answer.json()["code"]) == (404, "path_unknown"), (method, path)
+
+
+@asynchronous
 async def test_a_problem_has_all_that_the_rfc_names(tmp_path):
     async with serving(tmp_path) as api:
         assert await api.ask("GET", "/v1/jobs/nope", 404) == {

@@ -67,6 +67,7 @@ def build_app(
         title="Shoal",
         version=version("shoal"),
         redoc_url=None,
+        redirect_slashes=False,  # a path has one spelling; a redirect would be no problem+json
         generate_unique_id_function=lambda route: route.name,
         separate_input_output_schemas=False,
     )
