@@ -146,6 +146,13 @@ STORIES: dict[str, tuple[Story, list[str]]] = {
         [(second, "poll", 502 if second % 8 < 4 else 200) for second in range(40)],
         ["2 partly since 0", "4 fine", "10 unsteady since 8"],
     ),
+    "what stays wrong after it came and went is said": (
+        [
+            *((second, "poll", 502 if second < 4 else 200) for second in range(8)),
+            *((second, *one) for second in range(8, 30) for one in (("stream", 503), ("poll", 200))),
+        ],
+        ["2 partly since 0", "4 fine", "10 unsteady since 8", "18 partly since 8"],
+    ),
     "another view takes over what was wrong": (
         [(0, "poll", 200), (5, "poll", 0), (6, "poll", "ends"), (7, "poll of another view", 0), (9, "stream", 0)],
         ["5 lost since 5"],

@@ -62,7 +62,7 @@ export class Connection {
     const { lost } = this;
     if (lost) return { kind: "lost", since: lost.clock, why: lost.message };
     const lasting = [...this.failing.values()].find((one) => now - one.waits >= GRACE);
-    return lasting ? { kind: "partly", since: lasting.clock, why: lasting.message } : this.state;
+    return lasting ? { kind: "partly", since: lasting.clock, why: lasting.message, lasts: now - lasting.waits } : this.state;
   }
 
   update() {
@@ -79,6 +79,7 @@ export class Connection {
   steady(found, now) {
     if (!this.hold) return found;
     if (found?.kind === "lost" && now - this.answeredAt >= HOLD) return found;
+    if (found?.kind === "partly" && found.lasts >= HOLD) return found;
     if (!found && now - this.troubledAt >= this.hold) return null;
     return { kind: "unsteady", since: this.state?.since ?? found.since, why: found?.why ?? this.state.why };
   }
