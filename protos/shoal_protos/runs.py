@@ -179,3 +179,17 @@ def every(count: int) -> Runs:
 def union(parts: Iterable[Runs]) -> Runs:
     """The blocks that are in any of the parts."""
     return Runs(span for part in parts for span in part.spans)
+
+
+def in_two(parts: Iterable[Runs]) -> Runs:
+    """The blocks that are in two of the parts at least."""
+    edges = sorted(edge for part in parts for start, stop in part.spans for edge in ((start, 1), (stop, -1)))
+    spans: list[Span] = []
+    depth = began = 0
+    for place, change in edges:
+        if depth == 1 and change > 0:
+            began = place
+        elif depth == 2 and change < 0:
+            spans.append((began, place))
+        depth += change
+    return Runs(spans)

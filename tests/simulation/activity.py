@@ -22,6 +22,7 @@ PHASES = {
     "fills": StepPhase.FILLS,
     "vote": StepPhase.VOTE,
     "hand out": StepPhase.HAND_OUT,
+    "compare": StepPhase.VOTE,
     "catch up": StepPhase.CATCHING_UP,
 }
 
@@ -64,6 +65,8 @@ def _expected(training: Training, world: World) -> list[tuple[int, Collection[Si
         return training.lanes.expected()
     if training.step_phase == "vote":
         return [(member, training.got("v")) for member in range(world.size)]
+    if training.step_phase == "compare":
+        return [(member, training.got("c")) for member in range(world.size)] if training.copies.going else []
     if training.step_phase == "hand out":
         return [(owner, training.got("h")) for owner in world.owners if world.parts(owner, rank, boundary)[1]]
     sources = sorted({source for source, target, _ in world.fills(boundary) if target == rank})

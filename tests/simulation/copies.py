@@ -1,8 +1,9 @@
 """Copies of blocks being compared, as one simulated worker does it (worker/shoal/training/corruption_watch.py), and
 flipped bits.
 
-Every vote of a step brings the worker's copies of a sample, the votes after a save those of all blocks. What differs is
-told in the status. `FlippedBits` knows which bits were flipped, and holds that each is noticed.
+Every vote of a step brings the worker's copies of a sample, the votes after a save those of all blocks; and before a
+planned change those are compared of which it takes one away. What differs is told in the status. `FlippedBits` knows
+which bits were flipped, and holds that each is noticed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.core.sampled_blocks import sampled
+from shoal.core.sampled_blocks import losing_a_copy, sampled
 from shoal_protos.corruption import CorruptBlock
+from shoal_protos.plan import Plan
 
 from .symbols import right
 
@@ -37,6 +39,8 @@ class Copies:
         self.saved: Part | None = None
         self.saved_step = 0
         self.sound = False
+        self.going: frozenset[int] = frozenset()
+        """What is compared before the planned change at hand."""
 
     def brings(self) -> Brought:
         """What its vote says."""
@@ -56,6 +60,27 @@ class Copies:
             single = any(copies[block] < 2 for block in range(self.simulation.blocks))
             self.sound, self.saved = bool(every) and not (found or single), None
         self.reported = (*self.reported, *found)[-MOST_REPORTED:]
+
+    def before_change(self, plan: Plan) -> None:
+        """All members of the old world bring what they keep of what is to be compared."""
+        training, world = self.training, self.training.world
+        assert world is not None
+        self.going = frozenset(losing_a_copy(world.plan, plan)) if self.simulation.corruption_steps else frozenset()
+        if self.going:
+            part = {b: training.blocks[b] for b in world.keeps[training.rank] & self.going & training.blocks.keys()}
+            for rank in range(world.size):
+                training.send(rank, "c", part)
+
+    def may_change(self, plan: Plan) -> bool:
+        """Whether all have brought theirs."""
+        training, brought = self.training, self.training.got("c")
+        assert training.world is not None
+        if self.going and len(brought) < training.world.size:
+            return False
+        found = self._compare(list(brought.items()), training.step)
+        self.reported, self.going = (*self.reported, *found)[-MOST_REPORTED:], frozenset()
+        self.simulation.bits.changes(training.worker, training.world.plan, plan)
+        return True
 
     def _compare(self, brought: list[tuple[SimWorker, Part]], step: int) -> list[CorruptBlock]:
         found = []
@@ -126,25 +151,37 @@ class FlippedBits:
         """A flipped bit is told within `corruption_steps` by everybody who votes with both its copies."""
         generation = worker.training.generation
         for flip in self.flips:
-            if not self._could_be_seen(flip, generation, step):
+            if not self._could_be_seen(flip, generation):
                 flip.generation = 0 if flip.generation == generation else flip.generation
             elif flip.generation != generation:
                 flip.generation, flip.since = generation, step
             elif step > flip.since + self.simulation.corruption_steps + 1 and not self._is_reported(worker, flip.block):
                 self.simulation.watch.violated("a flipped bit was not noticed", flip.worker, flip.block, step)
 
+    def changes(self, worker: SimWorker, old: Plan, new: Plan) -> None:
+        """A planned change begins: a flipped bit is told by whoever has seen its last comparison go."""
+        for flip in self.flips:
+            kept = [member for member, share in zip(old.members, old.shares, strict=True) if flip.block in share.keeps]
+            keeping = {m for m, share in zip(new.members, new.shares, strict=True) if flip.block in share.keeps}
+            if len(keeping & set(kept)) > 1 or flip.generation != old.generation or flip.since >= worker.training.step:
+                continue
+            holders = [w for w in map(self.simulation.process_of, kept) if w and flip.block in w.training.blocks]
+            values = {self._as_of(w, flip.block) for w in holders}
+            if flip.worker in holders and len(values) > 1 and not self._is_reported(worker, flip.block):
+                self.simulation.watch.violated("a change took the copy beside a flipped one", flip.worker, flip.block)
+
     def _is_reported(self, worker: SimWorker, block: int) -> bool:
         return any(one.block == block for one in worker.training.copies.reported)
 
-    def _could_be_seen(self, flip: Flip, generation: int, step: int) -> bool:
+    def _could_be_seen(self, flip: Flip, generation: int) -> bool:
         holders = [w for w in self.simulation.workers() if self._holds(w, flip.block, generation)]
-        values = {self._as_of(w, flip.block, step) for w in holders}
+        values = {self._as_of(w, flip.block) for w in holders}
         return bool(self.simulation.corruption_steps) and flip.worker in holders and len(values) > 1
 
     def _holds(self, worker: SimWorker, block: int, generation: int) -> bool:
         return worker.training.generation == generation and block in worker.training.blocks
 
-    def _as_of(self, worker: SimWorker, block: int, step: int) -> bool:
+    def _as_of(self, worker: SimWorker, block: int) -> bool:
         """Whether its copy is right as of its own step."""
         return worker.training.blocks[block] == right(max(0, worker.training.step))[block]
 

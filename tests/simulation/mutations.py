@@ -42,7 +42,9 @@ from shoal_controller.core.machine.turn import Turn
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
-from shoal_protos.runs import Runs, every
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+
+from . import copies
 
 Patch = tuple[Any, Any, Any]
 """Where, the name there (of a table: its key), what instead."""
@@ -286,6 +288,9 @@ MUTATIONS: dict[str, list[Patch]] = {
     "where copies differ all return to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
     "… and to none that was saved while they differed": [
         (checkpoints, "latest", lambda durable: max(durable.checkpoints, default=None))
+    ],
+    "copies are compared before a planned change takes one away": [
+        (copies, "losing_a_copy", lambda old, new: NO_BLOCKS)
     ],
     "a second return without progress pauses the job": [(corruption, "_is_beyond", lambda turn: True)],
     "a worker that is part of two differences is evicted": [

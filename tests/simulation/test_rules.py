@@ -53,6 +53,7 @@ NOTICED_BY: dict[str, str | int] = {
     "members' reports of differing copies count": "flipped_bit",
     "where copies differ all return to a checkpoint whose copies agreed": "flipped_bit",
     "… and to none that was saved while they differed": 252,
+    "copies are compared before a planned change takes one away": "flipped_bit_drained",
     "a second return without progress pauses the job": "flipped_bits_again",
     "a worker that is part of two differences is evicted": "flipping_worker",
     "a save that was given up no longer counts": "flipped_bit_saved",

@@ -260,8 +260,16 @@ class Training:
         if begins is None:
             self.begin_boundary()
             return False
-        joiners = [m for m in begins.members if m not in self.world.plan.members] if self.world else []
-        senders = [m for m in begins.members if self.world and m in self.world.plan.members]
+        self.copies.before_change(begins)
+        self.step_phase = "compare"
+        return True
+
+    def _change(self) -> bool:
+        begins = self.membership.begins
+        if begins is None or self.world is None or not self.copies.may_change(begins):
+            return False
+        joiners = [m for m in begins.members if m not in self.world.plan.members]
+        senders = [m for m in begins.members if m in self.world.plan.members]
         self._begin(begins)
         if senders and senders[0].incarnation == self.worker.incarnation:
             for member in joiners:
@@ -486,6 +494,7 @@ PROGRESS = {
     "fills": Training._fills,
     "vote": Training._vote,
     "hand out": Training._hand_out,
+    "compare": Training._change,
     "first message": Training._first_message,
     "catch up": Training._catch_up,
 }

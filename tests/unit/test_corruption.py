@@ -21,10 +21,12 @@ from reference import reference
 from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
-from shoal.core.sampled_blocks import sampled
+from shoal.core.sampled_blocks import losing_a_copy, sampled
 from shoal.training import corruption_watch
 from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch
+from shoal_controller.core.machine.events import DrainWorker
 from shoal_protos.corruption import CorruptBlock
+from shoal_protos.plan import Member, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
@@ -45,12 +47,16 @@ def memory_of(worker: Worker, tensor: str, owned: bool) -> tuple[Tensor, int]:
     assert engine.context.world is not None
     share = engine.context.world.plan.shares[engine.context.world.rank]
     block = next(iter(share.owned if owned else share.mirrored))
-    state, one = engine.context.state, Runs(((block, block + 1),))
+    return memory_at(worker, tensor, block), block
+
+
+def memory_at(worker: Worker, tensor: str, block: int) -> Tensor:
+    state, one = worker.engine.context.state, Runs(((block, block + 1),))
     if tensor == "parameters":
         (stretch,) = state.layout.stretches(one)
-        return state.weights.flats[stretch.bucket][slice(*state.layout.elements(stretch))], block
+        return state.weights.flats[stretch.bucket][slice(*state.layout.elements(stretch))]
     (values,) = state.held.states(one).values()
-    return values[tensor], block
+    return values[tensor]
 
 
 def flip(values: Tensor, bit: int = 12) -> None:
@@ -76,6 +82,12 @@ def strike(crew: Crew, name: str, tensor: str = "exp_avg", owned: bool = True) -
     with crew.changed:
         crew.watchers.append(watch)
         return memory_of(crew.workers[name], tensor, owned)[1]
+
+
+def owners(crew: Crew) -> list[str]:
+    world = crew.job.durable.current
+    assert world is not None
+    return [member.worker for member, share in zip(world.members, world.shares, strict=True) if share.owned]
 
 
 def save(crew: Crew, step: int) -> None:
@@ -117,6 +129,24 @@ def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(tens
             values, _ = memory_of(crew.workers["a"], "exp_avg", owned=True)
             values[[0, 4000]] = values[[4000, 0]]
             assert (block_checksums(state, held) != before).sum() == 1, "two numbers that have changed places"
+
+
+@given(st.lists(st.tuples(st.frozensets(st.integers(0, 9)), st.frozensets(st.integers(0, 9))), min_size=1, max_size=5))
+def test_a_change_compares_what_loses_the_second_copy_and_nothing_else(
+    keeps: list[tuple[frozenset[int], frozenset[int]]],
+) -> None:
+    """Whoever keeps nothing afterwards is left out."""
+    members = [Member(f"w{place}", f"i{place}", "host:1") for place in range(len(keeps))]
+    old = world_of(members, [before for before, _ in keeps])
+    new = world_of([m for m, (_, after) in zip(members, keeps, strict=True) if after], [a for _, a in keeps if a])
+    had = Counter(block for before, _ in keeps for block in before)
+    keep_on = Counter(block for before, after in keeps for block in before & after)
+    assert set(losing_a_copy(old, new)) == {block for block in had if had[block] > 1 and keep_on[block] < 2}
+
+
+def world_of(members: list[Member], keeps: list[frozenset[int]]) -> Plan:
+    shares = tuple(Share(owned=Runs.of(blocks)) for blocks in keeps)
+    return Plan(1, 0, Reason.DRAIN, 1, 10, tuple(members), shares, (), 1, 0, steps=True)
 
 
 # ---- one flipped bit
@@ -190,6 +220,75 @@ def test_a_vote_without_a_step_compares_nothing_and_only_the_latest_differences_
             for block in range(2 * MOST_REPORTED):
                 watch.on_record(replace(passed, corrupt=(CorruptBlock(block, 0, 3, ("a", "b")),)))
             assert [one.block for one in watch.corrupt] == list(range(MOST_REPORTED, 2 * MOST_REPORTED))
+
+
+# ---- a copy that goes
+
+
+def strike_and_drain(crew: Crew, struck_one_goes: bool) -> tuple[int, str]:
+    """Flips a bit of a block that worker a owns, and drains one of its two holders; returns the block and both."""
+    crew.train_to(crew.allowed + 6)
+    block = strike(crew, "a")
+    assert block < crew.allowed, "its turn in this round is over"
+    world = crew.job.durable.current
+    assert world is not None
+    holders = [m.worker for m, share in zip(world.members, world.shares, strict=True) if block in share.keeps]
+    other = next(name for name in holders if name != "a")
+    crew.train_to(crew.allowed + 1)
+    crew.request(DrainWorker("a" if struck_one_goes else other))
+    return block, " and ".join(holders)
+
+
+@pytest.mark.parametrize("struck_one_goes", [True, False])
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_a_flipped_bit_is_told_though_a_drain_takes_away_a_copy_before_its_turn(
+    names: str, struck_one_goes: bool
+) -> None:
+    with Crew(names, task(corruption_steps=1000, on_corruption="continue")) as crew:
+        block, holders = strike_and_drain(crew, struck_one_goes)
+        crew.train_until("the drain", lambda: len(crew.members()) < len(names) and crew.at_rest())
+        assert len(seen(crew)) == 1
+        assert seen(crew)[0].startswith(f"the copies of block {block} of workers {holders} differ; one was changed ")
+
+
+def test_after_such_a_drain_all_go_back_and_the_job_has_the_undisturbed_bits(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path, corruption_steps=1000)) as crew:
+        save(crew, 2)
+        strike_and_drain(crew, struck_one_goes=False)
+        assert crew.finish() == reference(PLAIN)
+        assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 2: the copies of ")
+
+
+def test_a_flipped_bit_is_told_though_a_joiner_takes_over_one_of_its_two_copies() -> None:
+    struck: list[int] = []
+
+    def look(worker: Worker, point: str, step: int) -> None:
+        world, planned = worker.engine.context.world, worker.link.own.next
+        if (worker.name, point) == ("a", "exchange") and world is not None and planned is not None and not struck:
+            moving = losing_a_copy(world.plan, planned)
+            if moving:
+                struck.append(min(moving))
+                flip(memory_at(worker, "exp_avg", struck[0]))
+
+    with Crew("ab", task(corruption_steps=1000, on_corruption="continue")) as crew:
+        crew.train_to(2)
+        with crew.changed:
+            crew.watchers.append(look)
+        crew.add("c")
+        crew.train_until("its share", lambda: len(owners(crew)) == 3 and crew.at_rest())
+        assert len(seen(crew)) == 1
+        assert seen(crew)[0].startswith(f"the copies of block {struck[0]} of workers a and b differ; ")
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_a_death_while_copies_are_compared_costs_the_comparison_and_no_bit(victim: str) -> None:
+    with Crew("abc", task(corruption_steps=1000)) as crew:
+        crew.train_to(2)
+        with crew.changed:
+            crew.plant(victim, 3, "begin")
+        crew.request(DrainWorker("b"))
+        assert crew.finish() == reference(PLAIN)
+        assert seen(crew) == []
 
 
 # ---- what follows

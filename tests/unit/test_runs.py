@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal_protos.errors import UserError
-from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+from shoal_protos.runs import NO_BLOCKS, Runs, every, in_two, union
 
 MOST = 40
 SPANS = st.lists(st.tuples(st.integers(0, MOST), st.integers(0, MOST)), max_size=8)
@@ -45,6 +47,13 @@ def test_runs_are_a_set(one: frozenset[int], other: frozenset[int]) -> None:
 @given(st.lists(SETS, max_size=5))
 def test_a_union_of_many_is_that_of_their_sets(parts: list[frozenset[int]]) -> None:
     assert set(union(Runs.of(part) for part in parts)) == set().union(*parts)
+
+
+@given(st.lists(SETS, max_size=5))
+def test_what_is_in_two_of_many_is_counted_as_in_their_sets(parts: list[frozenset[int]]) -> None:
+    counts = Counter(block for part in parts for block in part)
+    runs = in_two(Runs.of(part) for part in parts)
+    assert (set(runs), is_canonical(runs)) == ({block for block, count in counts.items() if count > 1}, True)
 
 
 @given(SETS, st.integers(-3, MOST + 3))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from shoal_protos.plan import Plan
 
 from shoal.exchange.vote import Record
 from shoal.training.called_steps import CalledSteps
@@ -89,6 +90,10 @@ class Boundary:
         self._saving.on_world(world)
         self._requests.on_world()
         self._status.publish()
+
+    def before_change(self, old: World, new: Plan) -> None:
+        """A planned world is about to begin, on all members of the old one. Raises `WorldChanged`."""
+        self._corruption.before_change(old, new)
 
     def on_roll_forward(self, record: Record) -> None:
         """This member has the record of a vote that it has not passed itself."""

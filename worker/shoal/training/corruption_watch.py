@@ -2,27 +2,32 @@
 
 A rotating sample beside each step, so that every block's turn comes within `shoal.corruption_steps`; and beside each
 save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. They are summed at the
-vote after the save's boundary: nothing has changed by then, and what was still being handed out has come. What differs
-is reported; what is done about it the controller decides. Off where a job is not bit-exact: copies may differ there.
+vote after the save's boundary: nothing has changed by then, and what was still being handed out has come. And before a
+planned change begins, blocks of which it takes away the copy to compare with. What differs is reported; what is done
+about it the controller decides. Off where a job is not bit-exact: copies may differ there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from shoal_protos.activity import StepPhase
 from shoal_protos.corruption import CorruptBlock
-from shoal_protos.runs import Runs
+from shoal_protos.plan import Plan
+from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
 from shoal.blocks.checksums import block_checksums
-from shoal.core.sampled_blocks import sampled
-from shoal.exchange.copies import NO_COPY, Comparison
+from shoal.core.sampled_blocks import losing_a_copy, sampled
+from shoal.exchange.copies import NO_COPY, Comparison, compare
 from shoal.exchange.vote import Record
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.world import World
 
 SLICE = 4_096
-"""Blocks of a save that one vote compares: 32 kB of it."""
+"""Blocks that are compared at once, beside a save or before a change: 32 kB of a vote."""
 MOST_REPORTED = 32
 """Corrupt blocks in a status."""
 
@@ -67,7 +72,7 @@ class CorruptionWatch:
         if step > self._state.step:
             blocks = sampled(step, self._state.held_layout.blocks, self._every)
             if blocks:
-                found.append(self._comparison(blocks, self._checksums(blocks), self._state.step))
+                found.append(self._comparison(blocks, self._checksums(blocks, self._valid), self._state.step))
         if self._saved is not None:
             part = Runs(((self._compared, min(self._compared + SLICE, len(self._saved))),))
             found.append(self._comparison(part, self._saved[self._compared :][: len(part)], self._saved_step))
@@ -77,10 +82,10 @@ class CorruptionWatch:
         numbers = torch.tensor(list(blocks), dtype=torch.int64, device="cpu")
         return Comparison(numbers, checksums, max(0, step - self._every), step)
 
-    def _checksums(self, blocks: Runs) -> Tensor:
-        """Checksums of this member's copies of `blocks`, in their order."""
+    def _checksums(self, blocks: Runs, counting: Runs) -> Tensor:  # (len(blocks),) int64
+        """Checksums of `blocks` in their order, NO_COPY where this member has none that is `counting`."""
         found = torch.full((len(blocks),), NO_COPY, dtype=torch.int64, device="cpu")
-        own = blocks & self._valid
+        own = blocks & counting
         if own:
             held = set(own)
             places = [place for place, block in enumerate(blocks) if block in held]
@@ -98,9 +103,12 @@ class CorruptionWatch:
 
     def on_record(self, record: Record) -> None:
         """What a passed vote has found; also of one that this member rolls forward with."""
-        for block in record.corrupt:
+        self._report(record.corrupt)
+
+    def _report(self, corrupt: Sequence[CorruptBlock]) -> None:
+        for block in corrupt:
             log.error("corrupt_block", block=block.block, step=block.step, reason=block.sentence)
-        self.corrupt = (*self.corrupt, *record.corrupt)[-MOST_REPORTED:]
+        self.corrupt = (*self.corrupt, *corrupt)[-MOST_REPORTED:]
 
     @property
     def _valid(self) -> Runs:
@@ -118,6 +126,26 @@ class CorruptionWatch:
     def saved_is_sound(self) -> bool | None:
         """Whether all blocks of the save at hand had two copies at least, and all agreed; None: not known yet."""
         return None if self._due is not None or self._saved is not None else self._sound
+
+    # ---- over a change
+
+    def before_change(self, old: World, new: Plan) -> None:
+        """On all members of the old world, who know both plans: the last that is done in it. What is filled in it is
+        left out: it would make a majority of the copy that it was made of. Raises `WorldChanged`.
+        """
+        going = losing_a_copy(old.plan, new) if self._every and self._copies else NO_BLOCKS
+        if not going:
+            return
+        self._state.device.settle()
+        old.group.progress.reach(StepPhase.VOTE)
+        counting = self._valid & old.plan.shares[old.rank].keeps
+        workers = [member.worker for member in old.plan.members]
+        while going:
+            part = going.first(SLICE)
+            mine = self._checksums(part, counting)
+            rows = old.group.all_gather(mine.view(torch.uint8)).view(torch.int64)
+            self._report(compare(self._comparison(part, mine, self._state.step), rows, workers).corrupt)
+            going -= part
 
     def on_world(self, world: World) -> None:
         """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""

@@ -215,6 +215,7 @@ class Resize:
         self._step.parameters.before_leaving(old)
         self._clock.start()
         context.faults.at("begin", context.state.step)
+        self._boundary.before_change(old, prepared.plan)
         if prepared.plan.rank_of(context.link.worker, context.link.incarnation) is None:
             context.link.begin(prepared.plan, None)
             context.world = None
