@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
 
 import structlog
 from shoal_protos.log_form import rendering
+from shoal_protos.log_stream import LogStream
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes to what is standard error at the time, also when that is replaced."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]
-        return sys.stderr
+class _StandardError(logging.StreamHandler[LogStream]):
+    """Never waits for whoever reads it: heartbeats would wait with it."""
 
 
 def configure(level: str) -> None:
@@ -38,7 +31,7 @@ def configure(level: str) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=False,
     )
-    handler = _StandardError()
+    handler = _StandardError(LogStream())
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *rendering(sys.stderr.isatty())],

@@ -12,7 +12,7 @@ from shoal_controller.cli import acts, demo, verdict
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.display import Lines, watch
 from shoal_controller.cli.endings import Unreachable
-from shoal_controller.cli.tables import console
+from shoal_controller.cli.tables import display_console
 from shoal_protos.errors import JobFailed
 
 
@@ -196,7 +196,7 @@ def test_without_a_terminal_a_job_is_shown_as_lines(
     monkeypatch.setattr("shoal_controller.cli.display.POLL_SECONDS", 0.0)
     pretended.max_steps = 40
     pretended.later = [lambda: None] * 20 + [lambda: pretended.lose("w1", "lost")]
-    with Lines(console(stderr=True)) as shown:
+    with Lines(display_console()) as shown:
         ended = asyncio.run(watch(pretended, "disturbed", shown))  # type: ignore[arg-type]
     assert ended["step"] == 40
     lines = capsys.readouterr().err.splitlines()
@@ -221,7 +221,7 @@ def test_a_request_without_an_answer_is_made_again_before_the_controller_is_give
 
     monkeypatch.setattr("shoal_controller.cli.display.POLL_SECONDS", 0.0)
     pretended.max_steps, pretended.later = 40, [miss] * misses
-    with Lines(console(stderr=True)) as shown:
+    with Lines(display_console()) as shown:
         if misses < 4:
             assert asyncio.run(watch(pretended, "disturbed", shown))["step"] == 40  # type: ignore[arg-type]
             return

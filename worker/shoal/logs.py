@@ -1,35 +1,29 @@
 """The training side's log: standard error, in the form of `log_form`, whatever the user's script does with its own.
 
 Standard output belongs to the script; a library does not configure other people's structlog. Where a line cannot be
-written (a full disk, a pipe that nobody reads) it is lost: no training process fails for the sake of its log.
+written (a full disk, a pipe that nobody reads) it is lost: no training process fails or waits for the sake of its log.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 
 import structlog
 from shoal_protos.log_form import rendering
+from shoal_protos.log_stream import LogStream
 
 
-class _StandardError:
-    """Writes to what is standard error at the time, also when that is replaced, where it can be written."""
+class _StandardError(LogStream):
+    """Fails nobody where it cannot be written."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):  # full or broken; closed
-            if sys.stderr is not None:
-                sys.stderr.write(text)
+            super().write(text)
         return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            if sys.stderr is not None:
-                sys.stderr.flush()
 
     def isatty(self) -> bool:
         try:
-            return sys.stderr is not None and sys.stderr.isatty()
+            return super().isatty()
         except (OSError, ValueError):
             return False
 
@@ -48,7 +42,7 @@ def say(sentence: str) -> None:
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger whose entries carry `name`."""
     log: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
-        structlog.PrintLogger(STANDARD_ERROR),  # type: ignore[arg-type]
+        structlog.WriteLogger(STANDARD_ERROR),  # type: ignore[arg-type]
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper("iso", utc=True),

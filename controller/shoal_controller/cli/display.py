@@ -21,7 +21,7 @@ from shoal_controller.cli.client import Client, Json
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate, seconds_left, time_left
-from shoal_controller.cli.tables import console, event_line, number, phase, step_of
+from shoal_controller.cli.tables import display_console, event_line, number, phase, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
@@ -128,7 +128,7 @@ def _left(job: Json, samples_per_second: float | None) -> str:
 
 def display() -> Display:
     """The one that suits standard error."""
-    on = console(stderr=True)
+    on = display_console()
     return Terminal(on) if sys.stderr.isatty() else Lines(on)
 
 

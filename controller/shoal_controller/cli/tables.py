@@ -11,6 +11,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from shoal_protos.log_stream import LogStream
 
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.options import Form
@@ -22,10 +23,18 @@ PHASE_STYLES = {"running": "green", "succeeded": "green", "failed": "red", "stal
 LEVEL_STYLES = {"act": "red", "watch": "yellow"}
 
 
-def console(stderr: bool = False) -> Console:
+def console() -> Console:
     """A console as wide as the terminal, or wide enough for everything where there is none."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE)
+    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+
+
+def display_console() -> Console:
+    """The same on standard error, for a process with a controller in it: what a stopped pager or terminal does not take
+    is not shown, and holds up nothing.
+    """
+    stream = LogStream(lambda count: f"… {count} times nothing could be shown here: nobody read it")
+    width = None if stream.isatty() else WIDE
+    return Console(file=stream, highlight=False, width=width)  # type: ignore[arg-type]
 
 
 def show(*parts: RenderableType) -> None:

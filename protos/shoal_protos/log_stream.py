@@ -1,0 +1,80 @@
+"""Standard error for log entries: what nobody takes is lost, and holds up nobody.
+
+A pipe whose reader has stopped (a pager, a collector of logs that hangs) and a terminal that was stopped with Ctrl-S
+take nothing, and whoever writes to them waits without end: a controller with all its heartbeats, a training thread with
+all who train with it. So each piece is written only where there is room for it. Both sides' logs and the display use
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+PATIENCE_MILLISECONDS = 500
+"""How long a reader may be behind, once: after that no entry waits until there is room again."""
+PIECE = 1024
+"""Characters that surely fit where there is room at all: 4096 bytes, as a pipe has it."""
+
+
+def lost_entry(count: int) -> str:
+    """What a log says of the entries that are missing there."""
+    entry = {"logger": "shoal.log_stream", "entries": count, "event": "entries were lost: nobody read them"}
+    return json.dumps({**entry, "level": "warning"})
+
+
+class LogStream:
+    """Writes to what is standard error at the time, also when that is replaced. Raises what that raises."""
+
+    encoding = "utf-8"
+
+    def __init__(self, lost: Callable[[int], str] = lost_entry) -> None:
+        """`lost`: the line that tells how many were lost."""
+        self._lost = lost
+        self._missing = 0
+        self._torn = ""
+        """What ends an entry of which only the beginning was written."""
+
+    def write(self, text: str) -> int:
+        """A whole entry, which is lost where there is no room for it."""
+        stream = sys.stderr
+        if stream is None:
+            return len(text)
+        if self._missing and _has_room(stream, 0):
+            missing, self._missing = self._missing, 0
+            _put(stream, f"{self._torn}{self._lost(missing)}\n")
+        for begin in range(0, len(text), PIECE):
+            if not _has_room(stream, 0 if self._missing else PATIENCE_MILLISECONDS):
+                self._torn = "\n" if begin else self._torn * bool(self._missing)
+                self._missing += 1
+                break
+            _put(stream, text[begin : begin + PIECE])
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is left: each piece has been flushed."""
+
+    def isatty(self) -> bool:
+        return sys.stderr is not None and sys.stderr.isatty()
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+
+def _put(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()
+
+
+def _has_room(stream: TextIO, milliseconds: int) -> bool:
+    """Whether a piece can be written at once. What is no file of the system, or broken, says so when it is written."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return True
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    return bool(waiting.poll(milliseconds))

@@ -1,0 +1,130 @@
+"""A log whose reader has stopped: entries are lost and counted, and nobody waits."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import structlog
+from shoal.logs import get_logger, say
+from shoal_controller import logs
+from shoal_controller.cli.display import display
+from shoal_protos.log_form import is_entry
+from shoal_protos.log_stream import PATIENCE_MILLISECONDS, LogStream
+
+PIPE_BYTES = 1 << 16
+MOST_SECONDS = 10 * PATIENCE_MILLISECONDS / 1000
+"""Far below what a wait for each of the entries would take."""
+ENTRIES = 50
+JOB = {
+    "job": "train", "phase": "running", "generation": 1, "step": 1, "max_steps": 2, "loss": 1.0, "samples": 1,
+    "reason": "", "workers": {"wanted": 1, "active": 1, "min": 1, "max": 1},
+}  # fmt: skip
+
+
+@pytest.fixture(name="pipe")
+def unread_pipe() -> Iterator[tuple[int, int]]:
+    """A pipe that is full: where it is read, and where it is written."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.write(writer, b"x" * PIPE_BYTES)
+    yield reader, writer
+    os.close(reader)
+    os.close(writer)
+
+
+def written_to(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", open(pipe[1], "w", buffering=1, closefd=False))  # noqa: SIM115
+
+
+def test_entries_that_nobody_reads_are_lost_and_told_of_when_somebody_does(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_to(pipe, monkeypatch)
+    stream, began = LogStream(), time.monotonic()
+    for number in range(ENTRIES):
+        stream.write(f"entry {number}\n")
+    assert time.monotonic() - began < MOST_SECONDS
+    assert os.read(pipe[0], 2 * PIPE_BYTES) == b"x" * PIPE_BYTES
+    stream.write("the next entry\n")
+    stream.write("and one more\n")
+    lost, *entries = os.read(pipe[0], 2 * PIPE_BYTES).decode().splitlines()
+    assert json.loads(lost)["entries"] == ENTRIES and is_entry(lost)
+    assert entries == ["the next entry", "and one more"]
+
+
+def test_an_entry_of_which_only_the_beginning_was_taken_ends_its_line(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_to(pipe, monkeypatch)
+    os.read(pipe[0], PIPE_BYTES)
+    stream = LogStream(lambda count: f"{count} lost")
+    stream.write(2 * PIPE_BYTES * "y" + "\n")
+    stream.write("another one\n")
+    assert set(os.read(pipe[0], 2 * PIPE_BYTES)) == {ord("y")}
+    stream.write("the next entry\n")
+    assert os.read(pipe[0], 2 * PIPE_BYTES) == b"\n2 lost\nthe next entry\n"
+
+
+def test_a_reader_that_is_only_slow_gets_all_of_a_long_entry(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_to(pipe, monkeypatch)
+    entry, found, slow = f"{'ä' * PIPE_BYTES}\n", bytearray(), threading.Event()
+
+    def read() -> None:
+        while len(found) < PIPE_BYTES + len(entry.encode()):
+            slow.wait(0.01)
+            found.extend(os.read(pipe[0], 9000))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    LogStream().write(entry)
+    reading.join()
+    assert found[PIPE_BYTES:].decode() == entry
+
+
+def test_a_worker_does_not_wait_for_whoever_reads_its_log(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_to(pipe, monkeypatch)
+    began = time.monotonic()
+    for generation in range(ENTRIES):
+        get_logger("shoal.world").info("world", generation=generation)
+        say("a sentence")
+    assert time.monotonic() - began < MOST_SECONDS
+
+
+def test_a_controller_does_not_wait_for_whoever_reads_its_log(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, root, level = structlog.get_config(), list(logging.getLogger().handlers), logging.getLogger().level
+    written_to(pipe, monkeypatch)
+    try:
+        logs.configure("info")
+        began = time.monotonic()
+        for number in range(ENTRIES):
+            structlog.get_logger("shoal.job").info("an event", number=number)
+        assert time.monotonic() - began < MOST_SECONDS
+    finally:
+        structlog.configure(**before)
+        logging.getLogger().handlers = root
+        logging.getLogger().setLevel(level)
+
+
+def test_a_display_does_not_wait_for_whoever_reads_it(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    written_to(pipe, monkeypatch)
+    began = time.monotonic()
+    with display() as shown:
+        for _ in range(ENTRIES):
+            shown.tell("what rank 0 prints")
+        shown.show(JOB, 1.0)
+    assert time.monotonic() - began < MOST_SECONDS
+    os.read(pipe[0], 2 * PIPE_BYTES)
