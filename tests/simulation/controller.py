@@ -283,6 +283,8 @@ class Launcher:
         self.started: dict[str, SimWorker] = {}
         self.unseen: set[str] = set()
         """Whose end no controller has seen: nobody knows how they ended."""
+        self.gone: set[str] = set()
+        """Whose machine is gone: nothing more is heard of their processes, which may run on for a while."""
 
     @property
     def _life(self) -> int:

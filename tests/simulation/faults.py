@@ -11,6 +11,7 @@ from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause
 
 from .liars import Liars
 from .operators import Operators
+from .pod_faults import PodFaults
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -33,7 +34,7 @@ class Faults:
         self.liars = Liars(simulation)
         self.operators = Operators(simulation)
         self.links = simulation.links
-
+        self.pods = PodFaults(simulation)
         self.flips = Random(f"flips of {simulation.seed}")
 
     def rage(self, seconds: float) -> None:
@@ -42,6 +43,7 @@ class Faults:
         self.liars.rage(seconds)
         self.operators.rage(seconds)
         self.links.rage(seconds)
+        self.pods.rage(seconds)
         for _ in range(self.flips.choice((0, 0, 0, 1, 1, 2))):
             self.clock.after(self.flips.uniform(0, seconds), self.flip)
         if self.simulation.checkpoints.every:
@@ -73,6 +75,7 @@ class Faults:
                 worker.thaw()
         simulation.host.crash_after = simulation.host.crash_before = None
         simulation.planner.mend()
+        self.pods.calm()
         simulation.host.start()
         if simulation.host.job.durable.paused:
             simulation.host.request(Resume())

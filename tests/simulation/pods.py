@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.machine.events import Event, Exited, NeverStarted, Preempted, Spared, Spawned, Waiting
+from shoal_controller.core.machine.events import (
+    Endangered,
+    Event,
+    Exited,
+    NeverStarted,
+    Preempted,
+    Spared,
+    Spawned,
+    Waiting,
+)
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
 
@@ -38,7 +47,8 @@ class PodLauncher(Launcher):
         return worker in self.waiting or super().has(worker)
 
     def ended(self, process: SimWorker) -> None:
-        super().ended(process)
+        if process not in (self.started[worker] for worker in self.gone):
+            super().ended(process)
         self.look_again()
 
     def _spawned(self, worker: str, life: int) -> None:
@@ -55,7 +65,7 @@ class PodLauncher(Launcher):
 
     def look_again(self) -> None:
         """Start what can start, and say what the others wait for."""
-        running = sum(process.alive for process in self.started.values())
+        running = len(self.running())
         for worker in list(self.waiting):
             if not self.image_is_there:
                 self._tell(Waiting(worker, PendingReason.IMAGE, NO_IMAGE, hopeless=True))
@@ -66,6 +76,10 @@ class PodLauncher(Launcher):
                 self.started[worker] = self.simulation.start_process(worker, launched=True)
                 running += 1
                 self._tell(Spawned(worker, self._place(worker, self._node(worker))))
+
+    def running(self) -> list[str]:
+        """Whose pods have started, and are there."""
+        return [worker for worker, process in self.started.items() if process.alive and worker not in self.gone]
 
     def _kill(self, worker: str, life: int) -> None:
         if worker in self.waiting and life == self._life:
@@ -91,6 +105,8 @@ class PodLauncher(Launcher):
     def _found(self, worker: str) -> Event:
         if worker in self.waiting:
             return Spawned(worker, self._place(worker))
+        if worker in self.gone:
+            return self._vanished(worker)
         process = self.started[worker]
         lives = Spawned(worker, self._place(worker, self._node(worker)))
         return lives if process.alive else self._exit(worker, process)
@@ -104,9 +120,17 @@ class PodLauncher(Launcher):
     def spare(self, worker: str) -> None:
         self._tell(Spared(worker, f"the taint karpenter.sh/disrupted of {self._node(worker)} is gone"))
 
+    def endanger(self, worker: str, why: str) -> None:
+        """`why`: empty: no longer."""
+        self._tell(Endangered(worker, why))
+
     def vanish(self, worker: str) -> None:
         """Its node is gone, and with it the link to it."""
         process = self.started[worker]
         process.set_cut(True)
         process.freeze()
-        self._tell(Exited(worker, None, f"{self._node(worker)} is not there any more"))
+        self.gone.add(worker)
+        self._tell(self._vanished(worker))
+
+    def _vanished(self, worker: str) -> Event:
+        return Exited(worker, None, f"{self._node(worker)} is not there any more")

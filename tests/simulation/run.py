@@ -42,6 +42,7 @@ def attempt(task: Task) -> Outcome:
     happened[f"of stage {simulation.stage}"] += 1
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
+    happened["faults of pods"] += getattr(simulation, "pod_faults", 0)
     happened["started anew"] += durable.first_valid_generation > 0
     happened["checkpoints"] += simulation.checkpoints.made
     happened["from a checkpoint"] += sum(
@@ -97,10 +98,13 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--workers", type=int, help="at most so many workers (default 6)")
     parser.add_argument("--blocks", type=int, help="so many blocks (default: up to 64, drawn)")
+    parser.add_argument(
+        "--launcher", choices=["local", "none", "kubernetes"], help="of all seeds (default: drawn of two)"
+    )
     parser.add_argument("--processes", type=int, default=2, help="how many seeds at a time")
     parser.add_argument("--replay", type=int, help="run this one seed and print its event log")
     given = parser.parse_args()
-    shape = {name: value for name in ("workers", "blocks") if (value := getattr(given, name)) is not None}
+    shape = {name: value for name in ("workers", "blocks", "launcher") if (value := getattr(given, name)) is not None}
     if given.replay is not None:
         return replay(given.replay, shape)
     began = time.perf_counter()

@@ -6,6 +6,7 @@ from shoal_controller.core.machine.events import Resume
 from shoal_controller.core.machine.spec import Phase
 
 from .faults import Faults
+from .pods import NO_IMAGE
 from .simulation import Simulation
 from .watch import Violation
 
@@ -34,6 +35,7 @@ def rage_and_calm(simulation: Simulation) -> Simulation:
     faults.calm()
     _goes_on(simulation)
     simulation.faults = faults.count  # type: ignore[attr-defined]
+    simulation.pod_faults = faults.pods.count  # type: ignore[attr-defined]
     return simulation
 
 
@@ -91,7 +93,7 @@ def _waits_for_an_operator(simulation: Simulation) -> bool:
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
-    needs = "no living copy", "cannot be read whole", "There is no other checkpoint"
+    needs = "no living copy", "cannot be read whole", "There is no other checkpoint", NO_IMAGE
     given_up = simulation.script.is_given_up_for(reason) or simulation.planner.is_given_up_for(reason)
     cancelled = phase is Phase.CANCELLED and simulation.promises.cancel_was_asked
     if cancelled or phase is Phase.SUCCEEDED or any(need in reason for need in needs) or given_up:

@@ -17,6 +17,7 @@ from matrices import examples, shortened
 from .run import attempt, children, gather, many, replay_log, tasks
 
 FIRST_SEEDS, SEEDS = 80, int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
+FIRST_PODS = 24
 PROCESSES = 2
 
 
@@ -40,6 +41,15 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end:
     assert happened["all went back"] > count / 50, "next to no world went back"
     assert happened["damaged"], "no damaged checkpoint was met"
     assert all(happened[f"of stage {stage}"] > count / 10 for stage in range(4)), "a stage was hardly drawn"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("first", "end"), shortened([(0, FIRST_PODS), (FIRST_PODS, SEEDS // 4)], (0, FIRST_PODS)))
+def test_no_seed_with_pods_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end: int) -> None:
+    shape, count = {"launcher": "kubernetes"}, end - first
+    bad, happened = many(pool, first, count, dict(shape))
+    assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0], **shape)}"
+    assert happened["faults of pods"] > count, "next to nothing befell a pod"
 
 
 def test_kills_that_come_faster_than_steps_never_fail_a_job_early() -> None:

@@ -346,8 +346,8 @@ class Watch:
             record = before.durable.roster.get(name)
             if record is None or record.ending is not None or t.over or t.generation < committed_in:
                 continue
-            if after.durable.roster[name].ending is Ending.FAILED:
-                continue  # its own last word is what the machine has just heard
+            if after.durable.roster[name].ending is Ending.FAILED or name in self.simulation.launcher.gone:
+                continue  # its own last word, or its launcher's, is what the machine has just heard
             if t.step == self.top:
                 copies |= t.blocks.keys()
             elif t.step == self.top - 1:
