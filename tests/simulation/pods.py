@@ -115,6 +115,7 @@ class PodLauncher(Launcher):
 
     def preempt(self, worker: str, grace_seconds: float = 5.0) -> None:
         why = f"{self._node(worker)} has the taint karpenter.sh/disrupted"
+        self.simulation.promises.preempted(worker, grace_seconds)
         self._tell(Preempted(worker, Notice.TAINTED, why, grace_seconds))
 
     def spare(self, worker: str) -> None:

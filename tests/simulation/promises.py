@@ -50,9 +50,17 @@ class Promises:
             self._saves.append(job.durable.save.step)
         self.cancelled |= isinstance(event, Cancel)
 
+    def preempted(self, worker: str, grace_seconds: float) -> None:
+        """Its machine is to go: of several graces the one that ends first counts."""
+        now = self.simulation.clock.now
+        if worker in self._graces and now + grace_seconds < sum(self._graces[worker]):
+            self._graces[worker] = now, grace_seconds
+
     def stored(self, durable: Durable) -> None:
         for record in durable.roster.values():
-            if record.leaving and record.worker not in self._graces:
+            if not record.leaving:
+                self._graces.pop(record.worker, None)  # it stays after all
+            elif record.worker not in self._graces:
                 self._graces[record.worker] = self.simulation.clock.now, record.grace_seconds
         if durable.final_drain and not self._is_parting and durable.current is not None:
             self._part({member.worker for member in durable.current.members})
