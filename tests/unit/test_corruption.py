@@ -69,14 +69,14 @@ def seen(crew: Crew, kind: str = "corrupt_block") -> list[str]:
     return [message for one, message in crew.events if one == kind]
 
 
-def strike(crew: Crew, name: str, tensor: str = "exp_avg", owned: bool = True) -> int:
+def strike(crew: Crew, name: str, tensor: str = "exp_avg", owned: bool = True, bit: int = 12) -> int:
     """Flips a bit in that worker's memory in the middle of its next step; returns the block."""
     struck: list[int] = []
 
     def watch(worker: Worker, point: str, step: int) -> None:
         if worker.name == name and point == "exchange" and not struck:
             values, block = memory_of(worker, tensor, owned)
-            flip(values)
+            flip(values, bit)
             struck.append(block)
 
     with crew.changed:
@@ -392,6 +392,40 @@ def test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_
         crew.until("its world", lambda: len(crew.members()) == 3)
         assert crew.finish() == reference(PLAIN)
         assert [(one.step, one.verified) for one in crew.job.durable.checkpoints] == [(4, False)]
+
+
+def ruin(crew: Crew) -> int:
+    """Flips a bit by which the next step's update makes a parameter, and so the loss of the one after, infinite."""
+    return strike(crew, "a", bit=30)
+
+
+@pytest.mark.parametrize("stage", shortened([1, 3], 1))
+def test_a_flip_that_makes_the_loss_infinite_is_gone_back_from_and_does_not_end_the_job(
+    stage: int, tmp_path: Path
+) -> None:
+    options = {**task(tmp_path, corruption_steps=1000).options, "stage": stage}
+    with Crew("abc", Task(options)) as crew:
+        save(crew, 4)
+        crew.train_to(crew.allowed + 1)
+        ruin(crew)
+        assert crew.finish() == reference(PLAIN)
+        assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")
+
+
+@pytest.mark.parametrize("shoal", [{"on_corruption": "continue"}, {}], ids=["continue", "no-checkpoint"])
+def test_where_nobody_goes_back_the_end_of_the_job_names_the_block_and_not_the_learning_rate(
+    shoal: dict[str, Any],
+) -> None:
+    with Crew("ab", task(corruption_steps=1000, **shoal)) as crew:
+        crew.train_to(4)
+        block = ruin(crew)
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
+        assert crew.job.durable.phase.value == "failed"
+        assert f"A worker's memory is at fault: the copies of block {block} of workers a and b differ" in (
+            crew.job.durable.reason
+        )
+        assert "learning rate" not in crew.job.durable.reason
 
 
 def test_without_a_sound_checkpoint_the_job_pauses_and_says_why() -> None:

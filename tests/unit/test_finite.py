@@ -114,6 +114,7 @@ def test_all_members_stop_alike_and_name_the_lanes(
         crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
         assert f"is not finite in {where}. The step was not made" in crew.job.durable.reason
+        assert "data of this step (all copies of the model and its optimizer state agree); " in crew.job.durable.reason
         assert all(worker.engine.global_step == 2 for worker in crew.workers.values())
 
 

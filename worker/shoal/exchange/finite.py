@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shoal.core.layout import Bucket
 from shoal.core.loss_scale import LossScale, after
+from shoal.exchange.copies import Findings
 from shoal.exchange.vote import Record
 from shoal.logs import get_logger
 
@@ -95,14 +96,24 @@ def describe_gradient(
     return f'the gradient of parameter "{slot.parameter.name[:MOST_NAME]}" is not finite in {which}'
 
 
-def stop_where_not_finite(record: Record) -> None:
-    """Raises `JobFailed` before the step's update; every member has the same record."""
-    if record.not_finite:
+def stop_where_not_finite(record: Record, copies: Findings | None = None) -> None:
+    """Raises `JobFailed` before the step's update; every member has the same record, and the same `copies`: what a
+    comparison of all blocks' has found, None where there was none.
+    """
+    if not record.not_finite:
+        return
+    step = record.step
+    found = f"at step {step} {record.not_finite}. The step was not made: the model is that of step {step - 1}."
+    if copies is not None and copies.corrupt:
         raise JobFailed(
-            f"at step {record.step} {record.not_finite}. The step was not made: the model is that of step "
-            f"{record.step - 1}. Check the learning rate and the data of this step; skip a batch with "
-            "engine.skip(), or continue regardless with `shoal.stop_on_nan: false`."
+            f"{found} A worker's memory is at fault: {copies.corrupt[0].sentence}. Set `shoal.checkpoint.resume` to "
+            'the step of a checkpoint whose manifest says "verified": true, and start the job again.'
         )
+    agree = " (all copies of the model and its optimizer state agree)" if copies is not None else ""
+    raise JobFailed(
+        f"{found} Check the learning rate and the data of this step{agree}; skip a batch with engine.skip(), or "
+        "continue regardless with `shoal.stop_on_nan: false`."
+    )
 
 
 def stop_where_nothing_scales(record: Record, scale: LossScale | None) -> None:

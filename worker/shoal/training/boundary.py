@@ -8,13 +8,18 @@ no committed step is without its callback or its checkpoint. Which callbacks wer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from shoal_protos.corruption import OnCorruption
+from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
 
+from shoal.exchange.copies import Findings
 from shoal.exchange.vote import Record
+from shoal.group.group import WorldChanged
 from shoal.training.called_steps import CalledSteps
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
@@ -23,6 +28,10 @@ from shoal.training.evaluation import Evaluation
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport
 from shoal.world import World
+
+RETURN_SECONDS = 10.0
+"""For so long the controller is given to have all go back, before a step that is not finite ends the job."""
+LOOK_SECONDS = 0.05
 
 
 class Boundary:
@@ -94,6 +103,32 @@ class Boundary:
     def before_change(self, old: World, new: Plan) -> None:
         """A planned world is about to begin, on all members of the old one. Raises `WorldChanged`."""
         self._corruption.before_change(old, new)
+
+    def look_for_corruption(self, record: Record) -> Findings | None:
+        """Where a step that is not finite is to end the job: whether memory is at fault. None: that cannot be known.
+        Raises `WorldChanged`, also where all go back to a checkpoint because of it.
+        """
+        context = self._context
+        if not (record.not_finite and context.config.stop_on_nan and context.world is not None):
+            return None
+        found = self._corruption.compare_all(context.world)
+        if found is not None and found.corrupt:
+            self._status.publish()
+            self._await_return()
+        return found
+
+    def _await_return(self) -> None:
+        """Raises `WorldChanged` once all go back to a checkpoint; returns where they do not."""
+        context = self._context
+        if context.config.on_corruption is not OnCorruption.RESTORE or context.config.checkpoint.path is None:
+            return
+        end = time.monotonic() + RETURN_SECONDS
+        while time.monotonic() < end:
+            if context.link.membership().state is not MemberState.TRAINING:
+                raise WorldChanged("all go back to a checkpoint, because copies of blocks differ")
+            context.link.pause(LOOK_SECONDS)
+            if context.link.stopping:  # then it does not pause
+                time.sleep(LOOK_SECONDS)
 
     def on_roll_forward(self, record: Record) -> None:
         """This member has the record of a vote that it has not passed itself."""

@@ -15,12 +15,12 @@ import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.plan import Plan
-from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor
 
 from shoal.blocks.checksums import block_checksums
 from shoal.core.sampled_blocks import losing_a_copy, sampled
-from shoal.exchange.copies import NO_COPY, Comparison, compare
+from shoal.exchange.copies import NO_COPY, Comparison, Findings, compare
 from shoal.exchange.vote import Record
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
@@ -130,22 +130,36 @@ class CorruptionWatch:
     # ---- over a change
 
     def before_change(self, old: World, new: Plan) -> None:
-        """On all members of the old world, who know both plans: the last that is done in it. What is filled in it is
-        left out: it would make a majority of the copy that it was made of. Raises `WorldChanged`.
-        """
+        """On all members of the old world, who know both plans: the last that is done in it. Raises `WorldChanged`."""
         going = losing_a_copy(old.plan, new) if self._every and self._copies else NO_BLOCKS
-        if not going:
-            return
+        if going:
+            old.group.progress.reach(StepPhase.VOTE)
+            self._compare_now(old, going)
+
+    def compare_all(self, world: World) -> Findings | None:
+        """On all members of the world, after a vote whose step is not made. None: nothing is known, because some blocks
+        have no second copy, or copies may differ. Raises `WorldChanged`.
+        """
+        if not self._every or not self._copies:
+            return None
+        world.group.progress.reach(StepPhase.HAND_OUT)
+        found = self._compare_now(world, every(self._state.held_layout.blocks))
+        return found if found.corrupt or not found.single else None
+
+    def _compare_now(self, world: World, blocks: Runs) -> Findings:
+        """What is being filled is left out: it would make a majority of the copy that it is made of."""
         self._state.device.settle()
-        old.group.progress.reach(StepPhase.VOTE)
-        counting = self._valid & old.plan.shares[old.rank].keeps
-        workers = [member.worker for member in old.plan.members]
-        while going:
-            part = going.first(SLICE)
+        counting = self._valid & world.plan.shares[world.rank].keeps
+        workers = [member.worker for member in world.plan.members]
+        corrupt, single = list[CorruptBlock](), 0
+        while blocks:
+            part = blocks.first(SLICE)
             mine = self._checksums(part, counting)
-            rows = old.group.all_gather(mine.view(torch.uint8)).view(torch.int64)
-            self._report(compare(self._comparison(part, mine, self._state.step), rows, workers).corrupt)
-            going -= part
+            rows = world.group.all_gather(mine.view(torch.uint8)).view(torch.int64)
+            found = compare(self._comparison(part, mine, self._state.step), rows, workers)
+            corrupt, single, blocks = [*corrupt, *found.corrupt], single + found.single, blocks - part
+        self._report(corrupt)
+        return Findings(tuple(corrupt), single)
 
     def on_world(self, world: World) -> None:
         """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""

@@ -149,7 +149,8 @@ class Step:
 
     @fault_point("optimizer")
     def _apply(self, record: Record, hand_out: HandOut) -> None:
-        self.update.apply(record, self._world.plan.generation, hand_out.on_updated)
+        copies = self._boundary.look_for_corruption(record)
+        self.update.apply(record, self._world.plan.generation, hand_out.on_updated, copies)
         self._context.state.forget_gradients()
         self._context.is_first_step = False
         self._context.loop.begin_step(self._world.lanes)

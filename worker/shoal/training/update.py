@@ -11,6 +11,7 @@ from functools import partial
 from shoal_protos.errors import UserError
 
 from shoal.blocks.held import OnUpdated, unheard
+from shoal.exchange.copies import Findings
 from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scales, warn
 from shoal.exchange.vote import Record
 from shoal.failure import result_of
@@ -28,15 +29,17 @@ class Update:
         self._torn = ""
         """Why an update failed half-way."""
 
-    def apply(self, record: Record, generation: int, on_updated: OnUpdated = unheard) -> None:
+    def apply(
+        self, record: Record, generation: int, on_updated: OnUpdated = unheard, copies: Findings | None = None
+    ) -> None:
         """`generation`: the one in which the vote passed. `on_updated`: see `HeldBlocks.apply`.
 
-        Raises `JobFailed` for a step that is not finite.
+        Raises `JobFailed` for a step that is not finite; `copies`: what is known then of the copies of all blocks.
         """
         context, before = self._context, self._context.state.record
         try:
             if context.config.stop_on_nan:
-                stop_where_not_finite(record)
+                stop_where_not_finite(record, copies)
             stop_where_nothing_scales(record, context.state.loss_scale)
             context.state.commit(record, generation, on_updated)
         except BaseException as error:
