@@ -272,6 +272,7 @@ class JobRepository:
     async def _insist(self, attempt: Callable[[], Awaitable[None]]) -> None:
         """Try it until the store answers."""
         loop, pause = asyncio.get_running_loop(), 0.05
+        since = loop.time()
         while True:
             try:
                 await attempt()
@@ -280,7 +281,7 @@ class JobRepository:
             except StoreError as error:
                 log.warning("the store failed, trying again", job=self._name, error=str(error), pause_seconds=pause)
                 began = self.trouble is None
-                self.trouble = Trouble(loop.time() if self.trouble is None else self.trouble.since, str(error))
+                self.trouble = Trouble(since if self.trouble is None else self.trouble.since, str(error))
                 if began:
                     self.on_trouble()
                 await asyncio.sleep(pause)

@@ -73,6 +73,8 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
         lambda view: view.figures.checkpoint_interval,
     ),
 }
+UNIX_TIMES = ("shoal_job_last_step_timestamp_seconds", "shoal_checkpoint_last_timestamp_seconds")
+"""What Prometheus compares with its own clock."""
 WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
     "shoal_worker_step_seconds": ("Wall time of the last step.", lambda worker: worker.step_seconds),
     "shoal_worker_last_heartbeat_seconds": (
@@ -104,6 +106,8 @@ class Sources:
     """How many streams were refused, by why."""
     loop_lag: Callable[[], float] = float
     """Seconds by which the event loop was late at most, in the last minute."""
+    clock_correction: Callable[[], float] = float
+    """Seconds by which the machine's clock is ahead of the one that jobs go by."""
 
 
 class Metrics:
@@ -122,7 +126,7 @@ class Metrics:
         it is a megabyte, for which no heartbeat waits.
         """
         sources = self._sources
-        families = chain(_families(sources.jobs()), list(_controller(sources)))
+        families = chain(_families(sources.jobs(), sources.clock_correction()), list(_controller(sources)))
         return await asyncio.to_thread(generate_latest, _Read(self.own.registry, families))
 
 
@@ -139,10 +143,13 @@ class _Read(Collector):
         yield from self.families
 
 
-def _families(jobs: Sequence[JobView]) -> Iterator[Metric]:
+def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metric]:
     yield from _counted(jobs)
     for name, (text, job_figure) in JOB_GAUGES.items():
-        yield _gauge(name, text, ("job_name",), (((view.job,), job_figure(view)) for view in jobs))
+        found = [((view.job,), job_figure(view)) for view in jobs]
+        if name in UNIX_TIMES:
+            found = [(who, None if time is None else time + clock_correction) for who, time in found]
+        yield _gauge(name, text, ("job_name",), found)
     for name, (text, worker_figure) in WORKER_GAUGES.items():
         figures = ((who, worker_figure(worker)) for who, worker in _present(jobs))
         yield _gauge(name, text, ("job_name", "worker"), figures)

@@ -119,7 +119,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         metrics.show(
             Sources(
                 controller.jobs, lambda: controller.term, streams.states, lambda: streams.refusals.counts,
-                lambda: lag.recent.most,
+                lambda: lag.recent.most, lambda: controller.clock_correction,
             )
         )  # fmt: skip
         http_host, http_port = split_address(settings.http)

@@ -245,3 +245,11 @@ def test_workers_are_counted_by_state_and_those_gone_show_no_figures() -> None:
 
 def test_a_controller_that_has_stopped_does_not_lead() -> None:
     assert scraped(metrics_of(leads=False))["shoal_leader"] == 0
+
+
+def test_what_prometheus_compares_with_its_clock_follows_the_machines_own_when_that_is_set() -> None:
+    views, metrics = [view(last_commit=100.0, figures=Figures(last_checkpoint=90.0)), view()], Metrics()
+    metrics.show(Sources(lambda: views, clock_correction=lambda: 3600.0))
+    samples = scraped(metrics)
+    assert samples["shoal_job_last_step_timestamp_seconds{job_name=train}"] == 3700.0
+    assert samples["shoal_checkpoint_last_timestamp_seconds{job_name=train}"] == 3690.0

@@ -235,3 +235,34 @@ def test_a_job_is_cancelled_though_its_workers_are_silent_and_the_clock_was_set_
     job.restart()
     job.wait(STOP_SECONDS + 1, beating=False)
     assert job.job.durable.phase is Phase.CANCELLED
+
+
+# ---- a clock that was set back
+
+
+def test_a_job_that_ended_in_what_is_now_the_future_ended_by_now_and_is_forgotten_in_time() -> None:
+    job = training()
+    job.now += 1e8
+    job.feed(Cancel())
+    job.wait(STOP_SECONDS + 1, beating=False)
+    assert job.job.durable.phase is Phase.CANCELLED
+    job.now -= 1e8
+    job.restart()
+    assert job.job.durable.ended_at == job.now
+
+
+def test_figures_stay_what_they_were_though_the_clock_was_set_back() -> None:
+    job = training()
+    job.now += 1000.0
+    for worker in ("w0", "w1"):
+        job.train(worker, job.job.durable.current, steps=3)
+    job.wait(1)
+    before = job.job.durable.figures
+    assert before.training_began is not None and before.last_commit is not None and before.last_commit > job.now - 5
+    trained = before.last_commit - before.training_began
+    job.now -= 5000.0
+    restarted(job)
+    after = job.job.durable.figures
+    assert after == job.job.figures
+    assert after.created <= job.now and after.last_commit == job.now
+    assert after.training_began is not None and after.last_commit - after.training_began == trained

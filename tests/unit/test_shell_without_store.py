@@ -34,10 +34,13 @@ class Shaky:
         self.store = store
         self.fail: list[str] = []
         self.failures = asyncio.Semaphore(0)
+        self.seconds = 0.0
+        """How long an answer takes that is a failure."""
 
     async def transact(self, compares, operations):
         how = self.fail.pop(0) if self.fail else ""
         if how:
+            await asyncio.sleep(self.seconds)
             self.failures.release()
         if how == "before":
             raise StoreError("it does not answer")
@@ -66,6 +69,22 @@ async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(t
     await world.shell.submit("train", Scale(4))
     await world.shell.submit("train", Scale(5))
     assert [event.message for event in await world.shell.events("train")] == ["scaled to 4", "scaled to 5"]
+    await world.shell.stop()
+    await store.close()
+
+
+@asynchronous
+async def test_the_time_that_a_write_took_to_fail_is_part_of_that_without_a_write(tmp_path):
+    store = Shaky(await open_store(f"embedded:{tmp_path}"))
+    world = World(store)
+    await world.shell.start()
+    await world.shell.create(SPEC)
+    store.fail, store.seconds = ["before"], 1.0
+    scaled = asyncio.create_task(world.shell.submit("train", Scale(4)))
+    await store.has_failed(1)
+    await asyncio.sleep(0)
+    assert world.shell.view("train").reason.startswith("the store has accepted no write for 1 s (it does not answer)")
+    await scaled
     await world.shell.stop()
     await store.close()
 

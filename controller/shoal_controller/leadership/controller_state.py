@@ -7,6 +7,7 @@ shell here. Nothing is decided here.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -74,6 +75,13 @@ class ControllerState:
     def term(self) -> Revision:
         """The term in which this controller surely leads; 0: it does not."""
         return self._leadership.fence.modified if self._leadership is not None and not self._leadership.trouble else 0
+
+    @property
+    def clock_correction(self) -> float:
+        """Seconds by which this machine's clock was set ahead since this controller leads, or stood in a suspended
+        machine: the clock of the jobs takes no notice, so that no deadline jumps.
+        """
+        return time.time() - self.shell.clock() if self.shell is not None else 0.0
 
     @property
     def is_leading(self) -> bool:

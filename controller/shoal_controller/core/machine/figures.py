@@ -127,6 +127,21 @@ class Figures:
         interval = None if self.last_checkpoint is None else now - self.last_checkpoint
         return replace(self, last_checkpoint=now, checkpoint_interval=interval)
 
+    def at(self, now: float) -> Figures:
+        """As another life finds them: where the clock was set back meanwhile, no time is left in the future, and what
+        was measured stays as long as it was.
+        """
+        early = max(0.0, self.created - now)
+        late = max(0.0, (self.last_commit or now) - now)
+        return replace(
+            self,
+            created=self.created - early,
+            first_commit=None if self.first_commit is None else self.first_commit - early,
+            training_began=None if self.training_began is None else self.training_began - late,
+            last_commit=None if self.last_commit is None else self.last_commit - late,
+            last_checkpoint=None if self.last_checkpoint is None else min(self.last_checkpoint, now),
+        )
+
     def series(self, metric: str, key: str) -> Observed | None:
         """What one of a histogram's series has seen; None: nothing, or a version of Shoal with other buckets has."""
         found = self.histograms.get(key)

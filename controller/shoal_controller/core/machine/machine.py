@@ -70,6 +70,7 @@ __all__ = ["Durable", "Job", "new_job", "restore", "step", "view"]
 
 def on_started(turn: Turn, _: Started) -> None:
     """A controller's life begins. [Note: what a restart changes] in `job.py`."""
+    turn.set_clock()
     scaling.on_restart(turn)
     link_faults.on_restart(turn)
     checkpoints.on_restart(turn)

@@ -144,6 +144,12 @@ class Turn:
         self.change(figures=figures)
         self.keep(figures=figures)
 
+    def set_clock(self) -> None:
+        """Another life's clock may be behind that of the one before: nothing has happened after now."""
+        self.keep_figures(self.durable.figures.at(self.now))
+        if self.durable.ended_at is not None:
+            self.keep(ended_at=min(self.durable.ended_at, self.now))
+
     # ---- effects
 
     def do(self, effect: Effect) -> None:

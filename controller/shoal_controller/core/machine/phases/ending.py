@@ -64,6 +64,7 @@ def stop_seconds(turn: Turn) -> float:
 
 def on_restart(turn: Turn, _: Started) -> None:
     """A controller's life begins: workers that have not ended get the full time again to learn that the job is over."""
+    turn.set_clock()
     turn.change(reaped_at=turn.now)
     lingering = tuple(record.worker for record in turn.durable.roster.values() if _lingers(record))
     if lingering:

@@ -115,8 +115,6 @@ def on_restart(turn: Turn) -> None:
             turn.mark(record.worker, leaves_at=min(record.leaves_at, turn.now + record.grace_seconds))
         if record.ending_since is not None:
             turn.mark(record.worker, ending_since=min(record.ending_since, turn.now))
-    if turn.durable.ended_at is not None:
-        turn.keep(ended_at=min(turn.durable.ended_at, turn.now))
     if has_launcher(turn):
         turn.do(Adopt((*unheard, *turn.durable.ending_since)))
 
