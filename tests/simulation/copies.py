@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Part = dict[int, int]
 """By block: a member's copy."""
 Brought = tuple[Part, Part]
-"""Of the step's sample, and of what is being saved."""
+"""Of the step's sample and of what is filled beside the vote, and of what is being saved."""
 MOST_REPORTED = 32
 
 
@@ -48,7 +48,20 @@ class Copies:
         if not every:
             return {}, {}
         sample = () if training.idle else sampled(training.step + 1, self.simulation.blocks, every)
-        return {block: training.blocks[block] for block in sample if block in training.blocks}, self.saved or {}
+        part = {block: training.blocks[block] for block in sample if block in training.blocks}
+        return {**part, **self._kept(self._filled())}, self.saved or {}
+
+    def _filled(self) -> frozenset[int]:
+        """What is filled beside the vote at hand."""
+        assert self.training.world is not None
+        return frozenset().union(*(blocks for _, _, blocks in self.training.world.fills(self.training.boundary)))
+
+    def _kept(self, blocks: frozenset[int]) -> Part:
+        """Of these what it keeps, and is not being filled."""
+        training = self.training
+        assert training.world is not None
+        keeps = training.world.keeps[training.rank]
+        return {block: training.blocks[block] for block in keeps & blocks & training.blocks.keys()}
 
     def voted(self, brought: dict[SimWorker, Brought]) -> None:
         """All members conclude the same."""
@@ -60,16 +73,17 @@ class Copies:
             single = any(copies[block] < 2 for block in range(self.simulation.blocks))
             self.sound, self.saved = bool(every) and not (found or single), None
         self.reported = (*self.reported, *found)[-MOST_REPORTED:]
+        if every and self.training.world is not None:
+            self.simulation.bits.compared(self.training.worker, self.training.world.plan, self._filled())
 
     def before_change(self, plan: Plan) -> None:
         """All members of the old world bring what they keep of what is to be compared."""
         training, world = self.training, self.training.world
         assert world is not None
-        self.going = frozenset(losing_a_copy(world.plan, plan)) if self.simulation.corruption_steps else frozenset()
-        if self.going:
-            part = {b: training.blocks[b] for b in world.keeps[training.rank] & self.going & training.blocks.keys()}
-            for rank in range(world.size):
-                training.send(rank, "c", part)
+        is_on = self.simulation.corruption_steps
+        self.going = frozenset(losing_a_copy(world.plan, plan, training.boundary)) if is_on else frozenset()
+        for rank in range(world.size) if self.going else ():
+            training.send(rank, "c", self._kept(self.going))
 
     def may_change(self, plan: Plan) -> bool:
         """Whether all have brought theirs."""
@@ -79,7 +93,7 @@ class Copies:
             return False
         found = self._compare(list(brought.items()), training.step)
         self.reported, self.going = (*self.reported, *found)[-MOST_REPORTED:], frozenset()
-        self.simulation.bits.changes(training.worker, training.world.plan, plan)
+        self.simulation.bits.changes(training.worker, training.world.plan, plan, training.boundary)
         return True
 
     def _compare(self, brought: list[tuple[SimWorker, Part]], step: int) -> list[CorruptBlock]:
@@ -158,17 +172,25 @@ class FlippedBits:
             elif step > flip.since + self.simulation.corruption_steps + 1 and not self._is_reported(worker, flip.block):
                 self.simulation.watch.violated("a flipped bit was not noticed", flip.worker, flip.block, step)
 
-    def changes(self, worker: SimWorker, old: Plan, new: Plan) -> None:
-        """A planned change begins: a flipped bit is told by whoever has seen its last comparison go."""
+    def changes(self, worker: SimWorker, old: Plan, new: Plan, boundaries: int) -> None:
+        """A planned change begins: what it leaves fewer than two copies of was compared now, or when it was filled."""
         for flip in self.flips:
-            kept = [member for member, share in zip(old.members, old.shares, strict=True) if flip.block in share.keeps]
-            keeping = {m for m, share in zip(new.members, new.shares, strict=True) if flip.block in share.keeps}
-            if len(keeping & set(kept)) > 1 or flip.generation != old.generation or flip.since >= worker.training.step:
-                continue
-            holders = [w for w in map(self.simulation.process_of, kept) if w and flip.block in w.training.blocks]
-            values = {self._as_of(w, flip.block) for w in holders}
-            if flip.worker in holders and len(values) > 1 and not self._is_reported(worker, flip.block):
-                self.simulation.watch.violated("a change took the copy beside a flipped one", flip.worker, flip.block)
+            kept = {member for member, share in zip(old.members, old.shares, strict=True) if flip.block in share.keeps}
+            stays = {member for member, share in zip(new.members, new.shares, strict=True) if flip.block in share.keeps}
+            if boundaries >= old.boundaries:
+                kept |= {old.members[fill.target] for fill in old.fills if flip.block in fill.blocks}
+            if len(kept & stays) < 2:
+                self.compared(worker, old, frozenset({flip.block}))
+
+    def compared(self, worker: SimWorker, plan: Plan, blocks: frozenset[int]) -> None:
+        """These were compared: of those whose copies differ for a step or longer a worker of that world tells."""
+        for flip in self.flips:
+            if flip.block in blocks and flip.generation == plan.generation and flip.since < worker.training.step:
+                kept = [m for m, share in zip(plan.members, plan.shares, strict=True) if flip.block in share.keeps]
+                holders = [w for w in map(self.simulation.process_of, kept) if w and flip.block in w.training.blocks]
+                values = {self._as_of(w, flip.block) for w in holders}
+                if flip.worker in holders and len(values) > 1 and not self._is_reported(worker, flip.block):
+                    self.simulation.watch.violated("the copy beside a flipped one may go", flip.worker, flip.block)
 
     def _is_reported(self, worker: SimWorker, block: int) -> bool:
         return any(one.block == block for one in worker.training.copies.reported)

@@ -290,7 +290,7 @@ MUTATIONS: dict[str, list[Patch]] = {
         (checkpoints, "latest", lambda durable: max(durable.checkpoints, default=None))
     ],
     "copies are compared before a planned change takes one away": [
-        (copies, "losing_a_copy", lambda old, new: NO_BLOCKS)
+        (copies, "losing_a_copy", lambda old, new, boundaries: NO_BLOCKS)
     ],
     "a second return without progress pauses the job": [(corruption, "_is_beyond", lambda turn: True)],
     "a worker that is part of two differences is evicted": [

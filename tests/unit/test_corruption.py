@@ -26,7 +26,7 @@ from shoal.training import corruption_watch
 from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch
 from shoal_controller.core.machine.events import DrainWorker
 from shoal_protos.corruption import CorruptBlock
-from shoal_protos.plan import Member, Plan, Reason, Share
+from shoal_protos.plan import Fill, Member, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
@@ -141,7 +141,18 @@ def test_a_change_compares_what_loses_the_second_copy_and_nothing_else(
     new = world_of([m for m, (_, after) in zip(members, keeps, strict=True) if after], [a for _, a in keeps if a])
     had = Counter(block for before, _ in keeps for block in before)
     keep_on = Counter(block for before, after in keeps for block in before & after)
-    assert set(losing_a_copy(old, new)) == {block for block in had if had[block] > 1 and keep_on[block] < 2}
+    assert set(losing_a_copy(old, new, 0)) == {block for block in had if had[block] > 1 and keep_on[block] < 2}
+
+
+@pytest.mark.parametrize(("boundaries", "compared"), [(0, [3, 4]), (1, [3, 4]), (2, [])])
+def test_a_change_compares_no_blocks_whose_copies_were_compared_when_they_were_filled(
+    boundaries: int, compared: list[int]
+) -> None:
+    a, b, c = (Member(name, name, "host:1") for name in "abc")
+    kept = frozenset({3, 4})
+    fills = (Fill(1, 2, Runs.of(kept)),)
+    old = replace(world_of([a, b, c], [kept, kept, frozenset()]), fills=fills)
+    assert list(losing_a_copy(old, world_of([b, c], [kept, kept]), boundaries)) == compared
 
 
 def world_of(members: list[Member], keeps: list[frozenset[int]]) -> Plan:
@@ -263,11 +274,10 @@ def test_a_flipped_bit_is_told_though_a_joiner_takes_over_one_of_its_two_copies(
     struck: list[int] = []
 
     def look(worker: Worker, point: str, step: int) -> None:
-        world, planned = worker.engine.context.world, worker.link.own.next
-        if (worker.name, point) == ("a", "exchange") and world is not None and planned is not None and not struck:
-            moving = losing_a_copy(world.plan, planned)
-            if moving:
-                struck.append(min(moving))
+        context = worker.engine.context
+        if (worker.name, point) == ("a", "forward") and context.world is not None and not struck:
+            for fill in context.world.plan.fill_slice(context.boundaries)[:1]:
+                struck.append(min(fill.blocks))
                 flip(memory_at(worker, "exp_avg", struck[0]))
 
     with Crew("ab", task(corruption_steps=1000, on_corruption="continue")) as crew:

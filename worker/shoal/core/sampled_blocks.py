@@ -13,15 +13,20 @@ def sampled(step: int, blocks: int, every_steps: int) -> Runs:
     return Runs.of(range(step % every_steps, blocks, every_steps))
 
 
-def losing_a_copy(old: Plan, new: Plan) -> Runs:
-    """Blocks of which two members of `old` at least keep copies, and no two of these keep theirs in `new`: before it
-    begins is the last time to compare them. One that is filled does not count: it agrees with what it was made of.
+def losing_a_copy(old: Plan, new: Plan, boundaries: int) -> Runs:
+    """Blocks of which two members of `old` at least keep copies, and of all copies that are there after so many votes
+    fewer than two stay in `new`: before it begins is the last time to compare them. Those that are filled count where
+    all are: what they were made of was compared then.
     """
+    filled: dict[int, list[Runs]] = {}
+    for fill in old.fills if boundaries >= old.boundaries else ():
+        filled.setdefault(fill.target, []).append(fill.blocks)
     before, after = [], []
-    for member, share in zip(old.members, old.shares, strict=True):
+    for own, (member, share) in enumerate(zip(old.members, old.shares, strict=True)):
         rank = new.rank_of(member.worker, member.incarnation)
-        before.append(share.keeps)
-        after.append(share.keeps & new.shares[rank].keeps if rank is not None else NO_BLOCKS)
+        keeps, stays = share.keeps, new.shares[rank].keeps if rank is not None else NO_BLOCKS
+        before.append(keeps)
+        after.append((keeps | union(filled[own]) if own in filled else keeps) & stays)
     going = union(had - has for had, has in zip(before, after, strict=True))
     if not going:
         return NO_BLOCKS

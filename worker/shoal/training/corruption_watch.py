@@ -3,8 +3,9 @@
 A rotating sample beside each step, so that every block's turn comes within `shoal.corruption_steps`; and beside each
 save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. They are summed at the
 vote after the save's boundary: nothing has changed by then, and what was still being handed out has come. And before a
-planned change begins, blocks of which it takes away the copy to compare with. What differs is reported; what is done
-about it the controller decides. Off where a job is not bit-exact: copies may differ there.
+planned change begins, blocks of which it takes away the copy to compare with; those of which another copy is made first
+are compared beside that fill, which is spread over many votes. What differs is reported; what is done about it the
+controller decides. Off where a job is not bit-exact: copies may differ there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.plan import Plan
-from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 from torch import Tensor
 
 from shoal.blocks.checksums import block_checksums
@@ -38,7 +39,7 @@ class CorruptionWatch:
     """The comparison of copies on one worker. `corrupt` is in this worker's status."""
 
     def __init__(self, context: TrainingContext) -> None:
-        self._state, config = context.state, context.config
+        self._context, self._state, config = context, context.state, context.config
         self._every = config.corruption_steps if config.exact and not config.mixed_numerics else 0
         self.corrupt: tuple[CorruptBlock, ...] = ()
         """What has differed since all began, or went back to a checkpoint."""
@@ -73,6 +74,9 @@ class CorruptionWatch:
             blocks = sampled(step, self._state.held_layout.blocks, self._every)
             if blocks:
                 found.append(self._comparison(blocks, self._checksums(blocks, self._valid), self._state.step))
+        filled = union(fill.blocks for fill in self._world.plan.fill_slice(self._context.boundaries))
+        if filled:
+            found.append(self._comparison(filled, self._checksums(filled, self._kept), self._state.step))
         if self._saved is not None:
             part = Runs(((self._compared, min(self._compared + SLICE, len(self._saved))),))
             found.append(self._comparison(part, self._saved[self._compared :][: len(part)], self._saved_step))
@@ -115,6 +119,16 @@ class CorruptionWatch:
         """The blocks whose state and parameters are those of the committed step here."""
         return self._state.held.runs & self._state.current
 
+    @property
+    def _kept(self) -> Runs:
+        """Of these what is not being filled, which would make a majority of the copy that it is made of."""
+        return self._valid & self._world.plan.shares[self._world.rank].keeps
+
+    @property
+    def _world(self) -> World:
+        assert self._context.world is not None
+        return self._context.world
+
     # ---- beside a save
 
     def on_save(self) -> None:
@@ -131,7 +145,7 @@ class CorruptionWatch:
 
     def before_change(self, old: World, new: Plan) -> None:
         """On all members of the old world, who know both plans: the last that is done in it. Raises `WorldChanged`."""
-        going = losing_a_copy(old.plan, new) if self._every and self._copies else NO_BLOCKS
+        going = losing_a_copy(old.plan, new, self._context.boundaries) if self._every and self._copies else NO_BLOCKS
         if going:
             old.group.progress.reach(StepPhase.VOTE)
             self._compare_now(old, going)
@@ -147,14 +161,12 @@ class CorruptionWatch:
         return found if found.corrupt or not found.single else None
 
     def _compare_now(self, world: World, blocks: Runs) -> Findings:
-        """What is being filled is left out: it would make a majority of the copy that it is made of."""
         self._state.device.settle()
-        counting = self._valid & world.plan.shares[world.rank].keeps
         workers = [member.worker for member in world.plan.members]
         corrupt, single = list[CorruptBlock](), 0
         while blocks:
             part = blocks.first(SLICE)
-            mine = self._checksums(part, counting)
+            mine = self._checksums(part, self._kept)
             rows = world.group.all_gather(mine.view(torch.uint8)).view(torch.int64)
             found = compare(self._comparison(part, mine, self._state.step), rows, workers)
             corrupt, single, blocks = [*corrupt, *found.corrupt], single + found.single, blocks - part
