@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -20,6 +20,7 @@ from asynchronous import asynchronous
 from rest_listing import _operations
 from shoal.client import Client, JobInfo, NoController, RestProblem, rest_answers
 from shoal_controller.api import answers
+from shoal_protos import path_part
 from shoal_protos.errors import UserError
 
 SHOWN = {
@@ -318,3 +319,32 @@ def test_a_wrong_address_is_refused_and_one_without_a_controller_named(url: str,
     ):
         shoal.get_job("j")
     assert not gone.value.may_be_done
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda shoal: shoal.get_job("\udcff"), "'\\udcff' is not valid text; expected a name in UTF-8"),
+        (lambda shoal: next(shoal.list_workers("\udcff")), "'\\udcff' is not valid text; expected a name in UTF-8"),
+        (lambda shoal: shoal.drain_worker("j", "\udcff"), "'\\udcff' is not valid text; expected a name in UTF-8"),
+        (lambda shoal: shoal.rotate_token("\udcff"), "'\\udcff' is not valid text; expected a name in UTF-8"),
+        (lambda shoal: shoal.get_join_token(".."), "'..' is no name; expected that of a job, a worker or a token"),
+        (
+            lambda shoal: shoal.get_job("x" * 301),
+            f"'{'x' * 20}'… is no name: it has 301 characters; expected at most 300",
+        ),
+        (lambda shoal: shoal.create_job({"job": "\udcff"}), path_part.NOT_TEXT),
+        (
+            lambda shoal: shoal.create_job({"job": "j"}, key="ü"),
+            "the header Idempotency-Key is '\\xfc'; expected printable ASCII, no blanks around it",
+        ),
+        (
+            lambda shoal: shoal.delete_job("j", if_version="1\n"),
+            "the header If-Match is '\"1\\n\"'; expected printable ASCII, no blanks around it",
+        ),
+    ],
+)
+def test_what_no_request_can_carry_is_refused_before_it_is_sent(call: Callable[[Client], Any], sentence: str) -> None:
+    with Client("http://127.0.0.1:1", retry_seconds=0) as shoal, pytest.raises(UserError) as refused:
+        call(shoal)
+    assert str(refused.value) == sentence

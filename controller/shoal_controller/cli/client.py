@@ -14,7 +14,6 @@ from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
 
 import httpx
 from shoal_protos.addresses import is_here
@@ -22,6 +21,7 @@ from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.controller_url import split_url
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
+from shoal_protos.path_part import NOT_TEXT, path_part
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
@@ -90,28 +90,28 @@ class Client:
         return await self._list("/overview?series=false", "jobs")
 
     async def job(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{part(job)}")
+        return await self._ask("GET", f"/jobs/{path_part(job)}")
 
     async def spec(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{part(job)}/spec")
+        return await self._ask("GET", f"/jobs/{path_part(job)}/spec")
 
     async def workers(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{part(job)}/workers", "workers")
+        return await self._list(f"/jobs/{path_part(job)}/workers", "workers")
 
     async def events(self, job: str, after: int = 0) -> list[Json]:
-        return await self._list(f"/jobs/{part(job)}/events?after={after}", "events")
+        return await self._list(f"/jobs/{path_part(job)}/events?after={after}", "events")
 
     async def checkpoints(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{part(job)}/checkpoints", "checkpoints")
+        return await self._list(f"/jobs/{path_part(job)}/checkpoints", "checkpoints")
 
     async def report(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{part(job)}/report")
+        return await self._ask("GET", f"/jobs/{path_part(job)}/report")
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
         """Every event past `after` as it happens; ends when the controller ends the stream."""
         request = self._http.build_request(
             "GET",
-            f"/jobs/{part(job)}/events?after={after}",
+            f"/jobs/{path_part(job)}/events?after={after}",
             headers={"Accept": "text/event-stream"},
             timeout=FOLLOW_SECONDS,
         )
@@ -130,42 +130,42 @@ class Client:
         return await self._ask("POST", "/jobs", spec)
 
     async def stop(self, job: str) -> Json:
-        return await self._ask("DELETE", f"/jobs/{part(job)}")
+        return await self._ask("DELETE", f"/jobs/{path_part(job)}")
 
     async def scale(
         self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
     ) -> Json:
         given = {"workers": workers, "min": least, "max": most}
         asked = {name: number for name, number in given.items() if number is not None}
-        return await self._ask("POST", f"/jobs/{part(job)}/scale", asked)
+        return await self._ask("POST", f"/jobs/{path_part(job)}/scale", asked)
 
     async def pause(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{part(job)}/pause")
+        return await self._ask("POST", f"/jobs/{path_part(job)}/pause")
 
     async def resume(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{part(job)}/resume")
+        return await self._ask("POST", f"/jobs/{path_part(job)}/resume")
 
     async def checkpoint(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{part(job)}/checkpoints")
+        return await self._ask("POST", f"/jobs/{path_part(job)}/checkpoints")
 
     async def drain(self, job: str, worker: str, grace_seconds: float | None = None, why: str = "") -> Json:
         body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
         body |= {"why": why} if why else {}
-        return await self._ask("POST", f"/jobs/{part(job)}/workers/{part(worker)}/drain", body)
+        return await self._ask("POST", f"/jobs/{path_part(job)}/workers/{path_part(worker)}/drain", body)
 
     async def lost(self, job: str, worker: str) -> Json:
-        return await self._ask("POST", f"/jobs/{part(job)}/workers/{part(worker)}/lost")
+        return await self._ask("POST", f"/jobs/{path_part(job)}/workers/{path_part(worker)}/lost")
 
     # ---- tokens
 
     async def join_token(self, job: str) -> str:
-        return str((await self._ask("POST", f"/jobs/{part(job)}/token"))["token"])
+        return str((await self._ask("POST", f"/jobs/{path_part(job)}/token"))["token"])
 
     async def tokens(self) -> list[Json]:
         return await self._list("/tokens", "tokens")
 
     async def change_token(self, method: str, path: str = "", body: Json | None = None) -> Json:
-        """Create, rotate (`/NAME/rotate`) or revoke (`/NAME`) a token; the name is a `part`."""
+        """Create, rotate (`/NAME/rotate`) or revoke (`/NAME`) a token; the name is a `path_part`."""
         return await self._ask(method, f"/tokens{path}", body)
 
     # ---- the one place that speaks HTTP
@@ -180,9 +180,7 @@ class Client:
         try:
             request = self._http.build_request(method, path, json=body)
         except UnicodeEncodeError:
-            raise UserError(
-                "what is to be sent holds text that is not valid (a lone surrogate); give it as UTF-8"
-            ) from None
+            raise UserError(NOT_TEXT) from None
         answer = await self._send(request)
         try:
             content = answer.json()
@@ -209,16 +207,6 @@ class Client:
         if answer.is_error:
             raise _refusal(answer)
         return answer
-
-
-def part(name: str) -> str:
-    """A name in a path. Raises `UserError` for what would ask for another path, and for bytes that are no text."""
-    if name in ("", ".", ".."):
-        raise UserError(f"{name!r} is no name; expected that of a job, a worker or a token")
-    try:
-        return quote(name, safe="")
-    except UnicodeEncodeError:
-        raise UserError(f"{name!a} is not valid text; expected a name in UTF-8") from None
 
 
 def _stranger(url: str, request: str) -> Unreachable:

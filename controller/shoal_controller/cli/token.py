@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from shoal_protos.path_part import path_part
 from typer.core import TyperGroup
 
 from shoal_controller.callers import Role
@@ -63,17 +64,17 @@ async def rotate(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Give a token a new secret and print it, this once."""
-    from shoal_controller.cli.client import Client, part
+    from shoal_controller.cli.client import Client
 
     async with Client(url) as client:
         typer.echo(
-            (await client.change_token("POST", f"/{part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"]
+            (await client.change_token("POST", f"/{path_part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"]
         )
 
 
 async def revoke(name: Name, url: Url = DEFAULT_URL) -> None:
     """Revoke a token: from now on it opens nothing."""
-    from shoal_controller.cli.client import Client, part
+    from shoal_controller.cli.client import Client
 
     async with Client(url) as client:
-        await client.change_token("DELETE", f"/{part(name)}")
+        await client.change_token("DELETE", f"/{path_part(name)}")

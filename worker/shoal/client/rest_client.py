@@ -12,7 +12,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
+
+from shoal_protos.path_part import path_part
 
 from shoal.client.rest_answers import CheckpointInfo, EventInfo, EventOfJobInfo, JobInfo, ReportInfo, WorkerInfo
 from shoal.client.sending import Json, RestSender
@@ -196,4 +198,4 @@ class Client(TokenCalls):
 
 
 def _path(job: str, *below: str) -> str:
-    return "/".join(["/jobs", *(quote(part, safe="") for part in (job, *below))])
+    return "/".join(["/jobs", *map(path_part, (job, *below))])

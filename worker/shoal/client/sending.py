@@ -21,6 +21,7 @@ from shoal_protos.addresses import is_here
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.controller_url import split_url
 from shoal_protos.errors import UserError
+from shoal_protos.path_part import NOT_TEXT
 
 from shoal.client.rest_errors import NoController, RestProblem, problem_in
 
@@ -74,8 +75,7 @@ class RestSender:
         is_repeatable: bool = False,
     ) -> Json:
         """The answer's object. `is_repeatable`: it does nothing more if it is sent again."""
-        request = self._http.build_request(method, path, json=body, headers=headers)
-        answer = self._sent(request, is_repeatable or method == "GET")
+        answer = self._sent(self._request(method, path, body, headers or {}), is_repeatable or method == "GET")
         try:
             content = answer.json()
         except ValueError:
@@ -103,6 +103,15 @@ class RestSender:
                 yield from answer.iter_lines()
             except httpx.TransportError:
                 return  # whoever follows comes again, and hears then why not
+
+    def _request(self, method: str, path: str, body: Json | None, headers: Mapping[str, str]) -> httpx.Request:
+        for name, value in headers.items():
+            if not is_sendable(value):
+                raise UserError(f"the header {name} is {value[:80]!a}; expected printable ASCII, no blanks around it")
+        try:
+            return self._http.build_request(method, path, json=body, headers=headers)
+        except UnicodeEncodeError:
+            raise UserError(NOT_TEXT) from None
 
     def _sent(self, request: httpx.Request, is_repeatable: bool, stream: bool = False) -> httpx.Response:
         deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE_SECONDS

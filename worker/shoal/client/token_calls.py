@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from urllib.parse import quote
+
+from shoal_protos.path_part import path_part
 
 from shoal.client.rest_answers import TokenInfo
 from shoal.client.sending import RestSender
@@ -17,7 +18,7 @@ class TokenCalls:
 
     def get_join_token(self, job: str) -> str:
         """The token for workers of this run of a job."""
-        return str(self._sender.ask("POST", f"/jobs/{quote(job, safe='')}/token", is_repeatable=True)["token"])
+        return str(self._sender.ask("POST", f"/jobs/{path_part(job)}/token", is_repeatable=True)["token"])
 
     def list_tokens(self) -> Iterator[TokenInfo]:
         """All named tokens, without their secrets, by name."""
@@ -31,8 +32,8 @@ class TokenCalls:
     def rotate_token(self, name: str, *, keep_seconds: float | None = None) -> TokenInfo:
         """Give a token a new secret; the old one stays valid for a while."""
         body = {} if keep_seconds is None else {"keep_seconds": keep_seconds}
-        return TokenInfo.model_validate(self._sender.ask("POST", f"/tokens/{quote(name, safe='')}/rotate", body))
+        return TokenInfo.model_validate(self._sender.ask("POST", f"/tokens/{path_part(name)}/rotate", body))
 
     def revoke_token(self, name: str) -> TokenInfo:
         """Revoke a token: from now on it opens nothing."""
-        return TokenInfo.model_validate(self._sender.ask("DELETE", f"/tokens/{quote(name, safe='')}"))
+        return TokenInfo.model_validate(self._sender.ask("DELETE", f"/tokens/{path_part(name)}"))
