@@ -128,16 +128,21 @@ def note_changes(cluster: Cluster, figures: Figures, since: int) -> None:
             figures.longest[reason] += [max(extra)] if extra else []
 
 
+def _first(steps: Sequence[Step], generation: int) -> int | None:
+    """The first step of a generation; None: there is none."""
+    return next((at for at, step in enumerate(steps) if step.generation == generation), None)
+
+
 def _beginning(steps: Sequence[Step], generation: int) -> int:
     """The first step of a generation on a worker that was there before; 0: there is none."""
-    at = next((i for i, step in enumerate(steps) if step.generation == generation), 0)
+    at = _first(steps, generation)
     return at if at and steps[at].step == steps[at - 1].step + 1 else 0
 
 
 def _quiet(steps: Sequence[Step], generation: int) -> int:
     """A step of a generation as soon after its beginning as that cannot be felt; 0: there is none."""
-    first = next((i for i, step in enumerate(steps) if step.generation == generation), None)
-    return first + AFFECTED + NEIGHBOURS + 1 if first is not None else 0
+    at = _first(steps, generation)
+    return at + AFFECTED + NEIGHBOURS + 1 if at is not None else 0
 
 
 def longer(steps: Sequence[Step], at: int) -> list[float]:
