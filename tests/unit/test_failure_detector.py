@@ -124,6 +124,20 @@ def test_a_silent_majority_is_neither_suspected_nor_evicted_and_the_job_says_why
     assert len(world.sent) == 1 and world.sent[0].startswith("2 of 3 workers are silent (w0 for 3 s, w1 for 3 s)")
 
 
+def test_of_a_silent_majority_that_was_evicted_the_job_does_not_say_that_it_waits_for_it():
+    world = Silence(stall_seconds=20.0)
+    world.last(24.0, beating=(2,))
+    assert view(world.job, world.now).reason.endswith(
+        "2 of 3 workers are silent (w0 for 24 s, w1 for 24 s) and were evicted; nobody else is evicted before 20 s of "
+        "silence (stall_seconds), because the controller may be the one that is cut off. If they are dead, say so: "
+        '"shoal lost job WORKER"'
+    )
+    world.last(30.0, beating=())
+    says = view(world.job, world.now).reason
+    assert "w2 for 30 s); nobody else is evicted, because the controller may be the one that is cut off" in says
+    assert "Waiting until one of them is heard" in says
+
+
 def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
     world = Silence()
     world.last(20.0, beating=())

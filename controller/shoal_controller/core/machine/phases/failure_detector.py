@@ -224,10 +224,10 @@ def ping_after_seconds(turn: Turn) -> float:
 
 def _gone_for_good(turn: Turn) -> list[WorkerId]:
     """While most are silent: who has been so for `stall_seconds`, and others are heard. Hosts that vanish never refuse,
-    and a wait for most of a job's workers must end too. Where nobody is heard there is nobody to go on with.
+    and a wait for most of a job's workers must end too.
     """
     quiet = silence.silent_workers(turn.job)
-    if all(process.worker in quiet for process in turn.serving()):
+    if not silence.hears_somebody(turn.job, quiet):
         return []
     due = turn.now - turn.spec.stall_seconds
     return [worker for worker in quiet if turn.record(worker).serves and silence.last_heard(turn.job, worker) < due]

@@ -8,7 +8,7 @@ then it is the controller that does not hear. Only `stall_seconds` goes by the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from shoal_protos.plan import WorkerId
 
@@ -73,6 +73,12 @@ def is_cut_off(job: Job) -> bool:
     """● Whether more than half of the job's workers that are not confirmed dead are silent: it is us, not them."""
     silent = silent_workers(job)  # most ticks end here: who counts takes four times as long to find as who is quiet
     return bool(silent) and 2 * len(silent) > len(_counting(job))
+
+
+def hears_somebody(job: Job, silent: Collection[WorkerId]) -> bool:
+    """Whether one who serves is not among the silent. Where nobody is heard there is nobody to go on with."""
+    roster = job.durable.roster
+    return any(roster[worker].serves and worker not in silent for worker in job.processes)
 
 
 def may_be_reconnecting(turn: Turn) -> bool:
@@ -147,13 +153,25 @@ def doubt(job: Job, now: float) -> str:
         return ""
     who = ", ".join(f"{worker} for {age:.0f} s" for worker, age in list(quiet.items())[:NAMED])
     more = f" and {len(quiet) - NAMED} more" if len(quiet) > NAMED else ""
-    left = max(0.0, spec.stall_seconds - max(quiet.values()))
-    until = "until one of them is heard" if len(quiet) == everyone else f"for up to {left:.0f} s more"
     return (
-        f"{len(quiet)} of {everyone} {'worker is' if everyone == 1 else 'workers are'} silent ({who}{more}); nobody is "
-        f"evicted, because the controller may be the one that is cut off. Waiting {until}. If they are dead, say "
-        f'so: "shoal lost {spec.job} WORKER"'
+        f"{len(quiet)} of {everyone} {'worker is' if everyone == 1 else 'workers are'} silent ({who}{more})"
+        f'{_consequence(job, silent, quiet)}. If they are dead, say so: "shoal lost {spec.job} WORKER"'
     )
+
+
+def _consequence(job: Job, silent: Collection[WorkerId], quiet: Mapping[WorkerId, float]) -> str:
+    """What follows from most being silent. `quiet`: of the `silent` those who are named, and for how long they were."""
+    stall_seconds, roster = job.durable.spec.stall_seconds, job.durable.roster
+    waited_for = [seconds for worker, seconds in quiet.items() if roster[worker].serves]
+    if not waited_for:
+        return (
+            f" and were evicted; nobody else is evicted before {stall_seconds:g} s of silence (stall_seconds), because "
+            "the controller may be the one that is cut off"
+        )
+    left = max(0.0, stall_seconds - min(waited_for))
+    until = f"for up to {left:.0f} s more" if hears_somebody(job, silent) else "until one of them is heard"
+    else_ = " else" if len(waited_for) < len(quiet) else ""
+    return f"; nobody{else_} is evicted, because the controller may be the one that is cut off. Waiting {until}"
 
 
 def announce(turn: Turn) -> None:
