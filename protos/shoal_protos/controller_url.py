@@ -16,6 +16,7 @@ def split_url(url: str) -> tuple[SplitResult, str]:
     expected = "expected something like http://127.0.0.1:7070"
     try:
         parts, _ = urlsplit(url), httpx.URL(url).host  # each refuses what the other takes
+        _ = parts.port  # which is looked at only now
     except (ValueError, httpx.InvalidURL) as error:
         raise UserError(f"the controller's URL is {url!r} ({error}); {expected}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -13,7 +13,8 @@ MOST_NAME = 300
 """Characters of a name; no job, worker or token has so many."""
 
 NOT_TEXT = "what is to be sent holds text that is not valid (a lone surrogate); give it as UTF-8"
-"""Of a body."""
+NOT_FINITE = "what is to be sent holds a number that is not finite; expected finite numbers"
+"""Both of a body."""
 
 
 def path_part(name: str) -> str:

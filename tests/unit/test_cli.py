@@ -323,6 +323,11 @@ def test_something_else_at_the_address_is_exit_3(controller: str, status: int, b
         (["token", "revoke", ".."], "'..' is no name; expected that of a job, a worker or a token"),
         (["drain", "j", "w0", "--why", "\udcff"], "what is to be sent holds text that is not valid"),
         (["jobs", "--url", "http://127.0.0.1:70x"], "(Invalid port: '70x'); expected something like http://127."),
+        (
+            ["jobs", "--url", "http://127.0.0.1:70707"],
+            "(Port out of range 0-65535); expected something like http://127.",
+        ),
+        (["token", "rotate", "ci", "--keep-seconds", "inf"], "what is to be sent holds a number that is not finite"),
         (["jobs", "--url", "nonsense"], "the controller's URL is 'nonsense'; expected something like http://127."),
         (
             ["worker", "--controller", "nonsense", "--job", "j", "true"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -299,6 +300,11 @@ def test_what_is_no_controller_is_said_so(moody: str, answer: Any) -> None:
             "http://127.0.0.1:7070",
         ),
         (
+            "http://127.0.0.1:70707",
+            "the controller's URL is 'http://127.0.0.1:70707' (Port out of range 0-65535); expected something like "
+            "http://127.0.0.1:7070",
+        ),
+        (
             "http://[::1",
             "the controller's URL is 'http://[::1' (Invalid IPv6 URL); expected something like http://127.0.0.1:7070",
         ),
@@ -334,6 +340,7 @@ def test_a_wrong_address_is_refused_and_one_without_a_controller_named(url: str,
             f"'{'x' * 20}'… is no name: it has 301 characters; expected at most 300",
         ),
         (lambda shoal: shoal.create_job({"job": "\udcff"}), path_part.NOT_TEXT),
+        (lambda shoal: shoal.drain_worker("j", "w0", grace_seconds=math.inf), path_part.NOT_FINITE),
         (
             lambda shoal: shoal.create_job({"job": "j"}, key="ü"),
             "the header Idempotency-Key is '\\xfc'; expected printable ASCII, no blanks around it",

@@ -21,7 +21,7 @@ from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.controller_url import split_url
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
-from shoal_protos.path_part import NOT_TEXT, path_part
+from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
@@ -181,6 +181,8 @@ class Client:
             request = self._http.build_request(method, path, json=body)
         except UnicodeEncodeError:
             raise UserError(NOT_TEXT) from None
+        except ValueError:
+            raise UserError(NOT_FINITE) from None
         answer = await self._send(request)
         try:
             content = answer.json()

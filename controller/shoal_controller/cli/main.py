@@ -7,7 +7,9 @@ httpx, FastAPI, gRPC) is imported inside the functions, so that `shoal --help` a
 
 from __future__ import annotations
 
+import codecs
 import functools
+import io
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -92,4 +94,15 @@ def main() -> None:
     """All that the console script does."""
     if sys.platform == "win32":
         raise SystemExit(say("Shoal runs on Linux, and on macOS without a controller, but not on Windows.", WRONG_USE))
+    _print_all_characters()
     app()
+
+
+def _print_all_characters() -> None:
+    """Tables have characters that a locale's encoding may lack: those become `?`. ASCII, which says no more than that
+    no locale is set, is taken for UTF-8, as typer does for what it prints itself.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_ascii = codecs.lookup(stream.encoding).name == "ascii"
+            stream.reconfigure(encoding="utf-8" if is_ascii else None, errors="replace")

@@ -21,7 +21,7 @@ from shoal_protos.addresses import is_here
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.controller_url import split_url
 from shoal_protos.errors import UserError
-from shoal_protos.path_part import NOT_TEXT
+from shoal_protos.path_part import NOT_FINITE, NOT_TEXT
 
 from shoal.client.rest_errors import NoController, RestProblem, problem_in
 
@@ -112,6 +112,8 @@ class RestSender:
             return self._http.build_request(method, path, json=body, headers=headers)
         except UnicodeEncodeError:
             raise UserError(NOT_TEXT) from None
+        except ValueError:
+            raise UserError(NOT_FINITE) from None
 
     def _sent(self, request: httpx.Request, is_repeatable: bool, stream: bool = False) -> httpx.Response:
         deadline, pause = time.monotonic() + self._retry_seconds, FIRST_PAUSE_SECONDS
