@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import structlog
-from shoal_protos.errors import PeerError, StoreError
+from shoal_protos.errors import PeerError, ShoalError, StoreError
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.effects import Adopt, AskPlanner, Kill, Probe, Spawn
@@ -216,7 +216,9 @@ class BackgroundWork:
         except TimeoutError:
             return Exited(worker, None, f"its launcher had not started it after {LAUNCH_SECONDS:g} s")
         except Exception as error:
-            log.error("a worker could not be started", job=self._spec.job, worker=worker, exc_info=error)
+            trace = None if isinstance(error, ShoalError) else error  # the former says all in its sentence
+            fields = {"job": self._spec.job, "worker": worker, "error": str(error)}
+            log.error("a worker could not be started", **fields, exc_info=trace)
             return Exited(worker, None, f"it could not be started: {error}")
 
     async def _kill(self, worker: WorkerId) -> None:

@@ -27,9 +27,10 @@ from shoal_controller.core.machine.stored_form import durable_from
 from shoal_controller.probes import ProbeResult
 from shoal_controller.records import FORMAT, Head, Unreadable, packed, record_prefix, unpacked
 from shoal_controller.store.store import Delete, Put
-from shoal_protos.errors import Conflict, StoreError
+from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, MemberState, Refusal, Shutdown, Status
 from small_machine import SPEC, SmallMachine, running
+from structlog.testing import capture_logs
 
 STATUS = Status(0, 0, MemberState.WAITING, 0, -1, 0)
 
@@ -66,6 +67,25 @@ async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, s
         await world.shell.create(JobSpec("train", wanted=1, launcher=launcher))
         await world.shell.submit("train", Save())
         assert await asyncio.wait_for(events.get(), 5) == Exited("w0", None, sentence)
+
+
+@pytest.mark.parametrize(("error", "is_traced"), [(UserError("no"), False), (KeyError("no"), True)])
+@asynchronous
+async def test_a_start_that_fails_for_a_reason_that_is_known_leaves_no_traceback_in_the_log(tmp_path, error, is_traced):
+    events = asyncio.Queue()
+    machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: events.put_nowait(event) or ()})
+    async with running(tmp_path, machine) as world:
+
+        def fail(worker):
+            raise error
+
+        world.written.spawns = fail
+        await world.shell.create(JobSpec("train", wanted=1, launcher="local"))
+        with capture_logs() as entries:
+            await world.shell.submit("train", Save())
+            await asyncio.wait_for(events.get(), 5)
+    (entry,) = [one for one in entries if one["event"] == "a worker could not be started"]
+    assert entry["error"] == str(error) and (entry["exc_info"] is not None) == is_traced
 
 
 @asynchronous

@@ -8,8 +8,10 @@ httpx, FastAPI, gRPC) is imported inside the functions, so that `shoal --help` a
 from __future__ import annotations
 
 import codecs
+import errno
 import functools
 import io
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -20,7 +22,7 @@ from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, im
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
 from shoal_controller.cli.doctor import doctor
-from shoal_controller.cli.endings import WRONG_USE, Command, ending, say
+from shoal_controller.cli.endings import FAILED, WRONG_USE, Command, ending, say
 from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.events import events
 from shoal_controller.cli.faulty_flags import AllFaults
@@ -41,6 +43,9 @@ COMMANDS: tuple[Command, ...] = (
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)
 """Commands of `shoal token`; what names none of them is the name of a job."""
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Why the file that standard output goes to takes no more."""
 
 HANDS_ON = (run, worker)
 """Commands that hand everything after their first argument to another program, flags included."""
@@ -94,8 +99,16 @@ def main() -> None:
     """All that the console script does."""
     if sys.platform == "win32":
         raise SystemExit(say("Shoal runs on Linux, and on macOS without a controller, but not on Windows.", WRONG_USE))
+    if sys.stdout is None:  # it was closed
+        sys.stdout = io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8")
     _print_all_characters()
-    app()
+    try:
+        app()
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what Python writes as it ends
+        raise SystemExit(say(f"the output cannot be written: {error.strerror}", FAILED)) from None
 
 
 def _print_all_characters() -> None:
