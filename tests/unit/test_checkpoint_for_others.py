@@ -187,6 +187,9 @@ def test_a_file_that_wants_to_run_code_runs_none(capsys, tmp_path: Path, monkeyp
     torch.save({"weight": Attack()}, tmp_path / "m.pt")
     code, _, err = run(capsys, "import", tmp_path / "m.pt", tmp_path / "c")
     assert code == 2 and "is neither safetensors nor a torch state dict: " in err
+    assert "GLOBAL" in err and "weights_only" not in err and "safe_globals" not in err, (
+        "it says what was found, not how to run it nevertheless"
+    )
     assert not (tmp_path / "attacked").exists()
 
 

@@ -74,9 +74,15 @@ def open_model(file: Path) -> ModelFile:
         else:
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except (UserError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise UserError(f"{file} is neither safetensors nor a torch state dict: {first}") from None
+        raise UserError(f"{file} is neither safetensors nor a torch state dict: {_reason(error)}") from None
     return _Safetensors(content) if isinstance(content, Pretrained) else _StateDict(content, file)
+
+
+def _reason(error: Exception) -> str:
+    """One line. torch says what it found between two pieces of advice on how to load what may run code."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    found = next((line for line in lines if "unsupported" in line.lower()), lines[0])
+    return found.partition(" Please ")[0].strip()[:200]
 
 
 class _ModelAlone:
