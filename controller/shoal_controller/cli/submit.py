@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
-from shoal_protos.strict_json import given_twice, parsed_json
 
 from shoal_controller.cli.options import DEFAULT_URL, Url
 
@@ -68,11 +67,14 @@ def _not_json(spec: dict[Any, Any]) -> Iterator[str]:
 
 
 def _json(text: str) -> object:
+    from shoal_protos.strict_json import parsed_json
+
     return parsed_json(text, "the file")
 
 
 def _yaml(text: str) -> object:
     import yaml
+    from shoal_protos.strict_json import given_twice
 
     class SingleKeys(yaml.SafeLoader):
         """Refuses what YAML forbids and its reader takes: the same key twice."""
