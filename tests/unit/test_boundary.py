@@ -171,7 +171,8 @@ def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: st
         crew.train_to(1)
         crew.plant("c", 3, point)
         assert crew.finish() == undisturbed(Task({"max_steps": 5}))
-        assert [reference.step for reference in crew.job.durable.checkpoints] == [3]
+        (made,) = crew.job.durable.checkpoints
+        assert made.step >= 3, "later, where who passed the vote has begun one with the dead: that one ends first"
 
 
 @pytest.mark.parametrize("point", shortened(["in_vote", "hand_out"], "hand_out"))
