@@ -315,6 +315,24 @@ def test_a_request_fails_with_a_save_of_this_world_and_outlives_one_of_the_world
         assert (saving.asked_at is None) is fails
 
 
+def test_a_save_that_was_lost_with_its_world_is_asked_for_again_by_rank_0_alone() -> None:
+    for number, rank in ((0, 0), (1, 0), (1, 1)):
+        saving, part = Saving(every_steps=4), over(number, "w1 is gone")
+        assert not saving.on_over(part, part.report, rank, generation=2)
+        assert saving.asked_at == (STEP if rank == 0 else None)
+    asked, part = Saving(every_steps=4), over(0, "w1 is gone")
+    asked.ask(STEP + 3, over=False)
+    asked.on_over(part, part.report, rank=0, generation=2)
+    assert asked.asked_at == STEP + 4, "a later one that somebody waits for is not forgotten for it"
+
+
+def test_what_was_saved_before_all_went_back_is_asked_for_by_nobody() -> None:
+    saving, part = Saving(every_steps=4), over(0, "w1 is gone")
+    saving.on_return_to(5)
+    saving.on_over(part, part.report, rank=0, generation=2)
+    assert saving.asked_at is None
+
+
 def test_the_last_few_saves_are_told_each_with_a_number_of_its_own() -> None:
     saving = Saving(every_steps=None)
     for _ in range(RECENT_SAVES + 2):

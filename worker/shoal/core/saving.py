@@ -109,14 +109,17 @@ class Saving:
         return self._every_steps is not None and step % self._every_steps == 0
 
     def on_over(self, part: SavePart, report: SaveReport, rank: int, generation: int) -> bool:
-        """A save is over; `report` is the part's, with the figures of the disk. Returns whether what this member asks
-        for has failed with it.
+        """A save is over; `report` is the part's, with the figures of the disk. One that was lost with its world rank 0
+        asks for again. Returns whether what this member asks for has failed with it.
         """
         if part.leads if not part.failure else rank == 0:
             self._remember(report)
         if not part.failure:
             self.saved = self.saved if self.is_given_up else part.save.step
-        elif self.asked_at is not None and part.save.generation == generation:
+        elif part.save.generation != generation:
+            if rank == 0 and not self.is_given_up and self.asked_at is None:
+                self.asked_at = part.save.step  # lost with its world: the next one need not be due for long
+        elif self.asked_at is not None:
             self.asked_at = None
             return True
         return False
