@@ -249,10 +249,9 @@ def _only_fills_left(plan: Plan, world: Plan) -> bool:
 
 def _reason(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Reason:
     """The most important of the reasons: who goes, then who comes."""
-    before = turn.durable.planned[-1] if turn.durable.planned else world
     leaving = {turn.record(member.worker).leaving for member in world.members} - {Leaving.NO}
     if leaving:
         return Reason.SCALE_DOWN if leaving == {Leaving.SCALE_DOWN} else Reason.DRAIN
-    if set(joiners) - before.workers:
+    if joiners:
         return Reason.SCALE_UP if turn.durable.scaled_up else Reason.JOIN
     return Reason.BALANCE
