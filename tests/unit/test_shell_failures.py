@@ -47,6 +47,13 @@ async def test_a_process_that_is_started_comes_back_as_an_event(tmp_path):
         assert await asyncio.wait_for(events.get(), 5) == Spawned("w0", Place.of_process(100, "/logs/w0"))
 
 
+def spawning_fails_with(error):
+    def fail(worker):
+        raise error
+
+    return fail
+
+
 @pytest.mark.parametrize(
     ("launcher", "sentence"),
     [
@@ -59,11 +66,7 @@ async def test_a_process_that_cannot_be_started_has_exited(tmp_path, launcher, s
     events = asyncio.Queue()
     machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: events.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
-
-        def fail(worker):
-            raise FileNotFoundError(2, "No such file", "python")
-
-        world.written.spawns = fail
+        world.written.spawns = spawning_fails_with(FileNotFoundError(2, "No such file", "python"))
         await world.shell.create(JobSpec("train", wanted=1, launcher=launcher))
         await world.shell.submit("train", Save())
         assert await asyncio.wait_for(events.get(), 5) == Exited("w0", None, sentence)
@@ -75,11 +78,7 @@ async def test_a_start_that_fails_for_a_reason_that_is_known_leaves_no_traceback
     events = asyncio.Queue()
     machine = SmallMachine({Save: [Spawn("w0")], Exited: lambda _, event: events.put_nowait(event) or ()})
     async with running(tmp_path, machine) as world:
-
-        def fail(worker):
-            raise error
-
-        world.written.spawns = fail
+        world.written.spawns = spawning_fails_with(error)
         await world.shell.create(JobSpec("train", wanted=1, launcher="local"))
         with capture_logs() as entries:
             await world.shell.submit("train", Save())
