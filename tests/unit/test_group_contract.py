@@ -174,6 +174,21 @@ def test_what_was_sent_may_be_changed_once_it_was_waited_for(run: Run) -> None:
 
 
 @every_group
+def test_memory_that_a_message_lay_in_can_be_freed_once_it_was_waited_for(run: Run) -> None:
+    """As units are in stage 3: torch frees nothing that numpy has looked at."""
+
+    def act(group: Group) -> None:
+        peer = 1 - group.rank
+        sent, came = values(group.rank, peer, 0), torch.zeros(1000)
+        group.wait([group.receive(came, peer, 4), group.send(sent, peer, 4)])
+        assert torch.equal(came, values(peer, group.rank, 0))
+        for message in (sent, came):
+            message.untyped_storage().resize_(0)
+
+    run(2, act)
+
+
+@every_group
 def test_a_message_of_the_host_keeps_its_place_among_those_of_the_device(run: Run) -> None:
     def act(group: Group) -> None:
         pinned = (

@@ -100,6 +100,7 @@ class _Arrival:
 
     def wait(self) -> None:
         self._work.wait()
-        token, place = PLACE.unpack(self._message[: PLACE.size].numpy().tobytes())
+        head = self._message[: PLACE.size].clone()  # numpy pins what it looks at
+        token, place = PLACE.unpack(head.numpy().tobytes())
         if token == self._memory.token:
             self._memory.take(place, self._message)

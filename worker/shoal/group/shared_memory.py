@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -215,8 +214,8 @@ def _copy(
     content: Tensor,  # (bytes,) uint8, contiguous
     target: Tensor,  # (bytes,) uint8, contiguous
 ) -> None:
-    """In two thirds of torch's time: numpy leaves it to the C library."""
-    np.copyto(target.numpy(), content.numpy())
+    """By the C library, in two thirds of torch's time. Not through numpy: memory that it has seen is never freed."""
+    ctypes.memmove(target.data_ptr(), content.data_ptr(), content.numel())
 
 
 def _places(content: Tensor) -> int:
