@@ -33,7 +33,7 @@ makes it, and its bucket. What comes of them is bounded by pieces, which a bucke
 UNITS_GATHERED = 3
 """In stage 3: the unit at work, the next one, and one whose gradients leave."""
 IN_FLIGHT_BYTES = 16 << 20
-PIECE_BYTES = 8 << 20
+HOST_PIECE_BYTES = 32 << 20
 MESSAGE_BYTES = 512 << 10
 ON_THE_WAY_BYTES = 48 << 20
 """Offload to the host: gradients of two parts of an update, 16 MiB each and then to a bucket's end."""
@@ -170,7 +170,7 @@ def _exchange(setup: MemorySetup) -> list[MemoryItem]:
     """At most; a world of one exchanges nothing."""
     others = setup.workers - 1
     if setup.stage < 2:
-        most = IN_FLIGHT_BYTES + max(PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
+        most = IN_FLIGHT_BYTES + max(HOST_PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
     else:
         largest = max(BUCKET_BYTES, PARAMETER_BYTES[setup.precision] * setup.largest_parameter)
         most = BUCKETS_ON_THEIR_WAY * (largest + round(BUCKET_BYTES * others / setup.workers))

@@ -18,6 +18,7 @@ from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
+from small_pieces import limits_of
 
 BLOCK = 4_096
 LANES = 5
@@ -80,7 +81,7 @@ WORLDS = [
 def test_owners_and_mirrors_have_the_bits_of_a_world_of_one(
     number: int, domains: dict[str, str] | None, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(piece))
     monkeypatch.setattr("shoal.exchange.traffic.windows", lambda pieces: windows(pieces, 2 * piece))
     alone = World(
         Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=9), "a"

@@ -150,12 +150,12 @@ def test_an_unknown_optimizer_has_no_known_state() -> None:
 
 def test_the_sizes_are_those_of_the_exchange_and_of_offload() -> None:
     assert memory_estimate.BUCKET_BYTES == BUCKET_BYTES
-    for name in ("IN_FLIGHT_BYTES", "PIECE_BYTES", "MESSAGE_BYTES"):
+    for name in ("IN_FLIGHT_BYTES", "HOST_PIECE_BYTES", "MESSAGE_BYTES"):
         assert getattr(memory_estimate, name) == getattr(pieces, name)
     assert memory_estimate.OFFLOAD_PIECE == held_piece.PIECE_ELEMENTS
     assert memory_estimate.OFFLOAD_BUFFERS == transfers.BUFFERS
     [exchange] = [item for item in estimate(MemorySetup(P, 40, 1, 40)).items if item.name == "exchange buffers"]
-    assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_bytes(40)
+    assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_limits(40, on_one_host=True).cut
 
 
 def test_every_item_is_in_a_column_of_the_table() -> None:

@@ -18,6 +18,7 @@ from shoal.exchange.pieces import Extent
 from shoal.training.engine import Engine
 from shoal.training.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal_protos.errors import UserError
+from small_pieces import limits_of
 from torch import Tensor, nn
 
 OPTIONS = {"max_steps": 4, "micro_batches_per_lane": 2}
@@ -246,7 +247,7 @@ def test_what_others_send_while_the_script_holds_its_gradients_is_not_taken_for_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four workers of a lane each, so that a mirror's values arrive in the very copy that the last backward filled."""
-    monkeypatch.setattr(traffic, "piece_bytes", lambda _: 1 << 14)
+    monkeypatch.setattr(traffic, "piece_limits", limits_of(1 << 14))
     task = Task({"max_steps": 12})
     right = undisturbed(task)
     arrived = 0

@@ -29,6 +29,7 @@ from shoal.exchange.traffic import Traffic
 from shoal.group.group import Group
 from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
+from small_pieces import limits_of
 from torch import Tensor, nn
 
 BLOCK = 4_096
@@ -220,7 +221,7 @@ def test_lanes_that_fill_in_any_order_have_the_bits_of_whole_gradients_and_only_
                 assert here.beyond <= 3, (step, each)
             assert not here.sums.live._flats
 
-    with patch("shoal.exchange.traffic.piece_bytes", lambda _: size):
+    with patch("shoal.exchange.traffic.piece_limits", limits_of(size)):
         over_gloo(members, member)
 
 
@@ -241,7 +242,7 @@ def test_a_parameter_that_no_lane_uses_holds_back_nothing_after_the_first_step()
         assert found[0] == 19
         assert found[1] <= 4
 
-    with patch("shoal.exchange.traffic.piece_bytes", lambda _: layout.buckets[0].elements * 4):
+    with patch("shoal.exchange.traffic.piece_limits", limits_of(layout.buckets[0].elements * 4)):
         over_gloo(2, member)
 
 
@@ -261,7 +262,7 @@ def test_random_programs_over_many_pieces_have_the_bits_of_stage_0(
     def task(stage: int) -> Task:
         return Task({**options, "stage": stage}, model=lambda: RandomModel(number), optimizer=optimizer_of(number))
 
-    with patch("shoal.exchange.traffic.piece_bytes", lambda _: 1 << 15):
+    with patch("shoal.exchange.traffic.piece_limits", limits_of(1 << 15)):
         with Crew("abc", task(stage)) as crew:
             crew.plant(data.draw(st.sampled_from("bc")), data.draw(st.integers(3, 5)), "exchange")
             crew.train_to(2)

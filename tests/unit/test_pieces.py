@@ -27,11 +27,11 @@ from shoal.exchange.pieces import (
     ROW,
     Extent,
     Extents,
+    PieceLimits,
     cached,
     cut_into_pieces,
     elements_in,
     in_messages,
-    piece_bytes,
     split,
     windows,
 )
@@ -42,10 +42,12 @@ from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
+from small_pieces import limits_of
 from torch import Tensor
 
 BLOCK = 4_096
 MOST = 20 * BLOCK * 4
+LIMITS = PieceLimits(MOST // 4, MOST)
 
 layouts = st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6).map(
     lambda buckets: lay_out(
@@ -87,7 +89,7 @@ def test_pieces_have_every_owned_element_once_and_in_order(
     given_: tuple[Layout, list[Runs], list[int]],
 ) -> None:
     layout, runs, subtrees = given_
-    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST)
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), LIMITS)
     for rank, owned in enumerate(runs):
         places = [place for piece in pieces for place in piece.owned[rank]]
         assert places == sorted(places)
@@ -116,12 +118,14 @@ def test_a_processor_computes_in_parts_that_its_cache_has(
     assert list(cached(extents, on_host=False)) == extents
 
 
-@given(owners())
+@given(owners(), st.sampled_from([LIMITS, PieceLimits(MOST, MOST)]))
 @settings(max_examples=examples(60))
-def test_no_member_holds_more_for_a_piece_than_its_limit(given_: tuple[Layout, list[Runs], list[int]]) -> None:
+def test_no_member_holds_more_for_a_piece_than_its_limit(
+    given_: tuple[Layout, list[Runs], list[int]], limits: PieceLimits
+) -> None:
     """But for the rounding to rows: one for each partial sum and owner."""
     layout, runs, subtrees = given_
-    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST)
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), limits)
     for piece in pieces:
         width = layout.buckets[piece.last_bucket].dtype.itemsize
         for rank, places in enumerate(piece.owned):
@@ -141,7 +145,7 @@ def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_f
     sizes: list[int], in_flight: int
 ) -> None:
     layout = lay_out([Trainable("p", (1,), torch.float32, 0)])
-    (one,) = cut_into_pieces(layout, [layout.cut(Runs([(0, 1)]))], sums_of([1]), MOST)
+    (one,) = cut_into_pieces(layout, [layout.cut(Runs([(0, 1)]))], sums_of([1]), LIMITS)
     pieces = [type(one)(0, size, ()) for size in sizes]
     until = windows(pieces, in_flight)
     assert list(until) == sorted(until)
@@ -157,7 +161,7 @@ def test_a_split_is_what_is_wanted_of_each_piece(
     given_: tuple[Layout, list[Runs], list[int]], data: st.DataObject
 ) -> None:
     layout, runs, subtrees = given_
-    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST)
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), LIMITS)
     for rank, owned in enumerate(runs):
         wanted = Runs.of(data.draw(st.sets(st.sampled_from(list(owned))))) if owned else owned
         parts = split(pieces, rank, layout.cut(wanted))
@@ -174,7 +178,7 @@ def test_a_large_extent_is_a_message_of_its_own_and_the_small_ones_of_a_piece_ar
     given_: tuple[Layout, list[Runs], list[int]],
 ) -> None:
     layout, runs, subtrees = given_
-    for piece in cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), MOST):
+    for piece in cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), LIMITS):
         width = layout.buckets[piece.last_bucket].dtype.itemsize
         for extents in piece.owned:
             messages = in_messages(extents, width)
@@ -289,11 +293,6 @@ def test_routes_are_computed_once_for_a_world_and_for_each_boundary_of_its_fills
     assert traffic.partials is traffic.partials
 
 
-def test_a_piece_grows_with_the_world_so_that_messages_are_worth_sending() -> None:
-    assert piece_bytes(2) == piece_bytes(16) == 8 << 20
-    assert piece_bytes(64) == 32 << 20
-
-
 # ---- what is in flight
 
 
@@ -353,7 +352,7 @@ class Awaited:
 def test_what_has_come_is_reduced_and_mirrored_while_the_last_backward_still_runs(
     quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 1 << 18)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(1 << 18))
     plan = World(
         Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7), "abcd"
     ).plan
@@ -379,7 +378,7 @@ def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parame
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     piece, in_flight = 1 << 18, 1 << 19
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(piece))
     for place in ("traffic", "pieces"):
         monkeypatch.setattr(f"shoal.exchange.{place}.windows", lambda pieces: windows(pieces, in_flight))
     layout = lay_out([Trainable("embedding", (1_000, BLOCK), torch.float32, 0), Trainable("b", (9,), torch.float32, 0)])
@@ -407,7 +406,7 @@ def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parame
 
 
 def test_what_is_updated_is_handed_out_while_the_rest_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 1 << 18)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(1 << 18))
     plan = World(
         Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=7), "abcd"
     ).plan

@@ -24,6 +24,7 @@ from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Plan
+from small_pieces import limits_of
 
 BLOCK = 4_096
 LANES = 7
@@ -105,13 +106,13 @@ def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tu
 def test_owners_and_mirrors_have_the_bits_of_whole_gradients(
     number: int, piece: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: piece)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(piece))
     has_the_bits(number, dtype, over_gloo)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_wire_without_tags_brings_the_same_bits(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 100_000)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(100_000))
     has_the_bits(number, torch.float32, ordered_over_gloo)
 
 
@@ -134,7 +135,7 @@ def has_the_bits(number: int, dtype: torch.dtype, run: Callable[[int, Callable[[
 
 
 def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 1 << 18)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(1 << 18))
     layout = lay_out([Trainable(f"p{n}", (16, BLOCK), torch.float32, 0, n) for n in range(40)])
     plan = plans(layout)[0]
     bucket = layout.buckets[0].elements * 4
@@ -148,7 +149,7 @@ def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatc
 
 
 def test_positions_only_grow_and_stand_at_the_next_lane_in_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.exchange.traffic.piece_bytes", lambda _: 100_000)
+    monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(100_000))
     layout = layout_of(torch.float32)
     plan = plans(layout)[0]
 

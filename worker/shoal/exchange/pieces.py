@@ -18,14 +18,16 @@ from shoal.exchange.host_sums import HostSums
 
 PIECE_BYTES = 8 << 20
 """What the partial sums of a piece may take on one member, in a world of up to 16; beyond it grows with the world."""
+JOINED_BYTES = 2 << 20
+"""Buckets are joined up to so much: larger ranges are better sent from where they lie, and early."""
+HOST_PIECE_BYTES = 32 << 20
+"""Both on one host, where nothing waits for links: a piece has its price there, whatever it holds."""
 MESSAGE_BYTES = 512 << 10
 """A smaller message to each peer costs more to send than to have sent."""
 IN_FLIGHT_BYTES = 16 << 20
 """What may be on its way beyond the piece that is waited for: enough for 10 Gbit/s × 13 ms."""
 ALONE_BYTES = 256 << 10
 """An extent of this size is a message of its own: to copy it, here and there, costs more than one message more."""
-SMALL = 4
-"""Buckets are joined up to this part of a piece: larger ranges are better sent from where they lie."""
 ROW = 4_096
 """Elements; ranges are cut at multiples of it, as kernels like them."""
 CACHED_ELEMENTS = 32 * ROW
@@ -79,28 +81,37 @@ class ExchangePiece:
     owned: tuple[Extents, ...]
 
 
-def piece_bytes(members: int) -> int:
-    """The limit of a piece in a world of so many members."""
-    return max(PIECE_BYTES, MESSAGE_BYTES * members)
+class PieceLimits(NamedTuple):
+    """Bytes that a piece may take on any member."""
+
+    joined: int
+    """Buckets that follow each other are joined up to so much."""
+    cut: int
+    """A bucket that takes more is several pieces."""
+
+
+def piece_limits(members: int, on_one_host: bool) -> PieceLimits:
+    """In a world of so many members."""
+    least = MESSAGE_BYTES * members
+    if on_one_host:
+        return PieceLimits(max(HOST_PIECE_BYTES, least), max(HOST_PIECE_BYTES, least))
+    return PieceLimits(max(JOINED_BYTES, least // 4), max(PIECE_BYTES, least))
 
 
 def cut_into_pieces(
-    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], sums: HostSums, most: int
+    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], sums: HostSums, limits: PieceLimits
 ) -> tuple[ExchangePiece, ...]:
-    """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them.
-
-    `most`: bytes that a piece may take on any member.
-    """
+    """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them."""
     pieces: list[ExchangePiece] = []
     for bucket in layout.buckets:
         ranges = [of_rank[bucket.index] for of_rank in owned]
         size = _most_bytes(bucket, ranges, sums)
-        if pieces and pieces[-1].bytes + size <= most // SMALL and _dtype(layout, pieces[-1]) == bucket.dtype:
+        if pieces and pieces[-1].bytes + size <= limits.joined and _dtype(layout, pieces[-1]) == bucket.dtype:
             extents = (_extents(bucket, one, 0, 1) for one in ranges)
             joined = tuple(before + more for before, more in zip(pieces[-1].owned, extents, strict=True))
             pieces[-1] = ExchangePiece(bucket.index, pieces[-1].bytes + size, joined)
             continue
-        parts = max(1, -(-size // most))
+        parts = max(1, -(-size // limits.cut))
         for part in range(parts):
             extents_of = tuple(_extents(bucket, one, part, parts) for one in ranges)
             pieces.append(ExchangePiece(bucket.index, -(-size // parts), extents_of))

@@ -24,7 +24,7 @@ from shoal.exchange.pieces import (
     Extents,
     cut_into_pieces,
     in_messages,
-    piece_bytes,
+    piece_limits,
     split,
     windows,
 )
@@ -98,6 +98,10 @@ class Traffic:
         return self.owned[rank]
 
     @cached_property
+    def _is_on_one_host(self) -> bool:
+        return len({member.address.rpartition(":")[0] for member in self.plan.members}) == 1
+
+    @cached_property
     def lane_spans(self) -> tuple[tuple[Span, ...], ...]:
         """Whole subtrees of lanes whose sums each rank sends."""
         return tuple(tuple(subtrees(Runs.of(share.lanes), self.plan.lanes)) for share in self.plan.shares)
@@ -131,7 +135,8 @@ class Traffic:
     def pieces(self) -> tuple[ExchangePiece, ...]:
         """What is exchanged at one time; the same on all members."""
         cut = [self.layout.cut(owned) for owned in self.owned]
-        return cut_into_pieces(self.layout, cut, self.host_sums, piece_bytes(self.plan.world_size))
+        limits = piece_limits(self.plan.world_size, self._is_on_one_host and not self._by_rounds)
+        return cut_into_pieces(self.layout, cut, self.host_sums, limits)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:

@@ -1,0 +1,37 @@
+"""How large pieces are: by the members, and by whether anything waits for links."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from planning import World
+from shoal.core.layout import Trainable, lay_out
+from shoal.exchange.pieces import piece_limits
+from shoal.exchange.traffic import Traffic
+from shoal_controller.core.planning.planner import Terms
+
+BLOCK = 4_096
+
+
+def test_a_piece_grows_with_the_world_so_that_messages_are_worth_sending() -> None:
+    assert piece_limits(2, on_one_host=False) == piece_limits(16, on_one_host=False) == (2 << 20, 8 << 20)
+    assert piece_limits(64, on_one_host=False) == (8 << 20, 32 << 20)
+    assert piece_limits(2, on_one_host=True) == piece_limits(64, on_one_host=True) == (32 << 20, 32 << 20)
+    assert piece_limits(128, on_one_host=True) == (64 << 20, 64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "by_rounds", "count"), [("xxx", False, 1), ("xxy", False, 8), ("xyz", False, 8), ("xxx", True, 8)]
+)
+def test_pieces_are_large_where_no_link_waits_for_them_and_gradients_are_whole(
+    hosts: str, by_rounds: bool, count: int
+) -> None:
+    layout = lay_out([Trainable(f"p{n}", (256, BLOCK), torch.float32, 0, n) for n in range(8)])
+    terms = Terms(lanes=3, blocks=layout.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=7, rounds=by_rounds)
+    plan = World(terms, "abc").plan
+    members = tuple(replace(one, address=f"{host}:1") for one, host in zip(plan.members, hosts, strict=True))
+    plan = replace(plan, members=members)
+    found = {Traffic(plan, rank, layout, by_rounds=by_rounds).pieces for rank in range(3)}
+    assert [len(pieces) for pieces in found] == [count]
