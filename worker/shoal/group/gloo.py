@@ -30,6 +30,7 @@ from shoal.group.gathering import gather
 from shoal.group.group import RESERVED_TAGS, Group, Waiting, Work, WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.host_peers import Gloo, GlooWork, HostPeers
+from shoal.group.loop_thread import giving_way
 from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.solo import SoloGroup
@@ -89,10 +90,10 @@ def _connect(client: RendezvousClient, spec: GroupSpec) -> Gloo:
     host, _ = split_address(spec.addresses[spec.rank])
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = FOREVER
     let_go_in_children(_is_of_a_pair)
-    with watch_reach(spec):
+    with giving_way(), watch_reach(spec):
+        options._devices = [gloo.create_device(hostname=host)]
+        options._timeout = FOREVER
         return cast(Gloo, gloo(client, spec.rank, spec.size, options))
 
 

@@ -1,0 +1,67 @@
+"""The thread that moves the bytes of a group gives way to those that compute, and only that one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from over_gloo import over_gloo
+from shoal.group import loop_thread
+from shoal.group.group import Group
+
+SIZE = 3
+
+
+def threads() -> dict[int, str]:
+    """The kernel's names of this process's threads."""
+    found: dict[int, str] = {}
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            found[int(thread.name)] = (thread / "comm").read_text().strip()
+        except FileNotFoundError:  # it has ended by now
+            continue
+    return found
+
+
+def swap(group: Group) -> None:
+    rows = group.all_gather(torch.full((4,), group.rank, dtype=torch.uint8))
+    assert rows[:, 0].tolist() == list(range(SIZE))
+
+
+def test_a_groups_loop_interrupts_nobody_by_waking_and_other_threads_are_as_they_were() -> None:
+    before = set(threads())
+    met = threading.Barrier(SIZE)
+
+    def act(group: Group) -> None:
+        swap(group)
+        met.wait(30.0)
+        new = {thread: name for thread, name in threads().items() if thread not in before}
+        classes = {thread: os.sched_getscheduler(thread) for thread in new}
+        loops = {thread for thread, name in new.items() if name == "gloo_tcp_loop"}
+        assert len(loops) == SIZE
+        assert {thread for thread, found in classes.items() if found == os.SCHED_BATCH} == loops
+        met.wait(30.0)
+
+    over_gloo(SIZE, act)
+
+
+@pytest.mark.parametrize("refusal", [PermissionError("not in this container"), ProcessLookupError("it has ended")])
+def test_a_system_that_does_not_allow_it_has_groups_all_the_same(
+    refusal: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise refusal
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    over_gloo(SIZE, swap)
+
+
+def test_a_system_that_does_not_tell_its_threads_has_groups_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(loop_thread, "THREADS", tmp_path / "nothing")
+    over_gloo(SIZE, swap)
