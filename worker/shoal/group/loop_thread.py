@@ -1,10 +1,10 @@
 """The thread by which gloo moves the bytes of a group: it gives way to the threads that compute.
 
-gloo's loop tries a connection's lock and, where another thread holds it, asks the kernel again at once. And each message
-wakes its receiver's loop, which the kernel prefers to whoever computes there: on a machine that has no processor left,
-to a thread that sends just then and holds such a lock. The other loop spins until its time is over, which took a tenth
-of a step of stage 3. A thread of the kernel's class for batches (sched(7), SCHED_BATCH) interrupts nobody by waking;
-where a processor is idle it runs as soon as any other. Called by gloo.py; knows no group.
+gloo's loop tries a connection's lock and, where another thread holds it, asks the kernel again at once. And each
+message wakes its receiver's loop, which the kernel prefers to whoever computes there: on a machine that has no
+processor left, to a thread that sends just then and holds such a lock. The other loop spins until its time is over,
+which took a tenth of a step of stage 3. A thread of the kernel's class for batches (sched(7), SCHED_BATCH) interrupts
+nobody by waking; where a processor is idle it runs as soon as any other. Called by gloo.py; knows no group.
 """
 
 from __future__ import annotations
