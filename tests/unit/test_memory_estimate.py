@@ -155,7 +155,7 @@ def test_the_sizes_are_those_of_the_exchange_and_of_offload() -> None:
     assert memory_estimate.OFFLOAD_PIECE == held_piece.PIECE_ELEMENTS
     assert memory_estimate.OFFLOAD_BUFFERS == transfers.BUFFERS
     [exchange] = [item for item in estimate(MemorySetup(P, 40, 1, 40)).items if item.name == "exchange buffers"]
-    assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_limits(40, on_one_host=True).cut
+    assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_limits(40, are_large=True).cut
 
 
 def test_every_item_is_in_a_column_of_the_table() -> None:

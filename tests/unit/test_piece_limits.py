@@ -16,10 +16,10 @@ BLOCK = 4_096
 
 
 def test_a_piece_grows_with_the_world_so_that_messages_are_worth_sending() -> None:
-    assert piece_limits(2, on_one_host=False) == piece_limits(16, on_one_host=False) == (2 << 20, 8 << 20)
-    assert piece_limits(64, on_one_host=False) == (8 << 20, 32 << 20)
-    assert piece_limits(2, on_one_host=True) == piece_limits(64, on_one_host=True) == (32 << 20, 32 << 20)
-    assert piece_limits(128, on_one_host=True) == (64 << 20, 64 << 20)
+    assert piece_limits(2, are_large=False) == piece_limits(16, are_large=False) == (2 << 20, 8 << 20)
+    assert piece_limits(64, are_large=False) == (8 << 20, 32 << 20)
+    assert piece_limits(2, are_large=True) == piece_limits(64, are_large=True) == (32 << 20, 32 << 20)
+    assert piece_limits(128, are_large=True) == (64 << 20, 64 << 20)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ PIECE_BYTES = 8 << 20
 JOINED_BYTES = 2 << 20
 """Buckets are joined up to so much: larger ranges are better sent from where they lie, and early."""
 HOST_PIECE_BYTES = 32 << 20
-"""Both on one host, where nothing waits for links: a piece has its price there, whatever it holds."""
+"""Both on one host with whole gradients: nothing waits for links, and a piece has its price, whatever it holds."""
 MESSAGE_BYTES = 512 << 10
 """A smaller message to each peer costs more to send than to have sent."""
 IN_FLIGHT_BYTES = 16 << 20
@@ -90,11 +90,12 @@ class PieceLimits(NamedTuple):
     """A bucket that takes more is several pieces."""
 
 
-def piece_limits(members: int, on_one_host: bool) -> PieceLimits:
-    """In a world of so many members."""
+def piece_limits(members: int, are_large: bool) -> PieceLimits:
+    """In a world of so many members. `are_large`: nothing is gained by small ones."""
     least = MESSAGE_BYTES * members
-    if on_one_host:
-        return PieceLimits(max(HOST_PIECE_BYTES, least), max(HOST_PIECE_BYTES, least))
+    if are_large:
+        most = max(HOST_PIECE_BYTES, least)
+        return PieceLimits(most, most)
     return PieceLimits(max(JOINED_BYTES, least // 4), max(PIECE_BYTES, least))
 
 
