@@ -24,7 +24,7 @@ from shoal.checkpoint.storage import LocalStorage
 from shoal.core.sampled_blocks import losing_a_copy, sampled
 from shoal.training import corruption_watch
 from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.plan import Fill, Member, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs
@@ -422,11 +422,36 @@ def test_a_flip_that_makes_the_loss_infinite_is_gone_back_from_and_does_not_end_
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")
 
 
-@pytest.mark.parametrize("shoal", [{"on_corruption": "continue"}, {}], ids=["continue", "no-checkpoint"])
-def test_where_nobody_goes_back_the_end_of_the_job_names_the_block_and_not_the_learning_rate(
-    shoal: dict[str, Any],
+@pytest.mark.parametrize("is_paused", [False, True], ids=["training", "pause-asked-for"])
+@pytest.mark.parametrize("shoal", [{"on_corruption": "pause"}, {}], ids=["pause", "no-checkpoint"])
+def test_before_such_a_loss_a_job_that_does_not_go_back_pauses_and_goes_on_once_the_bad_copy_is_gone(
+    shoal: dict[str, Any], is_paused: bool
 ) -> None:
-    with Crew("ab", task(corruption_steps=1000, **shoal)) as crew:
+    with Crew("abc", task(corruption_steps=1000, **shoal)) as crew:
+        crew.train_to(4)
+        block = ruin(crew)
+        if is_paused:
+            with crew.changed:
+                crew.watchers.append(lambda _, point, step: pause_in_step_6(crew, point, step))
+        crew.allow(6)
+        crew.until("the pause", lambda: bool(crew.job.durable.paused_because))
+        crew.until("rest", lambda: crew.at_rest() and not crew.job.durable.current.steps)
+        assert f"the copies of block {block} of workers a and b differ" in crew.job.durable.paused_because
+        assert {worker.engine.global_step for worker in crew.members()} == {5}
+        crew.kill("a")
+        crew.until("the loss", lambda: len(crew.job.durable.current.members) == 2 and crew.at_rest())
+        crew.request(Resume())
+        assert crew.finish() == reference(PLAIN)
+
+
+def pause_in_step_6(crew: Crew, point: str, step: int) -> None:
+    """An operator asks for it while the step that is not finite is under way."""
+    if (point, step) == ("exchange", 6) and not seen(crew, "paused"):
+        crew._feed(Pause())
+
+
+def test_where_nothing_is_done_about_it_the_end_of_the_job_names_the_block_and_not_the_learning_rate() -> None:
+    with Crew("ab", task(corruption_steps=1000, on_corruption="continue")) as crew:
         crew.train_to(4)
         block = ruin(crew)
         crew.allow()

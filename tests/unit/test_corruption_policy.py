@@ -69,6 +69,8 @@ def test_a_job_that_is_to_pause_says_why_until_it_goes_on() -> None:
     driver.beat("w0", corrupt=(differ(3, "w0", "w1"),))
     assert driver.job.durable.paused
     assert driver.job.durable.paused_because.endswith("between steps 26 and 30; on_corruption is pause")
+    driver.recover()
+    assert driver.job.durable.current is not None and not driver.job.durable.current.steps
     driver.feed(Resume())
     assert not driver.job.durable.paused and not driver.job.durable.paused_because
 
@@ -151,7 +153,7 @@ def test_a_second_return_without_a_step_above_the_highest_pauses() -> None:
     driver = job(workers=4)
     back_at_the_checkpoint(driver)
     driver.beat("w0", step=31, corrupt=(differ(5, "w2", "w3"),))
-    assert driver.job.attempt is None and driver.job.durable.paused
+    assert driver.job.durable.paused and not driver.job.durable.corruption.restoring
     assert driver.job.durable.paused_because.endswith(
         "; all members already went back from step 31 for this, and have not passed it since"
     )

@@ -200,7 +200,9 @@ def _record(
     trained = any(ballot.losses for ballot in ballots)
     norm = _norm(traffic, rows) if with_norm else None
     not_finite, overflow = _not_finite(ballots, norm), ""
-    if any(ballot.is_scaled for ballot in ballots):
+    if halts(ballots):
+        not_finite = ""  # the step is not made, whatever its numbers are
+    elif any(ballot.is_scaled for ballot in ballots):
         not_finite, overflow = "", not_finite
     return Record(
         step=ballots[0].step,

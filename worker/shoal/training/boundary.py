@@ -30,7 +30,7 @@ from shoal.training.status import StatusReport
 from shoal.world import World
 
 RETURN_SECONDS = 10.0
-"""For so long the controller is given to have all go back, before a step that is not finite ends the job."""
+"""For so long the controller is given to have all go back or pause, before a step that is not finite ends the job."""
 LOOK_SECONDS = 0.05
 
 
@@ -106,7 +106,7 @@ class Boundary:
 
     def look_for_corruption(self, record: Record) -> Findings | None:
         """Where a step that is not finite is to end the job: whether memory is at fault. None: that cannot be known.
-        Raises `WorldChanged`, also where all go back to a checkpoint because of it.
+        Raises `WorldChanged`, also where all go back to a checkpoint, or pause, because of it.
         """
         context = self._context
         if not (record.not_finite and context.config.stop_on_nan and context.world is not None):
@@ -118,14 +118,14 @@ class Boundary:
         return found
 
     def _await_return(self) -> None:
-        """Raises `WorldChanged` once all go back to a checkpoint; returns where they do not."""
+        """Raises `WorldChanged` once all go back to a checkpoint, or pause before the step; returns where they do not."""
         context = self._context
-        if context.config.on_corruption is not OnCorruption.RESTORE or context.config.checkpoint.path is None:
+        if context.config.on_corruption is OnCorruption.CONTINUE:
             return
         end = time.monotonic() + RETURN_SECONDS
         while time.monotonic() < end:
             if context.link.membership().state is not MemberState.TRAINING:
-                raise WorldChanged("all go back to a checkpoint, because copies of blocks differ")
+                raise WorldChanged("all go back to a checkpoint or pause, because copies of blocks differ")
             context.link.pause(LOOK_SECONDS)
             if context.link.stopping:  # then it does not pause
                 time.sleep(LOOK_SECONDS)

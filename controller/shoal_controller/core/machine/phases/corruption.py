@@ -123,7 +123,10 @@ def _is_beyond(turn: Turn) -> bool:
 
 
 def _pause(turn: Turn, why: str) -> None:
-    if turn.durable.paused:
+    """Also where an operator's pause has not begun yet: it waits for a vote, and before a step that is not finite all
+    wait for what is concluded here.
+    """
+    if turn.durable.paused_because:
         return
     turn.keep(paused=True, paused_because=why)
     turn.note(EventKind.PAUSED, f"the job is being paused: {why}")

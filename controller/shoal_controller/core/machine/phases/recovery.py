@@ -73,6 +73,11 @@ def recover(
     begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports, links=links, links_seen_at=turn.now))
 
 
+def pause(turn: Turn, why: str) -> None:
+    """No step more is made with what is held now, not the one under way either, as a planned change would."""
+    begin(turn, Attempt(0, Reason.BALANCE, why, turn.now, turn.now))
+
+
 def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
     """A world of joiners."""
     begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, starters=frozenset(workers)))

@@ -81,6 +81,9 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
     if turn.durable.corruption.restoring:
         recovery.recover(turn, turn.durable.corruption.restoring, turn.now)
         return True
+    if turn.durable.paused_because and world.steps:
+        recovery.pause(turn, turn.durable.paused_because)
+        return True
     reports = link_faults.reports(turn, world, building=False)
     if reports:
         for _, peer in reports:
