@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,6 +14,7 @@ import torch
 from over_gloo import over_gloo
 from shoal.group import loop_thread
 from shoal.group.group import Group
+from shoal.group.loop_thread import giving_way
 
 SIZE = 3
 
@@ -47,6 +50,42 @@ def test_a_groups_loop_interrupts_nobody_by_waking_and_other_threads_are_as_they
         met.wait(30.0)
 
     over_gloo(SIZE, act)
+
+
+@contextmanager
+def begun_within(name: bytes, scheduler: int) -> Iterator[int]:
+    """A thread, by its number, that begins while a group's loop is looked for, with a name and class of its own."""
+    is_ready, is_over = threading.Event(), threading.Event()
+
+    def live() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
+        os.sched_setscheduler(0, scheduler, os.sched_param(0))
+        is_ready.set()
+        is_over.wait(30.0)
+
+    thread = threading.Thread(target=live)
+    try:
+        with giving_way():
+            thread.start()
+            assert is_ready.wait(30.0)
+        assert thread.native_id is not None
+        yield thread.native_id
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_loop_keeps_the_class_that_its_process_was_given() -> None:
+    """SCHED_IDLE stands for the classes for real time too, which need a privilege."""
+    for given, kept in ((os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)):
+        with begun_within(b"gloo_tcp_loop", given) as loop:
+            assert os.sched_getscheduler(loop) == kept
+
+
+def test_a_thread_whose_name_is_no_text_hinders_no_group() -> None:
+    """The kernel cuts names after 15 bytes, be it within a letter."""
+    with begun_within("reading größen".encode()[:13], os.SCHED_OTHER) as thread:
+        assert os.sched_getscheduler(thread) == os.SCHED_OTHER
 
 
 @pytest.mark.parametrize("refusal", [PermissionError("not in this container"), ProcessLookupError("it has ended")])

@@ -13,17 +13,20 @@ import torch
 from crew import Crew, Task
 from late_device import LateDevice
 from matrices import shortened
+from planning import World
 from shoal.blocks.flat import lay_out_model, trainable
 from shoal.blocks.held import probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
-from shoal.core.layout import BUCKET_BYTES
+from shoal.core.layout import BUCKET_BYTES, Trainable, lay_out
 from shoal.core.tree import push
 from shoal.device import HOST
 from shoal.exchange import pieces
+from shoal.exchange.traffic import Traffic
 from shoal.offload import held_piece, transfers
 from shoal.training.engine import Engine
 from shoal.training.telemetry import held_bytes
 from shoal_controller.cli.estimate import COLUMNS
+from shoal_controller.core.planning.planner import Terms
 from shoal_protos import memory_estimate
 from shoal_protos.memory_estimate import (
     STAGES,
@@ -150,12 +153,22 @@ def test_an_unknown_optimizer_has_no_known_state() -> None:
 
 def test_the_sizes_are_those_of_the_exchange_and_of_offload() -> None:
     assert memory_estimate.BUCKET_BYTES == BUCKET_BYTES
-    for name in ("IN_FLIGHT_BYTES", "HOST_PIECE_BYTES", "MESSAGE_BYTES"):
+    for name in ("HOST_PIECE_BYTES", "MESSAGE_BYTES"):
         assert getattr(memory_estimate, name) == getattr(pieces, name)
     assert memory_estimate.OFFLOAD_PIECE == held_piece.PIECE_ELEMENTS
     assert memory_estimate.OFFLOAD_BUFFERS == transfers.BUFFERS
-    [exchange] = [item for item in estimate(MemorySetup(P, 40, 1, 40)).items if item.name == "exchange buffers"]
-    assert exchange.bytes == pieces.IN_FLIGHT_BYTES + pieces.piece_limits(40, are_large=True).cut
+
+
+@pytest.mark.parametrize("workers", [2, 4, 70])
+def test_the_exchange_of_whole_gradients_posts_what_was_estimated_and_no_more(workers: int) -> None:
+    """On one host, where pieces are largest."""
+    layout = lay_out([Trainable(f"p{n}", (512, 4_096), torch.float32, 0, n) for n in range(64)])
+    terms = Terms(lanes=workers, blocks=layout.blocks, mirrors=0, mirror_partners=4, fill_blocks_per_step=7)
+    traffic = Traffic(World(terms, "".join(chr(ord("a") + rank) for rank in range(workers))).plan, 0, layout)
+    posted = (sum(one.bytes for one in traffic.pieces[at:stop]) for at, stop in enumerate(traffic.windows))
+    items = estimate(MemorySetup(P, workers, 1, workers)).items
+    [estimated] = [item.bytes for item in items if item.name == "exchange buffers"]
+    assert 0.9 * estimated <= max(posted) <= estimated
 
 
 def test_every_item_is_in_a_column_of_the_table() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 THREADS = Path("/proc/self/task")
-NAME = "gloo_tcp_loop\n"
+NAME = b"gloo_tcp_loop\n"
 
 
 @contextlib.contextmanager
@@ -25,8 +25,15 @@ def giving_way() -> Iterator[None]:
     yield
     for thread in _threads() - before:
         with contextlib.suppress(OSError):
-            if (thread / "comm").read_text() == NAME:
+            if (thread / "comm").read_bytes() == NAME and _is_usual(int(thread.name)):
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _is_usual(thread: int) -> bool:
+    """Whether it runs as threads do of which nobody has said how: a process's class for real time, or for what is to
+    wait for all others, is its loop's too.
+    """
+    return os.sched_getscheduler(thread) == os.SCHED_OTHER
 
 
 def _threads() -> set[Path]:
