@@ -32,7 +32,8 @@ makes it, and its bucket. What comes of them is bounded by pieces, which a bucke
 """
 UNITS_GATHERED = 3
 """In stage 3: the unit at work, the next one, and one whose gradients leave."""
-IN_FLIGHT_BYTES = 16 << 20
+PIECES_ON_THEIR_WAY = 2
+"""In stages 0 and 1: the one that is waited for, and the next one."""
 HOST_PIECE_BYTES = 32 << 20
 MESSAGE_BYTES = 512 << 10
 ON_THE_WAY_BYTES = 48 << 20
@@ -170,7 +171,7 @@ def _exchange(setup: MemorySetup) -> list[MemoryItem]:
     """At most; a world of one exchanges nothing."""
     others = setup.workers - 1
     if setup.stage < 2:
-        most = IN_FLIGHT_BYTES + max(HOST_PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
+        most = PIECES_ON_THEIR_WAY * max(HOST_PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
     else:
         largest = max(BUCKET_BYTES, PARAMETER_BYTES[setup.precision] * setup.largest_parameter)
         most = BUCKETS_ON_THEIR_WAY * (largest + round(BUCKET_BYTES * others / setup.workers))
