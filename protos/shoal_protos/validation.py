@@ -22,6 +22,8 @@ BULLET = "\n  - "
 """Between the sentences of one message."""
 MOST_FAULTS = 20
 """SeveralFaults that are listed, of however many."""
+MOST_READ = 200
+"""Faults that become sentences at all: each takes its time, and a stranger may send tens of thousands."""
 
 Fault = Mapping[str, Any]
 """One entry of pydantic's `ValidationError.errors()`."""
@@ -157,21 +159,23 @@ def every_sentence(
     pydantic looks for only where nothing else is wrong.
     """
     found: list[str] = []
-    guessed = {_guess(fault, model)[1] for fault in faults if fault["type"] == "extra_forbidden"}
-    for fault in sorted(faults, key=_rank):
+    read = sorted(faults, key=_rank)[:MOST_READ]
+    guessed = {_guess(fault, model)[1] for fault in read if fault["type"] == "extra_forbidden"}
+    for fault in read:
         if fault["type"] != "missing" or find(fault["loc"], model)[0] not in guessed:
             found += _sentences(fault, whole, model)
-    if model is not None and isinstance(given, dict):
+    if model is not None and isinstance(given, dict) and len(read) == len(faults):
         found += _unfit(faults, whole, model, given)
-    return all_of(_without_repeats(dict.fromkeys(found)), whole)
+    return all_of(_without_repeats(dict.fromkeys(found)), whole, len(faults) - len(read))
 
 
-def all_of(sentences: Sequence[str], whole: str) -> str:
-    """One sentence, or a list of them."""
-    if len(sentences) == 1:
+def all_of(sentences: Sequence[str], whole: str, unread: int = 0) -> str:
+    """One sentence, or a list of them. `unread`: further faults, of which no sentence was made."""
+    count = len(sentences) + unread
+    if count == 1:
         return sentences[0]
-    more = [f"… and {len(sentences) - MOST_FAULTS} more"] if len(sentences) > MOST_FAULTS else []
-    return BULLET.join([f"{whole} has {len(sentences)} faults:", *sentences[:MOST_FAULTS], *more])
+    more = [f"… and {count - MOST_FAULTS} more"] if count > MOST_FAULTS else []
+    return BULLET.join([f"{whole} has {count} faults:", *sentences[:MOST_FAULTS], *more])
 
 
 def each_of(message: str) -> list[str]:

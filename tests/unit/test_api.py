@@ -10,11 +10,11 @@ import pytest
 from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
 from shoal_controller.api.app import ApiSettings
-from shoal_controller.api.guard import MOST_BODY_BYTES
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.json_bounds import MOST_BODY_BYTES
 from small_machine import SmallMachine
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "rest").glob("*.json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> Non
         ("job: j\ncommand: [a, !!binary aGk=]", "`command[1]` is read as a bytes; put it in quotes to give it as text"),
         ("job: j\nworkers: {wanted: .inf}", "`workers.wanted` is inf; expected a finite number"),
         ("job: j\nenv: &env {A: *env}", "`env.A` holds itself"),
+        (f"job: j\nlanes: 0x{'f' * 5000}", "`lanes` is a number of more than 64 bits"),
         ("job: j\n2024-01-01: 1", "the key `2024-01-01` is no text; put it in quotes"),
     ],
 )
@@ -69,3 +71,37 @@ def test_a_job_spec_that_is_nested_without_end_is_refused_in_a_sentence(name: st
     with pytest.raises(UserError) as refused:
         read_spec(tmp_path / name)
     assert str(refused.value).endswith("cannot be read as a job spec: the file is nested too deeply")
+
+
+LAUGHS = "job: j\nl0: &l0 [x, x]\n" + "".join(f"l{n}: &l{n} [{f'*l{n - 1}, ' * 10}]\n" for n in range(1, 12))
+MERGED = "job: j\nl0: &l0 {x: x}\n" + "".join(
+    f"l{n}: &l{n} {{<<: [{f'*l{n - 1}, ' * 10}], k{n}: x}}\n" for n in range(1, 12)
+)
+LONG = f"job: j\ntext: &text {'x' * 100_000}\ncommand: [{'*text, ' * 20_000}]\n"
+COMMENTS = "job: j\n" + "# nothing\n" * 30_000
+LIMIT = "it is larger than 262144 bytes, the most that a controller accepts"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (LAUGHS, f"{LIMIT}, with all that its aliases repeat"),
+        (MERGED, f"{LIMIT}, with all that its aliases repeat"),
+        (LONG, f"{LIMIT}, with all that its aliases repeat"),
+        (COMMENTS, LIMIT),
+    ],
+    ids=["lists", "merged", "long text", "comments"],
+)
+def test_a_file_that_would_become_too_large_is_refused_before_it_does(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_spec(tmp_path / "job.yaml")
+    assert str(refused.value) == f"{tmp_path / 'job.yaml'} cannot be read as a job spec: {sentence}"
+
+
+def test_a_file_of_very_many_keys_is_read_in_time_that_grows_with_it(tmp_path: Path) -> None:
+    names = [f"k{n}" for n in range(20_000)]
+    (tmp_path / "job.yaml").write_text(f"job: j\nenv: {{{': x, '.join(names)}: x}}\n")
+    began = time.process_time()
+    assert read_spec(tmp_path / "job.yaml") == {"job": "j", "env": dict.fromkeys(names, "x")}
+    assert time.process_time() - began < 10

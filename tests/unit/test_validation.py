@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
 from typing import Annotated, Any, Self
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from shoal_controller.api.models import JobBody
 from shoal_protos.validation import (
     LONGEST_SHOWN,
     MOST_FAULTS,
@@ -109,6 +112,29 @@ def test_of_very_many_faults_the_first_are_listed() -> None:
         Sizes.model_validate(given)
     *_, last = lines = every_sentence(refusal.value.errors(), "the thing", Sizes, given).splitlines()
     assert (len(lines), last) == (1 + MOST_FAULTS + 1, "  - … and 80 more")
+
+
+@pytest.mark.parametrize("value", [1, "1"])
+def test_of_as_many_faults_as_a_body_has_room_for_only_the_first_are_looked_at(value: object) -> None:
+    """Each takes a look at the whole document: it took the controller 20 seconds, in which it did nothing else."""
+    given = {f"key{number}": value for number in range(20_000)}
+    with pytest.raises(ValidationError) as refusal:
+        Sizes.model_validate(given)
+    began = time.process_time()
+    *_, last = lines = every_sentence(refusal.value.errors(), "the thing", Sizes, given).splitlines()
+    assert time.process_time() - began < 3
+    assert (len(lines), last) == (1 + MOST_FAULTS + 1, "  - … and 19980 more")
+
+
+def test_the_values_under_a_long_name_do_not_each_cost_a_copy_of_it() -> None:
+    given = {"job": "j", "n" * 50_000: [0] * 2_000}
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            JobBody.model_validate(given)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_of_a_long_value_only_the_beginning_is_written() -> None:

@@ -15,6 +15,7 @@ import structlog
 from shoal_protos.addresses import is_here
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, ShoalError
+from shoal_protos.json_bounds import MOST_BODY_BYTES
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,8 +27,6 @@ from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.page.site import is_of_the_page
 from shoal_controller.token_register import TokenRegister
-
-MOST_BODY_BYTES = 256 * 1024
 
 TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is accepted"
 

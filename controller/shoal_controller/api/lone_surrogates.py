@@ -7,24 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal_protos.json_bounds import DOCUMENT, JsonPlace
+
 HALF = "is not valid text (a lone surrogate); send it as UTF-8"
 
 
 def surrogate_faults(given: object) -> Iterator[str]:
     """A sentence for each value and each name that has some. However deeply they are nested: no recursion."""
-    left = [("", given)]
+    left: list[tuple[JsonPlace, object]] = [(DOCUMENT, given)]
     while left:
-        key, one = left.pop()
+        place, one = left.pop()
         if isinstance(one, str) and not _is_text(one):
-            yield f"{f'`{key}`' if key else 'the body'} {HALF}"
+            yield f"{f'`{place.key}`' if place.key else 'the body'} {HALF}"
         elif isinstance(one, list):
-            left += [(f"{key}[{index}]", entry) for index, entry in enumerate(one)]
+            left += [(JsonPlace(place, index), entry) for index, entry in enumerate(one)]
         elif isinstance(one, dict):
             for name, entry in one.items():
                 if _is_text(str(name)):
-                    left.append((f"{key}.{name}" if key else str(name), entry))
+                    left.append((JsonPlace(place, str(name)), entry))
                 else:
-                    yield f"a name {f'in `{key}`' if key else 'at the top level'} {HALF}"
+                    yield f"a name {f'in `{place.key}`' if place.key else 'at the top level'} {HALF}"
 
 
 def _is_text(text: str) -> bool:

@@ -118,7 +118,7 @@ class Boundary:
         return found
 
     def _await_return(self) -> None:
-        """Raises `WorldChanged` once all go back to a checkpoint, or pause before the step; returns where they do not."""
+        """Raises `WorldChanged` once all go back to a checkpoint, or pause; returns where they do neither."""
         context = self._context
         if context.config.on_corruption is OnCorruption.CONTINUE:
             return
