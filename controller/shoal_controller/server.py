@@ -51,6 +51,7 @@ from shoal_controller.tasks import end_task, guarded, only_logged
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_port import bind_again
 from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.writable import check_writable
 
 END_SECONDS = 15.0
 """How long a leader may take to end its term: its jobs finish the write in hand."""
@@ -104,6 +105,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
     """
     check_address_space("a controller", NEEDED_MEBIBYTES)
     logs.configure(settings.log_level)
+    if settings.log_folder is not None and "local" in settings.allowed_launchers:
+        check_writable(settings.log_folder, "logs of local workers", "SHOAL_LOG_DIR")
     stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def fail(error: BaseException) -> None:

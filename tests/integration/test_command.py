@@ -231,6 +231,13 @@ def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_pat
             assert asked.returncode == 2 and found in asked.stderr and asked.stderr.count("\n") == 1
 
 
+def test_a_controller_does_not_start_without_the_folder_for_logs_that_it_was_given(tmp_path: Path) -> None:
+    ports = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0")
+    done = shoal("controller", *ports, folder=tmp_path, env={**os.environ, "SHOAL_LOG_DIR": "/proc/logs"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "logs of local workers cannot be written to /proc/logs: No such file or directory; " in done.stderr
+
+
 def test_the_first_ctrl_c_ends_the_job_reports_and_says_that_there_is_nowhere_to_save(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
         command.wait_step(2)
@@ -376,6 +383,9 @@ def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) 
         (["--workers", "9", "--max-workers", "4"], "--workers is 9; expected 1 (--min-workers) to 4 (--max-workers)"),
         (["--min-workers", "3", "--max-workers", "2", "--job", "a b"], "shoal: --job is "),
         (["--wrokers", "2"], "--workers"),
+        (["--log-dir", "train.py/logs"], "shoal: the workers' logs cannot be written to "),
+        (["--log-dir", "/proc/logs"], "to /proc/logs/train: No such file or directory; name another folder with --log"),
+        (["--json", "/proc/report/of.json"], "shoal: the run report cannot be written to /proc/report: No such file"),
     ],
 )
 def test_what_run_cannot_do_is_exit_2_and_one_sentence(flags: list[str], sentence: str, tmp_path: Path) -> None:

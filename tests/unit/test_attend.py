@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from shoal_controller.cli import attend
 from shoal_controller.cli.client import Json
+from shoal_protos.errors import UserError
 
 Event = tuple[str, int]
 """Its kind, and the step of the save that it speaks of."""
@@ -50,3 +52,10 @@ def test_another_save_that_is_skipped_or_fails_is_not_the_end_of_the_one_that_is
     monkeypatch.setattr(attend, "POLL_SECONDS", 0.0)
     client: Any = Pretended(*rounds)
     assert asyncio.run(attend.saved(client, "train")) == outcome
+
+
+def test_a_report_that_can_no_longer_be_written_is_a_sentence_and_leaves_no_half_of_it(tmp_path: Path) -> None:
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(UserError, match=r"^the run report cannot be written to .*report\.json: Is a directory$"):
+        attend.write(tmp_path / "report.json", {"job": "train"})
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import typer
-from shoal_protos.errors import Conflict
+from shoal_protos.errors import Conflict, UserError
 from shoal_protos.plural import at_step
 
 from shoal_controller.cli.client import Client, Json
@@ -52,9 +52,9 @@ async def attend(
             with suppress(asyncio.CancelledError):
                 await watching
     ended, report = await client.job(job), await client.report(job)
+    summarize(ended, report)
     if report_file is not None:
         write(report_file, report)
-    summarize(ended, report)
     if signals.first.is_set():
         typer.echo(how_to_go_on(ended))
         return INTERRUPTED
@@ -118,11 +118,15 @@ def how_to_go_on(ended: Json) -> str:
 
 
 def write(file: Path, report: Json) -> None:
-    """The whole report or none."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as new:
-        json.dump(report, new, indent=2)
-        new.write("\n")
-    Path(new.name).replace(file)
+    """The whole report or none. Raises `UserError`."""
+    draft = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        draft.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise UserError(f"the run report cannot be written to {file}: {error.strerror}") from error
 
 
 def summarize(ended: Json, report: Json) -> None:

@@ -82,6 +82,7 @@ async def run(
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.settings import data_folder
+    from shoal_controller.writable import check_writable
 
     places = Places(http, grpc, store, data, no_page=no_page, logs=log_dir)
     refusals = Refusals(THE_COMMAND)
@@ -89,7 +90,12 @@ async def run(
     refusals.of(check_flags, no_page, open_page)
     refusals.of(places.check)
     refusals.raise_all()
-    logs = log_dir.resolve() / name if log_dir is not None else data_folder(data) / "jobs" / name
+    records = data_folder(data) / "jobs" / name
+    logs = log_dir.resolve() / name if log_dir is not None else records
+    check_writable(records, "what is known of the workers", "--data")
+    check_writable(logs, "the workers' logs", "--log-dir")
+    if report is not None:
+        check_writable(report.parent, "the run report", "--json")
     printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:
         async with serving(places, own=True) as here:
