@@ -69,3 +69,18 @@ def test_a_save_has_a_time_whose_saver_tells_of_it_when_its_stream_has_broken_an
         job.now += seconds
         job.hello("w0", status=replace(job.statuses["w0"], checkpoint=JUST_SAVED, sequence=job.sequence + 1))
         assert job.job.durable.checkpoints[0].saved_at == (job.now if seconds < 1 else None)
+
+
+def test_what_retention_has_deleted_is_not_said_to_be_saved_again_by_a_member_that_has_heard_of_nothing_newer() -> None:
+    """It has no part in saves, as where a model has fewer blocks than there are workers."""
+    job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True, keep=2))
+    job.start(2)
+    old = CheckpointRef(1, 4, "/saves/step-4")
+    job.beat("w1", checkpoint=old, step=5)
+    newer = [CheckpointRef(1, step, f"/saves/step-{step}") for step in (8, 12)]
+    for one in newer:
+        job.beat("w0", checkpoint=one, step=one.step + 1)
+    assert job.job.durable.checkpoints == (*newer[::-1],)
+    for _ in range(3):
+        job.now += 0.5
+        assert notes(job.beat("w1", checkpoint=old, step=13), "checkpoint_saved") == []

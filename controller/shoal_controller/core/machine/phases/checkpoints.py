@@ -64,6 +64,8 @@ def on_status(turn: Turn, worker: WorkerId, status: Status, before: Status) -> N
         return
     _keep(turn, (*turn.durable.checkpoints, replace(claimed, saved_at=saved_at)))
     _exceed(turn, claimed.generation)
+    if all(one.path != claimed.path for one in turn.durable.checkpoints):
+        return  # retention deletes it; whoever has no part in saves hears of no newer one, and tells of it again
     if saved_at is not None:
         turn.keep_figures(turn.job.figures.checkpointed(saved_at))
     if status.generation:
