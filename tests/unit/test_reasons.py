@@ -6,6 +6,8 @@ from machine_driver import MADE_OF, Driver
 from shoal_controller.core.machine.events import Pause, Resume
 from shoal_protos.messages import MemberState
 
+HOW = '; launcher is none: start workers with "shoal worker --controller HOST:PORT --job job -- COMMAND"'
+
 
 def test_a_job_whose_workers_are_all_refused_says_why_in_its_reason() -> None:
     job = Driver(wanted=2)
@@ -26,7 +28,7 @@ def test_a_refusal_is_no_reason_any_more_once_a_world_trains() -> None:
     job.recover()
     job.die("w1")
     job.recover()
-    assert job.view.reason == "1 worker active, min_workers is 2"
+    assert job.view.reason == f"1 worker active, min_workers is 2{HOW}"
 
 
 def test_a_job_whose_worker_failed_says_so_while_it_waits_for_the_next() -> None:
@@ -49,7 +51,7 @@ def test_a_job_that_stands_still_for_a_planned_change_names_whom_it_waits_for() 
     job.start(2)
     job.die("w1")
     job.recover()
-    assert job.view.reason == "1 worker active, min_workers is 2"
+    assert job.view.reason == f"1 worker active, min_workers is 2{HOW}"
     job.hello("w2")
     job.beat("w2", state=MemberState.WAITING)
     job.wait(2.0)

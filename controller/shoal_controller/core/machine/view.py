@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import Plan, Reason
+from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
@@ -97,8 +98,9 @@ def _why_no_steps(job: Job) -> str:
     if durable.planned and durable.planned[-1].steps:
         return ""
     active = durable.current.world_size if durable.current is not None else 0
-    active_workers = f"{active} worker{'s' * (active != 1)} active"
-    return f"{active_workers}, min_workers is {durable.bounds.least}{waiting.trouble(durable)}"
+    coming = sum(record.serves for record in durable.roster.values()) > active
+    more = "" if coming else waiting.how_to_start(durable)
+    return f"{plural(active, 'worker')} active, min_workers is {durable.bounds.least}{waiting.trouble(durable)}{more}"
 
 
 def exactness(job: Job) -> str:

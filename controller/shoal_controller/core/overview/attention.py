@@ -65,6 +65,7 @@ def _rules(view: JobView, now: float) -> Iterator[tuple[Level, str]]:
     phase, reason = view.phase, view.reason
     yield Level.ACT, _failed(view, now)
     yield Level.ACT, _with_reason("stands still", reason) if phase is Phase.STALLED else ""
+    yield Level.ACT, _with_reason("waits for workers", reason) if _is_deserted(view) else ""
     yield Level.ACT, _with_reason("cannot be changed", reason) if "nothing is decided" in reason else ""
     yield Level.WATCH, _with_reason("waits", reason) if phase is Phase.WAITING else ""
     yield Level.WATCH, _with_reason("changes its world", reason) if phase is Phase.RESIZING else ""
@@ -87,6 +88,12 @@ def _failed(view: JobView, now: float) -> str:
     if view.phase is not Phase.FAILED or (view.ended_at is not None and now - view.ended_at > CALLS_FOR_SECONDS):
         return ""
     return _with_reason(f"failed {at_step(view.step)}", view.reason)
+
+
+def _is_deserted(view: JobView) -> bool:
+    """Whether it waits, and has nobody, and nobody is started for it."""
+    gone = all(worker.state in (State.LOST, State.LEFT) for worker in view.workers)
+    return view.phase is Phase.WAITING and view.launcher == "none" and gone
 
 
 def _suspected(view: JobView) -> str:

@@ -118,9 +118,10 @@ def start_anew(turn: Turn, why: str) -> None:
     )
     checkpoints.on_return(turn, step)
     turn.change(attempt=None, goal=None, ready_since=None)
+    when = " when workers come" if turn.spec.launcher == "none" else ""
     turn.note(
         EventKind.ANEW,
-        f"{why}; starting again from step {step}, losing {plural(lost_steps, 'step')}",
+        f"{why}; starting again from step {step}{when}, losing {plural(lost_steps, 'step')}",
         lost_steps=lost_steps,
     )
     step_figures.on_return(turn, step)
@@ -131,7 +132,7 @@ def start_anew(turn: Turn, why: str) -> None:
         if record.ending is not None or (joiner and record.standing is Standing.HERE):
             continue
         how = Ending.REPLACED if record.launched else Ending.START_OVER
-        turn.mark(record.worker, ending=how, why=why)
+        turn.mark(record.worker, ending=how, why=(record.why if record.standing is Standing.DEAD else "") or why)
         send_if_due(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
             turn.expect_end(record.worker)

@@ -6,7 +6,7 @@ from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
 
-from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.durable import Durable, Standing
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import link_faults, planned_changes, recovery, scaling
 from shoal_controller.core.machine.turn import Turn
@@ -61,7 +61,8 @@ def sentence(job: Job, now: float) -> str:
     since = f"; waiting for {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
     short = f", min_workers is {durable.bounds.least}" if ready < durable.bounds.least else ""
     paused = "paused by an operator; " if durable.paused else ""
-    return f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
+    found = f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
+    return f"{found}{_lost(durable)}{how_to_start(durable)}" if short and not coming else found
 
 
 def trouble(durable: Durable) -> str:
@@ -71,3 +72,22 @@ def trouble(durable: Durable) -> str:
     sentences = [f"; the last worker to join was refused: {durable.last_refusal}"] if durable.last_refusal else []
     sentences += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
     return "".join(sentences)
+
+
+def _lost(durable: Durable) -> str:
+    """Of which worker it is known last that it is dead."""
+    dead = [
+        record
+        for record in durable.roster.values()
+        if record.standing is Standing.DEAD and record.ending is not Ending.FAILED and record.why
+    ]
+    newest = max(dead, key=lambda record: record.join_order, default=None)
+    return f"; worker {newest.worker} is lost: {newest.why.strip()}" if newest is not None else ""
+
+
+def how_to_start(durable: Durable) -> str:
+    """What starts more workers where nobody but people does, as the end of a sentence."""
+    if durable.spec.launcher != "none":
+        return ""
+    command = f"shoal worker --controller HOST:PORT --job {durable.spec.job} -- COMMAND"
+    return f'; launcher is none: start workers with "{command}"'
