@@ -3,7 +3,7 @@
 A pipe whose reader has stopped (a pager, a collector of logs that hangs) and a terminal that was stopped with Ctrl-S
 take nothing, and whoever writes to them waits without end: a controller with all its heartbeats, a training thread with
 all who train with it. So each piece is written only where there is room for it. Both sides' logs and the display use
-it.
+it, and what a controller writes to standard output.
 """
 
 from __future__ import annotations
@@ -26,21 +26,31 @@ def lost_entry(count: int) -> str:
     return json.dumps({**entry, "level": "warning"})
 
 
+def standard_error() -> TextIO | None:
+    return sys.stderr
+
+
+def standard_output() -> TextIO | None:
+    return sys.stdout
+
+
 class LogStream:
     """Writes to what is standard error at the time, also when that is replaced. Raises what that raises."""
 
     encoding = "utf-8"
 
-    def __init__(self, lost: Callable[[int], str] = lost_entry) -> None:
-        """`lost`: the line that tells how many were lost."""
-        self._lost = lost
+    def __init__(
+        self, lost: Callable[[int], str] = lost_entry, stream: Callable[[], TextIO | None] = standard_error
+    ) -> None:
+        """`lost`: the line that tells how many were lost. `stream`: where to, in place of standard error."""
+        self._lost, self._stream = lost, stream
         self._missing = 0
         self._torn = ""
         """What ends an entry of which only the beginning was written."""
 
     def write(self, text: str) -> int:
         """A whole entry, which is lost where there is no room for it."""
-        stream = sys.stderr
+        stream = self._stream()
         if stream is None:
             return len(text)
         if self._missing and _has_room(stream, 0):
@@ -58,10 +68,14 @@ class LogStream:
         """Nothing is left: each piece has been flushed."""
 
     def isatty(self) -> bool:
-        return sys.stderr is not None and sys.stderr.isatty()
+        stream = self._stream()
+        return stream is not None and stream.isatty()
 
     def fileno(self) -> int:
-        return sys.stderr.fileno()
+        stream = self._stream()
+        if stream is None:
+            raise OSError("it was closed")
+        return stream.fileno()
 
 
 def _put(stream: TextIO, text: str) -> None:

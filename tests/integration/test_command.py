@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -364,6 +364,35 @@ def test_sigterm_is_the_ordinary_end_of_a_controller_also_right_after_its_first_
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()
+
+
+def test_a_controller_serves_though_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    port = free_port()
+    command = [SHOAL, "controller", "--http", f"127.0.0.1:{port}", "--grpc", "127.0.0.1:0"]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=writer, stderr=writer) as process:
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+                until("the controller", lambda: is_ready(client))
+                assert client.get("/v1/jobs").json()["jobs"] == []
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/readyz").is_success
+    except httpx.TransportError:
+        return False
 
 
 def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from shoal_protos.errors import UserError
+from shoal_protos.log_stream import LogStream
 
 if TYPE_CHECKING:
     from shoal_controller.server import Server
@@ -25,9 +25,10 @@ def show_page(server: Server, data: Path | None, open_page: bool) -> None:
         if open_page:
             raise UserError("--open-page was given, but SHOAL_PAGE is false: no page is served; leave one of them out")
         return
-    typer.echo(page_sentence(server.page, data), err=True)
+    say = LogStream()  # the job begins after this
+    say.write(f"{page_sentence(server.page, data)}\n")
     if open_page and not open_browser(server.page):
-        typer.echo("no browser could be opened on this machine; open that address in one yourself", err=True)
+        say.write("no browser could be opened on this machine; open that address in one yourself\n")
 
 
 def page_sentence(page: str, data: Path | None) -> str:

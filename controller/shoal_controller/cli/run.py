@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import NotFound, UserError
+from shoal_protos.log_stream import LogStream
 
 from shoal_controller.cli.faulty_flags import THE_COMMAND
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
@@ -102,7 +103,7 @@ async def run(
             show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
             if warning := keeps_another(name, here.server.shell.spec(name).command, command):
-                typer.echo(warning, err=True)
+                LogStream().write(f"{warning}\n")
             return await attend(here, name, revision, signals, report, printed)
 
 
@@ -170,9 +171,10 @@ async def take_up(client: Client, spec: dict[str, Any]) -> int:
     if known["phase"] in OVER:
         await client.create(spec)
         return revision
-    typer.echo(f"job {spec['job']} continues at step {known['step']}", err=True)
+    say = LogStream()  # training begins after this
+    say.write(f"job {spec['job']} continues at step {known['step']}\n")
     wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
     if wanted != known["workers"]["wanted"]:
-        typer.echo(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers", err=True)
+        say.write(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers\n")
         await client.scale(spec["job"], wanted)
     return revision

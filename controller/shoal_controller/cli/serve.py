@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from shoal_controller.cli.client import Client
 
@@ -82,6 +79,7 @@ class Places:
 async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
     """A running controller. Its addresses are the first line on standard output."""
     from shoal_protos.errors import UserError
+    from shoal_protos.log_stream import LogStream, standard_output
 
     from shoal_controller.client_tls import unverified
     from shoal_controller.descriptors import raise_descriptor_limit
@@ -95,8 +93,7 @@ async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
                 f"another controller leads with the store {settings.store} (at {leader.url}); submit the job there "
                 "with `shoal submit --url`, or give this one another --store"
             )
-        typer.echo(f"http={server.http} grpc={server.grpc}")
-        sys.stdout.flush()
+        LogStream(stream=standard_output).write(f"http={server.http} grpc={server.grpc}\n")
         token = settings.token.get_secret_value() if settings.token is not None else ""
         async with Client(server.url, token, unverified()) as client:
             here = Here(client, server)
