@@ -96,3 +96,23 @@ def test_a_job_that_is_resumed_does_not_say_that_it_lacks_workers() -> None:
             assert job.view.reason == "paused by an operator"
     assert job.view.reason.startswith("generation ")
     assert "is planned (balance); it begins with the next vote (" in job.view.reason
+
+
+def test_a_job_that_is_to_pause_says_so_until_it_does() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.feed(Pause())
+    assert job.view.reason == "pausing; the workers stop between two steps"
+
+
+def test_a_job_that_is_resumed_says_that_it_is_planned_while_the_planner_thinks() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    job.feed(Pause())
+    job.wait(0.5)
+    plan = job.job.durable.planned[-1]
+    for worker in ("w0", "w1"):
+        job.train(worker, plan, steps=0)
+    job.planner_answers = False
+    job.feed(Resume())
+    assert job.view.reason == "2 workers active; a generation that trains is being planned"

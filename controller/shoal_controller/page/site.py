@@ -86,11 +86,6 @@ class Site:
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=kept)
         return Response(found.content, headers=kept, media_type=found.media_type)
 
-    @property
-    def bytes_of_all(self) -> int:
-        """What a browser loads at most."""
-        return sum(len(file.content) for file in self._files.values())
-
 
 def is_of_the_page(path: str) -> bool:
     """Whether nothing but a file of the page may be there: whoever asks for it needs no token."""

@@ -224,9 +224,10 @@ class ModuleGuard:
 
 
 CHANGED = (
-    "was changed by the script or the model's forward (a clamp, a renormalization, load_state_dict): each worker would "
-    "change its own copy. Make it part of the loss or the optimizer; to look at other weights for a while, put them in "
-    "and back within `with engine.evaluating():`."
+    "was changed by the script or the model's forward (a step of another optimizer, a clamp, a renormalization, "
+    "load_state_dict): each worker would change its own copy. Train it by the optimizer that shoal.initialize was "
+    "given, and make what else changes it part of the loss; to look at other weights for a while, put them in and back "
+    "within `with engine.evaluating():`."
 )
 
 

@@ -82,6 +82,8 @@ def reason(job: Job, now: float) -> str:
         return "; ".join(filter(None, (waiting.sentence(job, now), starts.sentence(job, now))))
     if durable.stopping:
         return "cancelled; the workers end after their step"
+    if durable.paused and durable.current.steps:
+        return "pausing; the workers stop between two steps"
     if not durable.current.steps:
         sentences = (_why_no_steps(job), planned_changes.reason(job, now), starts.sentence(job, now))
         return "; ".join(filter(None, sentences))
@@ -98,6 +100,8 @@ def _why_no_steps(job: Job) -> str:
     if durable.planned and durable.planned[-1].steps:
         return ""
     active = durable.current.world_size if durable.current is not None else 0
+    if active >= durable.bounds.least:
+        return f"{plural(active, 'worker')} active; a generation that trains is being planned"
     coming = sum(record.serves for record in durable.roster.values()) > active
     more = "" if coming else waiting.how_to_start(durable)
     return f"{plural(active, 'worker')} active, min_workers is {durable.bounds.least}{waiting.trouble(durable)}{more}"
