@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
+from over_gloo import over_gloos
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
@@ -74,6 +75,29 @@ def test_a_group_that_is_closed_with_operations_in_flight_is_aborted_first() -> 
     group.receive(torch.zeros(4), 1, 0)
     group.close()
     assert interrupted.waits == [(A_MOMENT,)]
+
+
+def test_threads_that_serve_have_ended_when_their_group_is_closed() -> None:
+    """One that comes back from gloo when Python ends aborts the process."""
+    begun, never = threading.Event(), threading.Event()
+
+    def answer(*_: object) -> None:
+        begun.set()
+        never.wait(0.2)
+
+    def act(group: Group) -> None:
+        threads = set(threading.enumerate())
+        if group.rank == 0:
+            group.serve(7, 1, answer)
+            assert begun.wait(30.0)
+            [serving] = (one for one in set(threading.enumerate()) - threads if "serves" in one.name)
+            group.close()
+            assert not serving.is_alive()
+        else:
+            group.wait([group.send(torch.zeros(1, dtype=torch.int64), 0, 7)])
+            assert begun.wait(30.0)
+
+    over_gloos(2, 1, lambda groups: act(groups[0]))
 
 
 def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:

@@ -14,6 +14,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -43,6 +44,8 @@ TIMEVAL = struct.Struct("@ll")
 A_MOMENT = timedelta(milliseconds=1)
 OWN_CLOSURE = "Application timeout"
 """What gloo says of pairs that this process itself has closed."""
+SERVERS_END_SECONDS = 1.0
+"""All have ended in a millisecond, but for those that gloo has forgotten."""
 PIECE_BYTES = 4 << 20
 """A longer message travels in pieces of this size, so that a slow connection is seen to be alive."""
 
@@ -194,7 +197,8 @@ class GlooGroup:
         self._closing = threading.Lock()
         self.wait_threads = WaitThreads()
         self._looks: dict[int, Connection] = {}
-        self._aborted = self._is_serving = False
+        self._aborted = False
+        self._servers: list[threading.Thread] = []
         self._broken: set[int] = set()
 
     @property
@@ -214,10 +218,10 @@ class GlooGroup:
 
     def serve(self, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
         """A thread for each peer: gloo waits for one message at a time."""
-        self._is_serving = True
         for peer in self._order:
-            given = (peer, tag, elements, on_request)
-            threading.Thread(target=self._serve, args=given, name=f"shoal-group-serves-{peer}", daemon=True).start()
+            given, name = (peer, tag, elements, on_request), f"shoal-group-serves-{peer}"
+            self._servers.append(threading.Thread(target=self._serve, args=given, name=name, daemon=True))
+            self._servers[-1].start()
 
     def _serve(self, peer: int, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
         with contextlib.suppress(RuntimeError, WorldChanged):  # the connection is closed
@@ -293,7 +297,7 @@ class GlooGroup:
             self.wait_threads.free("the group was aborted")
 
     def close(self) -> None:
-        if self.in_flight or self._is_serving:
+        if self.in_flight or self._servers:
             self.abort()
         with self._closing:
             self._gloo = None
@@ -303,6 +307,15 @@ class GlooGroup:
             for posted in tuple(self.in_flight):
                 posted.forget()
             self.in_flight.clear()
+        self._end_servers()
+
+    def _end_servers(self) -> None:
+        """Python ends a daemon's thread that comes back from gloo while the process ends, and C++ aborts the process
+        for that.
+        """
+        end = time.monotonic() + SERVERS_END_SECONDS
+        for thread in self._servers:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
