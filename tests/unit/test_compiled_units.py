@@ -4,6 +4,7 @@ model that is compiled late, in stage 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from crew import Crew, Task, undisturbed
 from shoal.blocks.released import Arriving
 from shoal.training.engine import Engine
 from torch import Tensor, nn
+from torch import compile as imported_compile
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
 
@@ -80,8 +82,19 @@ def test_a_loss_and_a_join_compile_nothing_again_and_change_no_bit(monkeypatch: 
     torch.compiler.reset()
 
 
+def compile_by_method(module: nn.Module) -> None:
+    module.compile(backend="aot_eager")
+
+
+def compile_by_name(module: nn.Module) -> None:
+    """As a script that began with `from torch import compile`."""
+    module._compiled_call_impl = imported_compile(module._call_impl, backend="aot_eager")
+
+
+@pytest.mark.parametrize("compile_it", [compile_by_method, compile_by_name])
 @pytest.mark.filterwarnings("ignore:Using `torch.compile", "ignore:The .grad attribute")  # other engines have hooks
 def test_a_model_that_is_first_compiled_while_parameters_are_coming_has_all_of_them_then(
+    compile_it: Callable[[nn.Module], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch would trace how they come, which happens once; it ends with a SpeculationLogDivergence."""
@@ -95,7 +108,7 @@ def test_a_model_that_is_first_compiled_while_parameters_are_coming_has_all_of_t
     def compile_late(engine: Engine) -> None:
         if engine.global_step == 2 and engine.module._compiled_call_impl is None:
             late.append(coming(engine))
-            engine.module.compile(backend="aot_eager")
+            compile_it(engine.module)
             assert not coming(engine)
         elif engine.global_step > 2:
             assert not coming(engine), "compiled code reads past their class"

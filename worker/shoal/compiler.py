@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -51,15 +52,41 @@ def has_compiled() -> bool:
 
 
 def call_before_compiling(call: Callable[[], None]) -> None:
-    """From now on `call` comes before whatever `torch.compile` is asked for; `Module.compile` asks it too."""
-    own = torch.compile
+    """From now on `call` comes before whatever `torch.compile` is asked for; `Module.compile` asks it too. Once for a
+    process. The function's code is replaced and not its name, by which a script may have imported it; the name, where
+    the script has put a function of its own there.
+    """
+    entry = torch.compile
+    own = _copy_of(entry) if isinstance(entry, FunctionType) and entry.__closure__ is None else entry
 
-    @wraps(own)
-    def asking(*args: Any, **kwargs: Any) -> Any:
+    def ask_first(*args: Any, **kwargs: Any) -> Any:
         call()
         return own(*args, **kwargs)
 
-    torch.compile = asking
+    if own is entry:
+        torch.compile = wraps(entry)(ask_first)
+        return
+    _asked.append(ask_first)
+    entry.__dict__["__wrapped__"] = own  # whose signature it has
+    entry.__defaults__ = entry.__kwdefaults__ = None
+    entry.__code__ = _asking.__code__
+
+
+_asked: list[Callable[..., Any]] = []
+"""What stands for `torch.compile`."""
+
+
+def _asking(*args: Any, **kwargs: Any) -> Any:
+    """The code of `torch.compile` then, which runs among the names of torch."""
+    from shoal.compiler import _asked
+
+    return _asked[0](*args, **kwargs)
+
+
+def _copy_of(function: FunctionType) -> FunctionType:
+    copy = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    copy.__kwdefaults__, copy.__annotations__ = function.__kwdefaults__, function.__annotations__
+    return copy
 
 
 def uncompiled(function: F, reason: str = "") -> F:
