@@ -218,9 +218,17 @@ def test_a_worker_says_what_it_does_or_for_whom_it_waits() -> None:
     assert activity_sentence(replace(ACTIVE, activity=Activity(3, 5, StepPhase.LANES))) == (
         "runs the script: forward and backward"
     )
+    stays = Activity(3, 5, StepPhase.VOTE, 0, (), 16.0)
+    assert activity_sentence(replace(ACTIVE, activity=stays)) == (
+        "has voted: updates parameters, or runs the script before its forward (16 s)"
+    )
     assert activity_sentence(replace(ACTIVE, state=State.LOST, why="it is dead")) == "it is dead"
     assert "not been heard of" in activity_sentence(ACTIVE)
     assert activity_sentence(replace(ACTIVE, state=State.STARTING)) == "starts: it has not said hello yet"
+    assert activity_sentence(replace(ACTIVE, state=State.STARTING, activity=Activity())) == "warms up"
+    assert activity_sentence(replace(ACTIVE, state=State.READY, activity=Activity())) == (
+        "waits to be taken into a generation"
+    )
 
 
 def test_every_phase_of_a_step_has_words() -> None:

@@ -83,3 +83,15 @@ def test_a_worker_that_failed_is_a_row_without_its_traceback() -> None:
     console.print(workers_table([worker]))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "its process 7 ended with status 1: KeyError: 'RANK'" in printed and "Traceback" not in printed
+
+
+def test_of_a_worker_that_was_not_heard_the_table_claims_no_step_and_no_memory() -> None:
+    """After a controller's restart it would have gone back to step 0."""
+    worker = {
+        "worker": "w0", "host": "here", "pid": 7, "state": "lost", "rank": None, "lanes": [], "blocks": 0,
+        "mirrored_blocks": 0, "step": 0, "step_seconds": 0.0, "memory_bytes": 0, "log": None,
+    }  # fmt: skip
+    console = Console(width=300, file=io.StringIO())
+    console.print(workers_table([worker]))
+    row = console.file.getvalue().splitlines()[-1].split()  # type: ignore[attr-defined]
+    assert row[:9] == ["w0", "lost", "–", "–", "0", "0", "–", "–", "–"]

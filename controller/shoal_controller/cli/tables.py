@@ -178,6 +178,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
     if explained:
         table.add_column("why", overflow="fold")
     for worker in workers:
+        is_measured = bool(worker["memory_bytes"])  # not one that left before this controller led
         table.add_row(
             worker["worker"],
             worker["state"],
@@ -185,9 +186,9 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
             ",".join(map(str, worker["lanes"])) or "–",
             str(worker["blocks"]),
             str(worker["mirrored_blocks"]),
-            str(worker["step"]),
-            seconds(worker["step_seconds"]),
-            amount(worker["memory_bytes"]),
+            str(worker["step"]) if is_measured else "–",
+            seconds(worker["step_seconds"] or None),
+            amount(worker["memory_bytes"] or None),
             worker["host"],
             str(worker["pid"] or "–"),
             escape(worker["log"] or worker.get("pod", "")),

@@ -22,6 +22,8 @@ DOES = {
     StepPhase.VOTE: "votes",
     StepPhase.HAND_OUT: "hands out parameters",
 }
+AFTER_THE_VOTE = "has voted: updates parameters, or runs the script before its forward"
+"""A member that is in a vote waits for somebody; its position stays that of the vote until the parameters are here."""
 GONE = (State.LOST, State.LEFT)
 
 
@@ -34,9 +36,13 @@ def activity_sentence(worker: WorkerView) -> str:
     activity = worker.activity
     if activity is None:
         return worker.why or "has not been heard of since this controller leads"
+    if not activity.generation:
+        return "warms up" if worker.state is State.STARTING else "waits to be taken into a generation"
     does = DOES[activity.phase].format(generation=activity.generation)
     if activity.waits_for:
         does = f"{does}, waits for {listed(list(activity.waits_for))}"
+    elif activity.phase is StepPhase.VOTE and activity.seconds >= LONG_SECONDS:
+        does = AFTER_THE_VOTE
     return f"{does}{_since(activity, worker.activity_age_seconds)}"
 
 

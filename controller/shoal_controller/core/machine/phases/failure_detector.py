@@ -273,7 +273,8 @@ def _suspect(turn: Turn, process: Process, pinged: PingSent) -> None:
 
 def _evict(turn: Turn, workers: list[WorkerId]) -> None:
     for worker in workers:
-        seconds = turn.now - silence.last_heard(turn.job, worker)
+        counted, passed = silence.silent_seconds(turn.job, worker), turn.now - silence.last_heard(turn.job, worker)
+        seconds = max(counted, passed)  # what it is judged by may be a tick more than what has passed
         why = f"silent for {seconds:.1f} s and no answer to a ping (suspected after {suspect_seconds(turn):g} s)"
         turn.mark(worker, standing=Standing.LOST, why=why)
         turn.note(EventKind.LOST, f"worker {worker} on {turn.record(worker).host} is evicted: {why}", worker)
