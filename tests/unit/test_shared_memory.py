@@ -43,7 +43,9 @@ class Counted:
 
 
 def counted(group: Group) -> Counted:
+    """From when all members are here, who have opened each other's memory by then."""
     assert isinstance(group, GlooGroup)
+    group.all_gather(torch.zeros(1, dtype=torch.uint8))
     group._gloo = counts = Counted(group._gloo)
     return counts
 
@@ -155,6 +157,23 @@ def test_where_memory_cannot_be_had_or_opened_messages_are_sent(monkeypatch: pyt
 
     if not name.endswith("_reserve"):
         monkeypatch.setattr(name, _refused)
+    over_gloo(2, act)
+
+
+def test_a_system_on_which_no_memory_may_hold_programs_lets_it_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the sysctl `vm.memfd_noexec` has it."""
+    create, without_programs = os.memfd_create, 0x8
+    try:
+        os.close(create(NAME, without_programs))
+    except OSError:
+        pytest.skip("a kernel before 6.3 knows no such memory")
+    monkeypatch.setattr(os, "memfd_create", lambda name, flags: create(name, flags | without_programs))
+
+    def act(group: Group) -> None:
+        counts = counted(group)
+        swap(group)
+        assert counts.sent == SHORT
+
     over_gloo(2, act)
 
 

@@ -34,6 +34,8 @@ TOKEN_BYTES = 16
 ADDRESS = struct.Struct(f"<36s32sqi{TOKEN_BYTES}s")
 BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 TAKEN, FREE = b"\1", b"\0"
+SEALED_BY_THE_SYSTEM = 0x20
+"""F_SEAL_EXEC, which Python has no name for: `vm.memfd_noexec` puts it on all such memory."""
 
 NAME = "shoal-group"
 """What the kernel calls it where it lists what a process has open."""
@@ -248,7 +250,7 @@ def _open(address: MemoryAddress) -> int:
         raise FileNotFoundError(f"{path} is not the memory of a group")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) != _seals():
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & ~SEALED_BY_THE_SYSTEM != _seals():
             raise FileNotFoundError(f"{path} is not the memory of a group")
     except OSError:
         os.close(descriptor)
