@@ -306,6 +306,15 @@ async def test_a_problem_has_all_that_the_rfc_names(tmp_path):
 
 
 @asynchronous
+async def test_an_answer_has_the_clock_of_its_times_though_the_machines_was_set(tmp_path, monkeypatch):
+    async with serving(tmp_path) as api:
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 3600.0)
+        answer = await api.client.get("/v1/jobs")
+        assert abs(float(answer.headers["shoal-clock"]) - api.shell.clock()) < 600.0
+
+
+@asynchronous
 async def test_a_body_that_grows_on_the_way_is_cut_off(tmp_path):
     async def endless():
         for _ in range(MOST_BODY_BYTES // 1000 + 2):

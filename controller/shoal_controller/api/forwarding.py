@@ -28,13 +28,17 @@ from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.store.store import UnknownOutcome
 
+CLOCK = "shoal-clock"
+"""Seconds since the epoch: `Date` has the machine's clock, which may have been set since the jobs' was."""
 NOT_LEADING = "shoal-not-leading"
 """The header of an answer to such a request by a controller that does not lead: nothing has come of it."""
 
 PASSED_ON = ("authorization", "accept", "content-type", "last-event-id", "if-match", "idempotency-key")
 """What the leader hears of a request's headers."""
 
-HANDED_BACK = ("allow", "content-type", "cache-control", "retry-after", "location", "etag", "age", "www-authenticate")
+HANDED_BACK = (
+    "allow", "content-type", "cache-control", "retry-after", "location", "etag", "age", CLOCK, "www-authenticate",
+)  # fmt: skip
 
 CONNECT_SECONDS = 1.0
 
@@ -182,12 +186,17 @@ class Forwarding:
                 return
 
     def _dated(self, send: Send) -> Send:
-        """Says how old an answer of this controller's own may be, where nobody surely leads."""
+        """Says what the clock shows by which times are in an answer of this controller's own, and how old that may be
+        where nobody surely leads.
+        """
         age = int(self._controller.age_seconds)
 
         async def dated(message: Message) -> None:
-            if age and message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["Age"] = str(age)
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[CLOCK] = f"{self._controller.clock:.3f}"
+                if age:
+                    headers["Age"] = str(age)
             await send(message)
 
         return dated

@@ -77,11 +77,16 @@ class ControllerState:
         return self._leadership.fence.modified if self._leadership is not None and not self._leadership.trouble else 0
 
     @property
+    def clock(self) -> float:
+        """Seconds since the epoch by the clock that all times of jobs go by."""
+        return self.shell.clock() if self.shell is not None else time.time()
+
+    @property
     def clock_correction(self) -> float:
         """Seconds by which this machine's clock was set ahead since this controller leads, or stood in a suspended
         machine: the clock of the jobs takes no notice, so that no deadline jumps.
         """
-        return time.time() - self.shell.clock() if self.shell is not None else 0.0
+        return time.time() - self.clock if self.shell is not None else 0.0
 
     @property
     def is_leading(self) -> bool:

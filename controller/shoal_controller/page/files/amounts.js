@@ -83,9 +83,9 @@ let ahead = 0; // seconds by which the controller's clock is ahead of the browse
 /** Seconds since the epoch by the controller's clock. */
 export const now = () => Date.now() / 1000 + ahead;
 
-/** What an answer's `Date` says; it has whole seconds, so only a difference that matters is believed. */
-export function noteClock(date) {
-  const difference = Date.parse(date) / 1000 + 0.5 - Date.now() / 1000;
+/** What an answer's `Shoal-Clock` says, or its `Date`, which has whole seconds; only a difference that matters is believed. */
+export function noteClock(exact, date) {
+  const difference = (exact === null ? Date.parse(date) / 1000 + 0.5 : Number(exact)) - Date.now() / 1000;
   if (Number.isFinite(difference)) ahead = Math.abs(difference) > 2 ? difference : 0;
 }
 

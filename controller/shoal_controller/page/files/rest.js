@@ -58,7 +58,7 @@ async function fetched(path, options) {
     throw new Problem(0, "unreachable", "The controller does not answer.");
   }
   if (answer.status === 401 && path !== ABOUT) window.dispatchEvent(new Event("shoal-unauthorized"));
-  if (answer.headers.get("Date")) noteClock(answer.headers.get("Date"));
+  noteClock(answer.headers.get("Shoal-Clock"), answer.headers.get("Date"));
   return answer;
 }
 
