@@ -83,6 +83,9 @@ def test_a_worker_that_failed_is_a_row_without_its_traceback() -> None:
     console.print(workers_table([worker]))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "its process 7 ended with status 1: KeyError: 'RANK'" in printed and "Traceback" not in printed
+    worker["activity"] = {"sentence": "KeyError: 'RANK'\nTraceback (most …):\n  File x\nKeyError: 'RANK'"}
+    console.print(workers_table([worker]))
+    assert console.file.getvalue().removeprefix(printed).count("KeyError") == 1  # type: ignore[attr-defined]
 
 
 def test_of_a_worker_that_was_not_heard_the_table_claims_no_step_and_no_memory() -> None:

@@ -201,7 +201,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
 def _in_a_line(sentence: str) -> str:
     """A sentence, and of the traceback below it only the end: a table has a row for every worker that failed."""
     first, *below = sentence.splitlines() or [""]
-    return f"{first}: {below[-1].strip()}" if below else first
+    return first if not below or first.endswith(below[-1].strip()) else f"{first}: {below[-1].strip()}"
 
 
 def _unsettled(worker: Json) -> str:
