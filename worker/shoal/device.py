@@ -1,4 +1,4 @@
-"""The device that a worker computes on, and what waits for what between it and the host. The one seam to accelerators.
+"""The device that a worker computes on, and what waits for what between it and the host. Accelerators are behind it.
 
 A device works through what it is given in its own time: a call that returns has only given it something. What the host
 hands on (to a peer, to a file, into a vote) has to have landed first, and memory that the device still reads or writes
