@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ from shoal.group.group import Group
 from shoal.group.loop_thread import giving_way
 
 SIZE = 3
+LOOP = b"gloo_tcp_loop"
 
 
 def threads() -> dict[int, str]:
@@ -53,8 +54,8 @@ def test_a_groups_loop_interrupts_nobody_by_waking_and_other_threads_are_as_they
 
 
 @contextmanager
-def begun_within(name: bytes, scheduler: int) -> Iterator[int]:
-    """A thread, by its number, that begins while a group's loop is looked for, with a name and class of its own."""
+def running(name: bytes, scheduler: int = os.SCHED_OTHER) -> Iterator[int]:
+    """A thread with a name and class of its own, by its number."""
     is_ready, is_over = threading.Event(), threading.Event()
 
     def live() -> None:
@@ -64,28 +65,40 @@ def begun_within(name: bytes, scheduler: int) -> Iterator[int]:
         is_over.wait(30.0)
 
     thread = threading.Thread(target=live)
+    thread.start()
     try:
-        with giving_way():
-            thread.start()
-            assert is_ready.wait(30.0)
-        assert thread.native_id is not None
+        assert is_ready.wait(30.0) and thread.native_id is not None
         yield thread.native_id
     finally:
         is_over.set()
         thread.join()
 
 
+def class_after(name: bytes, scheduler: int = os.SCHED_OTHER) -> int:
+    """Of such a thread that begins while a group looks for its loop."""
+    with ExitStack() as threads:
+        with giving_way():
+            thread = threads.enter_context(running(name, scheduler))
+        return os.sched_getscheduler(thread)
+
+
 def test_a_loop_keeps_the_class_that_its_process_was_given() -> None:
     """SCHED_IDLE stands for the classes for real time too, which need a privilege."""
-    for given, kept in ((os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)):
-        with begun_within(b"gloo_tcp_loop", given) as loop:
-            assert os.sched_getscheduler(loop) == kept
+    assert class_after(LOOP) == os.SCHED_BATCH
+    assert class_after(LOOP, os.SCHED_IDLE) == os.SCHED_IDLE
+
+
+def test_a_loop_that_was_there_before_is_left_alone() -> None:
+    """It is of a process group of the script's own."""
+    with running(LOOP) as loop:
+        with giving_way():
+            pass
+        assert os.sched_getscheduler(loop) == os.SCHED_OTHER
 
 
 def test_a_thread_whose_name_is_no_text_hinders_no_group() -> None:
     """The kernel cuts names after 15 bytes, be it within a letter."""
-    with begun_within("reading größen".encode()[:13], os.SCHED_OTHER) as thread:
-        assert os.sched_getscheduler(thread) == os.SCHED_OTHER
+    assert class_after("reading größen".encode()[:13]) == os.SCHED_OTHER
 
 
 @pytest.mark.parametrize("refusal", [PermissionError("not in this container"), ProcessLookupError("it has ended")])
