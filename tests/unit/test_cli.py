@@ -27,7 +27,7 @@ from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
-from shoal_controller.cli.run import keeps_another, name_of, own
+from shoal_controller.cli.run import goes_to_the_script, keeps_another, name_of, own
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
@@ -451,6 +451,13 @@ def test_a_job_is_named_after_its_script() -> None:
         "Train_GPT-2",
         "job",
     ]
+
+
+def test_a_flag_of_run_behind_the_script_is_the_scripts_and_that_is_said() -> None:
+    """A run with another number of workers than was asked for would be found out late."""
+    assert goes_to_the_script(["--lr", "1", "--workers=3"]).startswith("--workers stands behind the script")
+    assert goes_to_the_script(["--lr", "1"]) == ""
+    assert goes_to_the_script(["--", "--workers", "3"]) == ""
 
 
 def test_the_scripts_arguments_may_follow_two_dashes() -> None:

@@ -58,6 +58,19 @@ def test_the_lines_of_rank_0_are_shown_and_none_of_shoals_own_log(tmp_path: Path
     assert printed.take_lines([worker(second, 0)]) == []
 
 
+def test_a_job_that_was_over_before_anybody_was_seen_in_it_shows_what_its_script_has_printed(tmp_path: Path) -> None:
+    first, second, refused = (tmp_path / f"w{number}.log" for number in range(3))
+    for log in (first, second, refused):
+        log.write_text(f"{log.stem} says\nthe end")
+    left = [{**worker(log, None), "step": step} for log, step in ((refused, 0), (first, 6), (second, 6))]
+    assert Printed({}).take_lines(left) == []
+    assert Printed({}).take_last_lines(left) == ["w0 says", "the end"]
+    assert Printed({}).take_last_lines(left[:1]) == []
+    printed = Printed({})
+    assert printed.take_lines([worker(second, 0)]) == ["w1 says"]
+    assert printed.take_last_lines(left) == ["the end"]
+
+
 def test_of_a_script_that_prints_faster_than_anybody_reads_the_end_is_shown(tmp_path: Path) -> None:
     log = tmp_path / "w0.log"
     log.write_text("0123456\n" * MOST_BYTES)

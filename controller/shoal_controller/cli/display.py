@@ -154,7 +154,8 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0, pri
             if event["kind"] not in IN_PASSING:
                 shown.tell(event_line(event).partition("\n")[0])
         if printed is not None:
-            for line in printed.take_lines(workers):
+            take = printed.take_last_lines if view["phase"] in OVER else printed.take_lines
+            for line in take(workers):
                 shown.tell(line)
         rate.see(view["samples"] or 0, time.monotonic())
         shown.show(view, rate.per_second)

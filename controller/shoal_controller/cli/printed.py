@@ -74,6 +74,17 @@ class Printed:
             return []
         return [line for line in lines if not is_entry(line)]
 
+    def take_last_lines(self, workers: Sequence[Json]) -> list[str]:
+        """What is left once the job is over. One that was over before anybody was seen as rank 0 shows a worker's that
+        has come the furthest, for the scripts end alike.
+        """
+        trained = [one for one in workers if one["log"] and one["step"]]
+        if trained and not self._worker:
+            workers = [{**max(trained, key=lambda one: int(one["step"])), "rank": 0}]
+        lines = self.take_lines(workers)
+        rest = self._tail.take_rest() if self._tail is not None else []
+        return [*lines, *(line for line in rest if not is_entry(line))]
+
 
 def lengths(folder: Path) -> dict[str, int]:
     """Sizes of all logs in a folder, by path."""

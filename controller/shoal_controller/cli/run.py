@@ -102,7 +102,8 @@ async def run(
         async with serving(places, own=True) as here:
             show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
-            if warning := keeps_another(name, here.server.shell.spec(name).command, command):
+            kept = keeps_another(name, here.server.shell.spec(name).command, command)
+            for warning in filter(None, (goes_to_the_script(arguments or []), kept)):
                 LogStream().write(f"{warning}\n")
             return await attend(here, name, revision, signals, report, printed)
 
@@ -143,6 +144,17 @@ def name_of(script: Path) -> str:
 def own(arguments: list[str]) -> list[str]:
     """The script's arguments without the `--` that may stand before them."""
     return arguments[1:] if arguments[:1] == ["--"] else arguments
+
+
+def goes_to_the_script(arguments: Sequence[str]) -> str:
+    """That a flag of this command stands behind the script, one sentence; empty where none does, or `--` says so."""
+    flags = [flag for flag in (argument.partition("=")[0] for argument in arguments) if flag in FLAGS.values()]
+    if not flags or "--" in arguments:
+        return ""
+    return (
+        f"{flags[0]} stands behind the script and is given to it; to give it to shoal run, put it before the script, "
+        "and to say that it is the script's, put -- before it"
+    )
 
 
 def keeps_another(job: str, kept: Sequence[str], given: Sequence[str]) -> str:
