@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,89 +16,24 @@ from unittest.mock import patch
 
 import psutil
 import pytest
+from integration.local_processes import (
+    SECONDS,
+    SLEEPER,
+    TOKENS,
+    Controller,
+    ended,
+    spec,
+    until,
+    with_controller,
+    written,
+)
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_controller.launchers.process import Process
 from shoal_controller.launchers.process_record import ProcessRecords
-from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.errors import NotFound, StoreError, UserError
-
-SECONDS = 20.0
-"""No wait of a test takes longer."""
-
-TOKENS = WorkerTokens("secret")
-SLEEPER = "echo began; exec sleep 600"
-
-
-def spec(script: str, **env: str) -> JobSpec:
-    return JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", script), env=env, run="run-1")
-
-
-class Controller:
-    """A launcher, and what its jobs hear of it."""
-
-    def __init__(self, folder: Path, lost_port: int = 0, **environment: str) -> None:
-        self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
-        self.refusal: Exception | None = None
-        inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
-        self.folder = folder
-        self.launcher = LocalLauncher(folder, inherited, self.submit, lost_port)
-
-    async def submit(self, job: str, event: Exited) -> None:
-        await self.exits.put((job, event))
-        if self.refusal is not None:
-            raise self.refusal
-
-    async def end(self) -> Exited:
-        async with asyncio.timeout(SECONDS):
-            job, event = await self.exits.get()
-        assert job == "demo"
-        return event
-
-    def records(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "jobs/demo").glob("*.json*"))
-
-
-def with_controller(folder: Path, scene: Callable[[Controller], Coroutine[object, object, None]]) -> None:
-    """Play a scene; afterwards no file is open that was not before. Earlier tests may still be closing theirs."""
-
-    async def play() -> None:
-        before = open_files()
-        controller = Controller(folder)
-        try:
-            await scene(controller)
-        finally:
-            await controller.launcher.release()
-        assert open_files() <= before
-
-    asyncio.run(play())
-
-
-def open_files() -> set[str]:
-    """Descriptors of this process, but for the one that lists them."""
-    listed = list(Path("/proc/self/fd").iterdir())
-    return {path.name for path in listed if path.is_symlink()}
-
-
-def written(log: str) -> str:
-    return Path(log).read_text(errors="replace")
-
-
-async def until(holds: Callable[[], object]) -> None:
-    """Another process's doing, of which nobody tells this one."""
-    async with asyncio.timeout(SECONDS):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-def ended(pid: int) -> bool:
-    """Whether it is gone, or would be if whoever adopted it had waited for it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> None:
@@ -280,7 +214,8 @@ def spawned_by_a_controller_that_died(folder: Path, *scripts: str) -> None:
 
 def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
-        spawned_by_a_controller_that_died(tmp_path, SLEEPER, "echo boom; exit 7", SLEEPER)
+        dies_alone = "while kill -0 $PPID; do sleep 0.01; done 2>/dev/null; echo boom; exit 7"
+        spawned_by_a_controller_that_died(tmp_path, SLEEPER, dies_alone, SLEEPER)
         records = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.records()}
         await until(partial(ended, records["w1.json"]["pid"]))
         found = await controller.launcher.adopt((), spec(SLEEPER))
@@ -332,6 +267,7 @@ def test_a_pid_that_was_given_to_another_process_is_not_adopted(tmp_path: Path) 
             assert await later.launcher.adopt((), spec(SLEEPER)) == {}
             assert (await later.end()).worker == "w0"
             await later.launcher.kill("w0", spec(SLEEPER))
+            await later.launcher.release()
             assert not ended(bystander.pid)
         await controller.launcher.kill("w0", spec(SLEEPER))
         await controller.end()

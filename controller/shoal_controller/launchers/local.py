@@ -12,10 +12,11 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 from shoal_protos.channel import GRPC_VARIABLES
@@ -28,6 +29,7 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.devices import VISIBLE_DEVICES, device_variable
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
+from shoal_controller.named_locks import NamedLocks
 from shoal_controller.tasks import end_task, guarded, only_logged
 from shoal_controller.worker_tokens import WorkerTokens
 
@@ -48,6 +50,7 @@ CLEAR_SECONDS = 30.0
 log = structlog.get_logger("shoal.launcher")
 
 Submit = Callable[[str, Exited], Awaitable[None]]
+Result = TypeVar("Result")
 Name = tuple[str, WorkerId]
 """Job and worker."""
 
@@ -97,6 +100,10 @@ class LocalLauncher:
         self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
         self._reports: set[asyncio.Task[None]] = set()
         self._adopted: set[str] = set()
+        self._starting: dict[Name, str] = {}
+        """Workers whose processes are being started, and the device that each is given."""
+        self._on_disk = NamedLocks()
+        """By job: what lies on disk is written and read in threads, by one at a time."""
         self._ending: set[int] = set()
         """Processes of an earlier run that were killed and have not ended yet."""
         self._tidying: asyncio.Task[None] | None = None
@@ -106,15 +113,18 @@ class LocalLauncher:
 
     async def spawn(self, worker: WorkerId, spec: JobSpec) -> Place:
         """Start a process for this worker; returns which. A `ShoalError` says why it could not be started."""
-        records = self._records(spec.job)
+        name = (spec.job, worker)
         if not spec.command:
             raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
+        taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
+        environment = self._environment.of(worker, spec, [*taken, *self._starting.values()])
+        self._starting[name] = environment.get(VISIBLE_DEVICES, "")
         try:
-            process, record = self._start(worker, spec, records)
+            return await _to_its_end(self._spawn(worker, spec, environment))
         except (OSError, ValueError) as error:
             raise UserError(f"worker {worker} could not be started with {spec.command[0]!r}: {error}") from error
-        self._watch(spec.job, process, record)
-        return _place(records, record)
+        finally:
+            del self._starting[name]
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
         """End the worker's process and its group at once; one that is already gone is not an error."""
@@ -130,10 +140,13 @@ class LocalLauncher:
             await self.kill_all(job)
 
     async def kill_all(self, job: str) -> None:
-        """Kill every process of this job; return when none is left."""
-        for _, process in self._of(job):
-            process.kill()
-        await self._none_left(job, DEATH_SECONDS)
+        """Kill every process of this job, one that is being started too; return when none is left."""
+        deadline = time.monotonic() + DEATH_SECONDS
+        while time.monotonic() < deadline:
+            for _, process in self._of(job):
+                process.kill()
+            if await self._none_left(job, LOOK_SECONDS):
+                break
 
     def _of(self, job: str) -> list[tuple[WorkerId, Process]]:
         return [(worker, process) for (of, worker), (process, _) in self._watched.items() if of == job]
@@ -141,7 +154,7 @@ class LocalLauncher:
     async def _none_left(self, job: str, seconds: float) -> bool:
         """Whether the last process of a job ends within so many seconds."""
         deadline = time.monotonic() + seconds
-        while left := bool(self._of(job)):
+        while left := bool(self._of(job)) or any(starting == job for starting, _ in self._starting):
             if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(LOOK_SECONDS)
@@ -158,10 +171,14 @@ class LocalLauncher:
             await self._clear(spec.job, records)
             return {}
         await self._end_other_runs(spec, records)
-        recorded = {record.worker: self._found(spec.job, records, record) for record in list(records)}
-        unrecorded = {
-            worker: self._unrecorded(spec.job, records, worker) for worker in workers if worker not in recorded
-        }
+        async with self._on_disk.of(spec.job):
+            known = await asyncio.to_thread(list, records)
+            recorded = {record.worker: self._found(spec.job, records, record) for record in known}
+            unrecorded = {
+                worker: await _to_its_end(self._unrecorded(spec.job, records, worker))
+                for worker in workers
+                if worker not in recorded
+            }
         self._adopted.add(spec.job)
         return {worker: place for worker, place in recorded.items() if place is not None} | unrecorded
 
@@ -172,7 +189,7 @@ class LocalLauncher:
         """End what is left of a job that is over, and delete its folder: logs and records."""
         records = self._records(job)
         await self._clear(job, records)
-        if records.folder.exists():
+        if await asyncio.to_thread(records.folder.exists):
             await asyncio.to_thread(shutil.rmtree, records.folder)
 
     async def release(self) -> None:
@@ -195,13 +212,21 @@ class LocalLauncher:
     def _records(self, job: str) -> ProcessRecords:
         return ProcessRecords(self._folder / "jobs" / job, self._logs / job if self._logs is not None else None)
 
-    def _start(self, worker: WorkerId, spec: JobSpec, records: ProcessRecords) -> tuple[Process, ProcessRecord]:
+    async def _spawn(self, worker: WorkerId, spec: JobSpec, environment: Mapping[str, str]) -> Place:
+        records = self._records(spec.job)
+        async with self._on_disk.of(spec.job):
+            process, record = await asyncio.to_thread(self._start, worker, spec, environment, records)
+            self._watch(spec.job, process, record)
+        return _place(records, record)
+
+    def _start(
+        self, worker: WorkerId, spec: JobSpec, environment: Mapping[str, str], records: ProcessRecords
+    ) -> tuple[Process, ProcessRecord]:
         for folder in (records.folder, records.logs):
             folder.mkdir(parents=True, exist_ok=True)
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
-        taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
-        process = Process.start(spec.command, self._environment.of(worker, spec, taken), output)
+        process = Process.start(spec.command, environment, output)
         record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset, run=spec.run)
         try:
             records.write(record)
@@ -226,14 +251,14 @@ class LocalLauncher:
             alive.kill()
         return _place(records, record)
 
-    def _unrecorded(self, job: str, records: ProcessRecords, worker: WorkerId) -> Place | None:
+    async def _unrecorded(self, job: str, records: ProcessRecords, worker: WorkerId) -> Place | None:
         """A worker without a record: the controller died before it wrote one, or before there was a process at all."""
-        process = Process.writing_to(records.log(worker))
+        process = await asyncio.to_thread(Process.writing_to, records.log(worker))
         if process is None:
             return None
         record = ProcessRecord(worker, process.pid, process.started_at, self._boot, 0)
         try:
-            records.write(record)
+            await asyncio.to_thread(records.write, record)
         except OSError:
             process.release()
             raise
@@ -242,17 +267,18 @@ class LocalLauncher:
 
     async def _clear(self, job: str, records: ProcessRecords) -> None:
         """End what an earlier run of this name left, and report none of it. The others' work goes on meanwhile."""
-        ending = [self._forget((job, worker))[0] for worker, _ in self._of(job)]
-        for process in ending:
-            process.kill()
-        self._ending |= {process.pid for process in ending}
-        await asyncio.gather(*(_ended(process) for process in ending))
-        self._ending -= {process.pid for process in ending}
-        records.clear()
+        async with self._on_disk.of(job):
+            ending = [self._forget((job, worker))[0] for worker, _ in self._of(job)]
+            for process in ending:
+                process.kill()
+            self._ending |= {process.pid for process in ending}
+            await asyncio.gather(*(_ended(process) for process in ending))
+            self._ending -= {process.pid for process in ending}
+            await asyncio.to_thread(records.clear)
 
     async def _end_other_runs(self, spec: JobSpec, records: ProcessRecords) -> None:
         """Their workers have the names of this run's, which are to be started."""
-        for record in list(records):
+        for record in await asyncio.to_thread(list, records):
             process = self._alive(record)
             if process is None:
                 continue
@@ -264,7 +290,7 @@ class LocalLauncher:
             self._ending.add(process.pid)
             await _ended(process)
             self._ending.discard(process.pid)
-            records.remove(record.worker)
+            await asyncio.to_thread(records.remove, record.worker)
 
     def _alive(self, record: ProcessRecord) -> Process | None:
         if record.ended or record.boot != self._boot:
@@ -312,21 +338,43 @@ class LocalLauncher:
         """Until the job has heard, the record says it: the next controller's job may be the one that hears."""
         records = self._records(job)
         try:
-            records.write(record)
+            await self._on_its_record(job, record.worker, partial(records.write, record))
         except OSError as error:
             log.warning("a worker's record cannot be written", job=job, worker=record.worker, error=str(error))
         try:
-            await self._submit(job, self._exited(records, record))
+            await self._submit(job, await asyncio.to_thread(self._exited, records, record))
         except StoreError as error:
             # no fault where a controller stops: the record stays for the next one; a store that fails says so itself
             log.info("the end of a worker is not reported yet", job=job, worker=record.worker, error=str(error))
             return
         except ShoalError as error:
             log.info("a worker ended that its job does not know", job=job, worker=record.worker, error=str(error))
-        records.remove(record.worker)
+        await self._on_its_record(job, record.worker, partial(records.remove, record.worker))
+
+    async def _on_its_record(self, job: str, worker: WorkerId, work: Callable[[], None]) -> None:
+        """Unless a new run of the job has a worker of that name by now, whose record it is."""
+        async with self._on_disk.of(job):
+            if (job, worker) not in self._watched:
+                await asyncio.to_thread(work)
 
     def _exited(self, records: ProcessRecords, record: ProcessRecord) -> Exited:
         return Exited(record.worker, record.code, _why(record), records.tail(record))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
+    """What it returns. It is done also where whoever waits is to end, which happens then: of a process that was started
+    nobody would know.
+    """
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.exception()
+        raise cancelled
+    return task.result()
 
 
 async def _ended(process: Process) -> None:
