@@ -41,6 +41,7 @@ def reduced(group: Group, traffic: Traffic, boundaries: int) -> LaneSums:
     reduction = None
     for lane in lanes:
         sums.begin_lane()
+        sums.live.zero()
         for flat, values in zip(sums.live.flats, gradient(LAYOUT, lane), strict=True):
             flat.copy_(values)
         if lane != lanes[-1]:

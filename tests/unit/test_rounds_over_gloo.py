@@ -59,9 +59,9 @@ def whole(layout: Layout) -> Flats:
     sums = LaneSums(layout, LANES)
     for lane in range(LANES):
         sums.begin_lane()
-        for slot, (view, values) in enumerate(zip(sums.live._views, gradient(layout, lane), strict=True)):
+        for slot, values in enumerate(gradient(layout, lane)):
             if slot != UNUSED:
-                view.add_(values)
+                sums.live.take(slot, values)
         if lane < LANES - 1:
             sums.push(lane)
     sums.begin_push(LANES - 1)
@@ -91,7 +91,7 @@ def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tu
         sums.begin_lane()
         for slot, values in enumerate(gradient(layout, lanes[traffic.rank])):
             if slot != UNUSED:
-                sums.live.add(slot, values)
+                sums.live.take(slot, values)
                 most = max(most, sums.live.bytes)
             if slot != UNUSED and slot + 1 < len(slots) and slots[slot + 1] > slots[slot]:
                 reduction.on_filled(slots[slot])

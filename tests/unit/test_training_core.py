@@ -11,6 +11,7 @@ from fills import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
+from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks, probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
@@ -79,7 +80,7 @@ def test_the_subtree_stack_gives_the_bits_of_a_plain_recursive_sum(lanes: int, d
     sums = LaneSums(layout, lanes)
     for lane in held:
         sums.begin_lane()
-        assert all(not flat.any() for flat in sums.live.flats)
+        sums.live.zero()
         for flat, value in zip(sums.live.flats, random_gradients(layout, lane), strict=True):
             flat.copy_(value)
         sums.push(lane)
@@ -95,6 +96,17 @@ def test_the_subtree_stack_gives_the_bits_of_a_plain_recursive_sum(lanes: int, d
     assert sums.spans == subtrees(Runs.of(held), lanes)
     for span, partial in zip(sums.spans, (kept.flats[0] for kept in sums.finished), strict=True):
         assert torch.equal(partial, summed(*span))
+
+
+def test_a_lane_without_a_gradient_adds_zeros_whatever_its_copy_held() -> None:
+    layout = some_layout([(10, 10), (3, 7)])
+    assert any(bucket.gaps for bucket in layout.buckets)
+    sums = LaneSums(layout, 4)
+    for flat in sums.live.flats:
+        flat.fill_(torch.nan)
+    sums.begin_lane()
+    sums.push(0)
+    assert not any(flat.any() for flat in sums.finished[0].flats)
 
 
 @pytest.mark.parametrize("lanes", [2, 4, 8, 16])
@@ -164,14 +176,13 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
     shares = [Runs.of(b for b in range(layout.blocks) if b % 3 == i) for i in range(3)]
     for holder, share in zip(holders, shares, strict=True):
         holder.hold(share)
-    gradients = Gradients(layout)
+    gradients, slots = Gradients(layout), {parameter: slot for slot, parameter in enumerate(parameters)}
     for step in range(5):
         torch.manual_seed(step)
-        gradients.zero()
-        gradients.put_back(parameters)
+        gradients.begin()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             theirs.grad = torch.randn_like(theirs)
-            mine.grad.copy_(theirs.grad)  # type: ignore[union-attr]
+            gradients.take(slots[mine], theirs.grad)
         for holder in holders:
             holder.apply(gradients, 1.0)
         plain.step()
@@ -215,13 +226,12 @@ def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
     layout, parameters = lay_out_model(trainable(model, optimizer))
     held = HeldBlocks(layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
     held.hold(every(layout.blocks))
-    gradients = Gradients(layout)
+    gradients, slots = Gradients(layout), {parameter: slot for slot, parameter in enumerate(parameters)}
     for _ in range(2):
-        gradients.zero()
-        gradients.put_back(parameters)
+        gradients.begin()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             theirs.grad = torch.randn_like(theirs)
-            mine.grad.copy_(theirs.grad)  # type: ignore[union-attr]
+            gradients.take(slots[mine], theirs.grad)
         updated: list[int] = []
         held.apply(gradients, 1.0, updated.append)
         plain.step()
@@ -242,17 +252,32 @@ def test_the_probed_state_size_is_what_a_block_takes() -> None:
     assert held.state_bytes() == 0
 
 
-def test_zero_grad_in_the_users_loop_does_not_take_the_views_away() -> None:
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_a_gradient_has_the_bits_of_an_accumulation_into_zeros_though_zero_grad_dropped_it(backwards: int) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layout, parameters = lay_out_model(trainable(model, optimizer))
     adopt(layout, parameters)
+    sums = LaneSums(layout, 1)
+    hooks = BucketHooks(layout, parameters, sums)
+    sums.begin_lane()
+    for _ in range(backwards):
+        optimizer.zero_grad(set_to_none=True)
+        sums.live.begin_backward(parameters)
+        with hooks.armed_to_take():
+            sum((parameter * -0.0).sum() for parameter in parameters).backward()
+        sums.backward_done()
+        assert sums.live.are_in_place(parameters)
+    assert all(flat.view(torch.int32).eq(0).all() for flat in sums.live.flats), "a stolen gradient is -0.0"
+
+
+def test_a_gradient_of_another_dtype_or_shape_than_was_laid_out_is_refused_by_name() -> None:
+    layout = some_layout([(10, 10)])
     gradients = Gradients(layout)
-    gradients.put_back(parameters)
-    optimizer.zero_grad(set_to_none=True)
-    gradients.put_back(parameters)
-    (model(torch.ones(2, 120)).sum() * -0.0).backward()
-    assert all(flat.view(torch.int32).eq(0).all() for flat in gradients.flats), "a stolen gradient is -0.0"
+    gradients.begin()
+    for other in (torch.ones(5, 20), torch.ones(10, 10, dtype=torch.float64)):
+        with pytest.raises(UserError, match='parameter "p0" got new memory after shoal'):
+            gradients.take(0, other)
 
 
 def test_a_parameter_that_no_optimizer_group_has_is_refused_by_name() -> None:
@@ -273,4 +298,4 @@ def test_a_parameter_frozen_after_the_start_is_an_error_not_a_silent_zero() -> N
     layout, parameters = lay_out_model(trainable(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     parameters[0].requires_grad_(False)
     with pytest.raises(UserError, match=r"was frozen after shoal\.initialize"):
-        Gradients(layout).put_back(parameters)
+        Gradients(layout).begin_backward(parameters)

@@ -1,14 +1,14 @@
 """Which buckets the last backward of a step has filled: so that they leave for their owners while it still runs.
 
 One hook per parameter, armed for one backward at a time. Buckets become ready in one order only, that in which every
-worker sends and receives: the layout's, or one that was agreed on. Gradients that are sharded or in half precision are
-taken from their parameters here.
+worker sends and receives: the layout's, or one that was agreed on. Gradients are taken from their parameters here, to
+where they are added up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from shoal_protos.errors import UserError
@@ -54,8 +54,8 @@ class BucketHooks:
             self._on_filled = None
 
     def armed_to_take(self) -> AbstractContextManager[None]:
-        """For a backward that fills no bucket for good: what is to be taken from parameters is so anyway."""
-        return self.armed(lambda _: None) if self._sums.live.takes_gradients else nullcontext()
+        """For a backward that fills no bucket for good: gradients are taken from their parameters anyway."""
+        return self.armed(lambda _: None)
 
     def _on_gradient(
         self,
@@ -71,9 +71,8 @@ class BucketHooks:
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
             )
-        if self._sums.live.takes_gradients and parameter.grad is not None:
-            self._sums.live.add(number, _dense(parameter.grad))
-            parameter.grad = None
+        if parameter.grad is not None:
+            parameter.grad = self._sums.live.take(number, _dense(parameter.grad))
         missing = self._missing[bucket]
         missing.discard(slot)
         if missing:

@@ -250,18 +250,25 @@ def moved(name: str) -> UserError:
 class Gradients(WholeValues):
     """One copy of all gradients: flats, and the views that become the parameters' `.grad`.
 
-    Gradients of half-precision parameters are added to their views as backward makes them (bucket_hooks.py).
+    Gradients are taken from their parameters as backward makes them (bucket_hooks.py), and added up in the views, of
+    which nothing has to be cleared before a lane.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.takes_gradients = any(bucket.has_masters for bucket in layout.buckets)
+        self.are_taken = any(bucket.has_masters for bucket in layout.buckets)
         flats = [memory_on(layout.device, bucket.elements, bucket.wide_dtype) for bucket in layout.buckets]
         super().__init__(layout, flats)
         self._views = all_views(layout, self.flats)
-        halves = [bucket.has_masters for bucket in layout.buckets for _ in bucket.slots]
-        self._put = [None if is_half else view for view, is_half in zip(self._views, halves, strict=True)]
-        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
+        slots = [(bucket, slot) for bucket in layout.buckets for slot in bucket.slots]
+        self._dtypes = [bucket.dtype for bucket, _ in slots]
+        self._are_half = [bucket.has_masters for bucket, _ in slots]
+        self._names = [slot.parameter.name for _, slot in slots]
+        self._gaps = [
+            flat[start:stop] for bucket, flat in zip(layout.buckets, flats, strict=True) for start, stop in bucket.gaps
+        ]
         self._ranges: dict[tuple[int, int, int], Tensor] = {}
+        self._missing: set[int] = set()
+        """The slots whose views hold whatever was there before the lane."""
 
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         place = bucket, start, stop
@@ -274,28 +281,47 @@ class Gradients(WholeValues):
 
     def zero(self) -> None:
         torch._foreach_zero_(self.flats)
+        self._missing.clear()
 
-    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes `.grad` these views again: `zero_grad()` drops them, and backward would then steal a first gradient
-        (−0.0 where an accumulated one is +0.0). Raises `UserError` where `requires_grad` or the dtype was changed since
-        the start, and where there are gradients that are not the engine's.
+    def begin(self) -> None:
+        """A lane begins: no parameter has a gradient. Where none lies there are zeros."""
+        self._missing.update(range(len(self._views)))
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def complete(self) -> None:
+        """Parameters without a gradient have one of zeros."""
+        if self._missing:
+            torch._foreach_zero_([self._views[slot] for slot in self._missing])
+            self._missing.clear()
+
+    def begin_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes `.grad` None: what backward makes is taken from there. Raises `UserError` where `requires_grad` was
+        changed since the start, and where there are gradients that are not the engine's.
         """
-        if not all(map(is_, map(_GRAD, parameters), repeat(None))) or not all(map(_REQUIRES, parameters)):
-            for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
-                refuse_others(name, parameter, view)
-        for name, parameter, put in zip(self._names, parameters, self._put, strict=True):
-            try:
-                parameter.grad = put
-            except RuntimeError as error:  # torch compares shape, dtype and device with the parameter's own
-                raise moved(name) from error
+        if all(map(is_, map(_GRAD, parameters), repeat(None))) and all(map(_REQUIRES, parameters)):
+            return
+        for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
+            refuse_others(name, parameter, view)
+            parameter.grad = None
 
-    def add(
+    def take(
         self,
         slot: int,
-        gradient: Tensor,  # of its parameter's shape, in half precision
-    ) -> None:
-        """To what there is of a parameter's, by its number among all slots."""
-        self._views[slot].add_(gradient.to(self._views[slot].dtype))  # adding a mixed pair is several times slower
+        gradient: Tensor,  # of its parameter's shape and dtype
+    ) -> Tensor | None:  # of the parameter's shape
+        """What a backward has made of a parameter's, by its number among all slots. Returns what its `.grad` is from
+        now on. Raises `UserError` where shape or dtype are not the parameter's as it was laid out.
+        """
+        view = self._views[slot]
+        if gradient.shape != view.shape or gradient.dtype != self._dtypes[slot]:
+            raise moved(self._names[slot])
+        if slot in self._missing:
+            self._missing.remove(slot)
+            put_first(gradient, view)
+        else:
+            view.add_(gradient.to(view.dtype))  # adding a mixed pair is several times slower
+        return None if self._are_half[slot] else view
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no `.grad` is another tensor; None counts as in place."""
@@ -303,3 +329,16 @@ class Gradients(WholeValues):
         return all(map(is_, gradients, self._views)) or all(
             gradient is None or gradient is view for gradient, view in zip(gradients, self._views, strict=True)
         )
+
+
+def put_first(
+    gradient: Tensor,  # of any shape and dtype
+    view: Tensor,  # of the same shape
+) -> None:
+    """Leaves 0 + `gradient` in `view`: it has the bits of an accumulation into zeros (−0.0 becomes +0.0), and neither
+    has to find zeros there nor reads them.
+    """
+    if gradient.dtype == view.dtype:
+        torch.add(gradient, 0.0, out=view)
+    else:
+        view.copy_(gradient).add_(0.0)

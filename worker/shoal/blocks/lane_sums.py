@@ -46,10 +46,14 @@ class LaneSums:
             self._pool[-1].zero()
 
     def begin_lane(self) -> None:
-        """A zeroed live copy, apart from every finished sum."""
+        """A live copy without a gradient, apart from every finished sum."""
         if any(kept is self.live for _, kept in self._stack):
             self.live = self._pool.pop() if self._pool else Gradients(self._layout)
-        self.live.zero()
+        self.live.begin()
+
+    def backward_done(self) -> None:
+        """Its parameters without a gradient have one of zeros."""
+        self.live.complete()
 
     def lane_done(self, lane: int, is_last: bool) -> None:
         """The last lane's push began with its backward."""
@@ -84,6 +88,7 @@ class LaneSums:
 
     def end_push(self) -> None:
         """Merges what is left; the copies that are free again go back to the pool."""
+        self.live.complete()
         while self._merged < len(self._layout.buckets):
             self.merge(self._merged)
         self._pool += self._chain[:-1]

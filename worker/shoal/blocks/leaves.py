@@ -1,8 +1,7 @@
 """Leaves: the gradient of the lane at hand where gradients are sharded, bucket by bucket.
 
 A bucket's memory exists from its first parameter's gradient until it has left for the owners. Gradients are taken from
-their parameters as backward makes them: 0 + g has the bits of an accumulation into zeros (−0.0 becomes +0.0), and needs
-none. Knows no group.
+their parameters as backward makes them. Knows no group.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.blocks.flat import refuse_others, views
+from shoal.blocks.flat import put_first, refuse_others, views
 from shoal.blocks.released import looks_at_no_value
 from shoal.core.layout import Layout
 
@@ -21,7 +20,7 @@ from shoal.core.layout import Layout
 class Leaves:
     """`are_narrow`: a lane is one micro-batch, so its gradient has the precision of the parameters."""
 
-    takes_gradients = True
+    are_taken = True
 
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self._layout = layout
@@ -35,19 +34,19 @@ class Leaves:
         """By bucket and place, gradients of buckets that have no memory yet."""
         self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
-    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Before a backward. Raises `UserError` as `Gradients.put_back` does."""
+    def begin_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        """As `Gradients.begin_backward`."""
         for name, parameter in _odd(self._names, parameters):
             refuse_others(name, parameter, None)
             parameter.grad = None
 
-    def add(
+    def take(
         self,
         slot: int,
         gradient: Tensor,  # of its parameter's shape and dtype
     ) -> None:
-        """To what there is of a parameter's, by its number among all slots. It is kept, not copied, until its bucket is
-        complete: by then another bucket's memory has become free, as a rule.
+        """As `Gradients.take`; nothing stays with the parameter. It is kept, not copied, until its bucket is complete:
+        by then another bucket's memory has become free, as a rule.
         """
         bucket, place = self._slots[slot]
         if bucket not in self._flats and place not in self._kept[bucket]:
@@ -67,10 +66,7 @@ class Leaves:
             view.add_(gradient.to(view.dtype))
             return
         seen.add(place)
-        if gradient.dtype == view.dtype:
-            torch.add(gradient, 0.0, out=view)
-        else:
-            view.copy_(gradient).add_(0.0)
+        put_first(gradient, view)
 
     def _begin(self, bucket: int) -> None:
         if bucket in self._flats:

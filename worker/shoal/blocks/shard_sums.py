@@ -27,6 +27,9 @@ class ShardSums:
         """What a void lane has left behind is forgotten."""
         self.live.clear()
 
+    def backward_done(self) -> None:
+        """Buckets are completed one by one, as they leave."""
+
     def lane_done(self, lane: int, is_last: bool) -> None:
         """It has left with its backward."""
 
