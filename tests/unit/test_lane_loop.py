@@ -13,9 +13,9 @@ def some_state():
     pushed = []
     sums = SimpleNamespace(
         begin_lane=lambda: None,
-        backward_done=lambda: None,
+        backward_done=lambda _: None,
         lane_done=lambda lane, is_last: None if is_last else pushed.append(lane),
-        live=SimpleNamespace(begin_backward=lambda _: None),
+        live=SimpleNamespace(put_back=lambda _: None),
         clear=lambda: None,
     )
     buffers = SimpleNamespace(put_back=lambda: None, begin_micro_batch=lambda: None, lane_done=lambda lane: None)

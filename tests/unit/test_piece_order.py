@@ -125,7 +125,7 @@ def whole(layout: Layout, fillings: Sequence[Filling]) -> Flats:
     for lane, filling in enumerate(fillings):
         sums.begin_lane()
         for bucket in filling:
-            sums.live.take(bucket, gradient(layout, lane)[bucket])
+            sums.live.add(bucket, gradient(layout, lane)[bucket])
         sums.push(lane) if lane + 1 < len(fillings) else sums.begin_push(lane)
     sums.end_push()
     CanonicalReduction(SoloGroup(), Traffic(World(terms, "a").plan, 0, layout), sums, 0, lambda: None).finish()

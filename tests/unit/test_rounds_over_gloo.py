@@ -61,7 +61,7 @@ def whole(layout: Layout) -> Flats:
         sums.begin_lane()
         for slot, values in enumerate(gradient(layout, lane)):
             if slot != UNUSED:
-                sums.live.take(slot, values)
+                sums.live.add(slot, values)
         if lane < LANES - 1:
             sums.push(lane)
     sums.begin_push(LANES - 1)
@@ -91,7 +91,7 @@ def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tu
         sums.begin_lane()
         for slot, values in enumerate(gradient(layout, lanes[traffic.rank])):
             if slot != UNUSED:
-                sums.live.take(slot, values)
+                sums.live.add(slot, values)
                 most = max(most, sums.live.bytes)
             if slot != UNUSED and slot + 1 < len(slots) and slots[slot + 1] > slots[slot]:
                 reduction.on_filled(slots[slot])

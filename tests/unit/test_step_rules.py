@@ -15,7 +15,7 @@ import pytest
 import torch
 from crew import Crew, Task, Worker, undisturbed
 from integration.scripts import optimizer_of
-from shoal.blocks.flat import adopt, empty_flats, lay_out_model, trainable
+from shoal.blocks.flat import TAKEN_BYTES, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.values import WholeValues
@@ -36,6 +36,13 @@ TASK = Task({"max_steps": 6})
 # ---- arithmetic
 
 
+@pytest.fixture(params=[1, TAKEN_BYTES], ids=["taken", "cleared"])
+def first_gradients(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all parameters here are large, or small."""
+    monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("first_gradients")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_loop_that_drops_every_gradient_gets_the_same_bits(micro_batches: int) -> None:
     options = {"max_steps": 3, "micro_batches_per_lane": micro_batches}
@@ -47,7 +54,16 @@ def test_a_loop_that_drops_every_gradient_gets_the_same_bits(micro_batches: int)
     assert undisturbed(Task(options, in_loop=zero_grad)) == undisturbed(Task(options))
 
 
-def test_what_lay_in_a_gradient_copy_before_a_lane_counts_for_nothing() -> None:
+def test_large_and_small_gradients_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"max_steps": 3, "micro_batches_per_lane": 2}
+    cleared = undisturbed(Task(options))
+    monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", 1)
+    assert undisturbed(Task(options)) == cleared
+
+
+def test_what_lay_in_a_gradient_copy_before_a_lane_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", 1)
+
     def poison(engine: Engine) -> None:
         for view in engine.context.state.sums.live._views:
             view.fill_(torch.nan)

@@ -98,7 +98,11 @@ def test_the_subtree_stack_gives_the_bits_of_a_plain_recursive_sum(lanes: int, d
         assert torch.equal(partial, summed(*span))
 
 
-def test_a_lane_without_a_gradient_adds_zeros_whatever_its_copy_held() -> None:
+@pytest.mark.parametrize("taken_bytes", [1, 1_000])
+def test_a_lane_without_a_gradient_adds_zeros_whatever_its_copy_held(
+    taken_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", taken_bytes)
     layout = some_layout([(10, 10), (3, 7)])
     assert any(bucket.gaps for bucket in layout.buckets)
     sums = LaneSums(layout, 4)
@@ -182,7 +186,7 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
         gradients.begin()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             theirs.grad = torch.randn_like(theirs)
-            gradients.take(slots[mine], theirs.grad)
+            gradients.add(slots[mine], theirs.grad)
         for holder in holders:
             holder.apply(gradients, 1.0)
         plain.step()
@@ -231,7 +235,7 @@ def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
         gradients.begin()
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             theirs.grad = torch.randn_like(theirs)
-            gradients.take(slots[mine], theirs.grad)
+            gradients.add(slots[mine], theirs.grad)
         updated: list[int] = []
         held.apply(gradients, 1.0, updated.append)
         plain.step()
@@ -252,8 +256,12 @@ def test_the_probed_state_size_is_what_a_block_takes() -> None:
     assert held.state_bytes() == 0
 
 
+@pytest.mark.parametrize("taken_bytes", [1, 1_000, 1_000_000])
 @pytest.mark.parametrize("backwards", [1, 2])
-def test_a_gradient_has_the_bits_of_an_accumulation_into_zeros_though_zero_grad_dropped_it(backwards: int) -> None:
+def test_a_gradient_has_the_bits_of_an_accumulation_into_zeros_though_zero_grad_dropped_it(
+    backwards: int, taken_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", taken_bytes)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     layout, parameters = lay_out_model(trainable(model, optimizer))
@@ -263,21 +271,23 @@ def test_a_gradient_has_the_bits_of_an_accumulation_into_zeros_though_zero_grad_
     sums.begin_lane()
     for _ in range(backwards):
         optimizer.zero_grad(set_to_none=True)
-        sums.live.begin_backward(parameters)
+        sums.live.put_back(parameters)
         with hooks.armed_to_take():
-            sum((parameter * -0.0).sum() for parameter in parameters).backward()
-        sums.backward_done()
+            sum((parameter * -0.0).sum() for parameter in parameters[1:]).backward()
+        sums.backward_done(parameters)
+        assert all(parameter.grad is not None for parameter in parameters)
         assert sums.live.are_in_place(parameters)
     assert all(flat.view(torch.int32).eq(0).all() for flat in sums.live.flats), "a stolen gradient is -0.0"
 
 
 def test_a_gradient_of_another_dtype_or_shape_than_was_laid_out_is_refused_by_name() -> None:
-    layout = some_layout([(10, 10)])
-    gradients = Gradients(layout)
+    gradients = Gradients(some_layout([(10, 10)]))
     gradients.begin()
     for other in (torch.ones(5, 20), torch.ones(10, 10, dtype=torch.float64)):
+        parameter = nn.Parameter(other)
+        parameter.grad = torch.ones_like(other)
         with pytest.raises(UserError, match='parameter "p0" got new memory after shoal'):
-            gradients.take(0, other)
+            gradients.take(0, parameter)
 
 
 def test_a_parameter_that_no_optimizer_group_has_is_refused_by_name() -> None:
@@ -298,4 +308,4 @@ def test_a_parameter_frozen_after_the_start_is_an_error_not_a_silent_zero() -> N
     layout, parameters = lay_out_model(trainable(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     parameters[0].requires_grad_(False)
     with pytest.raises(UserError, match=r"was frozen after shoal\.initialize"):
-        Gradients(layout).begin_backward(parameters)
+        Gradients(layout).put_back(parameters)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from shoal_protos.errors import UserError
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
@@ -62,7 +62,7 @@ class BucketHooks:
         number: int,
         bucket: int,
         slot: int,
-        parameter: Tensor,  # of its own shape
+        parameter: nn.Parameter,  # of its own shape
     ) -> None:
         if self._on_filled is None:
             return
@@ -71,8 +71,8 @@ class BucketHooks:
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "
                 "use torch.utils.checkpoint with use_reentrant=False."
             )
-        if parameter.grad is not None:
-            parameter.grad = self._sums.live.take(number, _dense(parameter.grad))
+        if number in self._sums.live.taken:
+            self._sums.live.take(number, parameter)
         missing = self._missing[bucket]
         missing.discard(slot)
         if missing:
@@ -82,10 +82,3 @@ class BucketHooks:
             filled = self._order[self._next]
             self._next += 1
             self._on_filled(filled)
-
-
-def _dense(
-    gradient: Tensor,  # of its parameter's shape
-) -> Tensor:  # of the same shape
-    """As autograd would add it to one that is there: `nn.Embedding(sparse=True)` makes rows only."""
-    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -24,6 +24,8 @@ from shoal.core.units import unit_numbers
 
 Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 """One flat tensor per bucket, in bucket order."""
+TAKEN_BYTES = 256 << 10
+"""A smaller gradient is cleared before a lane at less cost than its first one is taken."""
 MOST_RANGES = 4_096
 """Views of gradients that are kept: the same ones are asked for in every step of a world."""
 BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
@@ -250,8 +252,8 @@ def moved(name: str) -> UserError:
 class Gradients(WholeValues):
     """One copy of all gradients: flats, and the views that become the parameters' `.grad`.
 
-    Gradients are taken from their parameters as backward makes them (bucket_hooks.py), and added up in the views, of
-    which nothing has to be cleared before a lane.
+    To a gradient that is there autograd adds by itself. Before a lane only small ones are cleared: the first of a large
+    one is taken from its parameter as backward makes it (bucket_hooks.py), and all of those in half precision are.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -259,16 +261,20 @@ class Gradients(WholeValues):
         flats = [memory_on(layout.device, bucket.elements, bucket.wide_dtype) for bucket in layout.buckets]
         super().__init__(layout, flats)
         self._views = all_views(layout, self.flats)
-        slots = [(bucket, slot) for bucket in layout.buckets for slot in bucket.slots]
-        self._dtypes = [bucket.dtype for bucket, _ in slots]
-        self._are_half = [bucket.has_masters for bucket, _ in slots]
-        self._names = [slot.parameter.name for _, slot in slots]
-        self._gaps = [
-            flat[start:stop] for bucket, flat in zip(layout.buckets, flats, strict=True) for start, stop in bucket.gaps
+        halves = [bucket.has_masters for bucket in layout.buckets for _ in bucket.slots]
+        self._left = [None if is_half else view for view, is_half in zip(self._views, halves, strict=True)]
+        """What becomes `.grad`: a parameter in half precision can have none in full."""
+        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
+        self._large = [slot for slot, view in enumerate(self._views) if view.nbytes >= TAKEN_BYTES]
+        self.taken = frozenset(self._large) | {slot for slot, left in enumerate(self._left) if left is None}
+        self._cleared = [
+            part for bucket, flat in zip(layout.buckets, flats, strict=True) for part in _small(bucket, flat)
         ]
         self._ranges: dict[tuple[int, int, int], Tensor] = {}
         self._missing: set[int] = set()
         """The slots whose views hold whatever was there before the lane."""
+        self._put = [*self._left]
+        """What is `.grad` when a backward begins."""
 
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         place = bucket, start, stop
@@ -282,46 +288,70 @@ class Gradients(WholeValues):
     def zero(self) -> None:
         torch._foreach_zero_(self.flats)
         self._missing.clear()
+        self._put = [*self._left]
 
     def begin(self) -> None:
-        """A lane begins: no parameter has a gradient. Where none lies there are zeros."""
-        self._missing.update(range(len(self._views)))
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        """A lane begins: no parameter has a gradient. Small ones have zeros, and so has what lies between them."""
+        self._missing.update(self._large)
+        self._put = [*self._left]
+        for slot in self._large:
+            self._put[slot] = None
+        if self._cleared:
+            torch._foreach_zero_(self._cleared)
 
-    def complete(self) -> None:
-        """Parameters without a gradient have one of zeros."""
-        if self._missing:
-            torch._foreach_zero_([self._views[slot] for slot in self._missing])
-            self._missing.clear()
+    def complete(self, parameters: Sequence[nn.Parameter] = ()) -> None:
+        """Parameters without a gradient have one of zeros, also as `.grad` where they are given."""
+        for slot in self._missing:
+            self._views[slot].zero_()
+            self._put[slot] = self._left[slot]
+            if parameters:
+                parameters[slot].grad = self._left[slot]
+        self._missing.clear()
 
-    def begin_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes `.grad` None: what backward makes is taken from there. Raises `UserError` where `requires_grad` was
-        changed since the start, and where there are gradients that are not the engine's.
+    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before a backward. Makes `.grad` what there is of the lane's gradient, to which autograd adds: `zero_grad()`
+        drops it. Raises `UserError` where `requires_grad` or the dtype was changed since the start, and where there are
+        gradients that are not the engine's.
         """
-        if all(map(is_, map(_GRAD, parameters), repeat(None))) and all(map(_REQUIRES, parameters)):
-            return
-        for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
-            refuse_others(name, parameter, view)
-            parameter.grad = None
+        if not all(map(is_, map(_GRAD, parameters), repeat(None))) or not all(map(_REQUIRES, parameters)):
+            for name, parameter, view in zip(self._names, parameters, self._views, strict=True):
+                refuse_others(name, parameter, view)
+        for name, parameter, put in zip(self._names, parameters, self._put, strict=True):
+            try:
+                parameter.grad = put
+            except RuntimeError as error:  # torch compares shape, dtype and device with the parameter's own
+                raise moved(name) from error
 
     def take(
         self,
         slot: int,
-        gradient: Tensor,  # of its parameter's shape and dtype
-    ) -> Tensor | None:  # of the parameter's shape
-        """What a backward has made of a parameter's, by its number among all slots. Returns what its `.grad` is from
-        now on. Raises `UserError` where shape or dtype are not the parameter's as it was laid out.
+        parameter: nn.Parameter,  # of its own shape
+    ) -> None:
+        """What a backward has just made, by the parameter's number among all slots. Raises `UserError` where the
+        parameter is not as it was laid out.
         """
+        gradient = parameter.grad
+        if gradient is None or gradient is self._left[slot]:
+            return
+        try:
+            parameter.grad = self._left[slot]
+        except RuntimeError as error:
+            raise moved(self._names[slot]) from error
+        self.add(slot, dense(gradient))
+
+    def add(
+        self,
+        slot: int,
+        gradient: Tensor,  # of its parameter's shape and dtype
+    ) -> None:
+        """To what there is of a parameter's."""
         view = self._views[slot]
-        if gradient.shape != view.shape or gradient.dtype != self._dtypes[slot]:
-            raise moved(self._names[slot])
         if slot in self._missing:
             self._missing.remove(slot)
+            self._put[slot] = self._left[slot]
             put_first(gradient, view)
         else:
             view.add_(gradient.to(view.dtype))  # adding a mixed pair is several times slower
-        return None if self._are_half[slot] else view
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no `.grad` is another tensor; None counts as in place."""
@@ -329,6 +359,19 @@ class Gradients(WholeValues):
         return all(map(is_, gradients, self._views)) or all(
             gradient is None or gradient is view for gradient, view in zip(gradients, self._views, strict=True)
         )
+
+
+def _small(
+    bucket: Bucket,
+    flat: Tensor,  # (bucket.elements,)
+) -> list[Tensor]:  # each (elements,)
+    """All of a bucket but its large gradients."""
+    parts, at = list[Tensor](), 0
+    for slot in bucket.slots:
+        if slot.parameter.elements * flat.itemsize >= TAKEN_BYTES:
+            parts.append(flat[at : slot.start])
+            at = slot.start + slot.parameter.elements
+    return [part for part in (*parts, flat[at:]) if part.numel()]
 
 
 def put_first(
@@ -342,3 +385,10 @@ def put_first(
         torch.add(gradient, 0.0, out=view)
     else:
         view.copy_(gradient).add_(0.0)
+
+
+def dense(
+    gradient: Tensor,  # of its parameter's shape
+) -> Tensor:  # of the same shape
+    """As autograd would add it to one that is there: `nn.Embedding(sparse=True)` makes rows only."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

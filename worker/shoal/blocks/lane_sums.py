@@ -7,10 +7,11 @@ job's life.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shoal_protos.runs import Span
+from torch import nn
 
 from shoal.blocks.flat import Gradients
 from shoal.core.layout import Layout
@@ -51,9 +52,9 @@ class LaneSums:
             self.live = self._pool.pop() if self._pool else Gradients(self._layout)
         self.live.begin()
 
-    def backward_done(self) -> None:
-        """Its parameters without a gradient have one of zeros."""
-        self.live.complete()
+    def backward_done(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Those without a gradient have one of zeros."""
+        self.live.complete(parameters)
 
     def lane_done(self, lane: int, is_last: bool) -> None:
         """The last lane's push began with its backward."""

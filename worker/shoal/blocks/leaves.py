@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.blocks.flat import put_first, refuse_others, views
+from shoal.blocks.flat import dense, put_first, refuse_others, views
 from shoal.blocks.released import looks_at_no_value
 from shoal.core.layout import Layout
 
@@ -25,6 +25,7 @@ class Leaves:
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self._layout = layout
         self._dtypes = [bucket.dtype if are_narrow else bucket.wide_dtype for bucket in layout.buckets]
+        self.taken = range(sum(len(bucket.slots) for bucket in layout.buckets))
         self._slots = [(b, s) for b, bucket in enumerate(layout.buckets) for s in range(len(bucket.slots))]
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
         self._flats: dict[int, Tensor] = {}
@@ -34,8 +35,8 @@ class Leaves:
         """By bucket and place, gradients of buckets that have no memory yet."""
         self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
-    def begin_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        """As `Gradients.begin_backward`."""
+    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before a backward. Raises `UserError` as `Gradients.put_back` does."""
         for name, parameter in _odd(self._names, parameters):
             refuse_others(name, parameter, None)
             parameter.grad = None
@@ -43,10 +44,20 @@ class Leaves:
     def take(
         self,
         slot: int,
+        parameter: nn.Parameter,  # of its own shape
+    ) -> None:
+        """As `Gradients.take`; the parameter has none then."""
+        if parameter.grad is not None:
+            self.add(slot, dense(parameter.grad))
+            parameter.grad = None
+
+    def add(
+        self,
+        slot: int,
         gradient: Tensor,  # of its parameter's shape and dtype
     ) -> None:
-        """As `Gradients.take`; nothing stays with the parameter. It is kept, not copied, until its bucket is complete:
-        by then another bucket's memory has become free, as a rule.
+        """To what there is of a parameter's. It is kept, not copied, until its bucket is complete: by then another
+        bucket's memory has become free, as a rule.
         """
         bucket, place = self._slots[slot]
         if bucket not in self._flats and place not in self._kept[bucket]:

@@ -5,9 +5,10 @@ What waits between rounds belongs to the reduction (exchange/rounds.py). Stands 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shoal_protos.runs import NO_BLOCKS, Runs
+from torch import nn
 
 from shoal.blocks.leaves import Leaves
 from shoal.blocks.values import ShardValues
@@ -27,7 +28,7 @@ class ShardSums:
         """What a void lane has left behind is forgotten."""
         self.live.clear()
 
-    def backward_done(self) -> None:
+    def backward_done(self, parameters: Sequence[nn.Parameter]) -> None:
         """Buckets are completed one by one, as they leave."""
 
     def lane_done(self, lane: int, is_last: bool) -> None:

@@ -145,7 +145,7 @@ class LaneLoop:
             state.gradient_guard.check(state.parameters)
             drop_gradients(state.parameters)
         self._more = more
-        state.sums.live.begin_backward(state.parameters)
+        state.sums.live.put_back(state.parameters)
 
     def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
         """Accumulates into the live gradient copy. `arriving`: where the reduction may write to it from now on."""
@@ -153,7 +153,7 @@ class LaneLoop:
         scaled = loss if state.loss_scale is None else loss.float() * state.scale
         (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
         self._order.backward_ends(self._more)
-        state.sums.backward_done()
+        state.sums.backward_done(state.parameters)
         state.gradient_guard.on_backward(arriving)
         self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.item()))
 
