@@ -101,11 +101,11 @@ def measured(
     return wall / steps, used.item() / steps
 
 
-def _member(rank: int, place: str, size: str, workers: int, lanes: int, all_done: Barrier) -> None:
+def _member(rank: int, place: str, size: str, workers: int, lanes: int, steps: int, all_done: Barrier) -> None:
     dist.init_process_group("gloo", init_method=f"file://{place}/group", rank=rank, world_size=workers)
     step = baseline(rank, workers, size, lanes, "ddp")
-    measured(step)
-    took = [measured(step) for _ in range(ROUNDS)]
+    measured(step, steps=steps)
+    took = [measured(step, steps=steps) for _ in range(ROUNDS)]
     if rank == 0:
         (Path(place) / "took.json").write_text(json.dumps(took))
     all_done.wait(PATIENCE_SECONDS)  # gloo forgets who is within an operation when a peer goes: two of four hung
@@ -119,11 +119,13 @@ def main() -> None:
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--lanes", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         lanes = given.lanes or given.workers
         all_done = torch.multiprocessing.get_context("spawn").Barrier(given.workers)
-        torch.multiprocessing.spawn(_member, (place, given.size, given.workers, lanes, all_done), given.workers)
+        arguments = (place, given.size, given.workers, lanes, given.steps, all_done)
+        torch.multiprocessing.spawn(_member, arguments, given.workers)
         print((Path(place) / "took.json").read_text())
 
 

@@ -21,33 +21,38 @@ from statistics import median
 
 import model
 from cluster import Cluster, Job
+from ddp import STEPS
 from tables import show, spread, verdict
 
 WORKERS = 4
 TARGETS = {0: 1.05, 1: 1.15}
 TINY_TARGET_MS = 1.5
+TINY_STEPS = 40
+"""Of a round: three would take a fiftieth of a second, in which one interruption counts for half."""
 PATIENCE_SECONDS = 900.0
 
 Rounds = dict[str, list[tuple[float, ...]]]
 """By way: (wall, CPU) seconds per step of each round, and what else is measured."""
 
 
-def measure(size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKERS, stage: int = 1) -> Rounds:
-    """One cluster's rounds, and those of DDP alone before and after."""
-    before = alone(size, workers, lanes)
+def measure(
+    size: str, mirrors: int, workers: int = WORKERS, lanes: int = WORKERS, stage: int = 1, steps: int = STEPS
+) -> Rounds:
+    """One cluster's rounds of so many steps, and those of DDP alone before and after."""
+    before = alone(size, workers, lanes, steps)
     job = Job(
         size=size, workers=workers, lanes=lanes, mirrors=mirrors, script="interleaved.py",
-        arguments=("--workers", str(workers), "--stage", str(stage)),
+        arguments=("--workers", str(workers), "--stage", str(stage), "--steps", str(steps)),
     )  # fmt: skip
     with Cluster(job) as cluster:
         rounds: Rounds = dict(*cluster.results(".json", patience=PATIENCE_SECONDS))
-    return {**rounds, "ddp alone": before + alone(size, workers, lanes)}
+    return {**rounds, "ddp alone": before + alone(size, workers, lanes, steps)}
 
 
-def alone(size: str, workers: int, lanes: int) -> list[tuple[float, ...]]:
+def alone(size: str, workers: int, lanes: int, steps: int) -> list[tuple[float, ...]]:
     """DDP in processes of its own."""
     command = [sys.executable, str(Path(__file__).with_name("ddp.py")), "--size", size]
-    command += ["--workers", str(workers), "--lanes", str(lanes)]
+    command += ["--workers", str(workers), "--lanes", str(lanes), "--steps", str(steps)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, capture_output=True, check=True, text=True, timeout=PATIENCE_SECONDS
@@ -99,7 +104,7 @@ def show_lanes(size: str) -> None:
 def show_tiny() -> None:
     rows = []
     for workers in (2, 4, 8):
-        rounds = measure("tiny", 0, workers, workers)
+        rounds = measure("tiny", 0, workers, workers, steps=TINY_STEPS)
         more = {
             way: 1e3 * (median(one[1] for one in rounds[way]) - median(one[1] for one in rounds["ddp"])) / workers
             for way in rounds
