@@ -101,9 +101,10 @@ def measured(
     return wall / steps, used.item() / steps
 
 
-def _member(rank: int, place: str, size: str, workers: int, lanes: int, steps: int, all_done: Barrier) -> None:
+def _member(rank: int, place: str, given: argparse.Namespace, all_done: Barrier) -> None:
+    workers, steps = given.workers, given.steps
     dist.init_process_group("gloo", init_method=f"file://{place}/group", rank=rank, world_size=workers)
-    step = baseline(rank, workers, size, lanes, "ddp")
+    step = baseline(rank, workers, given.size, given.lanes or workers, "ddp")
     measured(step, steps=steps)
     took = [measured(step, steps=steps) for _ in range(ROUNDS)]
     if rank == 0:
@@ -122,10 +123,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS, help="of a round")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        lanes = given.lanes or given.workers
         all_done = torch.multiprocessing.get_context("spawn").Barrier(given.workers)
-        arguments = (place, given.size, given.workers, lanes, given.steps, all_done)
-        torch.multiprocessing.spawn(_member, arguments, given.workers)
+        torch.multiprocessing.spawn(_member, (place, given, all_done), given.workers)
         print((Path(place) / "took.json").read_text())
 
 

@@ -226,7 +226,7 @@ class CanonicalReduction:
             in_cache = cached(extents, self._watch.at_once)
             for (bucket, start, stop), parts in self._parts(tree_sum, flight.arrivals, extents, in_cache):
                 (root,) = tree_sum.add_up(parts)
-                place = self._sums.last.flats[bucket][start:stop]
+                place = self._sums.last.range(bucket, start, stop)
                 mean = torch.div(root, self._traffic.plan.lanes, out=place)
                 of, culprit = self._traffic.layout.buckets[bucket], tree_sum.culprit(parts, self._watch.at_once)
                 self._watch.look(of, start, mean, culprit)
