@@ -94,9 +94,6 @@ class PackedReceive:
 
     def unpack(self) -> None:
         """The message is whole."""
-        if not self._is_packed:
-            return
-        at = 0
-        for bucket, start, stop in self._extents:
-            self._values.range(bucket, start, stop).copy_(self._message[at : at + stop - start])
-            at += stop - start
+        if self._is_packed:
+            parts = self._message.split([stop - start for _, start, stop in self._extents])
+            torch._foreach_copy_(ranges(self._values, self._extents), parts)
