@@ -1,8 +1,8 @@
 """Which buckets the last backward of a step has filled: so that they leave for their owners while it still runs.
 
 One hook per parameter, armed for one backward at a time. Buckets become ready in one order only, that in which every
-worker sends and receives: the layout's, or one that was agreed on. Gradients are taken from their parameters here, to
-where they are added up.
+worker sends and receives: the layout's, or one that was agreed on. Gradients that autograd does not add up where they
+leave from are taken from their parameters here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class BucketHooks:
             self._on_filled = None
 
     def armed_to_take(self) -> AbstractContextManager[None]:
-        """For a backward that fills no bucket for good: gradients are taken from their parameters anyway."""
+        """For a backward that fills no bucket for good: what is to be taken from parameters is so anyway."""
         return self.armed(lambda _: None)
 
     def _on_gradient(

@@ -257,7 +257,7 @@ class Gradients(WholeValues):
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.are_taken = any(bucket.has_masters for bucket in layout.buckets)
+        self.has_halves = any(bucket.has_masters for bucket in layout.buckets)
         flats = [memory_on(layout.device, bucket.elements, bucket.wide_dtype) for bucket in layout.buckets]
         super().__init__(layout, flats)
         self._views = all_views(layout, self.flats)
@@ -267,6 +267,7 @@ class Gradients(WholeValues):
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
         self._large = [slot for slot, view in enumerate(self._views) if view.nbytes >= TAKEN_BYTES]
         self.taken = frozenset(self._large) | {slot for slot, left in enumerate(self._left) if left is None}
+        """The slots whose gradients are taken from their parameters; to the others autograd adds."""
         self._cleared = [
             part for bucket, flat in zip(layout.buckets, flats, strict=True) for part in _small(bucket, flat)
         ]

@@ -20,8 +20,6 @@ from shoal.core.layout import Layout
 class Leaves:
     """`are_narrow`: a lane is one micro-batch, so its gradient has the precision of the parameters."""
 
-    are_taken = True
-
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self._layout = layout
         self._dtypes = [bucket.dtype if are_narrow else bucket.wide_dtype for bucket in layout.buckets]

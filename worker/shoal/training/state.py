@@ -137,7 +137,7 @@ class TrainingState:
             self.sums = LaneSums(self.layout, limits.lanes)
         else:
             self.sums = ShardSums(self.layout, limits.one_micro_batch)
-        if isinstance(self.sums, ShardSums) or self.sums.live.are_taken:
+        if isinstance(self.sums, ShardSums) or self.sums.live.has_halves:
             self.gradient_guard = TakenGradientGuard(self.parameters)
         else:
             self.gradient_guard = GradientGuard(self.sums)
