@@ -98,6 +98,13 @@ class JobRepository:
         return self._head.broken
 
     @property
+    def has_newer_records(self) -> bool:
+        """Whether records were found that its head does not count: of a change that did not, or has not yet, come true,
+        or of a head that was written after this one was read.
+        """
+        return bool(self._records.undone)
+
+    @property
     def _name(self) -> str:
         return self._head.job
 
@@ -338,7 +345,22 @@ def new_repository(store: Store, spec: JobSpec, writer: str) -> JobRepository:
 
 async def stored_jobs(store: Store, writer: str) -> list[Stored]:
     """Every job in the store. What their repositories write from now on is written by `writer`."""
-    return [await _stored(store, entry, writer) for entry in (await store.list("/jobs/")).entries]
+    heads = (await store.list("/jobs/")).entries
+    return [job for head in heads if (job := await _whole(store, head, writer)) is not None]
+
+
+async def _whole(store: Store, entry: Entry, writer: str) -> Stored | None:
+    """The job with this head, or with the one that was written while it was read: a leader that still writes, or whose
+    last transaction arrives after its death, is not fenced off from one who only looks. None: it is gone meanwhile.
+    """
+    while True:
+        job = await _stored(store, entry, writer)
+        if not (job.unreadable or job.repository.has_newer_records):
+            return job
+        now = await store.get(entry.key)
+        if now is None or now.modified == entry.modified:
+            return job if now is not None else None
+        entry = now
 
 
 async def _stored(store: Store, entry: Entry, writer: str) -> Stored:
