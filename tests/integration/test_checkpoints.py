@@ -150,6 +150,7 @@ def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> 
             "a file of that name is in the way" in sentence for sentence in cluster.messages("checkpoint_failed")
         )
         assert "shoal_checkpoint_failures_total{" in cluster.metrics()
+        cluster.until("that it is said", lambda job: "last save: the checkpoint of step " in job["reason"])
         ends_undisturbed(cluster)
 
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from machine_driver import MADE_OF, NEW, Driver, notes
 from shoal_controller.core.machine.events import Disconnected, Save
-from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
+from shoal_protos.messages import Telemetry
 
 
 def lose_everybody(job: Driver, *, then_found: CheckpointRef) -> None:
@@ -84,3 +85,30 @@ def test_what_retention_has_deleted_is_not_said_to_be_saved_again_by_a_member_th
     for _ in range(3):
         job.now += 0.5
         assert notes(job.beat("w1", checkpoint=old, step=13), "checkpoint_saved") == []
+
+
+def test_a_job_says_that_its_last_save_failed_until_a_later_one_is_made_also_after_a_restart() -> None:
+    job = trains()
+    assert job.view.reason == ""
+    failed = SaveReport(1, 4, SaveOutcome.FAILED, why="/saves: No space left on device\nand more")
+    (noted,) = notes(job.beat("w0", Telemetry(saves=(failed,)), step=5), "checkpoint_failed")
+    assert job.view.reason == "last save: the checkpoint of step 4 failed: /saves: No space left on device"
+    assert job.view.reason.removeprefix("last save: ") in noted
+    job.beat("w0", Telemetry(saves=(failed, replace(failed, number=2, step=5, outcome=SaveOutcome.SKIPPED))), step=6)
+    assert "step 4 failed" in job.view.reason, "one that was skipped has saved nothing either"
+    job.restart()
+    assert "last save: the checkpoint of step 4 failed" in job.view.reason
+    for worker in ("w0", "w1"):
+        job.hello(worker, status=replace(job.statuses[worker], sequence=job.sequence + 1))
+    saved = replace(failed, number=3, step=8, outcome=SaveOutcome.DONE, path="/saves/step-8", why="")
+    job.beat("w0", Telemetry(saves=(failed, saved)), step=9)
+    assert job.view.reason == ""
+
+
+def test_a_save_that_another_member_tells_of_ends_what_is_said_of_the_failed_one_before_it() -> None:
+    job = trains()
+    failed = SaveReport(1, 3, SaveOutcome.FAILED, why="no such bucket")
+    job.beat("w0", Telemetry(saves=(failed,)), step=4)
+    assert job.view.reason == "last save: the checkpoint of step 3 failed: no such bucket"
+    job.beat("w1", checkpoint=JUST_SAVED, step=5)
+    assert job.view.reason == ""

@@ -252,6 +252,8 @@ class Durable:
     """The catalogue, newest first."""
     unreadable_checkpoints: tuple[str, ...] = ()
     """Paths of checkpoints that a worker could not read."""
+    failed_save: str = ""
+    """What became of the last save, where it failed."""
     saves_requested: int = 0
     """How many checkpoints were asked for: the number of the last request."""
     save: SaveRequest | None = None

@@ -35,7 +35,7 @@ def view(job: Job, now: float) -> JobView:
         loss=shown_loss(job),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
-        reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), exactness(job)))),
+        reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), last_save(job), exactness(job)))),
         run=spec.run,
         version=durable.version,
         created_at=durable.figures.created,
@@ -105,6 +105,12 @@ def _why_no_steps(job: Job) -> str:
     coming = sum(record.serves for record in durable.roster.values()) > active
     more = "" if coming else waiting.how_to_start(durable)
     return f"{plural(active, 'worker')} active, min_workers is {durable.bounds.least}{waiting.trouble(durable)}{more}"
+
+
+def last_save(job: Job) -> str:
+    """That the last save failed: the job trains on, and has less to go back to than people count on."""
+    sentence = job.durable.failed_save.partition("\n")[0]
+    return f"last save: {sentence}" if sentence else ""
 
 
 def exactness(job: Job) -> str:

@@ -93,6 +93,7 @@ def _learn_more(turn: Turn, worker: WorkerId, known: CheckpointRef, claimed: Che
 def _note_saved(turn: Turn, worker: WorkerId, saved: CheckpointRef) -> None:
     """A member says so; whoever asked for it has it."""
     _note(turn, EventKind.CHECKPOINT_SAVED, worker, saved)
+    turn.keep(failed_save="")
     _close_request(turn, saved.step)
 
 
@@ -219,6 +220,7 @@ def on_telemetry(turn: Turn, worker: WorkerId) -> None:
 def _record_save(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
     match saved.outcome:
         case SaveOutcome.DONE:
+            turn.keep(failed_save="")
             turn.count("shoal_checkpoint_bytes_total", saved.bytes)
             for phase in ("copy", "write", "commit"):
                 turn.observe("shoal_checkpoint_seconds", getattr(saved, f"{phase}_seconds"), phase=phase)
@@ -227,6 +229,7 @@ def _record_save(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
             sentence = f"the checkpoint of step {saved.step} failed: {saved.why}"
             turn.note(EventKind.CHECKPOINT_FAILED, sentence, worker, step=saved.step)
             turn.change(failed_save_step=saved.step)
+            turn.keep(failed_save=sentence)
         case SaveOutcome.SKIPPED:
             turn.count("shoal_checkpoints_skipped_total")
             sentence = f"no checkpoint of step {saved.step}: {saved.why}"
