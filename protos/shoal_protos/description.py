@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from shoal_protos.corruption import OnCorruption
@@ -17,6 +17,10 @@ from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 
 HIGHEST_STAGE = 3
 ANSWER = "Start it with the job's script and config."
+GIVEN_FIELDS = ("optimizer", "lanes", "mirrors", "max_steps")
+"""What must agree whatever the model is."""
+MODEL_FIELDS = ("block_elements", "blocks", "state_bytes")
+"""What follows from the model: where parameters are not known to agree, the first one that differs says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,14 @@ def parameters_digest(parameters: Sequence[Parameter]) -> str:
 
 
 def first_difference(worker: str, theirs: Description, jobs: Description) -> str | None:
-    """The sentence that refuses `worker`, or None where it may join. A brief one says nothing of its parameters."""
+    """The sentence that refuses `worker`, or None where it may join. A brief one says nothing of its parameters: where
+    they are not the job's, the text that is asked for decides about all that follows from them.
+    """
+    untold = theirs.is_brief and theirs.parameters_digest != jobs.parameters_digest
     return (
         (None if theirs.is_brief else _parameters_differ(worker, theirs, jobs))
         or _texts_differ(worker, "another config", theirs.config, jobs.config)
-        or _fields_differ(worker, theirs, jobs)
+        or _fields_differ(worker, theirs, jobs, GIVEN_FIELDS if untold else (*GIVEN_FIELDS, *MODEL_FIELDS))
         or (None if jobs.mixed_numerics else numerics_differ(worker, theirs, jobs))
     )
 
@@ -152,8 +159,8 @@ def _texts_differ(worker: str, difference: str, theirs: Mapping[str, str], jobs:
     return None
 
 
-def _fields_differ(worker: str, theirs: Description, jobs: Description) -> str | None:
-    for field in ("optimizer", "lanes", "mirrors", "max_steps", "block_elements", "blocks", "state_bytes"):
+def _fields_differ(worker: str, theirs: Description, jobs: Description, fields: Iterable[str]) -> str | None:
+    for field in fields:
         found, expected = getattr(theirs, field), getattr(jobs, field)
         if found != expected:
             return f"worker {worker} joined with another job: {field} is {found}, the job's is {expected}. {ANSWER}"

@@ -63,6 +63,20 @@ def test_another_model_is_asked_for_and_refused_by_the_parameter_that_differs() 
     assert 'worker w1 joined with another model: parameter "layers.0.weight" has shape (9, 9)' in sentence
 
 
+def test_a_model_of_another_size_too_is_refused_by_the_parameter_that_differs_not_by_its_number_of_blocks() -> None:
+    job, one_more = Driver(wanted=2), Parameter("layers.3.weight", (8, 8), "torch.float32", 0)
+    larger = replace(model(), parameters=(*model().parameters, one_more), blocks=MADE_OF.blocks + 1, state_bytes=9)
+    says_hello(job, "w0", with_digest(model()))
+    says_hello(job, "w1", brief(larger))
+    assert answers(job, Describe) == [2] and not answers(job, Refusal)
+    tells(job, "w1", larger)
+    [sentence] = notes(job.effects, "refused")
+    assert 'another model: it has 4 parameters, the job\'s has 3; only it has "layers.3.weight".' in sentence
+    says_hello(job, "w2", replace(brief(model()), blocks=MADE_OF.blocks + 1))
+    [sentence] = notes(job.effects, "refused")
+    assert "blocks is " in sentence, "the same parameters need not be told again"
+
+
 def test_whoever_differs_in_what_a_hello_tells_is_refused_at_once() -> None:
     job = Driver(wanted=2)
     says_hello(job, "w0", with_digest(model()))
