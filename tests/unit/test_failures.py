@@ -10,6 +10,7 @@ from machine_driver import MADE_OF, Driver
 from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.overview.attention import attention
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, MemberState, Result
 
@@ -114,6 +115,16 @@ def test_the_same_fault_at_another_step_or_not_in_all_members_is_tried_again() -
         raise_in(job, here, 10, None)
 
     assert lives(job, 10, end) == 4
+
+
+def test_a_job_fails_at_the_step_that_its_workers_say_they_have_made_not_at_the_one_that_was_last_shown() -> None:
+    job = job_of(1)
+    for _ in range(2):
+        raise_in(job, live(job, 0), 2, FAULT)
+    assert job.view.phase is Phase.FAILED and "at step 2: ValueError" in job.view.reason
+    assert job.view.step == job.job.figures.step == 2
+    assert attention(job.view, job.now).sentence.startswith("failed at step 2: two generations failed in the same way")
+    assert job.counted("shoal_job_lost_steps_total") == 2
 
 
 def test_workers_that_are_killed_at_the_same_step_again_and_again_are_given_up_after_ten_times_as_many() -> None:

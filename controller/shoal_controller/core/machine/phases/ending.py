@@ -11,7 +11,7 @@ from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
-from shoal_controller.core.machine.phases import claims, proofs
+from shoal_controller.core.machine.phases import claims, progress, proofs
 from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
 from shoal_controller.core.machine.spec import Phase
@@ -45,6 +45,10 @@ def _kill_the_unheard(turn: Turn) -> None:
 
 
 def fail(turn: Turn, reason: str) -> None:
+    """The step that people are shown moves once a second: where that was too late, it is now the one that was made."""
+    if not turn.durable.phase.is_over:
+        progress.update(turn)
+        turn.keep(step=max(turn.durable.step, progress.known_step(turn)))
     finish(turn, Phase.FAILED, reason)
 
 

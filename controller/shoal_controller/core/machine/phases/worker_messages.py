@@ -6,6 +6,7 @@ An older status than the last one heard says nothing; whatever is heard proves t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status
@@ -156,8 +157,16 @@ def _learn(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None
         scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
 
 
+def _learn_step(turn: Turn, worker: WorkerId, step: int) -> None:
+    """It may have made steps since its last heartbeat."""
+    status = turn.job.processes[worker].status
+    if status.generation > 0 and step > status.step:
+        turn.see(worker, status=replace(status, step=step))
+
+
 def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
     if result.failure:
+        _learn_step(turn, worker, result.step)
         if result.everyone and claims.counts_for_all(turn, worker):
             ending.fail(turn, f"worker {worker}: {result.failure}")
         else:
