@@ -245,11 +245,54 @@ class Sparse(Model):
         return super().forward(tokens, targets) + self.rows(tokens % 5).square().mean()
 
 
-@pytest.mark.parametrize("more", [{}, HALF], ids=["float32", "bf16"])
+@pytest.mark.parametrize(
+    "more", [{}, HALF, {"micro_batches_per_lane": 2}], ids=["float32", "bf16", "two micro-batches"]
+)
 def test_sparse_gradients_have_the_bits_of_stage_0(more: dict[str, Any]) -> None:
     right = undisturbed(Task(options(stage=0, **more), model=lambda: Sparse(0.1, True)))
     with Crew("abc", Task(options(**more), model=lambda: Sparse(0.1, True))) as crew:
         assert crew.finish() == right
+
+
+class Scaled(torch.autograd.Function):
+    """Makes every gradient in one buffer of its own, or returns a parameter as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.buffer = buffer
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, scale = ctx.saved_tensors
+        made = scale if ctx.buffer is None else ctx.buffer.copy_((gradient * x).flatten(0, -2).sum(0))
+        return gradient * scale, made.view(-1), None
+
+
+class Reusing(torch.nn.Module):
+    def __init__(self, buffer: torch.Tensor | None) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256)
+        self.first, self.second = (torch.nn.Parameter(torch.full((64,), value)) for value in (0.5, 2.0))
+        self.memory = [buffer]
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        rows = torch.tanh(Scaled.apply(self.embedding(tokens), self.first, *self.memory))
+        logits = self.head(Scaled.apply(rows, self.second, *self.memory))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("buffer", [True, False], ids=["a buffer that is written again", "a parameter"])
+def test_a_gradient_whose_memory_has_other_uses_has_the_bits_of_stage_0(buffer: bool, stage: int) -> None:
+    """It was read when its bucket was complete: then the buffer had the next gradient, and the parameter no memory."""
+    task, right = (
+        Task(options(stage, max_steps=3), model=lambda: Reusing(torch.empty(64) if buffer else None))
+        for stage in (stage, 0)
+    )
+    with Crew("ab", task) as crew:
+        assert crew.finish() == undisturbed(right)
 
 
 def test_a_module_may_be_compiled_while_its_gradients_have_left() -> None:

@@ -338,7 +338,7 @@ class Gradients(WholeValues):
             parameter.grad = self._left[slot]
         except RuntimeError as error:
             raise moved(self._names[slot]) from error
-        self.add(slot, dense(gradient))
+        self.add(slot, gradient)
 
     def add(
         self,
@@ -352,7 +352,7 @@ class Gradients(WholeValues):
             self._put[slot] = self._left[slot]
             put_first(gradient, view)
         else:
-            view.add_(gradient.to(view.dtype))  # adding a mixed pair is several times slower
+            add_to(gradient, view)
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no `.grad` is another tensor; None counts as in place."""
@@ -382,14 +382,19 @@ def put_first(
     """Leaves 0 + `gradient` in `view`: it has the bits of an accumulation into zeros (−0.0 becomes +0.0), and neither
     has to find zeros there nor reads them.
     """
-    if gradient.dtype == view.dtype:
+    if gradient.is_sparse:
+        add_to(gradient, view.zero_())
+    elif gradient.dtype == view.dtype:
         torch.add(gradient, 0.0, out=view)
     else:
         view.copy_(gradient).add_(0.0)
 
 
-def dense(
-    gradient: Tensor,  # of its parameter's shape
-) -> Tensor:  # of the same shape
-    """As autograd would add it to one that is there: `nn.Embedding(sparse=True)` makes rows only."""
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def add_to(
+    gradient: Tensor,  # of any shape and dtype
+    view: Tensor,  # of the same shape
+) -> None:
+    """As autograd adds to one that is there: of `embedding(…, sparse=True)` row by row, also those that come twice."""
+    if gradient.dtype != view.dtype:  # adding a mixed pair is several times slower
+        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(view.dtype)
+    view.add_(gradient)

@@ -12,9 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.blocks.flat import dense, put_first, refuse_others, views
+from shoal.blocks.flat import add_to, put_first, refuse_others, views
 from shoal.blocks.released import looks_at_no_value
+from shoal.blocks.unit_flats import storage_key
 from shoal.core.layout import Layout
+
+OF_ITS_OWN = 2
+"""So many uses has memory that a gradient shares with nobody: whoever counts is counted."""
 
 
 class Leaves:
@@ -46,7 +50,7 @@ class Leaves:
     ) -> None:
         """As `Gradients.take`; the parameter has none then."""
         if parameter.grad is not None:
-            self.add(slot, dense(parameter.grad))
+            self.add(slot, parameter.grad)
             parameter.grad = None
 
     def add(
@@ -54,11 +58,11 @@ class Leaves:
         slot: int,
         gradient: Tensor,  # of its parameter's shape and dtype
     ) -> None:
-        """To what there is of a parameter's. It is kept, not copied, until its bucket is complete: by then another
-        bucket's memory has become free, as a rule.
+        """To what there is of a parameter's. One that nobody else can change is kept, not copied, until its bucket is
+        complete: by then another bucket's memory has become free, as a rule.
         """
         bucket, place = self._slots[slot]
-        if bucket not in self._flats and place not in self._kept[bucket]:
+        if bucket not in self._flats and place not in self._kept[bucket] and not _is_shared(gradient):
             self._kept[bucket][place] = gradient
             return
         self._begin(bucket)
@@ -72,7 +76,7 @@ class Leaves:
     ) -> None:
         view, seen = self._views[bucket][place], self._seen[bucket]
         if place in seen:
-            view.add_(gradient.to(view.dtype))
+            add_to(gradient, view)
             return
         seen.add(place)
         put_first(gradient, view)
@@ -127,6 +131,15 @@ class Leaves:
         kept = sum(gradient.nbytes for gradients in self._kept.values() for gradient in gradients.values())
         pooled = sum(flat.nbytes for flats in self._pool.values() for flat in flats)
         return kept + pooled + sum(flat.nbytes for flat in self._flats.values())
+
+
+def _is_shared(
+    gradient: Tensor,  # of its parameter's shape
+) -> bool:
+    """Whether something else lies in its memory, too: what a function or a hook of the script writes again, or a
+    parameter, whose memory comes and goes.
+    """
+    return gradient.is_sparse or torch._C._storage_Use_Count(storage_key(gradient)) > OF_ITS_OWN
 
 
 @looks_at_no_value
