@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from weakref import ref
 
+import pytest
 from crew import Task, engine_of, train
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -45,3 +48,49 @@ def test_a_script_that_never_gets_to_its_loop_has_ended_at_step_0() -> None:
     assert (result.step, result.failure) == (
         0, "the script ended at step 0 of 2; go through the loop to its end, or call engine.stop()."
     )  # fmt: skip
+
+
+def stopped(engine: Engine) -> bool:
+    if engine.global_step == 2:
+        engine.stop()
+    return False
+
+
+@pytest.mark.parametrize(
+    ("leaves", "is_named"),
+    [(lambda engine: engine.global_step == 2, True), (lambda _: False, False), (stopped, False)],
+    ids=["breaks", "trains", "stops"],
+)
+def test_a_script_alone_that_leaves_its_loop_early_says_once_what_it_has_not_trained(
+    leaves: Callable[[Engine], bool],
+    is_named: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of a test that has failed
+    engine = engine_of(Task({"max_steps": 5}), AloneLink(), Faults([]))
+    serve_at_exit(engine)
+    for batch in engine:
+        engine.backward(engine.module(**batch))
+        engine.step()
+        if leaves(engine):
+            break
+    assert "ended_early" not in capsys.readouterr().err
+    del engine, batch
+    gc.collect()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "ended_early" in line]
+    expected = '"step": 2, "last_step": 5, "means": "the script left its loop before the end; '
+    assert [expected in line for line in lines] == [True] * is_named
+
+
+def test_a_script_alone_that_an_error_ended_says_no_more_than_the_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "last_value", ValueError("no such column"), raising=False)
+    engine = engine_of(Task({"max_steps": 5}), AloneLink(), Faults([]))
+    for batch in engine:
+        engine.backward(engine.module(**batch))
+        engine.step()
+        break
+    engine.context.untrained.tell()
+    assert "ended_early" not in capsys.readouterr().err

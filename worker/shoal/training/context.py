@@ -15,6 +15,7 @@ from shoal.session.link import Link, Prepared
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.state import NO_STEP, TrainingState
 from shoal.training.telemetry import Meter
+from shoal.training.untrained import Untrained
 from shoal.world import World
 
 
@@ -46,6 +47,8 @@ class TrainingContext:
         """The last step is committed and its digests are given."""
         self.left_loop = False
         """The script has gone through its loop, and cannot go back."""
+        self.untrained = Untrained()
+        """Steps that a loop has left out."""
         self.ended = False
         """The script has ended."""
         self.leaving = False

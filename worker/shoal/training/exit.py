@@ -141,6 +141,7 @@ def serve_at_exit(engine: Engine) -> None:
     if engine.context.link.alone:
         finalize(engine, engine.parts.saving.saver_end)
         finalize(engine, engine.context.loop.fetcher.close)
+        finalize(engine, _unless_forked(engine.context.untrained.tell))
         _at_end(partial(_end_alone, ref(engine)))
         return
     ending = _Ending(engine)
@@ -150,17 +151,24 @@ def serve_at_exit(engine: Engine) -> None:
 
 def _at_end(act: Callable[[], None]) -> None:
     """Calls it when the script has ended, on the same thread; in no child of this process."""
+    threading._register_atexit(_unless_forked(act))  # type: ignore[attr-defined]
+
+
+def _unless_forked(act: Callable[[], None]) -> Callable[[], None]:
     here = os.getpid()
 
-    def unless_forked() -> None:
+    def here_only() -> None:
         if os.getpid() == here:
             act()
 
-    threading._register_atexit(unless_forked)  # type: ignore[attr-defined]
+    return here_only
 
 
 def _end_alone(known: ReferenceType[Engine]) -> None:
     """Alone nobody waits for an engine: it lives as long as the script keeps it, for a sweep makes many."""
     engine = known()
     if engine is not None:
+        context = engine.context
+        if context.world is not None:
+            context.untrained.on_left(context.state.step, context.state.last_step)
         _Ending(engine).at_exit()

@@ -50,6 +50,7 @@ class TrainingLoop:
             self._settle_requests()
         finally:
             context.left_loop = True
+            context.untrained.on_left(context.state.step, context.state.last_step)
             context.loop.fetcher.close()
             context.autocast.end()
             context.forward_seed.disarm()
