@@ -56,6 +56,11 @@ class Silence:
                 self.beat(*beating)
 
     @property
+    def why(self):
+        """Why w0 was evicted."""
+        return self.job.durable.roster["w0"].why
+
+    @property
     def states(self):
         return [worker.state for worker in view(self.job, self.now).workers]
 
@@ -65,6 +70,22 @@ def test_a_frozen_worker_has_missed_its_answer_when_it_is_suspected_so_it_is_evi
     world.last(4.0)
     assert world.happened == [(0.0, "joined"), (2.4, "ping"), (3.1, "suspected"), (3.1, "lost")]
     assert world.job.durable.roster["w0"].standing is Standing.LOST
+
+
+def test_an_eviction_tells_for_how_long_nothing_was_heard_by_the_clock_and_never_less_than_it_is_judged_by():
+    suspected = "no answer to a ping (suspected after 3 s)"
+    world = Silence()
+    world.last(4.0)
+    assert world.why == f"silent for 3.1 s and {suspected}"
+    world = Silence()
+    world.last(1.0)
+    world.now += 0.9 * TICK_SECONDS
+    world.beat(0)  # counted from the last tick, it is silent for 3.1 s when the clock says 3.0 s
+    world.last(4.0)
+    assert world.why == f"silent for 3.1 s and {suspected}"
+    world = Silence(stall_seconds=20.0)
+    world.last(24.0, beating=(2,))  # of a majority, whose silence is not counted
+    assert world.why == f"silent for 20.1 s and {suspected}"
 
 
 def test_a_slow_worker_that_answers_is_never_suspected():

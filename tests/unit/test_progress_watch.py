@@ -101,7 +101,7 @@ def test_user_code_that_comes_no_further_ends_after_stall_seconds_and_is_named_b
     assert notes(effects, "dismissed") == [] and "w1 (in user code" in job.view.reason
     effects = job.wait(3)
     [why] = notes(effects, "dismissed")
-    assert "worker w1 is evicted: its script has made no progress for" in why
+    assert "worker w1 is evicted: its script has made no progress for 60 s (stall_seconds)" in why
     assert notes(effects, "prepare")
 
 
