@@ -105,8 +105,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
     """
     check_address_space("a controller", NEEDED_MEBIBYTES)
     logs.configure(settings.log_level)
-    if settings.log_folder is not None and "local" in settings.allowed_launchers:
-        check_writable(settings.log_folder, "logs of local workers", "SHOAL_LOG_DIR")
+    if "local" in settings.allowed_launchers:
+        _check_folders(settings)
     stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     def fail(error: BaseException) -> None:
@@ -162,6 +162,14 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         await sessions.serve()
         http = join_address(http_host, web.port)
         yield Server(http, grpc, settings.http_scheme, controller, launcher, settings.page)
+
+
+def _check_folders(settings: Settings) -> None:
+    """What local workers need. Raises `UserError` where nothing can be written there."""
+    other = "--data, or allow no local workers (SHOAL_LAUNCHERS=none)"
+    check_writable(settings.folder, "records and logs of local workers", other)
+    if settings.log_folder is not None:
+        check_writable(settings.log_folder, "logs of local workers", "SHOAL_LOG_DIR")
 
 
 def _place_of(settings: Settings, http_port: int, grpc: str) -> ControllerPlace:

@@ -238,6 +238,15 @@ def test_a_controller_does_not_start_without_the_folder_for_logs_that_it_was_giv
     assert "logs of local workers cannot be written to /proc/logs: No such file or directory; " in done.stderr
 
 
+def test_a_controller_does_not_start_without_its_data_folder_where_it_may_start_workers(tmp_path: Path) -> None:
+    flags = ("--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--data", "/proc/data", "--store", "embedded:store")
+    done = shoal("controller", *flags, folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2, "", "shoal: records and logs of local workers cannot be written to /proc/data: No such file or directory; "
+        "name another folder with --data, or allow no local workers (SHOAL_LAUNCHERS=none)\n",
+    )  # fmt: skip
+
+
 def test_the_first_ctrl_c_ends_the_job_reports_and_says_that_there_is_nowhere_to_save(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
         command.wait_step(2)
