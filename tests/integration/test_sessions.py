@@ -206,11 +206,12 @@ def test_a_worker_that_never_reads_is_cut_off_and_the_others_hear_on() -> None:
     on_port(scene)
 
 
-def test_a_port_in_use_is_refused_in_one_sentence() -> None:
+def test_a_port_in_use_is_refused_in_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     async def scene(port: Port) -> None:
         second = SessionService(port.jobs, port.streams, SessionSettings())
         with pytest.raises(UserError, match=rf"^cannot listen for workers on localhost:{port.number}: it is in use"):
             second.bind(f"localhost:{port.number}")
+        assert capfd.readouterr().err == "", "gRPC has a line of its own for it"
         await second.stop()
         await port.is_unharmed()
 

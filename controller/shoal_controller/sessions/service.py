@@ -26,6 +26,7 @@ from shoal_controller.sessions.door import Door
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.stream_counts import StreamCounts
 from shoal_controller.sessions.streams import Context, Stream, Streams
+from shoal_controller.sessions.taken_port import is_taken
 from shoal_controller.tasks import end_task, guarded, only_logged
 
 MOST_STREAMS = 1 << 14
@@ -79,6 +80,8 @@ class SessionService:
 
     def bind(self, address: str) -> int:
         """Take `HOST:PORT`; returns the port (of use where 0 was asked for). Workers that come wait until `serve`."""
+        if is_taken(address):
+            raise UserError(f"cannot listen for workers on {address}: it is in use; give another --grpc HOST:PORT")
         server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_STREAMS)
         service, _, method = METHOD.removeprefix("/").partition("/")
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
