@@ -6,6 +6,7 @@ Wrong ones are files in tests/attacks/config: the config's text, a line `---`, t
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,15 @@ def test_the_reference_page_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == page(), (
         "run python -m shoal.config.reference > docs/configuration.md"
     )
+
+
+@pytest.mark.parametrize("section", ["", "shoal", "optimizer"])
+def test_of_as_many_unknown_keys_as_a_file_may_have_only_the_first_are_looked_at(section: str) -> None:
+    unknown = {f"key{number}": number for number in range(20_000)}
+    given: dict[str, Any] = {"optimizer": {"type": "SGD"}, "shoal": {"lanes": 1}}
+    began = time.process_time()
+    with pytest.raises(UserError) as refusal:
+        load_config({**given, section: {**given[section], **unknown}} if section else {**given, **unknown})
+    assert time.process_time() - began < 3
+    first, *_, last = str(refusal.value).splitlines()
+    assert (first, last) == ("the config has 20000 faults:", "  - … and 19980 more")

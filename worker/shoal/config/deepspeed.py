@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 OFF = (False, None, "auto")
 
@@ -206,6 +207,7 @@ def fate_of(key: str) -> Fate | None:
     return FATES.get(key) or FATES.get(f"{section}.*")
 
 
+@cache
 def sections() -> frozenset[str]:
     """The names of all sections that the table knows, dotted."""
     names: set[str] = set()

@@ -27,7 +27,16 @@ from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.monitoring import Monitoring
 from shoal.config.precision import Precision, precision_faults
-from shoal.config.sentences import all_of, keys_of, not_built, refused_value, sentences_of, unknown_key, wrong_value
+from shoal.config.sentences import (
+    all_of,
+    keys_of,
+    not_built,
+    refused_value,
+    sentences_of,
+    unknown_key,
+    unread_in,
+    wrong_value,
+)
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
@@ -69,7 +78,9 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
         document = Document.model_validate(kept)
     except ValidationError as error:
         faults += sentences_of(error)
-        raise UserError(all_of([*faults, *_also_unfit(kept, error, faults, beside)])) from None
+        unread = unread_in(error)
+        more = [] if unread else _also_unfit(kept, error, faults, beside)
+        raise UserError(all_of([*faults, *more], unread)) from None
     settled = _resolve(document, faults, beside)
     if faults:
         raise UserError(all_of(faults))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 from shoal_protos import validation
-from shoal_protos.validation import Fault, find, model_in, shown
+from shoal_protos.validation import MOST_READ, Fault, find, model_in, shown
 
 from shoal.config.deepspeed import FATES
 from shoal.config.document import Document
@@ -87,14 +87,22 @@ def _nearest(key: str, name: str, known: set[str]) -> str | None:
     return close[0] if close else None
 
 
-def all_of(faults: Sequence[str]) -> str:
-    """One sentence, or a list of them."""
-    return validation.all_of(faults, "the config")
+def all_of(faults: Sequence[str], unread: int = 0) -> str:
+    """One sentence, or a list of them. `unread`: further faults, of which no sentence was made."""
+    return validation.all_of(faults, "the config", unread)
 
 
 def sentences_of(error: ValidationError, model: type[BaseModel] = Document, section: str = "") -> list[str]:
-    """The sentences of all faults that the models found, each key once. `section`: where `model` stands in the file."""
-    return list(dict.fromkeys(_sentence_of(fault, model, section) for fault in error.errors()))
+    """The sentences of the faults that the models found, each key once: of `MOST_READ`, for each takes its time.
+    `section`: where `model` stands in the file.
+    """
+    read = error.errors()[:MOST_READ]
+    return list(dict.fromkeys(_sentence_of(fault, model, section) for fault in read))
+
+
+def unread_in(error: ValidationError) -> int:
+    """How many faults are left of which `sentences_of` makes no sentence."""
+    return max(0, error.error_count() - MOST_READ)
 
 
 def _sentence_of(fault: Fault, model: type[BaseModel], section: str) -> str:

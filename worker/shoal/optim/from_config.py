@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.config.deepspeed import ERROR_FEEDBACK
 from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
-from shoal.config.sentences import all_of, sentences_of
+from shoal.config.sentences import all_of, sentences_of, unread_in
 from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, names
 from shoal.optim.scheduler import Schedule
 from shoal.optim.schedules import FORMULAS
@@ -104,7 +104,7 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer, last_step: 
         try:
             formula = FORMULAS[name].model_validate(given)
         except ValidationError as error:
-            raise UserError(all_of(sentences_of(error, FORMULAS[name], "scheduler.params"))) from None
+            raise UserError(all_of(sentences_of(error, FORMULAS[name], "scheduler.params"), unread_in(error))) from None
         return Schedule(optimizer, formula)
     kind = TORCH_SCHEDULES[name]
     _check_names("scheduler", kind, given)
