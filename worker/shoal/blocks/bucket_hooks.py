@@ -14,9 +14,13 @@ from functools import partial
 from shoal_protos.errors import UserError
 from torch import nn
 
+from shoal.blocks.flat import refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout
+
+OWN_HOOKS = 1
+"""On each parameter's accumulated gradient: the one that is made here."""
 
 
 class BucketHooks:
@@ -32,6 +36,7 @@ class BucketHooks:
         """`on_whole`: called with a bucket when all its gradients are there, in whatever order backward makes them."""
         self._on_whole = on_whole
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
+        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
         self._on_filled: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
         self._order: Sequence[int] = range(len(self._slots))
@@ -66,6 +71,8 @@ class BucketHooks:
     ) -> None:
         if self._on_filled is None:
             return
+        if len(parameter._post_accumulate_grad_hooks or ()) > OWN_HOOKS:  # now: the others come after this one
+            refuse_hooks(self._names[number], parameter, OWN_HOOKS)
         if slot not in self._missing[bucket]:  # also where its bucket has not left yet: that depends on the order
             raise UserError(
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "

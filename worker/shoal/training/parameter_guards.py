@@ -19,17 +19,15 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.flat import BEFORE, Flats, Gradients, moved, refuse_hooks
+from shoal.blocks.flat import BEFORE, Flats, Gradients, moved
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
 from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
-OWN_HOOKS = 1
-"""The engine's, on each parameter's accumulated gradient."""
 
-_REQUIRES, _VERSION, _HOOKS = map(attrgetter, ("requires_grad", "_version", "_post_accumulate_grad_hooks"))
+_REQUIRES, _VERSION = map(attrgetter, ("requires_grad", "_version"))
 """Mapped over all parameters in each step: without a line of Python for each."""
 _KEY = attrgetter("_cdata")
 """Of a storage: as `storage_key` has it."""
@@ -111,8 +109,8 @@ class ModuleGuard:
 
     @looks_at_no_value
     def check(self, world: object) -> None:
-        """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, hooked
-        on, or changed since the last commit in this world.
+        """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, or
+        changed since the last commit in this world.
         """
         if list(map(_REQUIRES, self._all)) != self._requires:
             self._name_what_is_frozen_otherwise()
@@ -122,9 +120,6 @@ class ModuleGuard:
             self._look_at_structure()  # parts without parameters may come and go
         if self._where() != self._places:
             self._name_what_was_moved()
-        if any(hooks is not None and len(hooks) > OWN_HOOKS for hooks in map(_HOOKS, self._trained)):
-            for name, parameter in zip(self._names, self._trained, strict=True):
-                refuse_hooks(name, parameter, OWN_HOOKS)
         self._check_values(world)
 
     def _where(self) -> list[Any]:
