@@ -198,7 +198,7 @@ class Shell:
             if before is not None and not before.view().phase.is_over:
                 raise Conflict(
                     f"job {spec.job} exists and is {before.view().phase}; "
-                    "delete it first or give the new one another name"
+                    f"end it first (`shoal cancel {spec.job}`) or give the new one another name"
                 ).coded(ErrorCode.JOB_EXISTS)
             if before is None:
                 await self._make_room()

@@ -366,7 +366,7 @@ async def test_a_request_that_is_refused_takes_nothing_of_what_others_say_with_i
 async def test_a_job_that_lives_cannot_be_created_again(tmp_path):
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
-        with pytest.raises(Conflict, match="job train exists and is waiting; delete it first or give the new"):
+        with pytest.raises(Conflict, match=r"job train exists and is waiting; end it first .`shoal cancel train`. or "):
             await world.shell.create(SPEC)
 
 
