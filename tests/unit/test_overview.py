@@ -231,6 +231,19 @@ def test_a_worker_says_what_it_does_or_for_whom_it_waits() -> None:
     )
 
 
+def test_a_member_of_a_paused_job_is_not_said_to_run_the_script() -> None:
+    job = training()
+    for worker in job.connections:
+        job.does(worker, 2, StepPhase.LANES)
+    job.wait(0.5)
+    assert {activity_sentence(one) for one in job.view.workers} == {"runs the script: forward and backward"}
+    world = job.job.durable.current
+    assert world is not None
+    paused = replace(job.job, durable=replace(job.job.durable, paused=True, current=replace(world, steps=False)))
+    assert view(paused, job.now).phase is Phase.PAUSED
+    assert {activity_sentence(one) for one in view(paused, job.now).workers} == {"waits: its generation makes no steps"}
+
+
 def test_every_phase_of_a_step_has_words() -> None:
     assert all(activity_sentence(replace(ACTIVE, activity=Activity(1, 1, phase))) for phase in StepPhase)
 

@@ -184,6 +184,8 @@ class WorkerView:
     """Where it stands in a change of the world, as it says; empty: it has said nothing."""
     boundaries: int = 0
     """Votes passed in the world that may train."""
+    makes_steps: bool = True
+    """Whether the world that it is in does: False while the job is paused, or waits for more members."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,6 +204,7 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         activity_age_seconds=now - process.last_message_at if process is not None else 0.0,
         member_state=process.status.state.value if process is not None else "",
         boundaries=_boundaries(process, world),
+        makes_steps=world is None or rank is None or world.steps,
         heartbeat_age_seconds=now - process.last_message_at if process is not None and record.serves else None,
     )
 

@@ -22,6 +22,8 @@ DOES = {
     StepPhase.VOTE: "votes",
     StepPhase.HAND_OUT: "hands out parameters",
 }
+WITHOUT_STEPS = "waits: its generation makes no steps"
+"""Between two votes of a world without steps, where in another one the script runs."""
 AFTER_THE_VOTE = "has voted: updates parameters, or runs the script before its forward"
 """A member that is in a vote waits for somebody; its position stays that of the vote until the parameters are here."""
 GONE = (State.LOST, State.LEFT)
@@ -39,6 +41,8 @@ def activity_sentence(worker: WorkerView) -> str:
     if not activity.generation:
         return "warms up" if worker.state is State.STARTING else "waits to be taken into a generation"
     does = DOES[activity.phase].format(generation=activity.generation)
+    if activity.phase is StepPhase.LANES and not worker.makes_steps:
+        return WITHOUT_STEPS
     if activity.waits_for:
         does = f"{does}, waits for {listed(list(activity.waits_for))}"
     elif activity.phase is StepPhase.VOTE and activity.seconds >= LONG_SECONDS:
