@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from shoal_protos.addresses import is_here, split_address
 from shoal_protos.bearer import UNSENDABLE, is_sendable
@@ -99,12 +99,15 @@ class Settings(BaseSettings):
             super().__init__(**given)
         except ValidationError as error:
             faults = [{**fault, "loc": tuple(map(_variable, fault["loc"]))} for fault in error.errors()]
-            raise UserError(every_sentence(faults, "the environment")) from None
+            raise UserError(every_sentence(faults, "the controller's configuration")) from None
 
     @field_validator("http", "grpc")
     @classmethod
-    def _an_address(cls, address: str) -> str:
-        split_address(address)
+    def _an_address(cls, address: str, info: ValidationInfo) -> str:
+        try:
+            split_address(address)
+        except ValueError as error:
+            raise ValueError(f"--{info.field_name} ({_variable(str(info.field_name))}): {error}") from None
         return address
 
     @field_validator("token")

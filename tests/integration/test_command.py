@@ -416,7 +416,7 @@ def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--http", "nowhere"], "'nowhere' is not a valid address; expected HOST:PORT"),
+        (["--http", "nowhere"], "--http (SHOAL_HTTP): 'nowhere' is not a valid address; expected HOST:PORT"),
         (["--store", "redis://x"], "expected embedded:DIR"),
         (["--workers", "9", "--max-workers", "4"], "--workers is 9; expected 1 (--min-workers) to 4 (--max-workers)"),
         (["--min-workers", "3", "--max-workers", "2", "--job", "a b"], "shoal: --job is "),

@@ -28,6 +28,6 @@ def test_all_that_is_wrong_with_a_commands_arguments_is_said_at_once(tmp_path: P
         "shoal: the command has 3 faults:",
         "  - --workers is 2; expected 4 (--min-workers) to the job's lanes",
         "  - --open-page and --no-page exclude each other; leave one of them out",
-        "  - 'nohost' is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070",
+        "  - --http (SHOAL_HTTP): 'nohost' is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070",
     ]
     assert not [*tmp_path.glob(".*")], "nothing was begun"

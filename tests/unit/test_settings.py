@@ -46,11 +46,11 @@ ADDRESS = "is not a valid address; expected HOST:PORT, such as 127.0.0.1:7070"
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"http": "7070"}, f"'7070' {ADDRESS}"),
-        ({"http": "localhost:"}, f"'localhost:' {ADDRESS}"),
-        ({"grpc": ":7071"}, f"':7071' {ADDRESS}"),
-        ({"grpc": "h:65536"}, f"'h:65536' {ADDRESS}"),
-        ({"grpc": "h:７"}, f"'h:７' {ADDRESS}"),
+        ({"http": "7070"}, f"--http (SHOAL_HTTP): '7070' {ADDRESS}"),
+        ({"http": "localhost:"}, f"--http (SHOAL_HTTP): 'localhost:' {ADDRESS}"),
+        ({"grpc": ":7071"}, f"--grpc (SHOAL_GRPC): ':7071' {ADDRESS}"),
+        ({"grpc": "h:65536"}, f"--grpc (SHOAL_GRPC): 'h:65536' {ADDRESS}"),
+        ({"grpc": "h:７"}, f"--grpc (SHOAL_GRPC): 'h:７' {ADDRESS}"),
         ({"log_level": "loud"}, '`SHOAL_LOG_LEVEL` is "loud"; expected debug, info, warning or error'),
         ({"token": "a\nb"}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
         ({"token": "sécret"}, "SHOAL_TOKEN has characters that an HTTP header cannot carry; use printable ones"),
@@ -63,6 +63,16 @@ def test_what_is_wrong_is_said_in_one_sentence(given, sentence):
     with pytest.raises(UserError) as refusal:
         Settings(**given)
     assert str(refusal.value) == sentence
+
+
+def test_of_several_wrong_settings_each_is_named():
+    with pytest.raises(UserError) as refusal:
+        Settings(http="7070", grpc="x")
+    assert str(refusal.value).splitlines() == [
+        "the controller's configuration has 2 faults:",
+        f"  - --http (SHOAL_HTTP): '7070' {ADDRESS}",
+        f"  - --grpc (SHOAL_GRPC): 'x' {ADDRESS}",
+    ]
 
 
 OPEN_DOOR = (
