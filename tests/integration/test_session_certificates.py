@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,19 @@ def test_what_answers_and_is_no_controller_is_told_with_what_grpc_says() -> None
         assert why_unreachable(small.address, None, "Socket closed") == (
             f"the controller at {small.address} answers, and opens no session (Socket closed); its log may say why"
         )
+
+
+def test_the_address_of_a_controllers_rest_is_told_from_that_for_workers() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as web:
+        serving = threading.Thread(target=web.serve_forever, name="web")
+        serving.start()
+        address = f"127.0.0.1:{web.server_port}"
+        sentence = why_unreachable(address, None, "Expected SETTINGS frame")
+        web.shutdown()
+        serving.join()
+    assert sentence.startswith(
+        f"a web server answers at {address}, as a controller's REST does; name the controller's "
+    )
 
 
 PAIR = r"SHOAL_TLS_CERTIFICATE .*/worker\.pem and SHOAL_TLS_KEY .*/worker\.key cannot be used together"

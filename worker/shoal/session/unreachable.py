@@ -46,10 +46,25 @@ def _why_not_plain(address: str, connection: socket.socket, details: str) -> str
     try:
         unverified().wrap_socket(connection, do_handshake_on_connect=True).close()
     except OSError:
-        return _unexplained(address, details)
+        return _why_no_web_server(address) or _unexplained(address, details)
     return (
         f"the controller at {address} speaks TLS, and this worker has no certificates; set SHOAL_TLS_CA, "
         "SHOAL_TLS_CERTIFICATE and SHOAL_TLS_KEY"
+    )
+
+
+def _why_no_web_server(address: str) -> str:
+    """A controller has two addresses that are easily mistaken for each other; empty where no web server answers."""
+    with socket.create_connection(split_address(address), PROBE_SECONDS) as connection:
+        try:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            if connection.recv(5) != b"HTTP/":
+                return ""
+        except OSError:
+            return ""
+    return (
+        f"a web server answers at {address}, as a controller's REST does; name the controller's address for workers in "
+        "SHOAL_CONTROLLER (its --grpc, and `grpc=` in its first line)"
     )
 
 
