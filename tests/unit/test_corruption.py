@@ -364,9 +364,18 @@ def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
         assert manifests and not any(manifest.verified for manifest in manifests)
 
 
-def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_checkpoint(tmp_path: Path) -> None:
+def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It agrees with what it was made of, whatever that is."""
     held: list[tuple[int, ...]] = []
+    summed: list[set[int]] = []
+
+    def note(state: Any, blocks: Runs) -> Tensor:
+        summed.append(set(blocks))
+        return block_checksums(state, blocks)
+
+    monkeypatch.setattr(corruption_watch, "block_checksums", note)
 
     def look(worker: Worker, point: str, step: int) -> None:
         engine = worker.engine
@@ -387,6 +396,7 @@ def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_
         saved(crew, 3)
         copies = Counter(block for blocks in held for block in blocks)
         assert len(held) == 2 and min(copies.values()) == 1, "all are filled before the next vote"
+        assert summed and all(any(blocks <= set(own) for own in held) for blocks in summed)
         assert [one.verified for one in crew.job.durable.checkpoints] == [False]
 
 

@@ -168,8 +168,11 @@ async def test_a_resource_that_was_deleted_and_made_again_is_told_of_anew(tmp_pa
     async with place(tmp_path) as one, one.term():
         await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
         await one.until(lambda: len(one.notes("Refused")) == 1, "the event of the first")
+        seen = one.cluster.hold("GET", "/elasticjobs")
+        one.cluster.break_watches()
         await one.give_up("odd")
         await one.apply("odd", kubernetes={"image": "a", "gang": "kueue"})
+        seen.set()
         await one.until(lambda: len(one.notes("Refused")) == 2, "the event of the second")
 
 

@@ -133,9 +133,12 @@ async def test_429_and_500_are_tried_again_and_retry_after_is_heeded(tmp_path: P
 async def test_a_retry_after_beyond_the_patience_of_a_request_is_heeded_by_whoever_asks_again(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
         one.cluster.fail("POST", "/pods", 429, headers={"Retry-After": "1.2"})
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         await one.launcher.spawn("w0", SPEC)
         waits = await one.hears(Waiting)
         await one.hears(Spawned)
+        assert loop.time() >= began + 1.2, "it asked before that"
         assert one.cluster.asked("POST", PODS) == 2, "once to be told to wait, and once afterwards"
         assert waits[0].why.endswith("it answers 429, and wants to be left alone for 1.2 s")
         assert [wait.reason for wait in waits].count(PendingReason.CLUSTER) == 1
