@@ -70,6 +70,9 @@ class CanonicalReduction:
         """The first pieces that this worker has added up for owners elsewhere."""
         self._gathering: Waiting | None = None
         self._settling: list[_InFlight] = []
+        self._leaving = range(0)
+        """The pieces whose sums have left when the present wait is over."""
+        self._waiting: Waiting | None = None
         self._broken = False
         self._watch = FiniteWatch(at_once=traffic.layout.device.type == "cpu")
         self._go_on()
@@ -93,7 +96,7 @@ class CanonicalReduction:
             self._send()
             while self._joined < min(self._filled, self._posted) and self._gather().is_over:
                 self._join_next()
-            while self._reduced < min(self._filled, self._joined) and self._waiting.is_over:
+            while self._reduced < min(self._filled, self._joined) and self._wait().is_over:
                 self._reduce_next()
         except WorldChanged:
             self._broken = True
@@ -115,9 +118,6 @@ class CanonicalReduction:
             self._join_up_to(min(self._reduced + 2, pieces))
             self._reduce_next()
         progress.reach(StepPhase.REDUCTION, pieces + 1)
-        self._end_wait()
-        self._begin_wait(pieces + 1)
-        progress.reach(StepPhase.REDUCTION, pieces + 2)
         self._end_wait()
 
     def _join_up_to(self, stop: int) -> None:
@@ -154,10 +154,13 @@ class CanonicalReduction:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Posts what the window of the next piece allows, and begins to wait for that piece."""
+        """Posts what the window of the next piece allows, and begins to wait for that piece; for the last one only
+        with its own sums on their way: then one wait does for both.
+        """
         self._post()
         self._send()
-        self._begin_wait(self._reduced)
+        if self._reduced < len(self._pieces) - 1:
+            self._wait()
 
     def _window(self) -> int:
         """So many pieces may be posted."""
@@ -194,31 +197,40 @@ class CanonicalReduction:
         sums = torch.empty(shape, dtype=dtype, device=self._traffic.layout.device)
         return receive_sums(self._group, peer, tag, sums), sums
 
-    def _begin_wait(self, piece: int) -> None:
-        """In one go, as each wait has its price: for what this piece needs, and for what earlier ones have had in
-        flight for long enough: the sums of the piece before, and what is mirrored of those whose window has ended.
+    def _wait(self) -> Waiting:
+        """Begins, once, to wait in one go, as each wait has its price: for what the next piece needs, and for what
+        earlier ones have had in flight for long enough: the sums of the piece before, and what is mirrored of those
+        whose window has ended. With the last piece for all sums, after it for all that is mirrored.
         """
-        works: list[Work] = []
-        if piece < len(self._pieces):
-            works += self._flight[piece].receives
-        if 0 < piece <= len(self._pieces):
-            works += [work for work, _ in self._flight[piece - 1].sends]
-        while self._settled < piece - 1 and self._windows[self._settled] < piece:
-            self._settling.append(self._flight[self._settled])
-            self._settled += 1
-        works += [one.work for flight in self._settling for one in flight.mirror_arrivals]
-        works += [work for flight in self._settling for work, _ in flight.mirror_sends]
-        self._waited_for, self._waiting = piece, self._group.begin_wait(works)
+        if self._waiting is None:
+            piece, pieces = self._reduced, len(self._pieces)
+            works = [*self._flight[piece].receives] if piece < pieces else []
+            first = max(0, piece - 1) if piece < pieces else pieces
+            self._leaving = range(first, piece if piece < pieces - 1 else pieces)
+            works += [work for one in self._leaving for work, _ in self._flight[one].sends]
+            while self._settled < pieces and (piece == pieces or self._has_had_its_time(self._settled, piece)):
+                self._settling.append(self._flight[self._settled])
+                self._settled += 1
+            works += [one.work for flight in self._settling for one in flight.mirror_arrivals]
+            works += [work for flight in self._settling for work, _ in flight.mirror_sends]
+            self._waiting = self._group.begin_wait(works)
+        return self._waiting
+
+    def _has_had_its_time(self, earlier: int, piece: int) -> bool:
+        """What is mirrored of an earlier piece, when this one is waited for."""
+        return earlier < piece - 1 and self._windows[earlier] < piece
 
     def _end_wait(self) -> None:
-        self._waiting.wait()
+        self._wait().wait()
+        self._waiting = None
         for flight in self._settling:
             for one in flight.mirror_arrivals:
                 one.unpack()
             flight.mirror_arrivals.clear()
             flight.mirror_sends.clear()
         self._settling.clear()
-        self._receive_mirrored(self._waited_for - 1)
+        for piece in self._leaving:
+            self._receive_mirrored(piece)
 
     def _reduce(self, piece: int) -> None:
         flight, tree_sum = self._flight[piece], self._traffic.owned_sum
@@ -256,8 +268,6 @@ class CanonicalReduction:
         """Posts the receives of what this worker mirrors: it lands where the sum lay that went to its owner, so that
         must have left. It has, as a rule, when the next piece is reduced.
         """
-        if not 0 <= piece < len(self._pieces):
-            return
         flight = self._flight[piece]
         flight.sends.clear()
         for peer, extents in self._mirrored.receives[piece]:
