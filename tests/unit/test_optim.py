@@ -15,7 +15,7 @@ import torch
 from shoal.config import Optimizer, Scheduler
 from shoal.optim.elementwise import ELEMENTWISE, check_optimizer
 from shoal.optim.from_config import TORCH_SCHEDULES, build_optimizer, build_scheduler
-from shoal.optim.hyper import digest, first_difference, hyper_parameters, load_into
+from shoal.optim.hyper import are_untouched, digest, first_difference, hyper_parameters, load_into
 from shoal_protos.errors import UserError
 from torch import nn
 
@@ -193,6 +193,16 @@ def test_the_digest_tells_every_bit_and_survives_json() -> None:
         assert digest(other) != digest(hyper)
         assert first_difference(hyper, other).startswith(f"{key} of optimizer group 0 is ")
     assert digest([hyper[1], hyper[0]]) != digest(hyper)
+
+
+def test_values_are_untouched_only_where_they_are_the_same_objects_under_the_same_names() -> None:
+    rate, before = 0.1, [{"lr": 0.0, "eps": 1e-8, "fused": True}]
+    assert are_untouched([{**before[0]}], before)
+    for value in (-0.0, False, 0):
+        assert not are_untouched([{**before[0], "lr": value}], before)
+    assert not are_untouched([{"lr": rate, "eps": rate}], [{"eps": rate, "lr": rate, "fused": True}])
+    assert not are_untouched([{"lr": rate, "eps": rate}], [{"lr": rate, "beta": rate}])
+    assert not are_untouched(before, []) and not are_untouched([], before)
 
 
 def test_the_first_difference_names_group_and_key() -> None:

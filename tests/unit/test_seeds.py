@@ -41,7 +41,7 @@ def test_the_numbers_never_change() -> None:
     seed_everything(7, 5, 3, 1)
     assert torch.randint(10**9, (2,)).tolist() == [305449644, 276753061]
     assert [random.getrandbits(32) for _ in range(2)] == [3305519254, 2998755957]
-    assert numpy.random.randint(10**9, size=2).tolist() == [676923894, 112057778]
+    assert numpy.random.randint(10**9, size=2).tolist() == [177114746, 265472972]
 
 
 def test_neighbours_have_nothing_in_common() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -58,10 +59,18 @@ def digest(hyper: Sequence[Group]) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, person=b"shoal.hyper").digest()
 
 
+def are_untouched(mine: Sequence[Group], before: Sequence[Group]) -> bool:
+    """Whether these surely are the values of before, because they are the same objects: as at most steps."""
+    return len(mine) == len(before) and all(
+        list(now) == list(then) and all(map(is_, now.values(), then.values()))
+        for now, then in zip(mine, before, strict=True)
+    )
+
+
 def first_difference(mine: Sequence[Group], others: Sequence[Group]) -> str:
     """The first value that differs, naming group and key; empty where none does."""
-    if repr(mine) == repr(others):
-        return ""  # as at each step
+    if are_untouched(mine, others) or repr(mine) == repr(others):
+        return ""
     for number, (here, there) in enumerate(zip(mine, others, strict=False)):
         for key in sorted(here.keys() | there.keys()):
             found, expected = (json.dumps(group[key]) if key in group else "not set" for group in (here, there))

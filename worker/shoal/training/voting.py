@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal_protos.activity import StepPhase
 from torch import Tensor
 
@@ -9,7 +11,8 @@ from shoal.exchange.ballot import Ballot
 from shoal.exchange.piece_order import FillTimes
 from shoal.exchange.torn_vote import gather_of
 from shoal.exchange.vote import Record, cast
-from shoal.optim.hyper import digest
+from shoal.optim.hyper import Group as Values
+from shoal.optim.hyper import are_untouched, digest
 from shoal.training.agreed_hyper import agreed_values, refuse_others
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
@@ -32,6 +35,8 @@ class Voting:
     ) -> None:
         self._context, self._corruption = context, corruption
         self._saving, self._evaluation, self._requests = saving, evaluation, requests
+        self._digested: tuple[Sequence[Values], str] = (), ""
+        """The newest values that all must agree upon, and their digest."""
 
     def vote(self, world: World, step: int, bad_gradient: str, norms: Tensor | None, times: FillTimes | None) -> Record:
         """Returns once all members have voted. `step`: the one that it commits; the last committed one where it commits
@@ -51,6 +56,12 @@ class Voting:
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 
+    def _digest(self) -> str:
+        values = agreed_values(self._context.state.optimizer, self._context.state.modes)
+        if not are_untouched(values, self._digested[0]):
+            self._digested = values, digest(values).hex()
+        return self._digested[1]
+
     def _ballot(self, step: int, bad_gradient: str, saving: str) -> Ballot:
         context = self._context
         state, numbers = context.state, context.loop.numbers
@@ -58,7 +69,7 @@ class Voting:
         return Ballot(
             step=step,
             generation=context.link.enter_vote(state.pending if trained else state.held.runs),
-            hyper=digest(agreed_values(state.optimizer, state.modes)).hex(),
+            hyper=self._digest(),
             losses=numbers.losses if trained else (),
             reports=numbers.reports if trained else {},
             skipped=numbers.skipped if trained else 0,
