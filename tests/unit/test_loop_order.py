@@ -72,6 +72,13 @@ def clip_before_the_last(engine: Engine, batch: Any) -> None:
     engine.backward(engine.module(**batch))
 
 
+def zero_kept_gradients(engine: Engine, batch: Any) -> None:
+    engine.backward(engine.module(**batch))
+    kept = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    engine.step()
+    torch._foreach_zero_(kept)
+
+
 def step_twice(engine: Engine, batch: Any) -> None:
     plain(engine, batch)
     engine.step()
@@ -107,6 +114,7 @@ def export_to_no_path(engine: Engine, batch: Any) -> None:
         (step_after_more, "engine.step was called after engine.backward(more=True) (step 1, lane 0, micro-batch 0)"),
         (skip_after_more, "engine.skip was called after engine.backward (step 1, lane 0, micro-batch 0)"),
         (clip_before_the_last, "gradients were changed between engine.backward and engine.step"),
+        (zero_kept_gradients, "gradients were changed after engine.step"),
         (step_twice, "engine.step was called without a micro-batch"),
         (no_step, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),
         (nothing_at_all, "the loop went on to its next batch without engine.step (step 1, lane 0, micro-batch 0)"),

@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import nn
 
 from shoal.blocks.flat import Gradients
 from shoal.core.layout import Layout
 from shoal.core.tree import push
+
+FINISHED_CHANGED = (
+    "gradients were changed after engine.step (zero_() of a kept `.grad` and the like), when they are part of the "
+    "step's sum. Remove this from the loop; engine.step drops gradients itself, and a copy of one may be kept."
+)
 
 
 class LaneSums:
@@ -28,6 +34,8 @@ class LaneSums:
         self._stack: list[tuple[Span, Gradients]] = []
         self._chain: list[Gradients] = []
         self._merged = 0
+        self._versions: list[int] = []
+        """Of the finished sums' flats, as the last push left them."""
         self.live = Gradients(layout)
 
     @property
@@ -67,7 +75,11 @@ class LaneSums:
         self.end_push()
 
     def begin_push(self, lane: int) -> None:
-        """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so."""
+        """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so.
+        Raises `UserError` where the script has changed a finished sum.
+        """
+        if self._stack and self._versions_now() != self._versions:
+            raise UserError(FINISHED_CHANGED)
         self._chain = [self.live]
         push(self._stack, lane, self.live, self._lanes, self._chain_up)
         self._merged = 0
@@ -94,6 +106,10 @@ class LaneSums:
             self.merge(self._merged)
         self._pool += self._chain[:-1]
         self.live = self._stack[-1][1]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [flat._version for _, kept in self._stack for flat in kept.flats]
 
     @property
     def spans(self) -> list[Span]:
