@@ -143,8 +143,10 @@ class ControllerLink:
 
     def enter_vote(self, holds: Runs) -> int:
         with self._shared.changing() as dialogue:
-            voted = self._shared.membership.enter_vote(holds)
-            dialogue.notice()
+            membership = self._shared.membership
+            known, voted = membership.newest_known, membership.enter_vote(holds)
+            if membership.newest_known != known:
+                dialogue.notice()
         return voted
 
     def leave_vote(self, voted: list[int]) -> Prepared | None:
@@ -152,7 +154,8 @@ class ControllerLink:
             membership = self._shared.membership
             plan = membership.leave_vote(voted)
             if plan is None:
-                self._shared.carry_out(self.dialogue.on_vote_over)
+                if membership.deferred is not None:
+                    self._shared.carry_out(self.dialogue.on_vote_over)
                 return None
             if plan.rank_of(self.worker, self.incarnation) is None:
                 return Prepared(plan, None, 0.0)
