@@ -1,4 +1,6 @@
-"""A warm process for the tests that run `shoal` (forked_command.py), once per test session where one asks for it."""
+"""A warm process for the tests that run `shoal` (forked_command.py), once per test session where one asks for it, and a
+controller for its commands (told_controller.py).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 import forked_command
 import pytest
 from integration import cluster
+from told_controller import controller as controller
 
 
 @pytest.fixture(scope="session")

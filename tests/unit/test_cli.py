@@ -10,11 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import forked_command
 import pytest
@@ -31,6 +29,7 @@ from shoal_controller.cli.run import goes_to_the_script, keeps_another, name_of,
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
+from told_controller import Controller
 
 pytestmark = pytest.mark.usefixtures("commands")
 
@@ -141,39 +140,6 @@ def test_an_unreachable_controller_is_exit_3_and_one_sentence(command: str, tmp_
     assert done.stderr.count("\n") == 1
 
 
-class Controller(BaseHTTPRequestHandler):
-    """Answers every request with what the test has put in its place."""
-
-    status, kind, body = 200, "application/json", "{}"
-    requests: ClassVar[list[tuple[str, str, str, str | None]]] = []
-
-    def answer(self) -> None:
-        length = int(self.headers.get("content-length") or 0)
-        body = self.rfile.read(length).decode()
-        self.requests.append((self.command, self.path, body, self.headers.get("authorization")))
-        self.send_response(self.status)
-        self.send_header("content-type", self.kind)
-        self.end_headers()
-        self.wfile.write(self.body.encode())
-
-    do_GET = do_POST = do_DELETE = answer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Not on standard error."""
-
-
-@pytest.fixture
-def controller() -> Iterator[str]:
-    """The URL of a controller that says what `Controller` is told to."""
-    Controller.status, Controller.kind, Controller.body, Controller.requests = 200, "application/json", "{}", []
-    with HTTPServer(("127.0.0.1", 0), Controller) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a controller")
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 JOB = {
     "job": "j", "phase": "running", "generation": 3, "workers": {"wanted": 3, "active": 2, "min": 1, "max": None},
     "lanes": 8, "step": 7, "max_steps": 100, "loss": 1.25, "samples": 56, "last_checkpoint_step": None,
@@ -212,22 +178,6 @@ def test_a_long_reason_leaves_a_job_its_name_and_phase() -> None:
     printed = narrow.file.getvalue()  # type: ignore[attr-defined]
     assert "a-job-of-mine  failed" in printed and "2/3" in printed and "7/100" in printed
     assert printed.count("very") == 60 and "Traceback" not in printed
-
-
-def test_q_leaves_top(controller: str) -> None:
-    Controller.body = json.dumps({"jobs": []})
-    ours, theirs = os.openpty()
-    with subprocess.Popen([SHOAL, "top", "--url", controller], stdin=theirs, stdout=theirs, stderr=theirs) as top:
-        try:
-            seen = b""
-            while b"no jobs" not in seen:
-                seen += os.read(ours, 4096)
-            os.write(ours, b"q")
-            assert top.wait(timeout=30) == 0
-        finally:
-            top.kill()
-            os.close(theirs)
-            os.close(ours)
 
 
 def test_the_version_is_told() -> None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from asynchronous import asynchronous
+from forked_command import SHOAL
 from rich.console import Console, RenderableType
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.tables import workers_table
 from shoal_controller.cli.top import _screen
 from shoal_protos.errors import NotFound, Refused, ShoalError, StoreError
+from told_controller import Controller
 
 JOB = {
     "job": "kept", "phase": "running", "generation": 3, "workers": {"wanted": 3, "active": 2, "min": 1, "max": None},
@@ -98,3 +105,34 @@ def test_of_a_worker_that_was_not_heard_the_table_claims_no_step_and_no_memory()
     console.print(workers_table([worker]))
     row = console.file.getvalue().splitlines()[-1].split()  # type: ignore[attr-defined]
     assert row[:9] == ["w0", "lost", "–", "–", "0", "0", "–", "–", "–"]
+
+
+def test_q_leaves_top(controller: str) -> None:
+    Controller.body = json.dumps({"jobs": []})
+    with top_on_a_terminal(controller, "xterm") as (top, terminal):
+        seen = b""
+        while b"no jobs" not in seen:
+            seen += os.read(terminal, 4096)
+        os.write(terminal, b"q")
+        assert top.wait(timeout=30) == 0
+
+
+def test_top_shows_jobs_once_on_a_terminal_without_a_cursor(controller: str) -> None:
+    Controller.body = json.dumps({"jobs": []})
+    with top_on_a_terminal(controller, "dumb") as (top, terminal):
+        assert top.wait(timeout=30) == 0
+        assert os.read(terminal, 4096).split() == [b"no", b"jobs"]
+
+
+@contextmanager
+def top_on_a_terminal(url: str, kind: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`shoal top`, and its terminal's other end."""
+    ours, theirs = os.openpty()
+    command, environment = [SHOAL, "top", "--url", url], {**os.environ, "TERM": kind}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as top:
+        try:
+            yield top, ours
+        finally:
+            top.kill()
+            os.close(theirs)
+            os.close(ours)

@@ -21,7 +21,7 @@ from shoal_controller.cli.client import Client, Json
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate, seconds_left, time_left
-from shoal_controller.cli.tables import display_console, event_line, number, phase, step_of
+from shoal_controller.cli.tables import display_console, event_line, is_redrawn, number, phase, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
@@ -129,7 +129,7 @@ def _left(job: Json, samples_per_second: float | None) -> str:
 def display() -> Display:
     """The one that suits standard error."""
     on = display_console()
-    return Terminal(on) if sys.stderr.isatty() else Lines(on)
+    return Terminal(on) if is_redrawn(sys.stderr, on) else Lines(on)
 
 
 async def watch(client: Client, job: str, shown: Display, revision: int = 0, printed: Printed | None = None) -> Json:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import TextIO
 
 import typer
 from rich.console import Console, RenderableType
@@ -35,6 +36,11 @@ def display_console() -> Console:
     stream = LogStream(lambda count: f"… {count} times nothing could be shown here: nobody read it")
     width = None if stream.isatty() else WIDE
     return Console(file=stream, highlight=False, width=width)  # type: ignore[arg-type]
+
+
+def is_redrawn(stream: TextIO, on: Console) -> bool:
+    """Whether what is shown there can be replaced; a terminal without a cursor (TERM=dumb) would show nothing."""
+    return stream.isatty() and not on.is_dumb_terminal
 
 
 def show(*parts: RenderableType) -> None:

@@ -26,7 +26,7 @@ EVERY_SECONDS = 1.0
 async def top(url: Url = DEFAULT_URL) -> None:
     """Watch all jobs and their workers.
 
-    Press `q` or Ctrl-C to leave. If standard output is not a terminal, they are shown once.
+    Press `q` or Ctrl-C to leave. If standard output is not a terminal that can be redrawn, they are shown once.
     """
     import asyncio
 
@@ -34,13 +34,14 @@ async def top(url: Url = DEFAULT_URL) -> None:
 
     from shoal_controller.cli.attend import interrupted_before
     from shoal_controller.cli.client import Client
-    from shoal_controller.cli.tables import console, show
+    from shoal_controller.cli.tables import console, is_redrawn, show
 
     async with Client(url) as client:
-        if not sys.stdout.isatty():
+        on = console()
+        if not is_redrawn(sys.stdout, on):
             show(await _all(client))
             return
-        with quit_key() as quitting, Live(await _all(client), console=console(), screen=True) as live:
+        with quit_key() as quitting, Live(await _all(client), console=on, screen=True) as live:
             showing = asyncio.create_task(_keep_showing(client, live), name="show all jobs")
             try:
                 await interrupted_before(showing, quitting)

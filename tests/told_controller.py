@@ -1,0 +1,43 @@
+"""A controller that answers what it is told to, whatever it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+
+class Controller(BaseHTTPRequestHandler):
+    """Answers every request with what the test has put in its place."""
+
+    status, kind, body = 200, "application/json", "{}"
+    requests: ClassVar[list[tuple[str, str, str, str | None]]] = []
+
+    def answer(self) -> None:
+        length = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(length).decode()
+        self.requests.append((self.command, self.path, body, self.headers.get("authorization")))
+        self.send_response(self.status)
+        self.send_header("content-type", self.kind)
+        self.end_headers()
+        self.wfile.write(self.body.encode())
+
+    do_GET = do_POST = do_DELETE = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not on standard error."""
+
+
+@pytest.fixture
+def controller() -> Iterator[str]:
+    """The URL of a controller that says what `Controller` is told to."""
+    Controller.status, Controller.kind, Controller.body, Controller.requests = 200, "application/json", "{}", []
+    with HTTPServer(("127.0.0.1", 0), Controller) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a controller")
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
