@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any, ClassVar
@@ -35,7 +36,14 @@ class Controller(BaseHTTPRequestHandler):
 def controller() -> Iterator[str]:
     """The URL of a controller that says what `Controller` is told to."""
     Controller.status, Controller.kind, Controller.body, Controller.requests = 200, "application/json", "{}", []
-    with HTTPServer(("127.0.0.1", 0), Controller) as server:
+    with answering(Controller) as url:
+        yield url
+
+
+@contextmanager
+def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL where it answers, one request at a time."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a controller")
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"

@@ -11,8 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
 import pytest
@@ -23,6 +22,7 @@ from shoal.client import Client, JobInfo, NoController, RestProblem, rest_answer
 from shoal_controller.api import answers
 from shoal_protos import path_part
 from shoal_protos.errors import UserError
+from told_controller import answering
 
 SHOWN = {
     "JobInfo": "JobAnswer", "WorkerNumbers": "WorkerCounts", "WorkerInfo": "WorkerAnswer", "EventInfo": "EventAnswer",
@@ -203,12 +203,8 @@ class Moody(BaseHTTPRequestHandler):
 @pytest.fixture
 def moody() -> Iterator[str]:
     Moody.answers, Moody.requests = [], []
-    with HTTPServer(("127.0.0.1", 0), Moody) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a moody controller")
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with answering(Moody) as url:
+        yield url
 
 
 def problem(code: str, status: int = 503, retry: str = "0") -> tuple[int, dict[str, str], Any]:
