@@ -32,4 +32,4 @@ class World:
 
     def replays(self, boundaries: int) -> Runs:
         """The blocks that this member has as of the next vote: it updates them itself, where they are not frozen."""
-        return self.traffic.has(boundaries)
+        return self.traffic.held(boundaries)

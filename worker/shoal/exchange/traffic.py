@@ -77,7 +77,7 @@ class Traffic:
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(self._trained(plan.replays(r, boundaries)) for r in range(plan.world_size))
         )
-        self._has = lru_cache(maxsize=2)(lambda boundaries: plan.replays(rank, boundaries))
+        self._held = lru_cache(maxsize=2)(lambda boundaries: plan.replays(rank, boundaries))
         self._mirrored = lru_cache(maxsize=2)(
             lambda boundaries: self._flow(lambda owner, mirror: self._owned(owner) & self.replays(boundaries)[mirror])
         )
@@ -193,9 +193,9 @@ class Traffic:
     def _in_messages(self, piece: int, extents: Extents) -> tuple[Extents, ...]:
         return in_messages(extents, self.layout.buckets[self.pieces[piece].last_bucket].dtype.itemsize)
 
-    def has(self, boundaries: int) -> Runs:
+    def held(self, boundaries: int) -> Runs:
         """Blocks that this rank has as of the vote that follows `boundaries` passed ones, frozen ones among them."""
-        return self._has(min(boundaries, self.plan.boundaries))
+        return self._held(min(boundaries, self.plan.boundaries))
 
     def replays(self, boundaries: int) -> tuple[Runs, ...]:
         """Blocks that each rank updates itself at the vote that follows `boundaries` passed ones."""
