@@ -13,6 +13,7 @@ from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.overview.attention import attention
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, MemberState, Result
+from shoal_protos.runs import every
 
 FAULT = Fault("ValueError", "NaN in the loss", "train.py:31 forward")
 OUTAGE = replace(FAULT, exception="FileNotFoundError", outage=True)
@@ -115,6 +116,21 @@ def test_the_same_fault_at_another_step_or_not_in_all_members_is_tried_again() -
         raise_in(job, here, 10, None)
 
     assert lives(job, 10, end) == 4
+
+
+def test_a_member_that_fails_before_it_has_built_the_world_of_those_who_are_left_counts_as_in_it() -> None:
+    def end(here: list[str]) -> None:
+        first, second = here
+        job.say(first, Result(10, failure="ValueError", fault=FAULT))
+        job.exit(first, 1, "its process ended with status 1")
+        del job.statuses[first]
+        job.stop(second, replace(job.statuses[second], holds=every(MADE_OF.blocks)))
+        job.beat(second, state=MemberState.READY, promised=job.planned().generation)
+        assert [member.worker for member in job.job.durable.current.members] == [second]  # type: ignore[union-attr]
+        raise_in(job, [second], 10, FAULT)
+
+    job = job_of(2)
+    assert lives(job, 10, end) == 2
 
 
 def test_a_job_fails_at_the_step_that_its_workers_say_they_have_made_not_at_the_one_that_was_last_shown() -> None:

@@ -166,9 +166,12 @@ def _signature(fault: Fault | None, step: int) -> str:
 
 
 def _common_fault(turn: Turn, worker: WorkerId) -> str:
-    """The one fault with which all members of this worker's world have failed; empty where they have not."""
+    """The one fault with which all members of this worker's world have failed; empty where they have not.
+
+    One that fails before it has built the world of those who are left is a member all the same.
+    """
     world, fault = turn.world, turn.record(worker).fault
-    if world is None or _generation(turn, worker) != world.generation:
+    if world is None or worker not in {member.worker for member in world.members}:
         return ""
     return fault if all(record.fault == fault for record in _members(turn, world)) else ""
 
