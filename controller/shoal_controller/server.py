@@ -158,6 +158,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail, resources)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
+        ends.callback(controller.end)
         await controller.settled()
         await sessions.serve()
         http = join_address(http_host, web.port)

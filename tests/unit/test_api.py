@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
+from shoal_controller.api import web
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
@@ -336,6 +337,27 @@ async def test_our_own_defect_is_a_problem_without_its_traceback(tmp_path, monke
 
 
 # ---- health, figures, doors
+
+
+@asynchronous
+async def test_a_request_that_the_end_of_the_controller_cuts_short_is_answered_so(tmp_path, monkeypatch):
+    async def slow(*_, **__):
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(web, "FINISH_SECONDS", 0.5)
+    asked = asyncio.Event()
+    async with serving(tmp_path) as api:
+        monkeypatch.setattr(api.shell, "create", slow)
+        answer = asyncio.create_task(api.client.post("/v1/jobs", json=TRAIN))
+        await asked.wait()
+        await api.web.stop()
+        problem = (await answer).json()
+    assert (problem["status"], problem["code"]) == (503, "outcome_unknown")
+    assert problem["detail"] == (
+        "this controller is shutting down and has not answered in time; it may have been done: look before you try "
+        "again"
+    )
 
 
 @asynchronous

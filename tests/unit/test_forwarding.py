@@ -138,6 +138,27 @@ async def test_a_change_waits_for_the_next_leader_where_the_last_one_is_gone(tmp
 
 
 @asynchronous
+async def test_a_change_that_waits_for_a_leader_is_told_at_once_that_its_controller_ends(tmp_path, monkeypatch):
+    async def never(self, lease):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Election, "_win", never)
+    async with following(tmp_path, free_port()) as follower:
+        await follower.store.transact([], [Delete(LEADER)])
+        loop = asyncio.get_running_loop()
+        asked = asyncio.create_task(follower.client.post("/v1/jobs/train/pause"))
+        done, _ = await asyncio.wait([asked], timeout=0.3)
+        assert not done, asked.result().text
+        follower.controller.end()
+        began, answer = loop.time(), await asked
+        assert loop.time() - began < 1, "not after the seconds that an election may take"
+        assert answer.status_code == 503 and answer.json()["code"] == "not_leading"
+        assert answer.json()["detail"] == "this controller is shutting down; try again once a controller runs"
+        ready = await follower.client.get("/readyz")
+        assert (ready.status_code, ready.json()["detail"]) == (503, "this controller is shutting down")
+
+
+@asynchronous
 async def test_a_change_waits_for_the_next_leader_where_the_last_one_says_that_it_leads_no_longer(tmp_path):
     answers = asyncio.Semaphore(0)
 

@@ -7,6 +7,7 @@ that listens elsewhere believes no page under a name that anybody can give it (D
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from functools import partial
 from urllib.parse import urlsplit
@@ -23,12 +24,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from shoal_controller.api.problems import BUG, CODES, TooLarge, problem, problem_of
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.failed_logins import FailedLogins
-from shoal_controller.leadership.controller_state import ControllerState
+from shoal_controller.leadership.controller_state import ENDING, ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.page.site import is_of_the_page
+from shoal_controller.store.store import UnknownOutcome
 from shoal_controller.token_register import TokenRegister
 
 TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is accepted"
+
+CUT_SHORT = f"{ENDING} and has not answered in time; it may have been done: look before you try again"
 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")
 """Need no token: probes of a cluster have none, and the documentation is not secret."""
@@ -76,6 +80,10 @@ class Guard:
         except HTTPException as error:
             code = CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
             await problem(scope["path"], error.status_code, error.detail, code)(scope, receive, send)
+        except asyncio.CancelledError:  # by the server, which stops and has waited for this request
+            if begun:
+                raise
+            await problem_of(scope["path"], UnknownOutcome(CUT_SHORT))(scope, receive, send)
         except Exception as error:
             log.error("a request failed", path=scope["path"], error=str(error), exc_info=error)
             if begun and not finished:

@@ -24,6 +24,8 @@ from shoal_controller.shell import CHECK_SECONDS, Shell
 from shoal_controller.store.store import Revision, Store
 from shoal_controller.tasks import first_of
 
+ENDING = "this controller is shutting down"
+
 COPY_SECONDS = 1.0
 """How old the copy may be from which a controller answers when nobody leads."""
 
@@ -43,6 +45,8 @@ class ControllerState:
         """What neighbours say of their clients; None until the store is open."""
         self._led = asyncio.Event()
         """Set while this controller leads."""
+        self._ending = asyncio.Event()
+        """Set for good when this controller is told to end: whoever waits for a leader waits no longer."""
         self._has_settled = False
         self._copy: Shell | None = None
         self._copied = 0.0
@@ -62,6 +66,10 @@ class ControllerState:
         """It leads no longer."""
         self._led.clear()
         self.shell = self._leadership = self.sizes = None
+
+    def end(self) -> None:
+        """It shuts down: nothing is said to wait for that this process will not see."""
+        self._ending.set()
 
     async def settled(self) -> None:
         """Returns when somebody leads: this controller, or another one."""
@@ -110,6 +118,8 @@ class ControllerState:
         conflict = self._election.conflict if self._election is not None else ""
         if self.shell is not None:
             return self.shell.trouble or conflict
+        if self._ending.is_set():
+            return ENDING
         if self._store is None:
             return "the store has not answered yet"
         if self._election is not None and self._election.hindrance:
@@ -135,7 +145,7 @@ class ControllerState:
         """Raises `StoreError` unless requests are served: a controller has led once, and nothing has stopped."""
         if self.shell is not None:
             self.shell.check_running()
-        elif not self._has_settled:
+        elif self._ending.is_set() or not self._has_settled:
             raise StoreError(self.trouble)
 
     async def check_store(self) -> None:
@@ -155,12 +165,12 @@ class ControllerState:
     # ---- for REST
 
     async def await_leader(self, seconds: float) -> None:
-        """Returns when somebody is known to lead, or after so long."""
+        """Returns when somebody is known to lead, or after so long, or when this controller shuts down."""
         if self.shell is not None or self.other is not None or self._election is None:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self.settled()
+                await first_of(self.settled(), self._ending.wait())
 
     async def until_succeeded(self, leader: ControllerPlace) -> None:
         """Returns when this one, which is or was known to lead, does so no longer."""
@@ -170,6 +180,8 @@ class ControllerState:
     def leading(self) -> Shell:
         """For whatever only the leader may do. Raises `NotLeading`."""
         if self.shell is None:
+            if self._ending.is_set() and self.other is None:
+                raise NotLeading(f"{ENDING}; try again once a controller runs")
             leader = self.other.grpc if self.other is not None else ""
             where = f"the controller at {self.other.http} does" if self.other is not None else ""
             where = "; ".join(filter(None, [where, self.trouble]))
@@ -180,7 +192,7 @@ class ControllerState:
         """To read from: the leader's own jobs; where nobody leads, a copy of what lies in the store."""
         if self.shell is not None:
             return self.shell
-        if self._store is None:
+        if self._store is None or self._ending.is_set():
             raise StoreError(f"{self.trouble}; try again")
         if self._copying is None:
             now = asyncio.get_running_loop().time()
