@@ -268,9 +268,16 @@ def test_something_else_at_the_address_is_exit_3(controller: str, status: int, b
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["describe", "\udcff"], "'\\udcff' is not valid text; expected a name in UTF-8"),
-        (["cancel", ""], "'' is no name; expected that of a job, a worker or a token"),
-        (["token", "revoke", ".."], "'..' is no name; expected that of a job, a worker or a token"),
+        (["describe", "\udcff"], "'\\udcff' is no name of a job, a worker or a token; expected letters, digits, '.',"),
+        (["describe", "../x"], "'../x' is no name of a job, a worker or a token; expected letters, digits, '.', '_'"),
+        (["pause", "train/workers"], "'train/workers' is no name of a job, a worker or a token"),
+        (["drain", "train", "a\nb"], "'a\\nb' is no name of a job, a worker or a token"),
+        (["cancel", ""], "'' is no name of a job, a worker or a token"),
+        (["token", "revoke", ".."], "'..' is no name of a job, a worker or a token"),
+        (
+            ["worker", "--controller", "a:1", "--job", "a b", "true"],
+            "--job is 'a b'; expected the name of a job: letters, digits, '.', '_' and '-', a letter or digit first",
+        ),
         (["drain", "j", "w0", "--why", "\udcff"], "what is to be sent holds text that is not valid"),
         (["jobs", "--url", "http://127.0.0.1:70x"], "(Invalid port: '70x'); expected something like http://127."),
         (

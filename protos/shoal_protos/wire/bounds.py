@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from shoal_protos.addresses import is_connectable
 from shoal_protos.errors import UserError
+from shoal_protos.path_part import NAME, NAME_EXPECTED
 from shoal_protos.runs import Runs
 
 MAX_NUMBER = (1 << 62) - 1
@@ -53,7 +54,6 @@ RECORD_BYTES = 1 << 20
 SHOWN_CHARACTERS = 60
 """How much of a wrong value an error repeats."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _CREDENTIAL = re.compile(r"[!-~]+", re.ASCII)
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _CONTROL_IN_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
@@ -122,16 +122,14 @@ def name(field: str, value: str) -> str:
     """An id: it may become part of a path, a metric's label or a URL."""
     _short(field, value, NAME_CHARACTERS)
     if not _is_name(value):
-        raise UserError(
-            f"{field} is {_shown(value)}; expected letters, digits, '.', '_' and '-', a letter or digit first"
-        )
+        raise UserError(f"{field} is {_shown(value)}; expected {NAME_EXPECTED}")
     return value
 
 
 @lru_cache(maxsize=1 << 12)
 def _is_name(value: str) -> bool:
     """The same few names come with every heartbeat."""
-    return _NAME.fullmatch(value) is not None
+    return NAME.fullmatch(value) is not None
 
 
 def address(field: str, value: str) -> str:
