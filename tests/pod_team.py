@@ -50,15 +50,18 @@ class Team:
         self.cluster, self.options = cluster, options
         self.kubelets = Kubelets(cluster)
         self.reports: list[Any] = []
+        self.runs: set[str] = set()
+        """Of whose workers was reported."""
         self.deaf: list[Exception] = []
         """What the next reports meet instead of a job."""
         self.on_report: Callable[[Any], None] = lambda news: None
         self.launcher: KubernetesLauncher = None  # type: ignore[assignment]
 
-    async def submit(self, job: str, news: Any) -> None:
+    async def submit(self, job: str, run: str, news: Any) -> None:
         if self.deaf:
             raise self.deaf.pop(0)
         self.reports.append(news)
+        self.runs.add(run)
         self.on_report(news)
 
     @asynccontextmanager

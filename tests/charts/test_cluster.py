@@ -192,7 +192,7 @@ async def launcher(one: ClusterDesk) -> AsyncIterator[tuple[KubernetesLauncher, 
     """And what the job is told."""
     news: asyncio.Queue[Any] = asyncio.Queue()
 
-    async def submit(job: str, event: Any) -> None:
+    async def submit(job: str, run: str, event: Any) -> None:
         news.put_nowait(event)
 
     pods = PodOptions(lambda: ("shoal-workers:7071",), WorkerTokens("sesame"))

@@ -29,12 +29,15 @@ class Controller:
 
     def __init__(self, folder: Path, lost_port: int = 0, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
+        self.runs: list[str] = []
+        """Of each end that was reported, whose it was."""
         self.refusal: Exception | None = None
         inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
         self.launcher = LocalLauncher(folder, inherited, self.submit, lost_port)
 
-    async def submit(self, job: str, event: Exited) -> None:
+    async def submit(self, job: str, run: str, event: Exited) -> None:
+        self.runs.append(run)
         await self.exits.put((job, event))
         if self.refusal is not None:
             raise self.refusal

@@ -83,6 +83,22 @@ def test_what_another_run_left_is_ended_by_the_controller_that_finds_it(tmp_path
     with_controller(tmp_path, scene)
 
 
+def test_what_has_ended_of_another_run_is_not_reported_by_the_controller_that_finds_it(tmp_path: Path) -> None:
+    """The new run may have a worker of that name, which has not been started yet."""
+
+    async def scene(controller: Controller) -> None:
+        old = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await controller.launcher.release()
+        os.kill(old.pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitpid, old.pid, 0)
+        later = Controller(tmp_path)
+        assert await later.launcher.adopt(["w0"], replace(spec(SLEEPER), run="run-2")) == {"w0": None}
+        await later.launcher.release()
+        assert later.exits.empty() and later.records() == []
+
+    with_controller(tmp_path, scene)
+
+
 def test_a_process_of_another_run_is_known_before_its_environment_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,8 +344,9 @@ def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> Non
         old = await controller.launcher.spawn("w0", spec(SLEEPER))
         assert await controller.launcher.adopt((), spec(SLEEPER)) == {}
         assert not psutil.pid_exists(old.pid)
-        new = await controller.launcher.spawn("w0", spec("echo new"))
+        new = await controller.launcher.spawn("w0", replace(spec("echo new"), run="run-2"))
         assert await controller.end() == Exited("w0", 0, f"its process {new.pid} ended with status 0", "new")
+        assert controller.runs == ["run-2"], "of which run it is, is known to whoever hears of it"
         assert controller.exits.empty()
 
     with_controller(tmp_path, scene)
@@ -390,7 +407,7 @@ local.TIDY_SECONDS = 0.01
 async def main():
     ended = asyncio.Queue()
     environment = local.WorkerEnvironment(lambda: [""], None, dict(os.environ))
-    launcher = local.LocalLauncher(Path(sys.argv[1]), environment, lambda job, exited: ended.put(exited))
+    launcher = local.LocalLauncher(Path(sys.argv[1]), environment, lambda job, run, exited: ended.put(exited))
     job = JobSpec("demo", wanted=1, launcher="local", command=("/bin/sh", "-c", "sleep 600 & sleep 600 & wait"))
     worker = psutil.Process((await launcher.spawn("w0", job)).pid)
     async with asyncio.timeout(20):

@@ -101,6 +101,7 @@ async def test_another_controller_adopts_what_lives_and_hears_of_what_ended(tmp_
         assert places[lives] is not None and places[lives].node and not places[waits].node  # type: ignore[union-attr]
         assert (await one.hears(Exited))[0].worker == ended
         assert (await one.hears(Waiting))[0].worker == waits
+        assert one.runs == {SPEC.run}, "a later run of the job hears nothing of it"
 
 
 @asynchronous

@@ -9,8 +9,9 @@ from dataclasses import asdict, replace
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
-from shoal_controller.core.machine.events import MOST_AT_ONCE, Cancel, Pause, Probed, Resume, Save, Scale, Tick
+from shoal_controller.core.machine.events import MOST_AT_ONCE, Cancel, Exited, Pause, Probed, Resume, Save, Scale, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.records import JobEvent, event_key
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, NotFound, StoreError
@@ -96,6 +97,22 @@ async def test_a_run_has_a_name_of_its_own_that_a_restart_keeps_and_a_new_run_of
         await world.shell.delete("train")
         await world.shell.create(SPEC)
         assert world.shell._runners["train"].spec.run not in ("", first)
+
+
+@asynchronous
+async def test_a_run_hears_nothing_of_an_earlier_runs_workers_which_have_the_names_of_its_own(tmp_path):
+    async with running(tmp_path) as world:
+        controller = ControllerState()
+        controller.shell = world.shell
+        first = await world.shell.create(SPEC)
+        await world.shell.submit("train", Cancel())
+        second = await world.shell.create(SPEC)
+        with pytest.raises(NotFound, match=f"run {first.run} of job train is over, and replaced by another one"):
+            await controller.report("train", first.run, Exited("w0", 0, "its process 7 ended with status 0"))
+        assert "Exited" not in world.events()
+        for run in (second.run, ""):
+            await controller.report("train", run, Exited("w0", 0, "its process 8 ended with status 0"))
+        assert world.events().count("Exited") == 2
 
 
 @asynchronous

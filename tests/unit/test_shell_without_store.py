@@ -182,10 +182,10 @@ async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided
     controller.shell = world.shell
     await world.shell.start()
     await world.shell.create(SPEC)
-    await controller.report("train", Exited("w0", 0, "it ended"))
+    await controller.report("train", "", Exited("w0", 0, "it ended"))
     why[0] = "its lease is over"
     with pytest.raises(StoreError, match="nothing was decided yet: its lease is over"):
-        await controller.report("train", Exited("w1", 1, "it ended"))
+        await controller.report("train", "", Exited("w1", 1, "it ended"))
     why[0] = ""
     await world.shell.submit("train", Save())
     assert world.events() == ("Started", "Exited", "Exited", "Save")

@@ -49,7 +49,8 @@ CLEAR_SECONDS = 30.0
 
 log = structlog.get_logger("shoal.launcher")
 
-Submit = Callable[[str, Exited], Awaitable[None]]
+Submit = Callable[[str, str, Exited], Awaitable[None]]
+"""To a run of a job."""
 Result = TypeVar("Result")
 Name = tuple[str, WorkerId]
 """Job and worker."""
@@ -189,8 +190,9 @@ class LocalLauncher:
         """End what is left of a job that is over, and delete its folder: logs and records."""
         records = self._records(job)
         await self._clear(job, records)
-        if await asyncio.to_thread(records.folder.exists):
-            await asyncio.to_thread(shutil.rmtree, records.folder)
+        async with self._on_disk.of(job):  # an end that is being reported writes there
+            if await asyncio.to_thread(records.folder.exists):
+                await asyncio.to_thread(shutil.rmtree, records.folder)
 
     async def release(self) -> None:
         """Let go of everything; the workers live on, and whoever leads next adopts them: another controller, or this
@@ -280,16 +282,17 @@ class LocalLauncher:
         """Their workers have the names of this run's, which are to be started."""
         for record in await asyncio.to_thread(list, records):
             process = self._alive(record)
-            if process is None:
+            run = record.run or (process.variable("SHOAL_RUN") if process is not None else "")
+            if run in ("", spec.run):
+                if process is not None:
+                    process.release()
                 continue
-            if (record.run or process.variable("SHOAL_RUN")) in ("", spec.run):
-                process.release()
-                continue
-            log.warning("a worker of another run is killed", job=spec.job, worker=record.worker, pid=process.pid)
-            process.kill()
-            self._ending.add(process.pid)
-            await _ended(process)
-            self._ending.discard(process.pid)
+            if process is not None:
+                log.warning("a worker of another run is killed", job=spec.job, worker=record.worker, pid=process.pid)
+                process.kill()
+                self._ending.add(process.pid)
+                await _ended(process)
+                self._ending.discard(process.pid)
             await asyncio.to_thread(records.remove, record.worker)
 
     def _alive(self, record: ProcessRecord) -> Process | None:
@@ -342,7 +345,7 @@ class LocalLauncher:
         except OSError as error:
             log.warning("a worker's record cannot be written", job=job, worker=record.worker, error=str(error))
         try:
-            await self._submit(job, await asyncio.to_thread(self._exited, records, record))
+            await self._submit(job, record.run, await asyncio.to_thread(self._exited, records, record))
         except StoreError as error:
             # no fault where a controller stops: the record stays for the next one; a store that fails says so itself
             log.info("the end of a worker is not reported yet", job=job, worker=record.worker, error=str(error))

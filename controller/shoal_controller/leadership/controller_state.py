@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from shoal_protos.errors import StoreError
+from shoal_protos.errors import NotFound, StoreError
 
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.spec import JobView
@@ -228,11 +228,14 @@ class ControllerState:
 
     # ---- for launchers
 
-    async def report(self, job: str, event: Event) -> None:
+    async def report(self, job: str, run: str, event: Event) -> None:
         """The same for one who then forgets it: raises `StoreError`, too, where it may only have been heard, and the
-        next leader would not know.
+        next leader would not know. `run`: the worker's; empty where it is not known. A later run of the job hears
+        nothing of it: its own workers have the same names.
         """
         shell = self.leading()
+        if run not in ("", shell.runner(job).spec.run):
+            raise NotFound(f"run {run} of job {job} is over, and replaced by another one")
         await shell.submit(job, event)
         if shell.trouble:
             raise StoreError(f"nothing was decided yet: {shell.trouble}")

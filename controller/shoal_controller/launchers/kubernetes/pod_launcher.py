@@ -48,7 +48,8 @@ FORGET_SECONDS = 45.0
 
 log = structlog.get_logger("shoal.kubernetes")
 
-Submit = Callable[[str, News], Awaitable[None]]
+Submit = Callable[[str, str, News], Awaitable[None]]
+"""To a run of a job."""
 
 
 class KubernetesLauncher:
@@ -333,7 +334,7 @@ class KubernetesLauncher:
     async def _tell_of(self, tracked: TrackedPod) -> None:
         while (news := tracked.news()) is not None and self._tracked.by_name.get(tracked.name) is tracked:
             try:
-                await self._submit(tracked.spec.job, news)
+                await self._submit(tracked.spec.job, tracked.spec.run, news)
             except StoreError as error:
                 log.warning("a job was not told yet", job=tracked.spec.job, worker=tracked.worker, error=str(error))
                 await asyncio.sleep(AGAIN_SECONDS)
