@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from shoal_controller.cli import acts, demo, verdict
-from shoal_controller.cli.client import Json
+from shoal_controller.cli.client import IsOver, Json
 from shoal_controller.cli.display import Lines, watch
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.tables import display_console
@@ -147,10 +147,9 @@ def test_workers_of_a_job_that_is_over_end_by_themselves_after_the_demo(phase: s
         def __init__(self) -> None:
             self.client, self.done = self, list[str]()
 
-        async def job(self, _: str) -> Json:
-            return {"phase": phase}
-
         async def stop(self, _: str) -> None:
+            if phase != "running":
+                raise IsOver(f"job disturbed is over ({phase})")
             self.done.append("stop")
 
         async def kill_workers(self, _: str) -> None:

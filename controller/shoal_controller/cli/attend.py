@@ -16,7 +16,7 @@ import typer
 from shoal_protos.errors import Conflict, UserError
 from shoal_protos.plural import at_step
 
-from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.client import Client, IsOver, Json
 from shoal_controller.cli.display import OVER, POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
 from shoal_controller.cli.printed import Printed
@@ -71,7 +71,7 @@ async def leave(here: Here, job: str, watching: asyncio.Task[Any], signals: Inte
         await asyncio.wait({saving})
     if not saving.cancelled():
         shown.tell(saving.result())
-    if (await here.client.job(job))["phase"] not in OVER:  # a second DELETE would forget it
+    with suppress(IsOver):
         await here.client.stop(job)
     if killed or await interrupted_before(watching, signals.second):
         await here.kill_workers(job)

@@ -10,7 +10,7 @@ import json
 import os
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +25,7 @@ from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
+from shoal_controller.core.machine.spec import Phase
 
 Json = dict[str, Any]
 """A job, a worker, an event or a report, as REST returns it."""
@@ -34,7 +35,18 @@ ANSWER_SECONDS = 30.0
 FOLLOW_SECONDS = 60.0
 """A stream of events says something at least every 15 s (server-sent comments)."""
 
-ERRORS: dict[int, type[ShoalError]] = {401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 503: StoreError}
+
+class IsOver(Conflict):
+    """There is nothing to end."""
+
+
+class Changed(UserError):
+    """The job has another version than the one that was looked at. Nothing was done."""
+
+
+ERRORS: dict[int, type[ShoalError]] = {
+    401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 412: Changed, 503: StoreError,
+}  # fmt: skip
 
 
 def local_folder() -> Path:
@@ -130,7 +142,15 @@ class Client:
         return await self._ask("POST", "/jobs", spec)
 
     async def stop(self, job: str) -> Json:
-        return await self._ask("DELETE", f"/jobs/{path_part(job)}")
+        """End a job. Raises `IsOver` for one that is over by then, which the same request would forget: it is asked of
+        the very version that was looked at, and a job's end is another one.
+        """
+        while True:
+            seen = await self.job(job)
+            if Phase(seen["phase"]).is_over:
+                raise IsOver(f"job {job} is over ({seen['phase']})")
+            with suppress(Changed):
+                return await self._ask("DELETE", f"/jobs/{path_part(job)}", only_if=seen["version"])
 
     async def scale(
         self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
@@ -176,9 +196,11 @@ class Client:
             raise _stranger(self.url, f"GET {path}")
         return list(answer[name])
 
-    async def _ask(self, method: str, path: str, body: Json | None = None) -> Json:
+    async def _ask(self, method: str, path: str, body: Json | None = None, only_if: str = "") -> Json:
+        """`only_if`: the version that a job must still have."""
+        headers = {"If-Match": f'"{only_if}"'} if only_if else {}
         try:
-            request = self._http.build_request(method, path, json=body)
+            request = self._http.build_request(method, path, json=body, headers=headers)
         except UnicodeEncodeError:
             raise UserError(NOT_TEXT) from None
         except ValueError:

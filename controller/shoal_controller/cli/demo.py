@@ -93,12 +93,11 @@ async def until_interrupted(here: Here, command: list[str], signals: Interrupts)
 
 async def end(here: Here, job: str) -> None:
     """End a job and its processes at once, where it is not over; those of one that is end by themselves."""
-    from shoal_controller.cli.display import OVER
+    from shoal_controller.cli.client import IsOver
 
-    with suppress(NotFound):
-        if (await here.client.job(job))["phase"] not in OVER:
-            await here.client.stop(job)
-            await here.kill_workers(job)
+    with suppress(NotFound, IsOver):
+        await here.client.stop(job)
+        await here.kill_workers(job)
 
 
 async def both(client: Client, command: list[str]) -> tuple[Json, Json]:

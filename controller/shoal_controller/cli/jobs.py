@@ -94,12 +94,11 @@ async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
 
     Its workers stop after the step at hand; its history and its checkpoints stay.
     """
-    from shoal_controller.cli.client import Client
-    from shoal_controller.cli.display import OVER
+    from shoal_controller.cli.client import Client, IsOver
     from shoal_controller.cli.tables import changed
 
     async with Client(url) as client:
-        phase = (await client.job(job))["phase"]
-        if phase in OVER:  # to end it once more would be to forget it
-            raise Conflict(f"job {job} is over ({phase}); there is nothing to cancel")
-        changed(await client.stop(job))
+        try:
+            changed(await client.stop(job))
+        except IsOver as error:
+            raise Conflict(f"{error}; there is nothing to cancel") from None
