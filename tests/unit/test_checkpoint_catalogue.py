@@ -112,3 +112,19 @@ def test_a_save_that_another_member_tells_of_ends_what_is_said_of_the_failed_one
     assert job.view.reason == "last save: the checkpoint of step 3 failed: no such bucket"
     job.beat("w1", checkpoint=JUST_SAVED, step=5)
     assert job.view.reason == ""
+
+
+def test_a_job_whose_workers_have_gone_back_says_nothing_of_a_failed_save_of_a_step_that_is_given_up() -> None:
+    job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True), launcher="local")
+    job.start(2)
+    first, failed = CheckpointRef(1, 4, "/saves/step-4"), SaveReport(1, 6, SaveOutcome.FAILED, why="no such bucket")
+    job.beat("w0", checkpoint=first, step=5)
+    job.beat("w0", Telemetry(saves=(failed,)), step=7)
+    assert job.view.reason == "last save: the checkpoint of step 6 failed: no such bucket"
+    lose_everybody(job, then_found=first)
+    assert job.view.reason == ""
+    late = replace(failed, step=8, why="w0, which led it, is gone")
+    assert notes(job.beat("w2", Telemetry(saves=(late,)), step=5), "checkpoint_failed"), "it is told all the same"
+    assert job.view.reason == ""
+    job.beat("w2", Telemetry(saves=(late, replace(late, number=2, step=6))), step=6)
+    assert job.view.reason == "last save: the checkpoint of step 6 failed: w0, which led it, is gone"

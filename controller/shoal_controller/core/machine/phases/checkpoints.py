@@ -154,7 +154,10 @@ def _close_request(turn: Turn, step: int) -> None:
 
 
 def on_return(turn: Turn, step: int) -> None:
-    """All begin at an earlier step: a checkpoint of that one or a later one is what was asked for."""
+    """All begin at an earlier step: a checkpoint of that one or a later one is what was asked for, and a save that
+    failed was of a step that is given up.
+    """
+    turn.keep(failed_save="")
     request = turn.durable.save
     if request is not None and request.step > step:
         turn.keep(save=replace(request, step=step))
@@ -229,7 +232,8 @@ def _record_save(turn: Turn, worker: WorkerId, saved: SaveReport) -> None:
             sentence = f"the checkpoint of step {saved.step} failed: {saved.why}"
             turn.note(EventKind.CHECKPOINT_FAILED, sentence, worker, step=saved.step)
             turn.change(failed_save_step=saved.step)
-            turn.keep(failed_save=sentence)
+            if saved.step <= known_step(turn):  # else all have gone back behind it before anybody told of it
+                turn.keep(failed_save=sentence)
         case SaveOutcome.SKIPPED:
             turn.count("shoal_checkpoints_skipped_total")
             sentence = f"no checkpoint of step {saved.step}: {saved.why}"
