@@ -220,6 +220,12 @@ def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_pat
         taken = f"127.0.0.1:{door.getsockname()[1]}"
         flags = ["--http", taken, "--grpc", "127.0.0.1:0", "train.py"]
         done = shoal("run", *flags, folder=tmp_path)
+        everywhere = f"0.0.0.0:{door.getsockname()[1]}"
+        flags = ["--http", "127.0.0.1:0", "--grpc", everywhere, "train.py"]
+        workers = shoal("run", *flags, folder=tmp_path)
+    assert (workers.returncode, workers.stderr) == (
+        2, f"shoal: cannot listen for workers on {everywhere}: it is in use; give another --grpc HOST:PORT\n"
+    )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"shoal: cannot listen for REST on {taken}: Address already in use; give another --http HOST:PORT"

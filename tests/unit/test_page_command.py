@@ -83,3 +83,17 @@ def test_a_machine_without_a_browser_with_windows_opens_none(monkeypatch: pytest
 
     monkeypatch.setattr(webbrowser, "get", none)
     assert not open_browser("http://h:1/")
+
+
+@pytest.mark.parametrize("everywhere", [{"grpc": "0.0.0.0:7071"}, {"http": "0.0.0.0:7070"}])
+def test_a_command_that_makes_its_token_may_listen_for_other_machines_before_the_token_is_made(
+    tmp_path: Path, everywhere: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_TOKEN", raising=False)
+    places = Places(**{"http": None, "grpc": None, "store": None, "data": tmp_path / "data", **everywhere})
+    places.check()
+    assert list(tmp_path.iterdir()) == []
+    settings = places.settings(own=True)
+    assert settings.token is not None and settings.token.get_secret_value() == kept_token(tmp_path / "data")
+    with pytest.raises(UserError, match="can be reached from other machines without a token: set SHOAL_TOKEN"):
+        places.settings(own=False)

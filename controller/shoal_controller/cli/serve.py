@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,22 +52,25 @@ class Places:
     """Of local workers."""
 
     def check(self) -> None:
-        """Raises `UserError` where no controller can be started with them; nothing is made."""
+        """Raises `UserError` where a command cannot start its own controller with them; nothing is made."""
         from shoal_controller.settings import Settings
 
-        Settings(**self._given())
+        Settings(**self._of_its_own(lambda: "made when it starts"))
 
     def settings(self, own: bool) -> Settings:
         """`own`: a command's own controller, which makes its token and shows a display instead of its log."""
         from shoal_controller.settings import Settings, data_folder
         from shoal_controller.tokens import made_token
 
+        return Settings(**(self._of_its_own(lambda: made_token(data_folder(self.data))) if own else self._given()))
+
+    def _of_its_own(self, token: Callable[[], str]) -> dict[str, Any]:
         given = self._given()
-        if own and not os.environ.get("SHOAL_TOKEN"):
-            given["token"] = made_token(data_folder(self.data))
-        if own and not os.environ.get("SHOAL_LOG_LEVEL"):
+        if not os.environ.get("SHOAL_TOKEN"):
+            given["token"] = token()
+        if not os.environ.get("SHOAL_LOG_LEVEL"):
             given["log_level"] = "warning"
-        return Settings(**given)
+        return given
 
     def _given(self) -> dict[str, Any]:
         given: dict[str, Any] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
