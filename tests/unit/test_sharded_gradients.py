@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -253,11 +254,14 @@ def test_sparse_gradients_have_the_bits_of_stage_0(more: dict[str, Any]) -> None
         assert crew.finish() == right
 
 
+Buffer = torch.Tensor | np.ndarray[Any, Any] | None
+
+
 class Scaled(torch.autograd.Function):
     """Makes every gradient in one buffer of its own, or returns a parameter as its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, buffer: Buffer) -> torch.Tensor:
         ctx.save_for_backward(x, scale)
         ctx.buffer = buffer
         return x * scale
@@ -265,12 +269,13 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, scale = ctx.saved_tensors
-        made = scale if ctx.buffer is None else ctx.buffer.copy_((gradient * x).flatten(0, -2).sum(0))
+        buffer = torch.from_numpy(ctx.buffer) if isinstance(ctx.buffer, np.ndarray) else ctx.buffer
+        made = scale if buffer is None else buffer.copy_((gradient * x).flatten(0, -2).sum(0))
         return gradient * scale, made.view(-1), None
 
 
 class Reusing(torch.nn.Module):
-    def __init__(self, buffer: torch.Tensor | None) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         super().__init__()
         self.embedding, self.head = torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256)
         self.first, self.second = (torch.nn.Parameter(torch.full((64,), value)) for value in (0.5, 2.0))
@@ -283,13 +288,16 @@ class Reusing(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("buffer", [True, False], ids=["a buffer that is written again", "a parameter"])
-def test_a_gradient_whose_memory_has_other_uses_has_the_bits_of_stage_0(buffer: bool, stage: int) -> None:
+@pytest.mark.parametrize(
+    "buffer",
+    [lambda: torch.empty(64), lambda: np.empty(64, np.float32), lambda: None],
+    ids=["a buffer that is written again", "one of numpy's", "a parameter"],
+)
+def test_a_gradient_whose_memory_has_other_uses_has_the_bits_of_stage_0(
+    buffer: Callable[[], Buffer], stage: int
+) -> None:
     """It was read when its bucket was complete: then the buffer had the next gradient, and the parameter no memory."""
-    task, right = (
-        Task(options(stage, max_steps=3), model=lambda: Reusing(torch.empty(64) if buffer else None))
-        for stage in (stage, 0)
-    )
+    task, right = (Task(options(stage, max_steps=3), model=lambda: Reusing(buffer())) for stage in (stage, 0))
     with Crew("ab", task) as crew:
         assert crew.finish() == undisturbed(right)
 

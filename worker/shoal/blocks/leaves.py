@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from shoal.blocks.flat import add_to, put_first, refuse_others, views
 from shoal.blocks.released import looks_at_no_value
-from shoal.blocks.unit_flats import storage_key
 from shoal.core.layout import Layout
 
 OF_ITS_OWN = 2
@@ -136,10 +135,13 @@ class Leaves:
 def _is_shared(
     gradient: Tensor,  # of its parameter's shape
 ) -> bool:
-    """Whether something else lies in its memory, too: what a function or a hook of the script writes again, or a
-    parameter, whose memory comes and goes.
+    """Whether something else lies in its memory, too: what a function or a hook of the script writes again (of numpy's,
+    say, which torch cannot resize), or a parameter, whose memory comes and goes.
     """
-    return gradient.is_sparse or torch._C._storage_Use_Count(storage_key(gradient)) > OF_ITS_OWN
+    if gradient.is_sparse:
+        return True
+    storage = gradient.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > OF_ITS_OWN or not storage.resizable()
 
 
 @looks_at_no_value
