@@ -31,7 +31,7 @@ MOST_RANGES = 4_096
 BEFORE = "Do this before shoal.initialize; the layout is fixed from then on."
 """What to do where something that the layout knows was changed after the start."""
 
-_GRAD, _REQUIRES = attrgetter("grad"), attrgetter("requires_grad")
+_GRAD, _REQUIRES, _VERSION = map(attrgetter, ("grad", "requires_grad", "_version"))
 """Mapped over all parameters in each lane: without a line of Python for each."""
 
 HOST = torch.device("cpu")
@@ -373,6 +373,13 @@ def _small(
             parts.append(flat[at : slot.start])
             at = slot.start + slot.parameter.elements
     return [part for part in (*parts, flat[at:]) if part.numel()]
+
+
+def versions(
+    tensors: Iterable[Tensor],  # each of any shape
+) -> list[int]:
+    """How often each was written to: other numbers than before tell that something was."""
+    return list(map(_VERSION, tensors))
 
 
 def put_first(

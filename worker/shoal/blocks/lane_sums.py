@@ -14,7 +14,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import nn
 
-from shoal.blocks.flat import Gradients
+from shoal.blocks.flat import Gradients, versions
 from shoal.core.layout import Layout
 from shoal.core.tree import push
 
@@ -109,7 +109,7 @@ class LaneSums:
         self._versions = self._versions_now()
 
     def _versions_now(self) -> list[int]:
-        return [flat._version for _, kept in self._stack for flat in kept.flats]
+        return versions(flat for _, kept in self._stack for flat in kept.flats)
 
     @property
     def spans(self) -> list[Span]:

@@ -19,7 +19,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.flat import BEFORE, Flats, Gradients, moved
+from shoal.blocks.flat import BEFORE, Flats, Gradients, moved, versions
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
@@ -27,7 +27,7 @@ from shoal.exchange.pieces import Extent
 
 WINDOW_ELEMENTS = 1 << 14
 
-_REQUIRES, _VERSION = map(attrgetter, ("requires_grad", "_version"))
+_REQUIRES = attrgetter("requires_grad")
 """Mapped over all parameters in each step: without a line of Python for each."""
 _KEY = attrgetter("_cdata")
 """Of a storage: as `storage_key` has it."""
@@ -85,7 +85,7 @@ class ModuleGuard:
         self._places = self._where()
         self._windows = Windows(flats)
         self._versions: list[int] = []
-        self._as_initialized: list[int] | None = self._versions_now()
+        self._as_initialized: list[int] | None = versions(self._trained)
         """Until the first batch."""
         self._content: tuple[object, int] | None = None
         """The world and the checksum of the window, as of the last commit."""
@@ -156,15 +156,12 @@ class ModuleGuard:
 
     # ---- values
 
-    def _versions_now(self) -> list[int]:
-        return list(map(_VERSION, self._trained))
-
     def check_before_the_loop(self) -> None:
         """Once, before the engine itself changes a parameter: raises `UserError` where the script has done so."""
         known, self._as_initialized = self._as_initialized, None
         if known is None:
             return
-        for name, version, now in zip(self._names, known, self._versions_now(), strict=True):
+        for name, version, now in zip(self._names, known, versions(self._trained), strict=True):
             if now != version:
                 raise UserError(
                     f'parameter "{name}" was changed between shoal.initialize and the loop (load_state_dict, an '
@@ -178,7 +175,7 @@ class ModuleGuard:
             return
         self._awaited = None
         if self._content is None or self._content[0] is not world:
-            self._versions = self._versions_now()
+            self._versions = versions(self._trained)
             self._content = (world, checksum(self._windows.of(self._flats)))
 
     def on_commit(self, world: object, coming: Collection[int] = ()) -> None:
@@ -195,9 +192,9 @@ class ModuleGuard:
             self._awaited = None
 
     def _check_values(self, world: object) -> None:
-        versions = self._versions_now()
-        if self._versions and versions != self._versions:
-            at = next(i for i, (new, old) in enumerate(zip(versions, self._versions, strict=True)) if new != old)
+        now = versions(self._trained)
+        if self._versions and now != self._versions:
+            at = next(i for i, (new, old) in enumerate(zip(now, self._versions, strict=True)) if new != old)
             raise UserError(f'parameter "{self._names[at]}" {CHANGED}')
         if self._content is None or self._content[0] is not world:
             return
@@ -210,7 +207,7 @@ class ModuleGuard:
 
     def forget_writes(self) -> None:
         """What was written is no more: it was written to copies."""
-        self._versions = self._versions_now() if self._versions else []
+        self._versions = versions(self._trained) if self._versions else []
 
     def forgive(self, before: list[int]) -> None:
         """Parameters that were changed since `before` (`whole()`) and have their values again were not changed."""
@@ -249,7 +246,7 @@ class GradientGuard:
         self._windows.turn()
         gradients = self._sums.live
         parts = self._windows.of_all_but(gradients.flats, arriving)
-        self._made = _Made(gradients, _versions(gradients.flats), parts, list(map(checksum, parts)))
+        self._made = _Made(gradients, versions(gradients.flats), parts, list(map(checksum, parts)))
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises `UserError` where the script has changed them since."""
@@ -257,7 +254,7 @@ class GradientGuard:
         if made is None:
             return
         if (
-            _versions(made.gradients.flats) != made.versions
+            versions(made.gradients.flats) != made.versions
             or not made.gradients.are_in_place(parameters)
             or list(map(checksum, made.parts)) != made.content
         ):
@@ -285,7 +282,3 @@ GRADIENTS_CHANGED = (
     "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), when some have "
     "already been sent to other workers. Remove this from the loop; to clip, set `gradient_clipping` in the config."
 )
-
-
-def _versions(flats: Flats) -> list[int]:
-    return [flat._version for flat in flats]
