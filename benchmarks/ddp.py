@@ -30,8 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 3
 """Of one round."""
 ROUNDS = 9
-WAYS = ("ddp", "zero", "fsdp2", "fsdp2 reshard")
-"""DDP, DDP with ZeroRedundancyOptimizer, and FSDP2 that keeps parameters from forward to backward or frees them."""
+WAYS = ("ddp", "ddp default", "zero", "fsdp2", "fsdp2 reshard")
+"""DDP whose gradients are views of what it sends, DDP as it comes, which copies them, the first with
+ZeroRedundancyOptimizer, and FSDP2 that keeps parameters from forward to backward or frees them.
+"""
 PATIENCE_SECONDS = 60.0
 
 Way = TypeVar("Way")
@@ -52,7 +54,7 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
         module = fully_sharded(size, way == "fsdp2 reshard")
         accumulating = nullcontext
     else:
-        module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=True)
+        module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=way != "ddp default")
         accumulating = module.no_sync
     given = {"lr": 1e-4, "fused": True}
     optimizer = (
