@@ -353,3 +353,31 @@ def test_a_job_has_its_fingerprint_though_the_last_status_comes_before_the_diges
         crew.until("the script's end", lambda: crew.workers["a"].engine.context.ended)
         crew.workers["a"].link.muted = False
         assert crew.finish() == reference(TASK)
+
+
+# ---- lanes that are done
+
+
+def test_a_worker_whose_only_lane_of_the_new_world_is_done_trains_it_again() -> None:
+    """A member without lanes gets its second one, in a loss at that moment: all that was left to it was done, and it
+    failed for want of a lane.
+    """
+    broken: list[tuple[int, ...]] = []
+
+    def step(engine: Engine) -> None:
+        engine.step()
+        world = engine.context.world
+        if world is None or broken or crew.workers["b"].engine is not engine:
+            return
+        lanes = world.plan.shares[world.rank].lanes
+        if () in [share.lanes for share in world.plan.shares] and engine.context.loop.lane == lanes[1]:
+            broken.append(lanes)
+            world.group.abort()
+            crew.workers["b"].wait(lambda: engine.context.link.stopping)
+
+    with Crew("ab", replace(TASK, step=step)) as crew:
+        crew.train_to(2)
+        crew.add("c")
+        assert crew.finish() == reference(TASK)
+        assert broken == [(2, 3)]
+        assert [worker.failure for worker in crew.workers.values()] == ["", "", ""]

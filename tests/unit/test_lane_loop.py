@@ -91,3 +91,9 @@ def test_a_step_whose_last_lane_is_done_does_not_go_on():
     loop, state = some_loop(1), some_state()
     train(loop, state)
     assert not loop.continue_with((1, 2))
+
+
+def test_a_step_does_not_go_on_where_all_that_is_left_of_its_lanes_is_done():
+    loop, state = some_loop(1, 2), some_state()
+    train(loop, state)
+    assert not loop.continue_with((1,))

@@ -46,10 +46,14 @@ class LaneLoop:
         """Go on with the step where the lanes finished and the one in flight are among `lanes`; returns whether it
         does.
 
-        Not once the step's last lane is done: its sums have been sent and changed in place.
+        Not once the step's last lane is done: its sums have been sent and changed in place. Nor where none would be
+        left: sums leave with the last lane's backward.
         """
-        begun = self.lanes[: self._index + 1] if self.in_flight or self._micro else self.lanes[: self._index]
+        is_within = self.in_flight or self._micro > 0
+        begun = self.lanes[: self._index + is_within]
         if self.lanes_done or not set(begun) <= set(lanes):
+            return False
+        if not is_within and len(begun) == len(lanes):
             return False
         self.lanes = (*begun, *(lane for lane in lanes if lane not in begun))
         return True
