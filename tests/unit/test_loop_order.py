@@ -229,6 +229,40 @@ def test_what_a_loop_does_to_gradients_around_a_micro_batch_changes_no_sum(task:
         assert crew.finish() == right
 
 
+def changing_what_it_keeps(moment: str) -> Body:
+    """Keeps its first gradients, and adds to them at that moment."""
+    kept: list[Tensor] = []
+
+    def change(now: str) -> None:
+        if kept and now == moment:
+            torch._foreach_add_(kept, 1.0)
+
+    def body(engine: Engine, batch: Any) -> None:
+        change("before engine.backward")
+        is_last = engine.context.loop.at_last_backward
+        engine.backward(engine.module(**batch))
+        if is_last:
+            change("before engine.step")
+        kept[:] = kept or [one.grad for one in engine.module.parameters() if one.grad is not None]
+        engine.step()
+        change("after engine.step")
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("moment", "lanes", "micro_batches"),
+    [("before engine.backward", 1, 1), ("before engine.step", 3, 1), ("after engine.step", 1, 2)],
+)
+def test_gradients_that_a_script_has_kept_are_not_to_be_written_at_any_moment(
+    moment: str, lanes: int, micro_batches: int
+) -> None:
+    """Which of its lanes' sums lie there depends on the world."""
+    options = {"max_steps": 3, "lanes": lanes, "micro_batches_per_lane": micro_batches}
+    with pytest.raises(UserError, match=r"gradients were changed after engine\.step"):
+        undisturbed(Task(options, body=changing_what_it_keeps(moment)))
+
+
 def two_losses(engine: Engine, batch: Any) -> None:
     """The second forward comes after the first backward, in the same precision."""
     halves = [{name: part[at] for name, part in batch.items()} for at in (slice(0, 1), slice(1, 2))]

@@ -66,7 +66,7 @@ def test_what_lay_in_a_gradient_copy_before_a_lane_counts_for_nothing(monkeypatc
 
     def poison(engine: Engine) -> None:
         for view in engine.context.state.sums.live._views:
-            view.fill_(torch.nan)
+            view.data.fill_(torch.nan)  # as if it had been there: unseen
 
     assert undisturbed(Task({"max_steps": 3}, in_loop=poison)) == undisturbed(Task({"max_steps": 3}))
 

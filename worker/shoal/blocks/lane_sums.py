@@ -18,9 +18,9 @@ from shoal.blocks.flat import Gradients, versions
 from shoal.core.layout import Layout
 from shoal.core.tree import push
 
-FINISHED_CHANGED = (
-    "gradients were changed after engine.step (zero_() of a kept `.grad` and the like), when they are part of the "
-    "step's sum. Remove this from the loop; engine.step drops gradients itself, and a copy of one may be kept."
+KEPT_CHANGED = (
+    "gradients were changed after engine.step (zero_() of a kept `.grad` and the like), when their memory holds a "
+    "step's sums. Remove this from the loop; engine.step drops gradients itself, and a copy of one may be kept."
 )
 
 
@@ -36,6 +36,8 @@ class LaneSums:
         self._merged = 0
         self._versions: list[int] = []
         """Of the finished sums' flats, as the last push left them."""
+        self._live_versions: list[int] = []
+        """Of the live copy's, as the lane's begin or its last backward left them."""
         self.live = Gradients(layout)
 
     @property
@@ -59,14 +61,23 @@ class LaneSums:
         if any(kept is self.live for _, kept in self._stack):
             self.live = self._pool.pop() if self._pool else Gradients(self._layout)
         self.live.begin()
+        self._live_versions = versions(self.live.flats)
+
+    def before_backward(self) -> None:
+        """Raises `UserError` where the script has changed the live copy since the lane's begin or its last backward."""
+        if versions(self.live.flats) != self._live_versions:
+            raise UserError(KEPT_CHANGED)
 
     def backward_done(self, parameters: Sequence[nn.Parameter]) -> None:
         """Those without a gradient have one of zeros."""
         self.live.complete(parameters)
+        self._live_versions = versions(self.live.flats)
 
     def lane_done(self, lane: int, is_last: bool) -> None:
-        """The last lane's push began with its backward."""
-        if not is_last:
+        """The last lane's push began with its backward: since then the script has had its hands on the sums."""
+        if is_last:
+            self._refuse_changed()
+        else:
             self.push(lane)
 
     def push(self, lane: int) -> None:
@@ -78,8 +89,7 @@ class LaneSums:
         """The gradient of `lane` is being accumulated: `spans` says what its push will leave, `merge` makes it so.
         Raises `UserError` where the script has changed a finished sum.
         """
-        if self._stack and self._versions_now() != self._versions:
-            raise UserError(FINISHED_CHANGED)
+        self._refuse_changed()
         self._chain = [self.live]
         push(self._stack, lane, self.live, self._lanes, self._chain_up)
         self._merged = 0
@@ -107,6 +117,10 @@ class LaneSums:
         self._pool += self._chain[:-1]
         self.live = self._stack[-1][1]
         self._versions = self._versions_now()
+
+    def _refuse_changed(self) -> None:
+        if self._stack and self._versions_now() != self._versions:
+            raise UserError(KEPT_CHANGED)
 
     def _versions_now(self) -> list[int]:
         return versions(flat for _, kept in self._stack for flat in kept.flats)

@@ -28,6 +28,9 @@ class ShardSums:
         """What a void lane has left behind is forgotten."""
         self.live.clear()
 
+    def before_backward(self) -> None:
+        """The script is given no gradient that it could have changed."""
+
     def backward_done(self, parameters: Sequence[nn.Parameter]) -> None:
         """Buckets are completed one by one, as they leave."""
 

@@ -149,6 +149,7 @@ class LaneLoop:
             state.gradient_guard.check(state.parameters)
             drop_gradients(state.parameters)
         self._more = more
+        state.sums.before_backward()
         state.sums.live.put_back(state.parameters)
 
     def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
