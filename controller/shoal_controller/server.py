@@ -143,11 +143,12 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         await tokens.start(store, fail)
         me = _place_of(settings, web.port, grpc)
         election = Election(store, me, neighbours.term_of)
-        controller.join(store, election, await introductions(store, me.id))
+        alone = settings.store.startswith("embedded:")
+        controller.join(store, election, await introductions(store, me.id, patient=not alone))
         curves = Curves(settings.folder, lambda: controller.jobs() if controller.term else None)
         ends.push_async_callback(end_task, guarded("curves", curves.run(), only_logged))
         environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
-        lost = found.lost if settings.store.startswith("embedded:") else 0  # where others lead, workers find them
+        lost = found.lost if alone else 0  # where others lead, workers find them
         launcher = LocalLauncher(settings.folder, environment, controller.report, lost, settings.log_folder)
         launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
         resources: Resources | None = None

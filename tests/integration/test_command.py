@@ -393,7 +393,7 @@ def test_a_controller_serves_though_nobody_reads_what_it_prints(tmp_path: Path) 
     with subprocess.Popen(command, cwd=tmp_path, stdout=writer, stderr=writer) as process:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
-                until("the controller", lambda: is_ready(client))
+                until("the controller", lambda: answers(f"http://127.0.0.1:{port}/readyz"))
                 assert client.get("/v1/jobs").json()["jobs"] == []
             process.send_signal(signal.SIGTERM)
             assert process.wait(timeout=60) == 0
@@ -403,13 +403,6 @@ def test_a_controller_serves_though_nobody_reads_what_it_prints(tmp_path: Path) 
             os.close(writer)
 
 
-def is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/readyz").is_success
-    except httpx.TransportError:
-        return False
-
-
 def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) -> None:
     (tmp_path / ".shoal").mkdir()
     (tmp_path / ".shoal/store.db").write_bytes(b"no database at all" * 1000)
@@ -417,6 +410,50 @@ def test_a_store_that_cannot_be_read_is_exit_3_and_one_sentence(tmp_path: Path) 
     done = shoal("controller", *ports, folder=tmp_path)
     sentences = [line for line in done.stderr.splitlines() if line.startswith("shoal: ")]
     assert (done.returncode, done.stdout, len(sentences)) == (3, "", 1), done.stderr
+
+
+def test_a_store_that_cannot_be_written_is_exit_3_and_one_sentence(tmp_path: Path) -> None:
+    """It was tried again every second, for ever."""
+    (tmp_path / "train.py").touch()
+    command = f"ulimit -f 40 && exec {SHOAL} run --http 127.0.0.1:0 --grpc 127.0.0.1:0 train.py"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and done.stdout == "", done.stderr
+    assert done.stderr.startswith("shoal: the store .shoal/store.db cannot be read or written: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        (("run", "train.py"), signal.SIGINT, 130),
+        (("demo",), signal.SIGTERM, 130),
+        (("controller",), signal.SIGINT, 130),
+        (("controller",), signal.SIGTERM, 0),
+    ],
+)
+def test_a_signal_ends_a_command_that_still_waits_for_its_store(
+    command: tuple[str, ...], number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    port = free_port()
+    places = ["--http", f"127.0.0.1:{port}", "--grpc", "127.0.0.1:0", "--store", f"etcd://127.0.0.1:{free_port()}"]
+    name, *script = command
+    with subprocess.Popen([SHOAL, name, *places, *script], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until("its health", lambda: answers(f"http://127.0.0.1:{port}/healthz"))
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == code, errors
+            assert "Traceback" not in errors
+        finally:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.parametrize(

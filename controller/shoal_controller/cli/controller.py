@@ -25,30 +25,17 @@ async def controller(
 
     With the same store, a controller continues where the last one stopped; workers keep training in between.
     """
-    import asyncio
     from contextlib import suppress
 
-    from shoal_controller.cli.endings import DONE, INTERRUPTED
+    from shoal_controller.cli.endings import DONE, INTERRUPTED, Interrupted
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.garbage import spare_what_lasts
 
     for name, value in CONTROLLER_GRPC_VARIABLES.items():
         os.environ.setdefault(name, value)  # before gRPC, which reads them when it is first used
-
-    async def serve() -> None:
-        async with serving(Places(http, grpc, store, data, open_to_all, no_page), own=False):
+    places = Places(http, grpc, store, data, open_to_all, no_page)
+    with interrupts() as signals, suppress(Interrupted):
+        async with serving(places, own=False, signals=signals):
             spare_what_lasts()
-            begun.set()
             await signals.first.wait()
-
-    begun = asyncio.Event()
-    with interrupts() as signals:
-        service = asyncio.create_task(serve(), name="controller")
-        asked = asyncio.create_task(signals.first.wait(), name="until a signal")
-        await asyncio.wait({service, asked}, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
-        if not begun.is_set():
-            service.cancel()  # the store, or a leader, is still waited for
-        with suppress(asyncio.CancelledError):
-            await service
     return DONE if signals.terminated else INTERRUPTED

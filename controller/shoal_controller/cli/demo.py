@@ -61,7 +61,7 @@ async def demo(
         store, data = store or f"embedded:{folder}", data or Path(folder)
         places = Places(http or "127.0.0.1:0", grpc or "127.0.0.1:0", store, data, no_page=no_page)
         with interrupts() as signals:
-            async with serving(places, own=True) as here:
+            async with serving(places, own=True, signals=signals) as here:
                 show_page(here.server, data, open_page)
                 reports = await until_interrupted(here, script(text, steps), signals)
     return conclude(*reports)

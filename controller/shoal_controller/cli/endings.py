@@ -31,11 +31,15 @@ class Unreachable(ShoalError):
     """Nothing that speaks for a controller answers at the address."""
 
 
+class Interrupted(Exception):
+    """By a signal, before there was anything to end."""
+
+
 def ending(command: Command, flags: dict[str, Any]) -> int:
     """Run a command to its exit status."""
     try:
         return _status(command(**flags)) or DONE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         return INTERRUPTED
     except ModuleNotFoundError as error:
         return say(missing(error), WRONG_USE)

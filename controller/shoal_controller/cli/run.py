@@ -99,7 +99,7 @@ async def run(
         check_writable(report.parent, "the run report", "--json")
     printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:
-        async with serving(places, own=True) as here:
+        async with serving(places, own=True, signals=signals) as here:
             show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
             kept = keeps_another(name, here.server.shell.spec(name).command, command)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal_controller.cli.client import Client
+from shoal_controller.cli.endings import Interrupted
 
 if TYPE_CHECKING:
     from shoal_controller.server import Server
@@ -79,8 +80,10 @@ class Places:
 
 
 @asynccontextmanager
-async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
-    """A running controller. Its addresses are the first line on standard output."""
+async def serving(places: Places, own: bool, signals: Interrupts) -> AsyncIterator[Here]:
+    """A running controller. Its addresses are the first line on standard output. Raises `Interrupted` for a signal that
+    comes before it runs: a store, or a leader, may be waited for without an end.
+    """
     from shoal_protos.errors import UserError
     from shoal_protos.log_stream import LogStream, standard_output
 
@@ -90,7 +93,8 @@ async def serving(places: Places, own: bool) -> AsyncIterator[Here]:
 
     settings = places.settings(own)
     raise_descriptor_limit()
-    async with serve(settings) as server:
+    async with signals.ending_this() as begun, serve(settings) as server:
+        begun()
         if own and (leader := server.controller.other) is not None:
             raise UserError(
                 f"another controller leads with the store {settings.store} (at {leader.url}); submit the job there "
@@ -118,6 +122,23 @@ class Interrupts:
     def on_signal(self, number: signal.Signals) -> None:
         self.terminated |= number == signal.SIGTERM and not self.first.is_set()
         (self.second if self.first.is_set() else self.first).set()
+
+    @asynccontextmanager
+    async def ending_this(self) -> AsyncIterator[Callable[[], object]]:
+        """Inside, the first signal ends this task by `Interrupted`, until what is yielded has been called."""
+        task = asyncio.current_task()
+        assert task is not None
+        asked = asyncio.create_task(self.first.wait(), name="until a signal")
+        asked.add_done_callback(lambda over: over.cancelled() or task.cancel())
+        try:
+            yield asked.cancel
+        except asyncio.CancelledError:
+            if not asked.done() or asked.cancelled():
+                raise
+            task.uncancel()
+            raise Interrupted from None
+        finally:
+            asked.cancel()
 
 
 @contextmanager

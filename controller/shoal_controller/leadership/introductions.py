@@ -75,13 +75,17 @@ class Introductions:
         return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
-async def introductions(store: Store, me: str) -> Introductions:
-    """With the secret of this store, which is made if there is none yet. Waits for a store that is away."""
+async def introductions(store: Store, me: str, patient: bool = True) -> Introductions:
+    """With the secret of this store, which is made if there is none yet. `patient`: a store that is away is waited for;
+    else raises `StoreError`.
+    """
     while True:
         try:
             return Introductions(me, await made_once(store, KEY, SIZE))
         except Damaged:
             raise
         except StoreError as error:
+            if not patient:
+                raise
             log.warning("controllers cannot be introduced yet", why=str(error))
             await asyncio.sleep(PAUSE_SECONDS)
