@@ -9,7 +9,7 @@ import httpx
 import pytest
 from asynchronous import asynchronous
 from shoal_controller.cli.page import check_flags, open_browser, page_sentence, show_page
-from shoal_controller.cli.serve import Places, serving
+from shoal_controller.cli.serve import Interrupts, Places, serving
 from shoal_protos.bearer import kept_token
 from shoal_protos.errors import UserError
 
@@ -39,7 +39,7 @@ async def test_run_prints_the_address_of_a_page_that_is_there_and_opens_it(
 ) -> None:
     monkeypatch.delenv("SHOAL_TOKEN", raising=False)
     places = Places("127.0.0.1:0", "127.0.0.1:0", f"embedded:{tmp_path}", tmp_path)
-    async with serving(places, own=True) as here:
+    async with serving(places, own=True, signals=Interrupts()) as here:
         show_page(here.server, tmp_path, open_page=True)
         printed = capsys.readouterr().err
         assert printed == f"page: {here.server.page} (asks for the token in {tmp_path / 'token'})\n"
@@ -54,7 +54,7 @@ async def test_without_a_page_nothing_is_printed_and_nothing_can_be_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = Places("127.0.0.1:0", "127.0.0.1:0", f"embedded:{tmp_path}", tmp_path, no_page=True)
-    async with serving(places, own=True) as here:
+    async with serving(places, own=True, signals=Interrupts()) as here:
         show_page(here.server, tmp_path, open_page=False)
         assert capsys.readouterr().err == "" and here.server.page == ""
         with pytest.raises(UserError, match="SHOAL_PAGE is false"):
