@@ -60,7 +60,8 @@ def test_a_leader_that_is_cut_off_from_all_of_its_workers_counts_nobody_out_and_
 
 @outages
 def test_two_workers_that_are_cut_off_from_each_other_do_not_stop_the_others(tmp_path: Path) -> None:
-    with far_controllers(tmp_path, 3, options=LONG, spec={"progress_seconds": 2.0}, pace=PACE) as cluster:
+    options = {**LONG, "max_steps": 60}  # who is evicted is back after 10 s
+    with far_controllers(tmp_path, 3, options=options, spec={"progress_seconds": 2.0}, pace=PACE) as cluster:
         cluster.wait_step(2)
         cluster.cut("w1", "w2")
         cluster.wait_world(2)
