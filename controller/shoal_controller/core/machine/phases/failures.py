@@ -171,7 +171,7 @@ def _common_fault(turn: Turn, worker: WorkerId) -> str:
     One that fails before it has built the world of those who are left is a member all the same.
     """
     world, fault = turn.world, turn.record(worker).fault
-    if world is None or worker not in {member.worker for member in world.members}:
+    if world is None or worker not in world.workers:
         return ""
     return fault if all(record.fault == fault for record in _members(turn, world)) else ""
 
