@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from shoal_protos.errors import JobFailed
 
-from shoal_controller.cli.client import Client, Json
-from shoal_controller.cli.display import OVER
+from shoal_controller.cli.client import OVER, Client, Json
 
 LOOK_SECONDS = 0.02
 PATIENCE_SECONDS = 60.0

@@ -16,8 +16,8 @@ import typer
 from shoal_protos.errors import Conflict, UserError
 from shoal_protos.plural import at_step
 
-from shoal_controller.cli.client import Client, IsOver, Json
-from shoal_controller.cli.display import OVER, POLL_SECONDS, Display, display, watch
+from shoal_controller.cli.client import OVER, Client, IsOver, Json
+from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.serve import Here, Interrupts

@@ -25,10 +25,12 @@ from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
-from shoal_controller.core.machine.spec import Phase
 
 Json = dict[str, Any]
 """A job, a worker, an event or a report, as REST returns it."""
+
+OVER = ("succeeded", "failed", "cancelled")
+"""Phases of a job that is over."""
 
 ANSWER_SECONDS = 30.0
 """An answer waits for the store at most; a controller that needs longer is in trouble."""
@@ -147,7 +149,7 @@ class Client:
         """
         while True:
             seen = await self.job(job)
-            if Phase(seen["phase"]).is_over:
+            if seen["phase"] in OVER:
                 raise IsOver(f"job {job} is over ({seen['phase']})")
             with suppress(Changed):
                 return await self._ask("DELETE", f"/jobs/{path_part(job)}", only_if=seen["version"])

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from shoal_controller.cli.client import Client, Json
+from shoal_controller.cli.client import OVER, Client, Json
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate, seconds_left, time_left
@@ -36,8 +36,6 @@ IN_PASSING = {
 """Kinds of events that the display leaves out: the job's reason, or what came of it, says so at that moment. `shoal
 events` has them all.
 """
-
-OVER = ("succeeded", "failed", "cancelled")
 
 
 class Display(Protocol):

@@ -35,8 +35,7 @@ async def logs(
     """Print a worker's log."""
     import asyncio
 
-    from shoal_controller.cli.client import Client
-    from shoal_controller.cli.display import OVER
+    from shoal_controller.cli.client import OVER, Client
 
     async with Client(url) as client:
         tail = log_of(choose(await client.workers(job), worker, job))

@@ -172,7 +172,7 @@ async def take_up(client: Client, spec: dict[str, Any]) -> int:
 
     Returns the revision of the last event of what was there before.
     """
-    from shoal_controller.cli.display import OVER
+    from shoal_controller.cli.client import OVER
 
     try:
         known = await client.job(spec["job"])
