@@ -11,8 +11,8 @@ import asyncio
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,7 +47,7 @@ from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
 from shoal_controller.store.open import open_store
-from shoal_controller.tasks import end_task, guarded, only_logged
+from shoal_controller.tasks import cancelled_when, end_task, guarded, only_logged
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_port import bind_again
 from shoal_controller.worker_tokens import WorkerTokens
@@ -136,7 +136,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         tokens = TokenRegister(_secret(settings))
         app = build_app(controller, metrics.scrape, _api_settings(settings, worker_tokens), tokens, neighbours)
         await web.start(CountedRequests(app, metrics.own.requested), fail)
-        ends.enter_context(_cancelled_when(stopped))
+        ends.enter_context(cancelled_when(stopped, partial(_why_it_stopped, stopped)))
         store = await open_store(settings.store, metrics.own.timed, settings.etcd)
         ends.push_async_callback(store.close)
         ends.push_async_callback(tokens.stop)  # before: it may be told to end while it reads
@@ -248,22 +248,7 @@ async def _pods(
         yield launcher, partial(reconciling, api)
 
 
-@contextmanager
-def _cancelled_when(stopped: asyncio.Future[BaseException]) -> Iterator[None]:
-    """Cancels the body when the controller has stopped by itself, and raises why."""
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-
-    def cancel(_: asyncio.Future[BaseException]) -> None:
-        task.cancel()
-
-    stopped.add_done_callback(cancel)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if stopped.done() and task.uncancel() <= before:
-            raise StoreError(f"the controller has stopped: {stopped.result()}") from stopped.result()
-        raise
-    finally:
-        stopped.remove_done_callback(cancel)
+def _why_it_stopped(stopped: asyncio.Future[BaseException]) -> StoreError:
+    error = StoreError(f"the controller has stopped: {stopped.result()}")
+    error.__cause__ = stopped.result()
+    return error

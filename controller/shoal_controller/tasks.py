@@ -6,7 +6,9 @@ Used by every room of the controller that starts a task. A task that nobody hear
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import structlog
 
@@ -34,6 +36,29 @@ def guarded(
 
 def only_logged(_: BaseException) -> None:
     """Enough for a task that nobody waits for: `guarded` has logged what ended it."""
+
+
+@contextmanager
+def cancelled_when(future: asyncio.Future[Any], why: Callable[[], BaseException]) -> Iterator[None]:
+    """Cancels the body when the future is done, unless that was cancelled itself, and raises `why()` for it."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+
+    def cancel(future: asyncio.Future[Any]) -> None:
+        if not future.cancelled():
+            task.cancel()
+
+    future.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if future.done() and not future.cancelled() and task.uncancel() <= before:
+            error = why()
+            raise error from error.__cause__
+        raise
+    finally:
+        future.remove_done_callback(cancel)
 
 
 async def first_of(*waits: Coroutine[object, object, object]) -> None:

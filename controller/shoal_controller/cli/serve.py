@@ -93,21 +93,22 @@ async def serving(places: Places, own: bool, signals: Interrupts) -> AsyncIterat
 
     settings = places.settings(own)
     raise_descriptor_limit()
-    async with signals.ending_this() as begun, serve(settings) as server:
-        begun()
-        if own and (leader := server.controller.other) is not None:
-            raise UserError(
-                f"another controller leads with the store {settings.store} (at {leader.url}); submit the job there "
-                "with `shoal submit --url`, or give this one another --store"
-            )
-        LogStream(stream=standard_output).write(f"http={server.http} grpc={server.grpc}\n")
-        token = settings.token.get_secret_value() if settings.token is not None else ""
-        async with Client(server.url, token, unverified()) as client:
-            here = Here(client, server)
-            try:
-                yield here
-            finally:
-                await here.end_what_is_over()
+    with signals.ending_this() as begun:
+        async with serve(settings) as server:
+            begun()
+            if own and (leader := server.controller.other) is not None:
+                raise UserError(
+                    f"another controller leads with the store {settings.store} (at {leader.url}); submit the job there "
+                    "with `shoal submit --url`, or give this one another --store"
+                )
+            LogStream(stream=standard_output).write(f"http={server.http} grpc={server.grpc}\n")
+            token = settings.token.get_secret_value() if settings.token is not None else ""
+            async with Client(server.url, token, unverified()) as client:
+                here = Here(client, server)
+                try:
+                    yield here
+                finally:
+                    await here.end_what_is_over()
 
 
 class Interrupts:
@@ -123,20 +124,15 @@ class Interrupts:
         self.terminated |= number == signal.SIGTERM and not self.first.is_set()
         (self.second if self.first.is_set() else self.first).set()
 
-    @asynccontextmanager
-    async def ending_this(self) -> AsyncIterator[Callable[[], object]]:
+    @contextmanager
+    def ending_this(self) -> Iterator[Callable[[], object]]:
         """Inside, the first signal ends this task by `Interrupted`, until what is yielded has been called."""
-        task = asyncio.current_task()
-        assert task is not None
+        from shoal_controller.tasks import cancelled_when
+
         asked = asyncio.create_task(self.first.wait(), name="until a signal")
-        asked.add_done_callback(lambda over: over.cancelled() or task.cancel())
         try:
-            yield asked.cancel
-        except asyncio.CancelledError:
-            if not asked.done() or asked.cancelled():
-                raise
-            task.uncancel()
-            raise Interrupted from None
+            with cancelled_when(asked, Interrupted):
+                yield asked.cancel
         finally:
             asked.cancel()
 
