@@ -19,11 +19,14 @@ LARGEST_FILE = 1 << 20
 def read_config(path: Path) -> dict[str, Any]:
     """The object in a file. Raises `UserError`."""
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is not a configuration.")
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)  # a device tells no size, and may have no end
     except OSError as error:
         raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
+    if len(content) > LARGEST_FILE:
+        raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is not a configuration.")
+    try:
+        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError:
         raise UserError(f"config {path} is not text in UTF-8.") from None
     return parsed_config(text, f" {path}")

@@ -250,7 +250,7 @@ def what_is_left(given: Mapping[str, Any], faults: Sequence[Fault], model: type[
         keys.add(find(fault["loc"], model)[0].partition("[")[0])
         if fault["type"] == "extra_forbidden" and (meant := _guess(fault, model)[1]):
             keys.add(meant)
-        left = _without(left, fault["loc"])
+        left = _without(left, _entry_at(given, fault["loc"]))
     return left, keys - {""}
 
 
@@ -266,14 +266,25 @@ def _unfit(faults: Sequence[Fault], whole: str, model: type[BaseModel], given: M
                 yield from (one for one in sentences if not any(f"`{key}`" in one for key in keys))
 
 
-def _without(document: Any, location: Sequence[str | int]) -> Any:
-    """A document without the entry at a place, or without the one that holds it where that is in a list."""
-    if not location or not isinstance(document, dict) or location[0] not in document:
+def _entry_at(document: Any, location: Sequence[str | int]) -> Sequence[str | int]:
+    """Where the entry stands that is at a place, or that holds it: in a list, or where nothing is.
+
+    It is looked for in the whole document: several faults may be of one entry, one for each kind of a union.
+    """
+    for depth, part in enumerate(location):
+        if not isinstance(document, dict) or part not in document:
+            return location[:depth]
+        document = document[part]
+    return location
+
+
+def _without(document: Any, place: Sequence[str | int]) -> Any:
+    """A document without an entry, which may be gone already."""
+    if not place or not isinstance(document, dict) or place[0] not in document:
         return document
-    name, *below = location
-    inner = document[name]
-    if below and isinstance(inner, dict) and below[0] in inner:
-        return {**document, name: _without(inner, below)}
+    name, *below = place
+    if below:
+        return {**document, name: _without(document[name], below)}
     return {other: value for other, value in document.items() if other != name}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import shoal
+import torch
 from integration.cluster import Cluster, alone
 from shoal_protos.messages import WRONG_USE
 
@@ -77,3 +79,18 @@ def test_more_workers_than_lanes_are_refused() -> None:
     with Cluster(workers=0, options={**LONG, "lanes": 2}, spec={"workers": {"wanted": 3}}) as cluster:
         cluster.add()
         assert "asks for 3 workers, but its config has 2 lanes" in refused(cluster, "w0")
+
+
+def twice(result: str) -> None:
+    """A script that gives its model to two engines."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"train_batch_size": 2, "shoal": {"lanes": 2, "max_steps": 3}}
+    for _ in range(2):
+        shoal.initialize(model=model, config=config, dataset=list(range(8)), optimizer=optimizer)
+
+
+def test_what_a_script_is_refused_after_its_engine_was_made_is_what_the_job_says_of_it() -> None:
+    with Cluster(workers=1, script="integration.test_bad_input:twice") as cluster:
+        assert "the model was given to an engine before" in refused(cluster, "w0")
+        cluster.until("the reason", lambda job: "w0 failed: the model was given to an engine before" in job["reason"])

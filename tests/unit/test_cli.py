@@ -26,6 +26,7 @@ from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import goes_to_the_script, keeps_another, name_of, own
+from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
@@ -399,7 +400,8 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker", "plot", "verify", "export", "import_", "estimate"]
+    assert plain == ["worker", "submit", "plot", "verify", "export", "import_", "estimate"]
+    assert inspect.iscoroutinefunction(_create), "submit reads a file, and then"
 
 
 def test_a_job_is_named_after_its_script() -> None:

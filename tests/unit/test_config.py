@@ -74,6 +74,13 @@ def test_a_config_that_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "large.json").write_bytes(b" " * (1 << 20) + b"{}")
     with pytest.raises(UserError, match=r"large\.json is larger than 1048576 bytes"):
         load_config(tmp_path / "large.json")
+    with pytest.raises(UserError, match=r"config /dev/zero is larger than 1048576 bytes"):
+        load_config("/dev/zero")
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "shoal.json").write_text(json.dumps(SMALLEST), encoding="utf-8-sig")
+    assert load_config(tmp_path / "shoal.json") == load_config(SMALLEST)
 
 
 def test_a_file_and_its_dict_are_the_same_config(tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ WRONG = [
     (["--stage", "4"], "--stage is 4; expected 0, 1, 2 or 3."),
     (["--precision", "int8"], "--precision is int8; expected fp32, bf16 or fp16."),
     (["--offload", "moon"], "--offload is moon; expected none, host or file."),
-    (["--lanes", "0"], "--lanes is 0; expected a whole number from 1 to 10^15."),
+    (["--lanes", "0"], "--lanes is 0; expected a whole number from 1 to 65536."),
+    (["--lanes", "99999999999"], "--lanes is 99999999999; expected a whole number from 1 to 65536."),
     (["--micro-batches", "0"], "--micro-batches is 0; expected a whole number from 1 to 10^15."),
     (["--state-bytes", "-1"], "--state-bytes is -1; expected a whole number from 0 to 10^15."),
     (["--unit", "none"], "--unit is 'none'; expected a whole number from 1 to 10^15, such as 7e9."),
@@ -163,6 +164,12 @@ WRONG_CONFIGS: list[tuple[Any, str]] = [
     ("{", "config FILE is not JSON: Expecting property name enclosed in double quotes at line 1, column 2."),
     ("[1]", "config FILE is [1]; expected an object {…}."),
     ({"shoal": {"mirrors": "two"}}, '`shoal.mirrors` is "two"; expected a whole number of at least 0.'),
+    ({"shoal": {"lanes": 10**11}}, "`shoal.lanes` is 100000000000; expected a whole number from 1 to 65536."),
+    (
+        {"train_batch_size": 10**11, "train_micro_batch_size_per_gpu": 1},
+        "`train_batch_size` 100000000000 and `train_micro_batch_size_per_gpu` 1 make 100000000000 lanes; at most 65536 "
+        "are allowed.",
+    ),
     ({"zero_optimization": 3}, "`zero_optimization` is 3; expected an object {…}."),
     ({"zero_optimization": {"stage": 4}}, "`zero_optimization.stage` is 4; expected 0, 1, 2 or 3."),
     ({"bf16": {"enabled": 1}}, "`bf16.enabled` is 1; expected true or false."),

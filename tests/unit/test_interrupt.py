@@ -1,9 +1,14 @@
-"""Ctrl-C while the `shoal` command is only being made: no traceback, and the status of every interrupted command."""
+"""Ctrl-C while the `shoal` command is only being made, or reads: no traceback, and the status of every interrupted
+command.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +43,19 @@ def test_an_interrupt_before_the_command_runs_is_exit_130_and_no_traceback(when:
     code = f"import sys\nfrom shoal_controller.cli import console\n{when}\nconsole.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_interrupt_ends_a_submit_that_waits_for_its_specification(tmp_path: Path) -> None:
+    pipe = tmp_path / "job.yaml"
+    os.mkfifo(pipe)
+    code = "from shoal_controller.cli.console import main; main()"
+    command = (sys.executable, "-c", code, "submit", str(pipe))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as submit:
+        end = os.open(pipe, os.O_WRONLY)  # returns once the command reads
+        try:
+            submit.send_signal(signal.SIGINT)
+            printed, _ = submit.communicate(timeout=20)
+        finally:
+            os.close(end)
+            submit.kill()
+    assert (submit.returncode, printed) == (130, "")

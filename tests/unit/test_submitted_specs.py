@@ -17,6 +17,19 @@ def test_a_job_spec_is_read_from_json_and_yaml(text: str, tmp_path: Path) -> Non
     assert read_spec(file) == {"job": "j", "workers": {"wanted": 2}}
 
 
+@pytest.mark.parametrize("name", ["job.json", "job.yaml"])
+def test_a_job_spec_may_begin_with_a_byte_order_mark(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"job": "j"}', encoding="utf-8-sig")
+    assert read_spec(tmp_path / name) == {"job": "j"}
+
+
+def test_a_job_spec_in_another_encoding_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("job: café", encoding="latin-1")
+    with pytest.raises(UserError) as refused:
+        read_spec(tmp_path / "job.yaml")
+    assert str(refused.value) == f"{tmp_path / 'job.yaml'} cannot be read as a job spec: it is not text in UTF-8"
+
+
 @pytest.mark.parametrize("text", ["[1]", "", "a: b: c", "\x00"])
 def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
-from shoal_protos.memory_estimate import STAGES, MemoryEstimate, MemorySetup
+from shoal_protos.memory_estimate import MOST_LANES, STAGES, MemoryEstimate, MemorySetup
 from shoal_protos.memory_estimate import estimate as bytes_of_a_worker
 
 from shoal_controller.cli.options import Form, Output
@@ -122,7 +122,9 @@ def _check(workers: int, mirrors: int | None, wanted: dict[str, Any]) -> None:
         if name in wanted and wanted[name] not in allowed:
             names = [str(one) for one in allowed]
             raise UserError(f"--{name} is {wanted[name]}; expected {', '.join(names[:-1])} or {names[-1]}.")
-    for name, least in (("lanes", 1), ("micro_batches", 1), ("state_bytes", 0)):
+    if "lanes" in wanted and not 1 <= wanted["lanes"] <= MOST_LANES:
+        raise UserError(f"--lanes is {wanted['lanes']}; expected a whole number from 1 to {MOST_LANES}.")
+    for name, least in (("micro_batches", 1), ("state_bytes", 0)):
         if name in wanted and not least <= wanted[name] <= MOST:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {wanted[name]}; expected a whole number from {least} to 10^15.")

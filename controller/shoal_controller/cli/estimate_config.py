@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal_protos.errors import UserError
-from shoal_protos.memory_estimate import state_bytes_of
+from shoal_protos.memory_estimate import MOST_LANES, state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.validation import wrong_value
 
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
+MOST = 10**15
+"""Of any count."""
 CHECK_SECONDS = 30.0
 """How long the check of a config may take; it takes a second."""
 FAULTS = 1
@@ -86,9 +88,10 @@ class _Keys:
             raise UserError(f"{wrong_value(key, value, allowed)}.")
         return value
 
-    def count(self, key: str) -> int | None:
+    def count(self, key: str, most: int = MOST) -> int | None:
         """A whole number of at least 1."""
-        value: int | None = self.at(key, lambda given: _is_natural(given) and given > 0, "a whole number above 0")
+        allowed = f"a whole number from 1 to {most if most < MOST else '10^15'}"
+        value: int | None = self.at(key, lambda given: _is_natural(given) and 1 <= given <= most, allowed)
         return value
 
 
@@ -102,11 +105,17 @@ def _is_stage(value: Any) -> bool:
 
 def _lanes(config: _Keys) -> int | None:
     """As given, or what is left of the batch; None where the config does not say."""
-    lanes, batch = config.count("shoal.lanes"), config.count("train_batch_size")
+    lanes, batch = config.count("shoal.lanes", MOST_LANES), config.count("train_batch_size")
     micro = config.count("train_micro_batch_size_per_gpu")
     if lanes is not None or batch is None or micro is None:
         return lanes
-    return max(1, batch // (micro * (_micro_batches(config) or 1)))
+    derived = max(1, batch // (micro * (_micro_batches(config) or 1)))
+    if derived > MOST_LANES:
+        raise UserError(
+            f"`train_batch_size` {batch} and `train_micro_batch_size_per_gpu` {micro} make {derived} lanes; at most "
+            f"{MOST_LANES} are allowed."
+        )
+    return derived
 
 
 def _micro_batches(config: _Keys) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,18 +21,21 @@ MOST_BITS = 64
 TOO_LARGE = f"it is larger than {MOST_BODY_BYTES} bytes, the most that a controller accepts"
 
 
-async def submit(
+def submit(
     file: Annotated[
         Path,
         typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Specification of a job.", show_default=False),
     ],
     url: Url = DEFAULT_URL,
-) -> None:
+) -> Coroutine[Any, Any, None]:
     """Create a job from its specification."""
+    return _create(read_spec(file), url)  # which may wait for a pipe: in a loop of asyncio Ctrl-C would wait too
+
+
+async def _create(spec: dict[str, Any], url: str) -> None:
     from shoal_controller.cli.client import Client
     from shoal_controller.cli.tables import changed
 
-    spec = read_spec(file)
     async with Client(url) as client:
         changed(await client.create(spec))
 
@@ -78,7 +81,10 @@ def _text(file: Path) -> str:
         content = opened.read(MOST_BODY_BYTES + 1)
     if len(content) > MOST_BODY_BYTES:
         raise UserError(TOO_LARGE)
-    return content.decode()
+    try:
+        return content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError:
+        raise UserError("it is not text in UTF-8") from None
 
 
 def _json(text: str) -> object:

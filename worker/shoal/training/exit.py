@@ -12,7 +12,7 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from weakref import ReferenceType, finalize, ref
@@ -123,9 +123,21 @@ def _where(engine: Engine) -> str:
 
 
 def tell_errors_in_a_sentence() -> None:
-    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status."""
-    if not isinstance(sys.excepthook, _Sentences):
+    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status.
+
+    Once: before an engine's own hook, another one would end the script before the engine has seen why.
+    """
+    if not any(isinstance(hook, _Sentences) for hook in _hooks()):
         sys.excepthook = _Sentences()
+
+
+def _hooks() -> Iterator[object]:
+    """What Python calls, and what is called by it as far as it is ours."""
+    hook: object = sys.excepthook
+    while hook is not None:
+        hook = getattr(hook, "__self__", hook)  # of a method, what it belongs to
+        yield hook
+        hook = getattr(hook, "_hook", None)
 
 
 def trace_crashes() -> None:
