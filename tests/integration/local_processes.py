@@ -32,11 +32,15 @@ class Controller:
         self.runs: list[str] = []
         """Of each end that was reported, whose it was."""
         self.refusal: Exception | None = None
+        self.hears = asyncio.Event()
+        """Not set while they are too busy."""
+        self.hears.set()
         inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
         self.launcher = LocalLauncher(folder, inherited, self.submit, lost_port)
 
     async def submit(self, job: str, run: str, event: Exited) -> None:
+        await self.hears.wait()
         self.runs.append(run)
         await self.exits.put((job, event))
         if self.refusal is not None:

@@ -342,7 +342,7 @@ def test_a_new_run_of_a_job_ends_what_the_run_before_left(tmp_path: Path) -> Non
     async def scene(controller: Controller) -> None:
         assert await controller.launcher.adopt((), spec(SLEEPER)) == {}
         old = await controller.launcher.spawn("w0", spec(SLEEPER))
-        assert await controller.launcher.adopt((), spec(SLEEPER)) == {}
+        assert await controller.launcher.adopt((), replace(spec(SLEEPER), run="run-2")) == {}
         assert not psutil.pid_exists(old.pid)
         new = await controller.launcher.spawn("w0", replace(spec("echo new"), run="run-2"))
         assert await controller.end() == Exited("w0", 0, f"its process {new.pid} ended with status 0", "new")

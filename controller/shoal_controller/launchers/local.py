@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,21 +19,18 @@ from typing import Any, TypeVar
 
 import structlog
 from shoal_protos.channel import GRPC_VARIABLES
-from shoal_protos.errors import ShoalError, StoreError, UserError
+from shoal_protos.errors import UserError
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.devices import VISIBLE_DEVICES, device_variable
+from shoal_controller.launchers.end_reports import EndReports, Name, Submit
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.named_locks import NamedLocks
 from shoal_controller.tasks import end_task, guarded, only_logged
 from shoal_controller.worker_tokens import WorkerTokens
-
-REPORT_SECONDS = 5.0
-"""How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its record."""
 
 DEATH_SECONDS = 5.0
 """How long the kernel may take to end a process that was killed."""
@@ -49,11 +45,7 @@ CLEAR_SECONDS = 30.0
 
 log = structlog.get_logger("shoal.launcher")
 
-Submit = Callable[[str, str, Exited], Awaitable[None]]
-"""To a run of a job."""
 Result = TypeVar("Result")
-Name = tuple[str, WorkerId]
-"""Job and worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +89,13 @@ class LocalLauncher:
         self._folder, self._logs = folder, logs
         self._lost_port = lost_port
         self._environment = environment
-        self._submit = submit
         self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
-        self._reports: set[asyncio.Task[None]] = set()
         self._adopted: set[str] = set()
-        self._starting: dict[Name, str] = {}
-        """Workers whose processes are being started, and the device that each is given."""
+        self._starting: list[tuple[str, str]] = []
+        """Of each process that is being started: its job, and the device that it is given."""
         self._on_disk = NamedLocks()
         """By job: what lies on disk is written and read in threads, by one at a time."""
+        self._reports = EndReports(submit, self._on_disk, self._watched.__contains__)
         self._ending: set[int] = set()
         """Processes of an earlier run that were killed and have not ended yet."""
         self._tidying: asyncio.Task[None] | None = None
@@ -114,18 +105,18 @@ class LocalLauncher:
 
     async def spawn(self, worker: WorkerId, spec: JobSpec) -> Place:
         """Start a process for this worker; returns which. A `ShoalError` says why it could not be started."""
-        name = (spec.job, worker)
         if not spec.command:
             raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
         taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
-        environment = self._environment.of(worker, spec, [*taken, *self._starting.values()])
-        self._starting[name] = environment.get(VISIBLE_DEVICES, "")
+        environment = self._environment.of(worker, spec, [*taken, *(device for _, device in self._starting)])
+        starting = (spec.job, environment.get(VISIBLE_DEVICES, ""))
+        self._starting.append(starting)
         try:
             return await _to_its_end(self._spawn(worker, spec, environment))
         except (OSError, ValueError) as error:
             raise UserError(f"worker {worker} could not be started with {spec.command[0]!r}: {error}") from error
         finally:
-            del self._starting[name]
+            self._starting.remove(starting)
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
         """End the worker's process and its group at once; one that is already gone is not an error."""
@@ -169,7 +160,7 @@ class LocalLauncher:
         """
         records = self._records(spec.job)
         if spec.job in self._adopted:
-            await self._clear(spec.job, records)
+            await self._clear(spec.job, records, spared=spec.run)
             return {}
         await self._end_other_runs(spec, records)
         async with self._on_disk.of(spec.job):
@@ -202,9 +193,7 @@ class LocalLauncher:
             await end_task(self._tidying)
         self._tidying = None
         self._adopted.clear()
-        if self._reports:
-            await asyncio.wait(self._reports, timeout=REPORT_SECONDS)
-        await asyncio.gather(*map(end_task, self._reports))
+        await self._reports.release()
         for name in list(self._watched):
             process, _ = self._forget(name)
             process.release()
@@ -217,6 +206,8 @@ class LocalLauncher:
     async def _spawn(self, worker: WorkerId, spec: JobSpec, environment: Mapping[str, str]) -> Place:
         records = self._records(spec.job)
         async with self._on_disk.of(spec.job):
+            if (spec.job, worker) in self._watched:  # an earlier run's, whose start hung until its job was replaced
+                await self._end_silently([(spec.job, worker)])
             process, record = await asyncio.to_thread(self._start, worker, spec, environment, records)
             self._watch(spec.job, process, record)
         return _place(records, record)
@@ -242,9 +233,11 @@ class LocalLauncher:
         """One process of an earlier life: watched from now on, or what is known of its end is reported."""
         if (job, record.worker) in self._watched:  # by an attempt that failed at another one, or it is a new one
             return _place(records, record)
+        if (job, record.worker) in self._reports:  # since such an attempt
+            return None
         alive = self._alive(record)
         if alive is None:
-            self._report_later(job, record.end(record.code))
+            self._reports.add(job, records, record.end(record.code))
             return None
         self._watch(job, alive, record)
         if self._lost_port and _looks_only_at(alive, self._lost_port):
@@ -267,16 +260,26 @@ class LocalLauncher:
         self._watch(job, process, record)
         return _place(records, record)
 
-    async def _clear(self, job: str, records: ProcessRecords) -> None:
-        """End what an earlier run of this name left, and report none of it. The others' work goes on meanwhile."""
+    async def _clear(self, job: str, records: ProcessRecords, spared: str | None = None) -> None:
+        """End what runs of this name have left, and report none of it. The others' work goes on meanwhile.
+
+        `spared`: the run that has begun, and has workers already where its adoption failed for long.
+        """
         async with self._on_disk.of(job):
-            ending = [self._forget((job, worker))[0] for worker, _ in self._of(job)]
-            for process in ending:
-                process.kill()
-            self._ending |= {process.pid for process in ending}
-            await asyncio.gather(*(_ended(process) for process in ending))
-            self._ending -= {process.pid for process in ending}
-            await asyncio.to_thread(records.clear)
+            known = [(name, record.run) for name, (_, record) in self._watched.items() if name[0] == job]
+            await self._end_silently([name for name, run in known if run != spared])
+            self._reports.forget(job, spared)
+            own = {worker for worker, _ in self._of(job)} | self._reports.workers_of(job)
+            await asyncio.to_thread(records.clear, own)
+
+    async def _end_silently(self, names: Iterable[Name]) -> None:
+        """Kill these, wait until they are gone, and report none of it."""
+        ending = [self._forget(name)[0] for name in names]
+        for process in ending:
+            process.kill()
+        self._ending |= {process.pid for process in ending}
+        await asyncio.gather(*(_ended(process) for process in ending))
+        self._ending -= {process.pid for process in ending}
 
     async def _end_other_runs(self, spec: JobSpec, records: ProcessRecords) -> None:
         """Their workers have the names of this run's, which are to be started."""
@@ -330,38 +333,7 @@ class LocalLauncher:
         """The kernel says that a process has ended."""
         job, _ = name
         process, record = self._forget(name)
-        self._report_later(job, record.end(process.end()))
-
-    def _report_later(self, job: str, ended: ProcessRecord) -> None:
-        report = guarded(f"end of {ended.worker} of {job}", self._report(job, ended), only_logged)
-        self._reports.add(report)
-        report.add_done_callback(self._reports.discard)
-
-    async def _report(self, job: str, record: ProcessRecord) -> None:
-        """Until the job has heard, the record says it: the next controller's job may be the one that hears."""
-        records = self._records(job)
-        try:
-            await self._on_its_record(job, record.worker, partial(records.write, record))
-        except OSError as error:
-            log.warning("a worker's record cannot be written", job=job, worker=record.worker, error=str(error))
-        try:
-            await self._submit(job, record.run, await asyncio.to_thread(self._exited, records, record))
-        except StoreError as error:
-            # no fault where a controller stops: the record stays for the next one; a store that fails says so itself
-            log.info("the end of a worker is not reported yet", job=job, worker=record.worker, error=str(error))
-            return
-        except ShoalError as error:
-            log.info("a worker ended that its job does not know", job=job, worker=record.worker, error=str(error))
-        await self._on_its_record(job, record.worker, partial(records.remove, record.worker))
-
-    async def _on_its_record(self, job: str, worker: WorkerId, work: Callable[[], None]) -> None:
-        """Unless a new run of the job has a worker of that name by now, whose record it is."""
-        async with self._on_disk.of(job):
-            if (job, worker) not in self._watched:
-                await asyncio.to_thread(work)
-
-    def _exited(self, records: ProcessRecords, record: ProcessRecord) -> Exited:
-        return Exited(record.worker, record.code, _why(record), records.tail(record))
+        self._reports.add(job, self._records(job), record.end(process.end()))
 
 
 async def _to_its_end(work: Coroutine[Any, Any, Result]) -> Result:
@@ -405,13 +377,3 @@ def _looks_only_at(process: Process, port: int) -> bool:
 
 def _place(records: ProcessRecords, record: ProcessRecord) -> Place:
     return Place.of_process(record.pid, str(records.log(record.worker)))
-
-
-def _why(record: ProcessRecord) -> str:
-    who = f"its process {record.pid}"
-    if record.code is None:
-        return f"{who} ended while no controller watched it, or as an earlier one's; its exit status is not known"
-    if record.code < 0:
-        names = {known.value: known.name for known in signal.Signals}
-        return f"{who} was killed by {names.get(-record.code, f'signal {-record.code}')}"
-    return f"{who} ended with status {record.code}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -67,10 +67,11 @@ class ProcessRecords:
     def remove(self, worker: str) -> None:
         self._path(worker).unlink(missing_ok=True)
 
-    def clear(self) -> None:
-        """Remove all, whatever they say. Raises `OSError`."""
+    def clear(self, spared: Collection[str] = ()) -> None:
+        """Remove all but those of these workers, whatever they say. Raises `OSError`."""
         for path in self._files():
-            path.unlink(missing_ok=True)
+            if path.stem not in spared:
+                path.unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[ProcessRecord]:
         """What is no record is removed. What cannot be read now (too many open files, a disk that fails) may well be
