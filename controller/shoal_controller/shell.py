@@ -17,6 +17,7 @@ from dataclasses import replace
 import structlog
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, StoreError
+from shoal_protos.quoting import shown_name
 
 from shoal_controller.callers import Caller
 from shoal_controller.cluster_id import ensure_cluster_id
@@ -327,7 +328,7 @@ class Shell:
         try:
             return self._runners[job]
         except KeyError:
-            raise NotFound(f"there is no job {job}; {_names(sorted(self._runners))}").coded(
+            raise NotFound(f"there is no job {shown_name(job)}; {_names(sorted(self._runners))}").coded(
                 ErrorCode.JOB_UNKNOWN
             ) from None
 

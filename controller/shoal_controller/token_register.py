@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 import structlog
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, StoreError
+from shoal_protos.quoting import shown_name
 
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.core.machine.codec import plain, restored
@@ -184,7 +185,7 @@ class TokenRegister:
         try:
             return self._tokens[name]
         except KeyError:
-            raise NotFound(f"there is no token {name}; `shoal token list` shows those there are").coded(
+            raise NotFound(f"there is no token {shown_name(name)}; `shoal token list` shows those there are").coded(
                 ErrorCode.TOKEN_UNKNOWN
             ) from None
 

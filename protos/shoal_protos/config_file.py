@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal_protos.errors import UserError
+from shoal_protos.quoting import shown
 from shoal_protos.strict_json import parsed_json
-from shoal_protos.validation import shown
 
 LARGEST_FILE = 1 << 20
 

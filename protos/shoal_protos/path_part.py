@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from shoal_protos.errors import UserError
+from shoal_protos.quoting import shown
 
 MOST_NAME = 300
 """Characters of a name; no job, worker or token has so many."""
@@ -24,7 +25,7 @@ NOT_FINITE = "what is to be sent holds a number that is not finite; expected fin
 def path_part(name: str) -> str:
     """The name, which needs no escape. Raises `UserError` for what is none."""
     if len(name) > MOST_NAME:
-        raise UserError(f"{name[:20]!a}… is no name: it has {len(name)} characters; expected at most {MOST_NAME}")
+        raise UserError(f"{shown(name)} is no name: it has {len(name)} characters; expected at most {MOST_NAME}")
     if not NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no name of a job, a worker or a token; expected {NAME_EXPECTED}")
+        raise UserError(f"{shown(name)} is no name of a job, a worker or a token; expected {NAME_EXPECTED}")
     return name

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal_protos.errors import UserError
-from shoal_protos.validation import shown
+from shoal_protos.quoting import shown_name
 
 
 def parsed_json(text: str | bytes, whole: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -39,4 +39,4 @@ def parsed_json(text: str | bytes, whole: str, parse_constant: Callable[[str], A
 
 
 def given_twice(key: str, whole: str) -> str:
-    return f"`{shown(key)[1:-1]}` is given twice in one section of {whole}; keep one"
+    return f"`{shown_name(key)}` is given twice in one section of {whole}; keep one"

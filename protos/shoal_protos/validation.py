@@ -8,7 +8,6 @@ of them adds one to each.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-LONGEST_SHOWN = 80
-"""Characters of a wrong value that are repeated."""
+from shoal_protos.quoting import shown, shown_name
+
 BULLET = "\n  - "
 """Between the sentences of one message."""
 MOST_FAULTS = 20
@@ -86,19 +85,6 @@ BY_TYPE = {
 """pydantic's types of errors, and what was expected, where the field has no `Allowed`."""
 
 
-def shown(value: object) -> str:
-    """A value as JSON, cut where it is long. Half of a surrogate pair, which no file can hold, is escaped."""
-    text = ""
-    try:
-        for piece in json.JSONEncoder(ensure_ascii=False, default=repr).iterencode(value):
-            text += piece.encode(errors="backslashreplace").decode()
-            if len(text) > LONGEST_SHOWN:
-                return text[: LONGEST_SHOWN - 1] + "…"
-    except ValueError:  # it contains itself
-        return shown(repr(value))
-    return text
-
-
 def kind_of(value: object) -> str:
     """In place of a value that is not shown."""
     if value is None or isinstance(value, bool):
@@ -116,7 +102,7 @@ def unknown_key(section: str, name: str, given: str, allowed: Iterable[str], gue
     key that was probably meant.
     """
     known = sorted(allowed)
-    refused = f"`{_key(section, shown(name)[1:-1])}` is an unknown key (given: {given})"
+    refused = f"`{_key(section, shown_name(name))}` is an unknown key (given: {given})"
     hint = f"; did you mean `{guess}`?" if guess else ""
     if not known:
         return refused + hint

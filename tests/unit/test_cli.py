@@ -249,6 +249,16 @@ def test_the_token_of_a_runs_workers_is_the_controllers_answer(controller: str) 
     assert Controller.requests == [("POST", "/v1/jobs/train/token", "", "Bearer secret")]
 
 
+def test_what_follows_two_dashes_is_a_job_whose_token_is_asked_for_even_where_a_command_has_its_name(
+    controller: str,
+) -> None:
+    Controller.body = json.dumps({"job": "list", "run": "r1", "token": "join:list:r1:abc"})
+    done = shoal("token", "--", "list", env={"SHOAL_URL": controller, "SHOAL_TOKEN": "secret"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "join:list:r1:abc\n", "")
+    assert Controller.requests == [("POST", "/v1/jobs/list/token", "", "Bearer secret")]
+    assert '"-x" is no name of a job' in shoal("token", "--", "-x").stderr
+
+
 @pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 3), (500, 1)])
 def test_a_refusal_is_the_controllers_own_sentence(controller: str, status: int, code: int) -> None:
     Controller.status, Controller.kind = status, "application/problem+json"
@@ -269,15 +279,18 @@ def test_something_else_at_the_address_is_exit_3(controller: str, status: int, b
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["describe", "\udcff"], "'\\udcff' is no name of a job, a worker or a token; expected letters, digits, '.',"),
-        (["describe", "../x"], "'../x' is no name of a job, a worker or a token; expected letters, digits, '.', '_'"),
-        (["pause", "train/workers"], "'train/workers' is no name of a job, a worker or a token"),
-        (["drain", "train", "a\nb"], "'a\\nb' is no name of a job, a worker or a token"),
-        (["cancel", ""], "'' is no name of a job, a worker or a token"),
-        (["token", "revoke", ".."], "'..' is no name of a job, a worker or a token"),
+        (
+            ["describe", "\udcff"],
+            "\"\\udcff\" is no name of a job, a worker or a token; expected letters, digits, '.',",
+        ),
+        (["describe", "../x"], '"../x" is no name of a job, a worker or a token; expected letters'),
+        (["pause", "train/workers"], '"train/workers" is no name of a job, a worker or a token'),
+        (["drain", "train", "a\nb"], '"a\\nb" is no name of a job, a worker or a token'),
+        (["cancel", ""], '"" is no name of a job, a worker or a token'),
+        (["token", "revoke", ".."], '".." is no name of a job, a worker or a token'),
         (
             ["worker", "--controller", "a:1", "--job", "a b", "true"],
-            "--job is 'a b'; expected the name of a job: letters, digits, '.', '_' and '-', a letter or digit first",
+            "--job is \"a b\"; expected the name of a job: letters, digits, '.', '_' and '-', a letter or digit first",
         ),
         (["drain", "j", "w0", "--why", "\udcff"], "what is to be sent holds text that is not valid"),
         (["jobs", "--url", "http://127.0.0.1:70x"], "(Invalid port: '70x'); expected something like http://127."),

@@ -329,14 +329,14 @@ NO_NAME = f"is no name of a job, a worker or a token; expected {path_part.NAME_E
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda shoal: shoal.get_job("\udcff"), f"'\\udcff' {NO_NAME}"),
-        (lambda shoal: next(shoal.list_workers("\udcff")), f"'\\udcff' {NO_NAME}"),
-        (lambda shoal: shoal.drain_worker("j", "\udcff"), f"'\\udcff' {NO_NAME}"),
-        (lambda shoal: shoal.rotate_token("\udcff"), f"'\\udcff' {NO_NAME}"),
-        (lambda shoal: shoal.get_join_token(".."), f"'..' {NO_NAME}"),
+        (lambda shoal: shoal.get_job("\udcff"), f'"\\udcff" {NO_NAME}'),
+        (lambda shoal: next(shoal.list_workers("\udcff")), f'"\\udcff" {NO_NAME}'),
+        (lambda shoal: shoal.drain_worker("j", "\udcff"), f'"\\udcff" {NO_NAME}'),
+        (lambda shoal: shoal.rotate_token("\udcff"), f'"\\udcff" {NO_NAME}'),
+        (lambda shoal: shoal.get_join_token(".."), f'".." {NO_NAME}'),
         (
             lambda shoal: shoal.get_job("x" * 301),
-            f"'{'x' * 20}'… is no name: it has 301 characters; expected at most 300",
+            f'"{"x" * 78}… is no name: it has 301 characters; expected at most 300',
         ),
         (lambda shoal: shoal.create_job({"job": "\udcff"}), path_part.NOT_TEXT),
         (lambda shoal: shoal.drain_worker("j", "w0", grace_seconds=math.inf), path_part.NOT_FINITE),

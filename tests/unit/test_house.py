@@ -54,6 +54,7 @@ PURE_VOCABULARY = {
         "milestones",
         "plan",
         "plural",
+        "quoting",
         "runs",
     )
 }

@@ -96,6 +96,7 @@ def test_draining_an_unknown_worker_names_those_there_are() -> None:
     with pytest.raises(NotFound):
         job.feed(DrainWorker("w7"))
     assert refused(job, DrainWorker("w7")) == "job job has no worker w7; its workers are: w0, w1."
+    assert refused(job, DrainWorker("w" * 200)) == f"job job has no worker {'w' * 78}…; its workers are: w0, w1."
 
 
 def test_the_last_worker_is_not_drained_without_a_checkpoint() -> None:

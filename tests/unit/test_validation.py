@@ -9,15 +9,14 @@ from typing import Annotated, Any, Self
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from shoal_controller.api.models import JobBody
+from shoal_protos.quoting import LONGEST_SHOWN, shown, shown_name
 from shoal_protos.validation import (
-    LONGEST_SHOWN,
     MOST_FAULTS,
     Allowed,
     Unshown,
     every_sentence,
     raise_all,
     sentence,
-    shown,
 )
 
 
@@ -147,6 +146,11 @@ def test_of_a_long_value_only_the_beginning_is_written() -> None:
 
     assert len(shown([Part() for _ in range(1000)])) == LONGEST_SHOWN
     assert len(written) < 5
+
+
+def test_of_a_long_name_the_beginning_is_written_and_that_it_goes_on() -> None:
+    assert shown_name("n" * 4000) == "n" * (LONGEST_SHOWN - 2) + "…"
+    assert (shown_name('w"0"'), shown_name("a\x1b[2J")) == (r"w\"0\"", r"a\u001b[2J")
 
 
 def test_a_value_that_contains_itself_is_shown() -> None:

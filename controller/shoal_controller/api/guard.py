@@ -17,6 +17,7 @@ from shoal_protos.addresses import is_here
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, ShoalError
 from shoal_protos.json_bounds import MOST_BODY_BYTES
+from shoal_protos.quoting import shown, shown_name
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -95,8 +96,8 @@ class Guard:
         """Who asks; None where anybody may."""
         if self._here_only and not self._tokens.is_required and not _names_this_machine(headers.get("host", "")):
             raise Refused(
-                f"the request names the host {headers.get('host', '')!r}; a controller without a token answers only "
-                "to localhost. Set SHOAL_TOKEN to let others in."
+                f"the request names the host {shown(headers.get('host', ''))}; a controller without a token "
+                "answers only to localhost. Set SHOAL_TOKEN to let others in."
             ).coded(ErrorCode.HOST_REFUSED)
         if scope["path"] in OPEN_PATHS or is_of_the_page(scope["path"]):
             return None
@@ -135,8 +136,8 @@ class Guard:
         own = origin is None or (_place_of(origin) == host and (self._tokens.is_required or _is_literal(host)))
         if not own or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused(
-                f"the request comes from a web page of {origin or 'another site'}; a controller answers to programs "
-                "and to its own pages only"
+                f"the request comes from a web page of {shown_name(origin or 'another site')}; a controller answers "
+                "to programs and to its own pages only"
             ).coded(ErrorCode.PAGE_REFUSED)
 
 
@@ -151,8 +152,8 @@ def _check_role(caller: Caller, method: str, path: str) -> None:
     needed = needed_role(method, path)
     if not caller.role.includes(needed):
         raise Refused(
-            f"the token {caller.token} has the role {caller.role}; {method} {path} needs {needed}. Ask an admin for a "
-            "token with that role"
+            f"the token {caller.token} has the role {caller.role}; {method} {shown_name(path)} needs {needed}. "
+            "Ask an admin for a token with that role"
         ).coded(ErrorCode.ROLE_TOO_LOW)
 
 

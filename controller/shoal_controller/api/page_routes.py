@@ -12,6 +12,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import NotFound, UserError
+from shoal_protos.quoting import shown_name
 
 from shoal_controller.api.act_requests import AnAct
 from shoal_controller.api.answers import EventAnswer
@@ -153,7 +154,7 @@ async def get_log(at: AWorker, shell: Readable, request: Request, count: MostByt
     """Show the end of what a worker has printed, where its log is on the machine of the controller that leads."""
     found = next((one for one in shell.view(at.job).workers if one.worker == at.worker), None)
     if found is None:
-        raise NotFound(f"job {at.job} has no worker {at.worker}").coded(ErrorCode.WORKER_UNKNOWN)
+        raise NotFound(f"job {at.job} has no worker {shown_name(at.worker)}").coded(ErrorCode.WORKER_UNKNOWN)
     settings = request.app.state.settings
     folders = log_folders(settings.folder, settings.log_folder, at.job)
     read = await asyncio.to_thread(read_log, folders, found, count)

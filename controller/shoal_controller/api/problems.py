@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.quoting import shown_name
 from shoal_protos.validation import every_sentence
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
@@ -111,7 +112,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         return problem_of(request.url.path, error.__cause__)
     sentence, code = str(error.detail), CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        sentence = f"there is nothing at {request.url.path}; /docs lists what there is"
+        sentence = f"there is nothing at {shown_name(request.url.path)}; /docs lists what there is"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return _not_allowed(request, (error.headers or {}).get("Allow", ""))
     return problem(request.url.path, error.status_code, sentence, code)
@@ -122,7 +123,7 @@ def _not_allowed(request: Request, allowed: str) -> JSONResponse:
     for path, operations in request.app.openapi()["paths"].items():
         if compile_path(path)[0].match(request.url.path):
             allowed = ", ".join(sorted(map(str.upper, operations)))
-    sentence = f"{request.method} is not allowed at {request.url.path}; expected {allowed}"
+    sentence = f"{request.method} is not allowed at {shown_name(request.url.path)}; expected {allowed}"
     answer = problem(request.url.path, HTTPStatus.METHOD_NOT_ALLOWED, sentence, ErrorCode.METHOD_NOT_ALLOWED)
     answer.headers["Allow"] = allowed
     return answer

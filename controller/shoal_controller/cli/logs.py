@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shoal_protos.errors import NotFound
+from shoal_protos.quoting import shown_name
 
 from shoal_controller.cli.completion import worker_names
 from shoal_controller.cli.options import DEFAULT_URL, Job, Url
@@ -69,7 +70,7 @@ def choose(workers: Sequence[Json], worker: str | None, job: str) -> Json:
         logged = [one for one in logged if one["worker"] == worker]
     if not logged:
         names = ", ".join(one["worker"] for one in workers if one["log"]) or "none"
-        who = f"worker {worker} of job {job}" if worker is not None else f"no worker of job {job}"
+        who = f"worker {shown_name(worker)} of job {job}" if worker is not None else f"no worker of job {job}"
         has = "has no log that this controller knows" if worker is not None else "has a log that this controller knows"
         raise NotFound(f"{who} {has}; those with one: {names}. Only launched workers write one")
     return next((one for one in logged if one["rank"] == 0), logged[-1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import NotFound, UserError
+from shoal_protos.quoting import shown_name
 
 from shoal_controller.cli.options import Data
 
@@ -56,8 +57,8 @@ def place_of(job: str, data: Path | None) -> Path:
     found = curve_file(folder, job)
     if found is None:
         raise NotFound(
-            f"{folder} has no curve of a job {job}; a controller keeps it in its data folder (--data) from the job's "
-            "first step on"
+            f"{folder} has no curve of a job {shown_name(job)}; a controller keeps it in its data folder (--data) from "
+            "the job's first step on"
         )
     return found
 

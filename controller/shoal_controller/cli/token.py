@@ -13,10 +13,10 @@ from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 
 
 class JobOrCommand(TyperGroup):
-    """`shoal token JOB` is `shoal token job JOB`."""
+    """`shoal token JOB` and `shoal token -- JOB` are `shoal token job JOB`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if args and not args[0].startswith("-") and args[0] not in self.commands:
+        if args and (args[0] == "--" or not (args[0].startswith("-") or args[0] in self.commands)):
             args = ["job", *args]
         return super().parse_args(ctx, args)
 

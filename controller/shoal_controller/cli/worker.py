@@ -14,6 +14,7 @@ from shoal_protos.addresses import split_address
 from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import UserError
 from shoal_protos.path_part import NAME, NAME_EXPECTED
+from shoal_protos.quoting import shown
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -39,7 +40,7 @@ def worker(
         except ValueError:
             raise UserError(f"--controller is {controller!r}; expected HOST:PORT, such as 10.0.0.7:7071") from None
     if not NAME.fullmatch(job):
-        raise UserError(f"--job is {job!r}; expected the name of a job: {NAME_EXPECTED}")
+        raise UserError(f"--job is {shown(job)}; expected the name of a job: {NAME_EXPECTED}")
     program = shutil.which(command[0])
     if program is None:
         raise UserError(f"there is no program {command[0]!r} to run as a worker; expected a command after `--`")

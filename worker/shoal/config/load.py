@@ -20,7 +20,8 @@ from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.old_config_keys import with_todays_names
-from shoal_protos.validation import shown, what_is_left
+from shoal_protos.quoting import shown
+from shoal_protos.validation import what_is_left
 
 from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
 from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of, sections

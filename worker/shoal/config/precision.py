@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal_protos.validation import shown
+from shoal_protos.quoting import shown
 
 from shoal.config.document import Document
 from shoal.core.loss_scale import LossScaleRule

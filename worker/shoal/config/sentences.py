@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 from shoal_protos import validation
-from shoal_protos.validation import MOST_READ, Fault, find, model_in, shown
+from shoal_protos.quoting import shown
+from shoal_protos.validation import MOST_READ, Fault, find, model_in
 
 from shoal.config.deepspeed import FATES
 from shoal.config.document import Document

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import ValidationError
 from shoal_protos.errors import UserError
-from shoal_protos.validation import shown
+from shoal_protos.quoting import shown
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler

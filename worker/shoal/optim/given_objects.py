@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal_protos.errors import UserError
-from shoal_protos.validation import shown
+from shoal_protos.quoting import shown
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 

@@ -16,7 +16,7 @@ from typing import Any
 from shoal_protos.config_file import parsed_config, read_config
 from shoal_protos.errors import UserError
 from shoal_protos.old_config_keys import with_todays_names
-from shoal_protos.validation import shown
+from shoal_protos.quoting import shown
 
 FOLDER = "elastic"
 """Of elastic checkpoints, in the Trainer's output folder."""

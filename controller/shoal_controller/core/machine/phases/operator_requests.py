@@ -6,6 +6,7 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import at_step, plural
+from shoal_protos.quoting import shown_name
 
 from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
@@ -90,7 +91,7 @@ def _find_worker(turn: Turn, worker: WorkerId) -> WorkerRecord:
     record = turn.durable.roster.get(worker)
     if record is None:
         names = ", ".join(r.worker for r in turn.durable.roster.values() if r.serves) or "none"
-        raise NotFound(f"job {turn.spec.job} has no worker {worker}; its workers are: {names}.").coded(
+        raise NotFound(f"job {turn.spec.job} has no worker {shown_name(worker)}; its workers are: {names}.").coded(
             ErrorCode.WORKER_UNKNOWN
         )
     if record.ending is not None or record.standing is Standing.DEAD:
