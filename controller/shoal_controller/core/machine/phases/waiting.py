@@ -9,6 +9,7 @@ from shoal_protos.plural import plural
 from shoal_controller.core.machine.durable import Durable, Standing
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import link_faults, planned_changes, recovery, scaling
+from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.turn import Turn
 
 PATIENCE_SECONDS = 10.0
@@ -18,6 +19,7 @@ PATIENCE_SECONDS = 10.0
 def settle(turn: Turn) -> None:
     """Generation 1 begins when `wanted` workers are ready, or `min` are, 10 s after the first."""
     scaling.release_leaving(turn)
+    _dismiss_the_left_behind(turn)
     ready = ready_to_start(turn)
     if not ready:
         return turn.change(ready_since=None) if turn.job.ready_since is not None else None
@@ -31,6 +33,19 @@ def settle(turn: Turn) -> None:
         chosen = ready[: planned_changes.most_workers(turn)]
         recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
     return None
+
+
+def _dismiss_the_left_behind(turn: Turn) -> None:
+    """● Who comes back to a job that waits, from a world that lost all its other members before the first step, begins
+    again: nobody starts with a worker that is in a world, and it would be waited for for ever.
+    """
+    for process in turn.serving():
+        generation = process.status.generation
+        if turn.world is None and generation in turn.durable.opened_generations:
+            how = Ending.REPLACED if turn.record(process.worker).launched else Ending.START_OVER
+            why = f"worker {process.worker} is in generation {generation}, of which nobody else was left"
+            scaling.dismiss(turn, process.worker, how, why)
+            send_if_due(turn, process.worker)
 
 
 def ready_to_start(turn: Turn) -> list[WorkerId]:
