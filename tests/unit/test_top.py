@@ -30,6 +30,8 @@ ROW = {
     "last_resize": {"sentence": "w2 was lost: training paused for 63 ms"},
 }  # fmt: skip
 
+LEAVES_THE_SCREEN, SHOWS_THE_CURSOR = b"\x1b[?1049l", b"\x1b[?25h"
+
 
 class Answers:
     """A client of a controller that forgets jobs, or fails."""
@@ -114,6 +116,18 @@ def test_q_leaves_top(controller: str) -> None:
         while b"no jobs" not in seen:
             seen += os.read(terminal, 4096)
         os.write(terminal, b"q")
+        assert top.wait(timeout=30) == 0
+
+
+def test_sigterm_ends_top_with_the_terminal_as_it_was(controller: str) -> None:
+    Controller.body = json.dumps({"jobs": []})
+    with top_on_a_terminal(controller, "xterm") as (top, terminal):
+        seen = b""
+        while b"no jobs" not in seen:
+            seen += os.read(terminal, 4096)
+        top.terminate()
+        while LEAVES_THE_SCREEN not in seen or SHOWS_THE_CURSOR not in seen:
+            seen += os.read(terminal, 4096)
         assert top.wait(timeout=30) == 0
 
 

@@ -41,7 +41,7 @@ async def top(url: Url = DEFAULT_URL) -> None:
         if not is_redrawn(sys.stdout, on):
             show(await _all(client))
             return
-        with quit_key() as quitting, Live(await _all(client), console=on, screen=True) as live:
+        with asked_to_quit() as quitting, Live(await _all(client), console=on, screen=True) as live:
             showing = asyncio.create_task(_keep_showing(client, live), name="show all jobs")
             try:
                 await interrupted_before(showing, quitting)
@@ -73,15 +73,29 @@ async def _screen(client: Client) -> Group | str:
 
 
 @contextmanager
-def quit_key() -> Iterator[asyncio.Event]:
-    """Set when `q` is typed; the terminal is as it was afterwards."""
+def asked_to_quit() -> Iterator[asyncio.Event]:
+    """Set when `q` is typed, or by SIGTERM, so that the terminal is as it was afterwards."""
+    import asyncio
+    import signal
+
+    quitting, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, quitting.set)
+    try:
+        with _when_typed(quitting):
+            yield quitting
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextmanager
+def _when_typed(quitting: asyncio.Event) -> Iterator[None]:
     import asyncio
     import termios
     import tty
 
-    quitting, keys = asyncio.Event(), sys.stdin
+    keys = sys.stdin
     if not keys.isatty():
-        yield quitting
+        yield
         return
 
     def pressed() -> None:
@@ -92,7 +106,7 @@ def quit_key() -> Iterator[asyncio.Event]:
     tty.setcbreak(keys)
     asyncio.get_running_loop().add_reader(keys, pressed)
     try:
-        yield quitting
+        yield
     finally:
         asyncio.get_running_loop().remove_reader(keys)
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
