@@ -230,12 +230,17 @@ def _on_answer(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> None:
 
 
 def _on_lost_blocks(turn: Turn, attempt: Attempt, blocks: Runs) -> None:
-    if attempt.committed_in < max(turn.durable.first_valid_generation, 1):
+    if not _has_trained(turn, attempt.committed_in):
         return _begin_again(turn, attempt, sorted(_inventories(turn, attempt)))
     attempt = replace(attempt, lost_blocks=blocks)
     turn.change(attempt=attempt)
     lost_blocks.stall(turn, attempt)
     return _go_back_unless_blocks_may_come(turn, attempt)
+
+
+def _has_trained(turn: Turn, committed_in: int) -> bool:
+    """Whether a step was committed since the job began, or began anew, where the last one was in this generation."""
+    return committed_in >= max(turn.durable.first_valid_generation, 1)
 
 
 def _go_back_unless_blocks_may_come(turn: Turn, attempt: Attempt) -> None:
@@ -333,6 +338,9 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     gone = [member.worker for member in plan.members if not turn.record(member.worker).serves]
     if gone:
         return retry(turn, attempt, f"{_names(gone)} lost while generation {plan.generation} was being built")
+    if plan.reason is Reason.START and not attempt.start and _has_trained(turn, turn.durable.committed_in):
+        # ● who was not heard when the others began again comes back, and they had voted with it
+        return retry(turn, attempt, "the first step was committed by a worker that was not heard then")
     reports = link_faults.reports(turn, plan, building=True)
     if reports:
         why = f"{link_faults.sentence(reports)} while generation {plan.generation} was being built"
