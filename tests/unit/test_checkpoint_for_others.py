@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -249,3 +252,58 @@ def test_an_export_does_not_write_into_a_directory_that_holds_something(
 ) -> None:
     code, _, err = run(capsys, "export", place, place, "--format", "dcp")
     assert (code, err) == (2, f"shoal: {place} already exists; choose a new directory for the export.\n")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_an_export_to_a_place_that_cannot_be_written_ends_in_a_sentence(
+    kind: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "export", place, "/proc/m", "--format", kind) == (
+        2,
+        "",
+        "shoal: cannot export the model to /proc/m: No such file or directory; choose a place that can be written and "
+        "has room.\n",
+    )
+
+
+def test_an_export_that_finds_no_room_ends_in_a_sentence_and_leaves_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(file: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", no_room)
+    (tmp_path / "out").mkdir()
+    assert run(capsys, "export", place, tmp_path / "out" / "m") == (
+        2,
+        "",
+        f"shoal: cannot export the model to {tmp_path / 'out' / 'm'}: there is no room; choose a place that can be "
+        "written and has room.\n",
+    )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_export_for_torch_that_is_cut_off_ends_in_a_sentence(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, hard))
+    try:
+        code, out, err = run(capsys, "export", place, tmp_path / "m", "--format", "dcp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"shoal: cannot export the model to {tmp_path / 'm'}: ")
+    assert err.endswith("; choose a place that can be written and has room.\n")
+
+
+def test_an_export_to_a_folder_asks_for_a_file_and_leaves_nothing(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    code, _, err = run(capsys, "export", place, tmp_path)
+    assert (code, err) == (
+        2,
+        f"shoal: {tmp_path} is a folder; name the file to write, such as {tmp_path / 'model.safetensors'}.\n",
+    )
+    assert sorted(tmp_path.iterdir()) == before

@@ -13,17 +13,22 @@ from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoal.checkpoint import named
+from shoal.checkpoint.export import cannot_export
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
 
 
 def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes the directory, which must not hold anything yet. `dtype`: of the model's floating tensors."""
+    """Writes the directory, which must not hold anything yet. `dtype`: of the model's floating tensors.
+
+    Raises `UserError`.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists; choose a new directory for the export.")
     content: dict[str, Any] = {"model": _model(reader, dtype)}
@@ -34,7 +39,13 @@ def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
         }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no_dist.*|.*torch.distributed.*")  # this is one process
-        save(content, storage_writer=FileSystemWriter(folder), no_dist=True)
+        try:
+            save(content, storage_writer=FileSystemWriter(folder), no_dist=True)
+        except OSError as error:
+            raise cannot_export(folder, error) from error
+        except CheckpointException as error:
+            (why, _), *_ = error.failures.values()
+            raise cannot_export(folder, why) from error
 
 
 def _model(reader: Reader, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from shoal_protos.errors import UserError
 
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import Region, header
+from shoal.checkpoint.errors import StorageFull
 from shoal.checkpoint.named import Known, names, shows_masters, tensors
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import LocalStorage
@@ -36,15 +37,26 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
-    """Writes the file; it is whole or not there. An old one of that name is replaced."""
+    """Writes the file; it is whole or not there. An old one of that name is replaced. Raises `UserError`."""
+    if not file.name or file.is_dir():
+        raise UserError(f"{file} is a folder; name the file to write, such as {file / 'model.safetensors'}.")
     regions, at = list[Region](), 0
     for name, known in names(reader.manifest).items():
         regions.append(Region(name, _converted(known, dtype), known.shape, at))
         at += regions[-1].bytes
     metadata = {"format": "pt", **reader.manifest.layout.tied}
     beside = f".{file.name}.{os.getpid()}"
-    LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), reader, dtype))
-    file.with_name(beside).replace(file)
+    try:
+        LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), reader, dtype))
+        file.with_name(beside).replace(file)
+    except (OSError, StorageFull) as error:
+        raise cannot_export(file, error) from error
+
+
+def cannot_export(place: Path, why: BaseException) -> UserError:
+    """What can be done about a place that takes no export."""
+    reason = "there is no room" if isinstance(why, StorageFull) else f"{getattr(why, 'strerror', '') or why}"
+    return UserError(f"cannot export the model to {place}: {reason}; choose a place that can be written and has room.")
 
 
 def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
