@@ -307,3 +307,23 @@ def test_an_export_to_a_folder_asks_for_a_file_and_leaves_nothing(
         f"shoal: {tmp_path} is a folder; name the file to write, such as {tmp_path / 'model.safetensors'}.\n",
     )
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_verify_prints_may_go_to_a_reader_that_has_read_enough(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", output)
+        assert main(["verify", str(place)]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_under_the_output_of_verify_is_a_sentence(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as output, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", output)
+        assert main(["verify", str(place)]) == 1
+    assert capsys.readouterr().err == "shoal: the output cannot be written: No space left on device\n"

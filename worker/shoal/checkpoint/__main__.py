@@ -1,12 +1,13 @@
 """`python -m shoal.checkpoint verify PATH | export PATH FILE | import FILE PATH`: what `shoal` runs of these names.
 
 PATH is a folder of checkpoints (the newest whole one is meant) or one checkpoint's own folder. Exit codes: 0 done, 1 a
-checkpoint is damaged, 2 wrong use, 130 interrupted.
+checkpoint is damaged or the output cannot be written, 2 wrong use, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
 
-DONE, DAMAGED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+DONE, DAMAGED, UNWRITTEN, WRONG_USE, INTERRUPTED = 0, 1, 1, 2, 130
 MOST_NAMES = 10
 
 
@@ -37,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         _tell(str(error))
         return WRONG_USE
+    except _NoOutputError as error:
+        if not isinstance(error.why, BrokenPipeError):  # who closes a pipe has read enough
+            _tell(f"the output cannot be written: {error.why.strerror}")
+        return UNWRITTEN
     except KeyboardInterrupt:
         return INTERRUPTED
 
@@ -65,8 +70,23 @@ def _tell(sentence: str) -> None:
     sys.stderr.write(f"shoal: {sentence}\n")
 
 
+class _NoOutputError(Exception):
+    """Standard output takes no more."""
+
+    def __init__(self, why: OSError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    try:
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())  # takes what Python writes as it ends
+        os.close(nothing)
+        raise _NoOutputError(error) from error
 
 
 def _verify(given: argparse.Namespace) -> int:
