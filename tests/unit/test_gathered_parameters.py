@@ -157,8 +157,12 @@ def test_a_context_of_gathered_parameters_is_left_before_the_step() -> None:
 class Careless(Layers):
     """Takes whatever goes wrong for a hopeless sample."""
 
+    begins: Callable[[], None] = staticmethod(lambda: None)
+    """Called within its forward, before it uses anything."""
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
         try:
+            self.begins()
             return super().forward(tokens, targets)
         except Exception:
             return torch.tensor(9.0, requires_grad=True)
@@ -193,6 +197,35 @@ def test_rank_0_evaluates_and_averages_weights_after_every_step_through_a_loss(p
     assert scores == right_scores and len(seen) == len(right) == STEPS
     for mine, theirs in zip(seen, right, strict=True):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_no_model_swallows_the_loss_of_a_peer_while_rank_0_alone_evaluates() -> None:
+    """Nobody else is in that forward, and nothing that comes after would make it again."""
+
+    def evaluate(engine: Engine) -> None:
+        tokens = torch.arange(20).view(2, 10)
+        with engine.evaluating():
+            if engine.global_step == 3:
+                engine.module.begins = lose_c
+            scores.append(float(engine.module(tokens, tokens)))
+
+    def lose_c() -> None:
+        lost = crews[0].workers["c"] if crews else None
+        if lost is not None and lost.alive:
+            lost.killed = True
+            crews[0].changed.notify_all()
+            crews[0].workers["a"].wait(lambda: not lost.alive)
+
+    scores: list[float] = []
+    crews: list[Crew] = []
+    tried = Task(**{**vars(of(task(prepare=lambda engine: engine.on_step(evaluate)))), "model": Careless})
+    right = undisturbed(tried)
+    right_scores, scores[:] = list(scores), []
+    with Crew("abc", tried) as crew:
+        crews.append(crew)
+        assert crew.finish() == right
+        assert not crew.workers["c"].alive
+    assert scores == right_scores and len(scores) == STEPS
 
 
 def test_a_forward_that_is_given_up_leaves_nothing_for_the_next_step() -> None:
