@@ -13,6 +13,8 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from integration.scripts import Model
+from late_device import LateDevice
+from shoal.device import HOST, Device
 from shoal.exchange import traffic
 from shoal.exchange.pieces import Extent
 from shoal.training.engine import Engine
@@ -133,8 +135,9 @@ def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameter
     ],
 )
 @pytest.mark.parametrize("when", ["before the forward", "after the step"])
+@pytest.mark.parametrize("device", [lambda: HOST, LateDevice], ids=["on the CPU", "on a device"])
 def test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit(
-    action: At, sentence: str, when: str
+    action: At, sentence: str, when: str, device: Callable[[], Device]
 ) -> None:
     seen: list[int] = []
 
@@ -145,8 +148,38 @@ def test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit(
 
     in_loop = at_step_2(action) if when == "before the forward" else Task().in_loop
     with pytest.raises(UserError, match=sentence):
-        undisturbed(Task(OPTIONS, in_loop=in_loop, step=step))
+        undisturbed(Task(OPTIONS, in_loop=in_loop, step=step, device=device))
     assert max(seen) == 2
+
+
+@pytest.mark.parametrize("device", [lambda: HOST, LateDevice], ids=["on the CPU", "on a device"])
+def test_gradients_that_the_script_changes_past_their_versions_are_refused_before_the_commit(
+    device: Callable[[], Device],
+) -> None:
+    def step(engine: Engine) -> None:
+        for parameter in engine.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(0.5)
+        engine.step()
+
+    with pytest.raises(UserError, match=r"gradients were changed between engine\.backward and engine\.step"):
+        undisturbed(Task(OPTIONS | {"stage": 0, "lanes": 4}, step=step, device=device))
+
+
+def test_a_script_that_swallows_what_a_device_has_found_late_gets_no_further() -> None:
+    """All but the commit of that step was made, and no lane is left."""
+    found: list[str] = []
+
+    def step(engine: Engine) -> None:
+        try:
+            if engine.step():
+                at_step_2(clamp_data)(engine)
+        except UserError as error:
+            found.append(str(error))
+
+    with pytest.raises(UserError, match=r"step \d was not made: the script caught the error"):
+        undisturbed(Task(OPTIONS, step=step, device=LateDevice))
+    assert found[0].startswith("a parameter was changed by the script")
 
 
 class Renormalizing(Model):

@@ -76,7 +76,7 @@ class FiniteWatch:
         device, once.
         """
         kept, self._kept = self._kept, []
-        totals = torch.stack([one.total.double() for one in kept]).tolist() if kept else []
+        totals = torch.stack([one.total for one in kept]).tolist() if kept else []
         for one, total in zip(kept, totals, strict=True):
             if not self._bad and not math.isfinite(total) and not bool(torch.isfinite(one.mean).all()):
                 self._bad = describe_gradient(one.bucket, one.start, one.mean, one.lanes())

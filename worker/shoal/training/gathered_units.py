@@ -53,7 +53,7 @@ class GatheredUnits:
         self.have_frozen = any(unit.has_frozen for unit in self._units)
         self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
-        self.watch = UnitWatch(state.flats.flats)
+        self.watch = UnitWatch(state.flats.flats, state.comparisons)
         self._first_uses = [unit.uses for unit in self._units]
         self._server: UnitServer | None = None
         self._fetch: UnitFetch | FirstValuesFetch | None = None

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.blocks.flat import drop_gradients
 from shoal.data.fetch import Fetcher, upcoming
 from shoal.exchange.pieces import Extent
-from shoal.training.lane_numbers import LaneNumbers
+from shoal.training.lane_numbers import LaneNumbers, Loss
 from shoal.training.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
 from shoal.training.state import TrainingState
 
@@ -99,7 +100,14 @@ class LaneLoop:
     # ---- a micro-batch
 
     def next_batch(self, state: TrainingState) -> Any:
-        """The next micro-batch of this step. Raises `UserError` where the loop has not ended the one before."""
+        """The next micro-batch of this step. Raises `UserError` where the loop has not ended the one before, or goes on
+        after an error with which the step has ended.
+        """
+        if self.lanes_done:
+            raise UserError(
+                f"step {state.step + 1} was not made: the script caught the error that engine.step had raised, and "
+                "went on. Nothing of the step is left to do; let such an error end the script."
+            )
         self._order.begin(self._where(state))
         drop_gradients(state.parameters)
         if self._micro == 0:
@@ -160,7 +168,8 @@ class LaneLoop:
         self._order.backward_ends(self._more)
         state.sums.backward_done(state.parameters)
         state.gradient_guard.on_backward(arriving)
-        self.numbers.add_loss(self.lane if not self.is_warming_up else 0, float(loss.item()))
+        if not self.is_warming_up:
+            self.numbers.add_loss(_kept(loss, state))
 
     @property
     def has_gradient(self) -> bool:
@@ -224,3 +233,10 @@ class LaneLoop:
         """The user's loop is done with a void lane."""
         self.check_void(call)
         self._void = False
+
+
+def _kept(loss: Tensor, state: TrainingState) -> Loss:
+    """A script may change its own. The host does not wait for a device: its loss is read when the lanes are done."""
+    if state.device.on_host:
+        return loss.item()
+    return loss.detach().to(torch.float64, copy=True).reshape(())

@@ -7,16 +7,34 @@ nothing: the means are over the others.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
+import torch
 from shoal_protos.runs import Span
+from torch import Tensor
 
 from shoal.core.tree import push
 from shoal.exchange.vote import check_names
 
+Loss = float | Tensor
+"""`()` float64 on a device, which may still be making it."""
 Numbers = tuple[float, dict[str, float] | None]
 """Numbers of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name; None where
 all its micro-batches were skipped.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """Of all lanes of a step, one number per whole subtree."""
+
+    losses: tuple[float, ...] = ()
+    reports: dict[str, list[float]] = field(default_factory=dict)
+    """By name; names that some lane did not report are left out."""
+    not_finite: str = ""
+    """Names the first lane whose loss is not finite; empty where all are."""
 
 
 class LaneNumbers:
@@ -27,24 +45,22 @@ class LaneNumbers:
         self.begin_step()
 
     def begin_step(self) -> None:
-        self._sums: list[tuple[Span, Numbers]] = []
+        self._lanes: list[tuple[int, list[Loss], dict[str, float] | None]] = []
+        """Those that are done: the losses of their micro-batches, and what was reported."""
         self.skipped = 0
         """Micro-batches that were given up."""
-        self._not_finite: dict[int, float] = {}
         self.begin_lane()
 
     def begin_lane(self) -> None:
-        self._loss, self._reports, self._skipped = 0.0, dict[str, float](), 0
+        self._losses, self._reports, self._skipped = list[Loss](), dict[str, float](), 0
         self.begin_micro_batch()
 
     def begin_micro_batch(self) -> None:
         self._before = dict(self._reports)
 
-    def add_loss(self, lane: int, loss: float) -> None:
+    def add_loss(self, loss: Loss) -> None:
         """The loss of a micro-batch."""
-        self._loss += loss / self._micro_batches
-        if not math.isfinite(loss):
-            self._not_finite.setdefault(lane, loss)
+        self._losses.append(loss)
 
     def report(self, numbers: dict[str, float]) -> None:
         """Adds to the lane's numbers: the mean over its micro-batches."""
@@ -60,30 +76,41 @@ class LaneNumbers:
         self.skipped += 1
 
     def lane_done(self, lane: int) -> None:
-        """The lane's numbers join the subtree sums."""
+        """The lane's numbers join the step's."""
         reports = self._reports if self._skipped < self._micro_batches else None
-        push(self._sums, lane, (self._loss, reports), self._job_lanes, _add)
+        self._lanes.append((lane, self._losses, reports))
 
-    @property
-    def losses(self) -> list[float]:
-        """One per whole subtree of lanes."""
-        return [loss for _, (loss, _) in self._sums]
+    def of_step(self) -> StepNumbers:
+        """Waits for a device, once."""
+        known = iter(_on_host([loss for _, losses, _ in self._lanes for loss in losses]))
+        sums: list[tuple[Span, Numbers]] = []
+        not_finite: dict[int, float] = {}
+        for lane, losses, reports in self._lanes:
+            total = 0.0
+            for loss in islice(known, len(losses)):
+                total += loss / self._micro_batches
+                if not math.isfinite(loss):
+                    not_finite.setdefault(lane, loss)
+            push(sums, lane, (total, reports), self._job_lanes, _add)
+        numbers = [each for _, each in sums]
+        first = min(not_finite, default=0)
+        return StepNumbers(
+            tuple(loss for loss, _ in numbers),
+            _reports_of([reports for _, reports in numbers]),
+            f"the loss of lane {first} is {not_finite[first]}" if not_finite else "",
+        )
 
-    @property
-    def reports(self) -> dict[str, list[float]]:
-        """Reports by name, one per whole subtree; names that some lane did not report are left out."""
-        each = [numbers for _, (_, numbers) in self._sums]
-        counted = [numbers for numbers in each if numbers is not None]
-        names = set.intersection(*map(set, counted)) if counted else set()
-        return {name: [numbers[name] if numbers else 0.0 for numbers in each] for name in sorted(names)}
 
-    @property
-    def not_finite(self) -> str:
-        """Names the first lane whose loss is not finite; empty where all are."""
-        if not self._not_finite:
-            return ""
-        lane = min(self._not_finite)
-        return f"the loss of lane {lane} is {self._not_finite[lane]}"
+def _on_host(losses: Sequence[Loss]) -> list[float]:
+    there = [loss for loss in losses if isinstance(loss, Tensor)]
+    came = iter(torch.stack(there).tolist() if there else [])
+    return [next(came) if isinstance(loss, Tensor) else loss for loss in losses]
+
+
+def _reports_of(each: Sequence[dict[str, float] | None]) -> dict[str, list[float]]:
+    counted = [reports for reports in each if reports is not None]
+    names = set.intersection(*map(set, counted)) if counted else set()
+    return {name: [reports[name] if reports else 0.0 for reports in each] for name in sorted(names)}
 
 
 def _add(kept: Numbers, new: Numbers) -> Numbers:

@@ -24,6 +24,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.taken_gradients import TakenGradients
 from shoal.exchange.pieces import Extent
+from shoal.training.comparisons import Checksum, Comparisons, checksums
 
 WINDOW_ELEMENTS = 1 << 14
 
@@ -31,11 +32,6 @@ _REQUIRES = attrgetter("requires_grad")
 """Mapped over all parameters in each step: without a line of Python for each."""
 _KEY = attrgetter("_cdata")
 """Of a storage: as `storage_key` has it."""
-
-
-def checksum(values: Tensor) -> int:
-    """Checksum of the bits of a flat, or of a part of it that begins and ends at a multiple of 8 bytes."""
-    return int(values.view(torch.int64).sum().item())
 
 
 class Windows:
@@ -80,14 +76,17 @@ class ModuleGuard:
     its version alone.
     """
 
-    def __init__(self, module: nn.Module, trained: dict[str, nn.Parameter], flats: Flats) -> None:
+    def __init__(
+        self, module: nn.Module, trained: dict[str, nn.Parameter], flats: Flats, comparisons: Comparisons
+    ) -> None:
         self._module, self._names, self._trained, self._flats = module, list(trained), list(trained.values()), flats
+        self._comparisons = comparisons
         self._places = self._where()
         self._windows = Windows(flats)
         self._versions: list[int] = []
         self._as_initialized: list[int] | None = versions(self._trained)
         """Until the first batch."""
-        self._content: tuple[object, int] | None = None
+        self._content: tuple[object, Checksum] | None = None
         """The world and the checksum of the window, as of the last commit."""
         self._awaited: tuple[object, int] | None = None
         """The world and the window's bucket, while that is still to come."""
@@ -176,19 +175,19 @@ class ModuleGuard:
         self._awaited = None
         if self._content is None or self._content[0] is not world:
             self._versions = versions(self._trained)
-            self._content = (world, checksum(self._windows.of(self._flats)))
+            self._content = (world, self._checksum())
 
     def on_commit(self, world: object, coming: Collection[int] = ()) -> None:
         """The engine has changed the parameters, and changes those of the buckets that are coming."""
         self._windows.turn()
         bucket = self._windows.bucket
         self._awaited = (world, bucket) if bucket in coming else None
-        self._content = None if self._awaited else (world, checksum(self._windows.of(self._flats)))
+        self._content = None if self._awaited else (world, self._checksum())
 
     def on_arrived(self, bucket: int) -> None:
         """All of this bucket has come, and nobody has used it yet."""
         if self._awaited is not None and self._awaited[1] == bucket:
-            self._content = (self._awaited[0], checksum(self._windows.of(self._flats)))
+            self._content = (self._awaited[0], self._checksum())
             self._awaited = None
 
     def _check_values(self, world: object) -> None:
@@ -198,12 +197,14 @@ class ModuleGuard:
             raise UserError(f'parameter "{self._names[at]}" {CHANGED}')
         if self._content is None or self._content[0] is not world:
             return
-        if checksum(self._windows.of(self._flats)) != self._content[1]:
-            raise UserError(f"a parameter {CHANGED}")
+        self._comparisons.expect_equal(self._content[1], self._checksum(), f"a parameter {CHANGED}")
+
+    def _checksum(self) -> Checksum:
+        return self._comparisons.checksum(self._windows.of(self._flats))
 
     def whole(self) -> list[int]:
         """Checksums of all parameters."""
-        return [checksum(flat) for flat in self._flats]
+        return checksums(self._flats)
 
     def forget_writes(self) -> None:
         """What was written is no more: it was written to copies."""
@@ -231,14 +232,14 @@ class _Made:
     versions: list[int]
     parts: list[Tensor]
     """Of the window at hand."""
-    content: list[int]
+    content: list[Checksum]
 
 
 class GradientGuard:
     """Between `engine.backward` and `engine.step` gradients are looked at only."""
 
-    def __init__(self, sums: LaneSums) -> None:
-        self._sums, self._windows = sums, Windows(sums.live.flats)
+    def __init__(self, sums: LaneSums, comparisons: Comparisons) -> None:
+        self._sums, self._windows, self._comparisons = sums, Windows(sums.live.flats), comparisons
         self._made: _Made | None = None
 
     def on_backward(self, arriving: Iterable[Extent] = ()) -> None:
@@ -246,20 +247,22 @@ class GradientGuard:
         self._windows.turn()
         gradients = self._sums.live
         parts = self._windows.of_all_but(gradients.flats, arriving)
-        self._made = _Made(gradients, versions(gradients.flats), parts, list(map(checksum, parts)))
+        content = list(map(self._comparisons.checksum, parts))
+        self._made = _Made(gradients, versions(gradients.flats), parts, content)
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises `UserError` where the script has changed them since."""
         made, self._made = self._made, None
         if made is None:
             return
-        if (
-            versions(made.gradients.flats) != made.versions
-            or not made.gradients.are_in_place(parameters)
-            or list(map(checksum, made.parts)) != made.content
-        ):
+        try:
+            if versions(made.gradients.flats) != made.versions or not made.gradients.are_in_place(parameters):
+                raise UserError(GRADIENTS_CHANGED)
+            for before, part in zip(made.content, made.parts, strict=True):
+                self._comparisons.expect_equal(before, self._comparisons.checksum(part), GRADIENTS_CHANGED)
+        except UserError:
             self._made = made
-            raise UserError(GRADIENTS_CHANGED)
+            raise
 
 
 class TakenGradientGuard:

@@ -28,7 +28,6 @@ from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.module_calls import listen
-from shoal.training.parameter_guards import CHANGED
 from shoal.training.parameters import Parameters
 from shoal.world import World
 
@@ -85,8 +84,7 @@ class ShardedParameters(Parameters):
     def check_step(self) -> None:
         if self._open:
             raise UserError("engine.step was called within engine.gathered(...); leave that context before it.")
-        if self.units.watch.is_broken:
-            raise UserError(f"a parameter {CHANGED}")
+        self.units.watch.refuse()
 
     def before_vote(self) -> None:
         self.units.settle()

@@ -45,6 +45,7 @@ from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
 from shoal.precision.rounding import half_dtype, round_module
 from shoal.training.agreed_hyper import SetInTime
+from shoal.training.comparisons import Comparisons
 from shoal.training.module_modes import ModuleModes
 from shoal.training.parameter_guards import GradientGuard, ModuleGuard, TakenGradientGuard
 from shoal.training.small_state import pack, unpack
@@ -131,6 +132,8 @@ class TrainingState:
         self.originals: Originals | None = Originals(self.held_layout, self.placed, before, deferred)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self._put_first_values(deferred)
+        self.comparisons = Comparisons(at_once=self.device.on_host)
+        """Of what a script must not have changed."""
         self.sums: LaneSums | ShardSums
         self.gradient_guard: GradientGuard | TakenGradientGuard
         if limits.residency.gradients:
@@ -140,14 +143,14 @@ class TrainingState:
         if isinstance(self.sums, ShardSums) or self.sums.live.has_halves:
             self.gradient_guard = TakenGradientGuard(self.parameters)
         else:
-            self.gradient_guard = GradientGuard(self.sums)
+            self.gradient_guard = GradientGuard(self.sums, self.comparisons)
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
         self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
-        self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats)
+        self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
         self.set_in_time = SetInTime(optimizer)
         self.modes = ModuleModes(module)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None

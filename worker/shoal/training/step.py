@@ -69,9 +69,11 @@ class Step:
         self.parameters.before_vote()
         self._boundary.before_vote()
         wait_for(sends, self._world.group)
+        bad_gradient = reduction.find_bad_gradient()  # what it asks of a device is made beside the rest
+        self._context.state.comparisons.refuse()
         self._context.state.device.settle()
         self._note_pending()
-        record = self._vote(reduction.find_bad_gradient(), norms)  # past this line the step is committed
+        record = self._vote(bad_gradient, norms)  # past this line the step is committed
         hand_out = self._begin_hand_out()
         self._apply(record, hand_out)
         self._hand_out(hand_out)

@@ -6,18 +6,23 @@ as it is when its unit has come, and when that is freed. Called by gathered_unit
 
 from __future__ import annotations
 
+from shoal_protos.errors import UserError
+from torch import Tensor
+
 from shoal.blocks.flat import Flats
-from shoal.training.parameter_guards import Windows, checksum
+from shoal.training.comparisons import Checksum, Comparisons
+from shoal.training.parameter_guards import CHANGED, Windows
 
 
 class UnitWatch:
-    """`is_broken`: something was written, and the step may not be made."""
+    """Of these flats; `comparisons` makes the checksums."""
 
-    def __init__(self, flats: Flats) -> None:
-        self._flats, self._windows = flats, Windows(flats)
-        self._content: int | None = None
+    def __init__(self, flats: Flats, comparisons: Comparisons) -> None:
+        self._flats, self._windows, self._comparisons = flats, Windows(flats), comparisons
+        self._content: Checksum | None = None
         self._is_done = True
-        self.is_broken = False
+        self._differences: list[bool | Tensor] = []
+        """What was found since `refuse` was last called; `()` bool of a device that may still look for it."""
 
     def turn(self) -> None:
         """Another step begins: the next window."""
@@ -27,15 +32,26 @@ class UnitWatch:
     def on_here(self, buckets: tuple[int, ...]) -> None:
         """The values of these have come."""
         if not self._is_done and self._content is None and self._windows.bucket in buckets:
-            self._content = checksum(self._windows.of(self._flats))
+            self._content = self._checksum()
 
     def on_free(self, buckets: tuple[int, ...], by_script: bool) -> None:
         """They go. `by_script`: nobody but the script can have written to them."""
         if self._content is None or self._windows.bucket not in buckets:
             return
-        self.is_broken |= by_script and checksum(self._windows.of(self._flats)) != self._content
+        if by_script:
+            self._differences.append(self._checksum() != self._content)
         self._content, self._is_done = None, True
+
+    def refuse(self) -> None:
+        """Raises `UserError` where something was written. Waits for a device, where a window was compared."""
+        if any(map(bool, self._differences)):
+            raise UserError(f"a parameter {CHANGED}")
+        self._differences.clear()
 
     def forget(self) -> None:
         """What was written until now was allowed, and is gone."""
-        self._content, self.is_broken = None, False
+        self._content = None
+        self._differences.clear()
+
+    def _checksum(self) -> Checksum:
+        return self._comparisons.checksum(self._windows.of(self._flats))

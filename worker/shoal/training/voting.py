@@ -18,6 +18,7 @@ from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
+from shoal.training.lane_numbers import StepNumbers
 from shoal.training.requests import Requests
 from shoal.world import World
 
@@ -64,24 +65,25 @@ class Voting:
 
     def _ballot(self, step: int, bad_gradient: str, saving: str) -> Ballot:
         context = self._context
-        state, numbers = context.state, context.loop.numbers
+        state, loop = context.state, context.loop
         trained, before = step > state.step, state.record
+        numbers = loop.numbers.of_step() if trained else StepNumbers()
         return Ballot(
             step=step,
             generation=context.link.enter_vote(state.pending if trained else state.held.runs),
             hyper=self._digest(),
-            losses=numbers.losses if trained else (),
-            reports=numbers.reports if trained else {},
-            skipped=numbers.skipped if trained else 0,
+            losses=numbers.losses,
+            reports=numbers.reports,
+            skipped=loop.numbers.skipped if trained else 0,
             micro_batches=context.config.micro_batches_per_lane,
             skipped_before=before.skipped_micro_batches if before else 0,
-            bad_loss=numbers.not_finite if trained else "",
+            bad_loss=numbers.not_finite,
             bad_gradient=bad_gradient,
             is_scaled=int(state.loss_scale is not None),
             not_finite_before=before.not_finite_steps if before else 0,
             calls_back=int(context.calls_back),
             evaluations=self._evaluation.take_to_vote(),
-            stream=context.loop.fetcher.bookmark(context.loop.lanes) if trained else "",
+            stream=loop.fetcher.bookmark(loop.lanes) if trained else "",
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=saving,
             saved=self._saving.saved,

@@ -1,0 +1,56 @@
+"""Checksums of one memory at two moments, that are to be the same: the host knows at once, a device has its own time.
+
+To ask a device for a number is to wait for all that it was given, and what it is given next comes late. So its
+checksums stay there, and whether they differ is asked once a step, when the host has waited for it anyway. Used by
+guards.
+"""
+
+from __future__ import annotations
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+Checksum = int | Tensor
+"""`()` int64 on a device."""
+
+
+def checksum(values: Tensor) -> int:
+    """Checksum of the bits of a flat, or of a part of it that begins and ends at a multiple of 8 bytes."""
+    return int(_sum(values))
+
+
+def checksums(flats: list[Tensor]) -> list[int]:
+    """Of each; waits for a device once."""
+    return torch.stack([_sum(flat) for flat in flats]).tolist() if flats else []
+
+
+def _sum(values: Tensor) -> Tensor:  # () int64
+    return values.view(torch.int64).sum()
+
+
+class Comparisons:
+    """`at_once`: the host may ask for every checksum when it is made, which costs it nothing then."""
+
+    def __init__(self, at_once: bool) -> None:
+        self._at_once = at_once
+        self._open: list[tuple[Tensor, str]] = []  # each () bool
+
+    def checksum(self, values: Tensor) -> Checksum:
+        """As `checksum`."""
+        return checksum(values) if self._at_once or not values.numel() else _sum(values)
+
+    def expect_equal(self, before: Checksum, now: Checksum, otherwise: str) -> None:
+        """Raises `UserError(otherwise)` where they differ and that is known; what is not is for `refuse`."""
+        if isinstance(before, Tensor) or isinstance(now, Tensor):
+            self._open.append((torch.as_tensor(before != now), otherwise))
+        elif before != now:
+            raise UserError(otherwise)
+
+    def refuse(self) -> None:
+        """Raises `UserError` of the first that has turned out to differ. Waits for the device, once."""
+        found = torch.stack([differs for differs, _ in self._open]).tolist() if self._open else []
+        for differs, (_, otherwise) in zip(found, self._open, strict=True):
+            if differs:
+                raise UserError(otherwise)
+        self._open.clear()
