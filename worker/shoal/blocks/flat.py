@@ -391,7 +391,7 @@ def put_first(
     """
     if gradient.is_sparse:
         add_to(gradient, view.zero_())
-    elif gradient.dtype == view.dtype:
+    elif is_added_at_once(gradient, view):
         torch.add(gradient, 0.0, out=view)
     else:
         view.copy_(gradient).add_(0.0)
@@ -402,6 +402,13 @@ def add_to(
     view: Tensor,  # of the same shape
 ) -> None:
     """As autograd adds to one that is there: of `embedding(…, sparse=True)` row by row, also those that come twice."""
-    if gradient.dtype != view.dtype:  # adding a mixed pair is several times slower
-        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(view.dtype)
-    view.add_(gradient)
+    if gradient.is_sparse and gradient.dtype != view.dtype:
+        gradient = gradient.to_dense()
+    view.add_(gradient if is_added_at_once(gradient, view) else gradient.to(view.dtype))
+
+
+def is_added_at_once(gradient: Tensor, view: Tensor) -> bool:
+    """Whether no cast comes before. The host adds a mixed pair several times slower than it casts and adds; an H100 in
+    0.4 to 0.6 of the time of both. The bits are the same.
+    """
+    return gradient.dtype == view.dtype or view.device != HOST
