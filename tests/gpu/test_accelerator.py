@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from over_gloo import over_gloo
+from shoal.blocks.flat import add_to, put_first
 from shoal.core.sampler import Sampler
 from shoal.data.data_workers import Reading
 from shoal.data.fetch import Fetcher
@@ -71,6 +72,22 @@ def test_messages_between_tensors_of_a_device_have_what_was_computed() -> None:
         staged.wait(sends)
 
     over_gloo(3, act)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_gradients_in_half_precision_add_up_to_the_bits_that_they_have_on_the_host(dtype: torch.dtype) -> None:
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)  # each value there is
+    sums = []
+    for device in ("cpu", "cuda"):
+        gradient, view = every.to(device), torch.empty(every.shape, device=device)
+        put_first(gradient, view)
+        first = view.clone()
+        add_to(gradient.flip(0), view)
+        sums.append([first.cpu(), view.cpu()])
+    for there, here in zip(*sums, strict=True):
+        are_numbers = ~here.isnan()
+        assert torch.equal(there.isnan(), here.isnan())
+        assert torch.equal(there.view(torch.int32)[are_numbers], here.view(torch.int32)[are_numbers])
 
 
 def test_a_batch_goes_to_the_device_through_pinned_memory() -> None:

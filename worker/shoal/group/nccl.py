@@ -1,4 +1,6 @@
-"""The wire of NVIDIA's devices: NCCL's sends and receives, one communicator for each generation. Not run on hardware.
+"""The wire of NVIDIA's devices: NCCL's sends and receives, one communicator for each generation.
+
+Run on one GPU that several members shared, never on several (docs/devices.md).
 
 Whether a group has one its members know without asking: each says at the rendezvous which device it has, and NCCL is
 used where all have one of their own. Only `abort` ends a wait, as everywhere: the process group's own watchdog, which
