@@ -37,8 +37,8 @@ def act(name: str, size: int) -> None:
             member.stdin.flush()
         for member in members:
             ends.append(member.communicate(timeout=80.0))
-        for rank, (member, (said, wrong)) in enumerate(zip(members, ends, strict=True)):
-            assert member.returncode == 0, f"rank {rank} exited with {member.returncode}:\n{said}{wrong}"
+        for rank, (member, (printed, failure)) in enumerate(zip(members, ends, strict=True)):
+            assert member.returncode == 0, f"rank {rank} exited with {member.returncode}:\n{printed}{failure}"
     finally:
         for member in members:
             member.kill()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from shoal.core.tree import fold_numbers
+from shoal.device import HOST
 from shoal.training.lane_loop import LaneLoop
 
 
@@ -25,6 +26,7 @@ def some_state():
         step=3,
         last_step=9,
         loss_scale=None,
+        device=HOST,
         sums=sums,
         buffers=buffers,
         parameters=[],
@@ -65,7 +67,7 @@ def test_the_lane_in_flight_is_not_trained_again_wherever_the_new_ones_lie(lanes
     ascending = some_loop(*lanes)
     for _ in lanes:
         train(ascending, some_state())
-    assert (loop.numbers.losses, loop.numbers.reports) == (ascending.numbers.losses, ascending.numbers.reports)
+    assert loop.numbers.of_step() == ascending.numbers.of_step()
 
 
 def test_a_lane_that_another_worker_has_now_makes_the_step_begin_again():
@@ -84,7 +86,7 @@ def test_finished_lanes_and_the_one_in_flight_stay():
         (3, 2, 1), (3, 0, 0), (3, 0, 1), (3, 3, 0), (3, 3, 1),
     ]  # fmt: skip
     assert loop.lanes_done
-    assert loop.numbers.losses == [fold_numbers([((lane, lane + 1), lane + 0.5) for lane in range(4)], 4)]
+    assert loop.numbers.of_step().losses == (fold_numbers([((lane, lane + 1), lane + 0.5) for lane in range(4)], 4),)
 
 
 def test_a_step_whose_last_lane_is_done_does_not_go_on():

@@ -5,6 +5,7 @@ The bits are those of a world of one on the CPU, in every stage, through losses,
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +31,7 @@ from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from waiting_inputs import note_waiting_inputs
 
 BF16 = {"bf16": {"enabled": True}}
@@ -272,3 +274,35 @@ def test_on_the_cpu_nothing_is_staged_and_nothing_is_waited_for() -> None:
     with Crew("ab", Task({"stage": 1, "max_steps": 2}, in_loop=look)) as crew:
         crew.finish()
     assert seen and all(seen)
+
+
+BESIDE_A_STEP = {
+    "probe_state", "<listcomp>", "_keeps_denormals",  # when a worker starts
+    "step_on",  # the optimizer's own counters, after the commit
+    "is_finite",  # the layout of this device is the host's
+    "refuse",  # once a step, where parameters come and go
+}  # fmt: skip
+"""Functions that ask all the same."""
+
+
+class Reads(TorchDispatchMode):
+    """Notes which functions of Shoal ask for a number of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            ours = [frame.name for frame in traceback.extract_stack() if "/worker/shoal/" in frame.filename]
+            self.by.add(ours[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_within_a_step_asks_a_device_for_a_number(stage: int) -> None:
+    """It would wait for all that it was given."""
+    reads = Reads()
+    with reads:
+        undisturbed(late({"stage": stage, "micro_batches_per_lane": 2}))
+    assert reads.by <= BESIDE_A_STEP, "a device is asked within a step"

@@ -407,7 +407,10 @@ def add_to(
     view.add_(gradient if is_added_at_once(gradient, view) else gradient.to(view.dtype))
 
 
-def is_added_at_once(gradient: Tensor, view: Tensor) -> bool:
+def is_added_at_once(
+    gradient: Tensor,  # of any shape and dtype
+    view: Tensor,  # of the same shape
+) -> bool:
     """Whether no cast comes before. The host adds a mixed pair several times slower than it casts and adds; an H100 in
     0.4 to 0.6 of the time of both. The bits are the same.
     """

@@ -38,7 +38,9 @@ class Comparisons:
 
     def checksum(self, values: Tensor) -> Checksum:
         """As `checksum`."""
-        return checksum(values) if self._at_once or not values.numel() else _sum(values)
+        if not values.numel():  # also where there is none on the device
+            return 0
+        return checksum(values) if self._at_once else _sum(values)
 
     def expect_equal(self, before: Checksum, now: Checksum, otherwise: str) -> None:
         """Raises `UserError(otherwise)` where they differ and that is known; what is not is for `refuse`."""

@@ -235,7 +235,10 @@ class LaneLoop:
         self._void = False
 
 
-def _kept(loss: Tensor, state: TrainingState) -> Loss:
+def _kept(
+    loss: Tensor,  # of one element
+    state: TrainingState,
+) -> Loss:
     """A script may change its own. The host does not wait for a device: its loss is read when the lanes are done."""
     if state.device.on_host:
         return loss.item()

@@ -27,7 +27,7 @@ all its micro-batches were skipped.
 
 
 @dataclass(frozen=True, slots=True)
-class StepNumbers:
+class LaneTotals:
     """Of all lanes of a step, one number per whole subtree."""
 
     losses: tuple[float, ...] = ()
@@ -80,7 +80,7 @@ class LaneNumbers:
         reports = self._reports if self._skipped < self._micro_batches else None
         self._lanes.append((lane, self._losses, reports))
 
-    def of_step(self) -> StepNumbers:
+    def of_step(self) -> LaneTotals:
         """Waits for a device, once."""
         known = iter(_on_host([loss for _, losses, _ in self._lanes for loss in losses]))
         sums: list[tuple[Span, Numbers]] = []
@@ -94,7 +94,7 @@ class LaneNumbers:
             push(sums, lane, (total, reports), self._job_lanes, _add)
         numbers = [each for _, each in sums]
         first = min(not_finite, default=0)
-        return StepNumbers(
+        return LaneTotals(
             tuple(loss for loss, _ in numbers),
             _reports_of([reports for _, reports in numbers]),
             f"the loss of lane {first} is {not_finite[first]}" if not_finite else "",

@@ -133,7 +133,6 @@ class TrainingState:
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self._put_first_values(deferred)
         self.comparisons = Comparisons(at_once=self.device.on_host)
-        """Of what a script must not have changed."""
         self.sums: LaneSums | ShardSums
         self.gradient_guard: GradientGuard | TakenGradientGuard
         if limits.residency.gradients:

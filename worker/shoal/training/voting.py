@@ -18,7 +18,7 @@ from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
-from shoal.training.lane_numbers import StepNumbers
+from shoal.training.lane_numbers import LaneTotals
 from shoal.training.requests import Requests
 from shoal.world import World
 
@@ -67,7 +67,7 @@ class Voting:
         context = self._context
         state, loop = context.state, context.loop
         trained, before = step > state.step, state.record
-        numbers = loop.numbers.of_step() if trained else StepNumbers()
+        numbers = loop.numbers.of_step() if trained else LaneTotals()
         return Ballot(
             step=step,
             generation=context.link.enter_vote(state.pending if trained else state.held.runs),
