@@ -45,14 +45,14 @@ class Comparisons:
     def expect_equal(self, before: Checksum, now: Checksum, otherwise: str) -> None:
         """Raises `UserError(otherwise)` where they differ and that is known; what is not is for `refuse`."""
         if isinstance(before, Tensor) or isinstance(now, Tensor):
-            self._open.append((torch.as_tensor(before != now), otherwise))
+            self._open.append((torch.as_tensor(before == now), otherwise))
         elif before != now:
             raise UserError(otherwise)
 
     def refuse(self) -> None:
         """Raises `UserError` of the first that has turned out to differ. Waits for the device, once."""
-        found = torch.stack([differs for differs, _ in self._open]).tolist() if self._open else []
-        for differs, (_, otherwise) in zip(found, self._open, strict=True):
-            if differs:
+        found = torch.stack([are_equal for are_equal, _ in self._open]).tolist() if self._open else []
+        for are_equal, (_, otherwise) in zip(found, self._open, strict=True):
+            if not are_equal:
                 raise UserError(otherwise)
         self._open.clear()

@@ -21,7 +21,7 @@ class UnitWatch:
         self._flats, self._windows, self._comparisons = flats, Windows(flats), comparisons
         self._content: Checksum | None = None
         self._is_done = True
-        self._differences: list[bool | Tensor] = []
+        self._are_equal: list[bool | Tensor] = []
         """What was found since `refuse` was last called; `()` bool of a device that may still look for it."""
 
     def turn(self) -> None:
@@ -39,19 +39,19 @@ class UnitWatch:
         if self._content is None or self._windows.bucket not in buckets:
             return
         if by_script:
-            self._differences.append(self._checksum() != self._content)
+            self._are_equal.append(self._checksum() == self._content)
         self._content, self._is_done = None, True
 
     def refuse(self) -> None:
         """Raises `UserError` where something was written. Waits for a device, where a window was compared."""
-        if any(map(bool, self._differences)):
+        if not all(map(bool, self._are_equal)):
             raise UserError(f"a parameter {CHANGED}")
-        self._differences.clear()
+        self._are_equal.clear()
 
     def forget(self) -> None:
         """What was written until now was allowed, and is gone."""
         self._content = None
-        self._differences.clear()
+        self._are_equal.clear()
 
     def _checksum(self) -> Checksum:
         return self._comparisons.checksum(self._windows.of(self._flats))
