@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,6 +80,16 @@ def test_more_workers_than_lanes_are_refused() -> None:
     with Cluster(workers=0, options={**LONG, "lanes": 2}, spec={"workers": {"wanted": 3}}) as cluster:
         cluster.add()
         assert "asks for 3 workers, but its config has 2 lanes" in refused(cluster, "w0")
+
+
+def test_a_model_that_cannot_be_exported_at_the_end_fails_the_job_at_once_though_other_workers_are_done(
+    tmp_path: Path,
+) -> None:
+    with Cluster(workers=2, options={"max_steps": 5, "export": str(tmp_path)}) as cluster:
+        cluster.wait_phase("failed")
+        job, report = cluster.job(), cluster.report()
+    assert "cannot export the model to" in job["reason"] and "Choose a place that can be written" in job["reason"]
+    assert job["step"] == 5 and [world["generation"] for world in report["generations"]] == [1]
 
 
 def twice(result: str) -> None:

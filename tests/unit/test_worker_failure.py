@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
-from shoal.failure import NeedsFreshProcess, result_of
+from shoal.failure import ExportFailed, NeedsFreshProcess, result_of
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import WRONG_USE
 
@@ -62,12 +62,13 @@ def test_what_may_be_back_later_is_an_outage(error: BaseException, outage: bool)
         (UserError("optimizer.lr is -1; expected 0 or more"), True),
         (JobFailed("lr differs"), True),
         (CheckpointDamaged("half-written"), False),
-        (raised(UserError("cannot export to this place"), cause=OSError(errno.ENOSPC, "no space left")), False),
+        (raised(UserError("the place cannot be read"), cause=OSError(errno.EIO, "input/output error")), False),
+        (raised(ExportFailed("no place for the model"), cause=OSError(errno.ENOSPC, "no space left")), True),
         (NeedsFreshProcess("it has trained before"), False),
         (ValueError("NaN"), False),
     ],
 )
-def test_a_mistake_of_the_users_is_everyones_and_what_a_new_process_cures_is_not(
+def test_a_mistake_of_the_users_or_a_failed_export_is_everyones_and_what_a_new_process_cures_is_not(
     error: BaseException, everyones: bool
 ) -> None:
     assert result_of(error, 0).everyone is everyones

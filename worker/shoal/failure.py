@@ -23,6 +23,10 @@ NOT_THE_SCRIPT = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for 
 OUTAGES = (OSError, StorageFailed, StoreError)
 
 
+class ExportFailed(UserError):
+    """The model cannot be written to where the script wants it. A script hears of it after the job's last step."""
+
+
 class NeedsFreshProcess(ShoalError):
     """This process has gone too far to take part; a new one can."""
 
@@ -41,9 +45,13 @@ def _describe(error: BaseException) -> str:
 
 
 def _is_everyones(error: BaseException) -> bool:
-    """Whether no replacement helps: what the user gave cannot work, here or elsewhere."""
+    """Whether no replacement helps: what the user gave cannot work, here or elsewhere.
+
+    ● An export that fails, be it by an outage, is nobody else's to repeat: the other members may be done with it, and
+    the job would end well without its model.
+    """
     is_mistake = isinstance(error, UserError) and not isinstance(error, CheckpointDamaged) and not _is_outage(error)
-    return isinstance(error, JobFailed) or is_mistake
+    return isinstance(error, JobFailed | ExportFailed) or is_mistake
 
 
 def _fault_of(error: BaseException) -> Fault:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.core.module_names import named_state
+from shoal.failure import ExportFailed
 
 Reading = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 """The same tensors one after the other, each with its values until the next is asked for."""
@@ -23,7 +24,7 @@ Reading = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 def export(module: nn.Module, path: Path, reading: Reading = iter) -> None:
     """Atomic: the file is whole or not there. Tied tensors are written once; the metadata maps their other names.
 
-    Raises `UserError` where the place cannot be written, and what `reading` raises.
+    Raises `ExportFailed` where the place cannot be written, and what `reading` raises.
     """
     tensors, tied = _tensors(module)
     regions, at = list[Region](), 0
@@ -38,7 +39,9 @@ def export(module: nn.Module, path: Path, reading: Reading = iter) -> None:
             file.writelines(_contents(reading(list(tensors.values()))))
         beside.replace(path)
     except OSError as error:
-        raise UserError(f"cannot export the model to {path}: {error}. Choose a place that can be written.") from error
+        raise ExportFailed(
+            f"cannot export the model to {path}: {error}. Choose a place that can be written."
+        ) from error
     finally:
         beside.unlink(missing_ok=True)
 
