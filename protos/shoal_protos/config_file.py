@@ -23,6 +23,8 @@ def read_config(path: Path) -> dict[str, Any]:
             content = file.read(LARGEST_FILE + 1)  # a device tells no size, and may have no end
     except OSError as error:
         raise UserError(f"config {path} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise UserError(f"config {shown(str(path))} is not a name that a file can have.") from None
     if len(content) > LARGEST_FILE:
         raise UserError(f"config {path} is larger than {LARGEST_FILE} bytes; it is not a configuration.")
     try:

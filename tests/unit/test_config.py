@@ -68,6 +68,8 @@ def test_a_config_that_cannot_be_read_gets_a_sentence(tmp_path: Path) -> None:
         load_config(tmp_path / "nowhere.json")
     with pytest.raises(UserError, match="cannot be read: Is a directory"):
         load_config(str(tmp_path))
+    with pytest.raises(UserError, match=r'^config "a\\u0000b" is not a name that a file can have\.$'):
+        load_config("a\0b")
     (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
     with pytest.raises(UserError, match=r"latin\.json is not text in UTF-8"):
         load_config(tmp_path / "latin.json")

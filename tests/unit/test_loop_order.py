@@ -105,6 +105,10 @@ def export_to_no_path(engine: Engine, batch: Any) -> None:
     engine.export(None)  # type: ignore[arg-type]
 
 
+def export_to_a_nul(engine: Engine, batch: Any) -> None:
+    engine.export("a\0b")
+
+
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -121,6 +125,7 @@ def export_to_no_path(engine: Engine, batch: Any) -> None:
         (a_number, "engine.backward got a float; expected the loss as a tensor with its graph"),
         (without_a_graph, "engine.backward got a loss without a graph"),
         (export_to_no_path, "engine.export got None; expected the path of the file to write"),
+        (export_to_a_nul, r"engine.export got 'a\x00b'; expected the path of the file to write"),
     ],
 )  # fmt: skip
 def test_a_call_out_of_order_is_one_sentence(body: Body, sentence: str) -> None:

@@ -21,6 +21,8 @@ MOST_MIRRORS = 1_000
 MOST_PARTNERS = 64
 MOST_THREADS = 1_024
 MOST_PATH = 512
+NO_NUL = r"^[^\x00]*$"
+"""What names a file. A pattern refuses lone surrogates too, which cannot be sent to a controller."""
 UNITS: Literal["units"] = "units"
 """In place of class names: the model's units."""
 
@@ -31,7 +33,8 @@ Natural = Annotated[int, Field(ge=0, le=MOST), Allowed("a whole number from 0 to
 Switch = Annotated[bool, Allowed("true or false")]
 Name = Annotated[str, Field(min_length=1), Allowed("a string")]
 Folder = Annotated[
-    Annotated[str, Field(max_length=MOST_PATH)] | None, Allowed(f"a folder of at most {MOST_PATH} characters")
+    Annotated[str, Field(max_length=MOST_PATH, pattern=NO_NUL)] | None,
+    Allowed(f"a folder of at most {MOST_PATH} characters"),
 ]
 JOB_NAME = "DeepSpeedJobName"
 Parameters = Annotated[dict[str, Any], Allowed("a section of parameters")]
@@ -76,7 +79,7 @@ class OffloadOptimizer(Section):
     same. `nvme`: a file in `nvme_path`, in every stage; an update, on the CPU, carries it through three buffers. The
     bits are those of `cpu`."""
     nvme_path: Annotated[
-        Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
+        Annotated[str, Field(min_length=1, max_length=MOST_PATH, pattern=NO_NUL)] | None,
         Allowed(f"a folder of at most {MOST_PATH} characters"),
     ] = None
     """Folder on a local disk, on every worker. Each worker keeps one file in it, which has no name and is gone when its
@@ -185,7 +188,7 @@ class Checkpoint(Section):
     """`shoal.checkpoint`: elastic checkpoints."""
 
     path: Annotated[
-        Annotated[str, Field(min_length=1, max_length=MOST_PATH)] | None,
+        Annotated[str, Field(min_length=1, max_length=MOST_PATH, pattern=NO_NUL)] | None,
         Allowed(f"a path or URL of at most {MOST_PATH} characters"),
     ] = None
     """Folder or URL of the checkpoints: a folder that all workers can access, or an fsspec URL such as
@@ -203,7 +206,7 @@ class Checkpoint(Section):
     keep_every: Count = None
     """Interval of steps whose checkpoints are kept for good. None: none are."""
     resume: Annotated[
-        Annotated[int, Field(ge=0, le=MOST)] | str | Literal[False],
+        Annotated[int, Field(ge=0, le=MOST)] | Annotated[str, Field(pattern=NO_NUL)] | Literal[False],
         Allowed('"latest", a step, a path, or false'),
     ] = "latest"
     """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start."""

@@ -207,7 +207,7 @@ class Engine:
 
     def export(self, path: str | Path) -> None:
         """Rank 0 writes the model as safetensors; in the loop after this step, after the loop at once."""
-        if not isinstance(path, str | os.PathLike):
+        if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
         self.training.ask(Request("export", str(path)), "engine.export")
 
