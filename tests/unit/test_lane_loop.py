@@ -1,12 +1,14 @@
 """Where a step stands when the world changes under it: lanes that stay are not trained again."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from shoal.core.tree import fold_numbers
 from shoal.device import HOST
-from shoal.training.lane_loop import LaneLoop
+from shoal.training.lane_loop import LaneLoop, kept_loss
+from shoal.training.lane_numbers import LaneNumbers
 
 
 def some_state():
@@ -99,3 +101,23 @@ def test_a_step_does_not_go_on_where_all_that_is_left_of_its_lanes_is_done():
     loop, state = some_loop(1, 2), some_state()
     train(loop, state)
     assert not loop.continue_with((1,))
+
+
+def test_losses_of_a_device_and_those_that_a_script_has_brought_to_the_host_are_counted_in_their_order() -> None:
+    losses, found = [3.0, 0.1, math.inf, -2.0, 7.0, math.nan, 0.7, 0.2], []
+    for is_there in (lambda _: False, lambda number: number % 3 == 0):
+        numbers = LaneNumbers(4, 2)
+        for lane in range(4):
+            numbers.begin_lane()
+            for number in (2 * lane, 2 * lane + 1):
+                loss = losses[number]
+                numbers.add_loss(torch.tensor(loss, dtype=torch.float64) if is_there(number) else loss)
+            numbers.lane_done(lane)
+        found.append(numbers.of_step())
+    assert repr(found[0]) == repr(found[1]) and found[0].not_finite == "the loss of lane 1 is inf"
+
+
+def test_the_loss_of_a_model_on_a_device_may_be_on_the_host() -> None:
+    device = SimpleNamespace(on_host=False, holds=lambda tensor: tensor.ndim == 0)
+    kept = [kept_loss(loss, SimpleNamespace(device=device)) for loss in (torch.tensor(2.0), torch.tensor([3.0]))]
+    assert isinstance(kept[0], torch.Tensor) and kept[0].dtype == torch.float64 and kept[1] == 3.0

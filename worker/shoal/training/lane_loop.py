@@ -169,7 +169,7 @@ class LaneLoop:
         state.sums.backward_done(state.parameters)
         state.gradient_guard.on_backward(arriving)
         if not self.is_warming_up:
-            self.numbers.add_loss(_kept(loss, state))
+            self.numbers.add_loss(kept_loss(loss, state))
 
     @property
     def has_gradient(self) -> bool:
@@ -235,11 +235,13 @@ class LaneLoop:
         self._void = False
 
 
-def _kept(
+def kept_loss(
     loss: Tensor,  # of one element
     state: TrainingState,
 ) -> Loss:
-    """A script may change its own. The host does not wait for a device: its loss is read when the lanes are done."""
-    if state.device.on_host:
+    """What a script may change no more. The host does not wait for a device: what is there is read when the lanes are
+    done.
+    """
+    if state.device.on_host or not state.device.holds(loss):
         return loss.item()
     return loss.detach().to(torch.float64, copy=True).reshape(())
