@@ -6,6 +6,7 @@ For both sides. What cannot be sent is refused before it is: the libraries that 
 from __future__ import annotations
 
 from pathlib import Path
+from stat import S_ISREG
 
 from shoal_protos.errors import UserError
 
@@ -21,9 +22,14 @@ def is_sendable(token: str) -> bool:
 
 def kept_token(folder: Path) -> str:
     """The operators' token that a controller of this machine has written there; empty where there is none."""
+    file = folder / TOKEN_FILE
     try:
-        return (folder / TOKEN_FILE).read_text(encoding="ascii").strip()
+        if not S_ISREG(file.stat().st_mode):  # to read a pipe would wait for ever
+            raise UserError(
+                f"the token in {file} cannot be read: it is not a regular file; remove it, or set SHOAL_TOKEN"
+            )
+        return file.read_text(encoding="ascii").strip()
     except FileNotFoundError:
         return ""
     except (OSError, ValueError) as error:
-        raise UserError(f"the token in {folder / TOKEN_FILE} cannot be read: {error}; set SHOAL_TOKEN") from None
+        raise UserError(f"the token in {file} cannot be read: {error}; set SHOAL_TOKEN") from None

@@ -231,7 +231,10 @@ def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_pat
         f"shoal: cannot listen for REST on {taken}: Address already in use; give another --http HOST:PORT"
     ]
     with running(tmp_path, LONG, "--workers", "1", script="import time; time.sleep(600)") as command:
-        for token, found in (("wrong", "does not know the token that was shown"), ("", "asks for a token")):
+        for token, found in (
+            ("wrong", "does not know the token that was shown"), ("", "asks for a token"),
+            ("join:train:run:digits", "was shown a job's token, which is for its workers only"),
+        ):  # fmt: skip
             environment = {**os.environ, "SHOAL_URL": command.rest.removesuffix("/v1"), "SHOAL_TOKEN": token}
             asked = shoal("jobs", env=environment)
             assert asked.returncode == 2 and found in asked.stderr and asked.stderr.count("\n") == 1

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from forked_command import SHOAL, shoal
+from forked_command import SHOAL, Forked, shoal
+from integration.cluster import until
+from shoal_controller.cli.endings import INTERRUPTED
 from shoal_protos.finding import Finding, Verdict, as_line, from_line
 
 pytestmark = pytest.mark.usefixtures("commands")
@@ -125,6 +129,31 @@ def test_what_hangs_or_crashes_is_a_line_and_the_next_check_is_made(tmp_path: Pa
     assert "3 failed: torch, devices, backend" in done.stdout
 
 
+def test_one_that_is_terminated_while_it_looks_leaves_no_process_behind(tmp_path: Path) -> None:
+    pipe = tmp_path / "config"
+    os.mkfifo(pipe)
+    arguments = ("doctor", "--for", "client", "--config", str(pipe))
+    command = Forked(arguments, tmp_path / "output", tmp_path / "errors", tmp_path)
+    try:
+        until("a process to look at the pipe", lambda: _looking_at(pipe))
+        command.send_signal(signal.SIGTERM)
+        assert command.wait() == INTERRUPTED
+        assert not _looking_at(pipe)
+    finally:
+        for pid in _looking_at(pipe):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _looking_at(config: Path) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            arguments = (place / "cmdline").read_bytes()
+            if b"\0shoal.doctor\0" in arguments and str(config).encode() in arguments:
+                found.append(int(place.name))
+    return found
+
+
 def test_taken_ports_stores_that_cannot_be_used_and_open_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / ".shoal").mkdir()
     (tmp_path / ".shoal/token").write_text("secret")
@@ -138,6 +167,9 @@ def test_taken_ports_stores_that_cannot_be_used_and_open_tokens_are_named(tmp_pa
     assert found["ports"]["found"] == f"not free: {taken} (address already in use)"
     assert found["store"]["found"] == f"{tmp_path / 'file'} is no folder"
     assert (found["token"]["status"], found["token"]["todo"]) == ("failed", "chmod 600 .shoal/token")
+    (tmp_path / ".shoal/token").unlink()
+    os.mkfifo(tmp_path / ".shoal/token")
+    assert doctor(tmp_path, "--for", "controller")[1]["token"]["found"] == ".shoal/token is not a regular file"
     assert doctor(tmp_path, "--for", "controller", "--store", "etdc://h")[1]["store"]["status"] == "failed"
 
 

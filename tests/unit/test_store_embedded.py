@@ -230,6 +230,8 @@ async def test_a_newer_format_is_refused_by_its_number(tmp_path):
 @asynchronous
 async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="it is a file; expected a folder, which is made if need be"):
+        await open_store(f"embedded:{tmp_path}/file")
     with pytest.raises(StoreError, match="cannot be opened: Not a directory"):
         await open_store(f"embedded:{tmp_path}/file/store")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -28,8 +29,18 @@ def test_a_token_that_others_can_read_is_refused(tmp_path: Path) -> None:
         made_token(tmp_path)
 
 
+def test_a_pipe_in_the_place_of_the_token_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token")
+    with pytest.raises(UserError, match=r"token cannot be read: it is not a regular file; remove it"):
+        kept_token(tmp_path)
+
+
 def test_a_token_that_cannot_be_read_or_written_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "token").mkdir()
+    with pytest.raises(UserError, match=r"token cannot be read: it is not a regular file; remove it"):
+        kept_token(tmp_path)
+    (tmp_path / "token").rmdir()
+    (tmp_path / "token").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"cannot be read: .*; set SHOAL_TOKEN"):
         kept_token(tmp_path)
     (tmp_path / "file").touch()

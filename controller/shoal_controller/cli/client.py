@@ -25,6 +25,7 @@ from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
+from shoal_controller.worker_tokens import is_for_workers
 
 Json = dict[str, Any]
 """A job, a worker, an event or a report, as REST returns it."""
@@ -264,4 +265,7 @@ def _refusal(answer: httpx.Response) -> ShoalError:
 
 
 def _found(request: httpx.Request) -> str:
-    return "does not know the token that was shown" if "authorization" in request.headers else "asks for a token"
+    shown = request.headers.get("authorization", "")
+    if is_for_workers(shown.removeprefix("Bearer ")):
+        return "was shown a job's token, which is for its workers only"
+    return "does not know the token that was shown" if shown else "asks for a token"

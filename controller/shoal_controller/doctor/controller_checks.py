@@ -142,6 +142,8 @@ def token(given: Given) -> Finding:
         return Finding("token", Verdict.OK, "SHOAL_TOKEN is set", expected)
     if not file.exists():
         return Finding("token", Verdict.OK, f"none yet; `shoal run` makes {file}", expected)
+    if not file.is_file():
+        return Finding("token", Verdict.FAILED, f"{file} is not a regular file", expected, f"remove {file}")
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077 or not os.access(file, os.R_OK):
         return Finding("token", Verdict.FAILED, f"{file} has mode {mode:o}", expected, f"chmod 600 {file}")

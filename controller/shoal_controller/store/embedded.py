@@ -282,6 +282,10 @@ def _lock(directory: Path) -> IO[str]:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = (directory / "lock").open("a+")
+    except FileExistsError as error:
+        raise StoreError(
+            f"the store {directory} cannot be opened: it is a file; expected a folder, which is made if need be."
+        ) from error
     except OSError as error:
         raise StoreError(f"the store {directory} cannot be opened: {error.strerror}.") from error
     try:
