@@ -12,6 +12,7 @@ from shoal_controller.leadership.fenced_store import FencedStore
 from shoal_controller.store.store import Compare, Damaged, Delete, Fenced, Put, UnknownOutcome
 from shoal_protos.errors import StoreError
 from standing import Stander, standing
+from structlog.testing import capture_logs
 
 
 @asynchronous
@@ -135,6 +136,26 @@ async def test_a_term_that_cannot_begin_is_tried_again_unless_the_store_is_damag
         with pytest.raises(Damaged, match="no use"):
             await a.task
         assert len(a.terms) == 1 and not a.leads
+
+
+@asynchronous
+async def test_what_keeps_a_controller_from_leading_is_told_once_and_not_at_each_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(election, "PAUSE_SECONDS", 0.01)
+    reasons = ["no room"] * 5 + ["away"] * 5
+
+    def fail_at_first() -> None:
+        if reasons:
+            raise StoreError(reasons.pop())
+
+    async with standing(tmp_path, "a") as (_, (a,)):
+        with capture_logs() as logs:
+            a.fails = fail_at_first
+            a.terms[0].given_up.set()
+            await a.until(lambda: len(a.terms) == 2)
+            reasons.append("no room")
+            a.terms[1].given_up.set()
+            await a.until(lambda: len(a.terms) == 3)
+    assert [one["why"] for one in logs if one["log_level"] == "warning"] == ["away", "no room", "no room"]
 
 
 @asynchronous

@@ -33,6 +33,8 @@ LEASE_SECONDS = 2.0
 
 PAUSE_SECONDS = 0.5
 """Before a store that has failed is asked again."""
+WARN_SECONDS = 60.0
+"""Between two warnings of the same."""
 
 CONFLICT_SECONDS = 10.0
 """The place of a controller that died, and was started again at the same address, lies in the store for less."""
@@ -114,6 +116,7 @@ class Election:
         self._found: Mapping[str, ControllerPlace] = {}
         self._news = asyncio.Event()
         self._leader_seen = asyncio.get_running_loop().time()
+        self._warned, self._warn_again_at = ("", ""), 0.0
         self.conflict = ""
         """Another controller says that it is reached where this one is, as a sentence; empty where none does."""
         self.hindrance = ""
@@ -170,11 +173,18 @@ class Election:
                     raise
                 except StoreError as error:
                     self.hindrance = f"this controller cannot stand for election: {error}"
-                    log.warning("this controller stands for election again", why=str(error))
+                    self._warn("this controller stands for election again", str(error))
                 await asyncio.sleep(PAUSE_SECONDS)
         finally:
             await end_task(comparing)
             await end_task(following)
+
+    def _warn(self, event: str, why: str) -> None:
+        """What lasts is tried again twice a second, and told again once a minute."""
+        now = asyncio.get_running_loop().time()
+        if (event, why) != self._warned or now >= self._warn_again_at:
+            log.warning(event, why=why)
+            self._warned, self._warn_again_at = (event, why), now + WARN_SECONDS
 
     async def _stand(self, lead: Callable[[Leadership], AbstractAsyncContextManager[object]]) -> None:
         async with AsyncExitStack() as held:
@@ -187,6 +197,7 @@ class Election:
             log.info("this controller leads", term=term)
             async with AsyncExitStack() as ends:  # before its lease does: whoever is elected next meets no trace of it
                 await _unless_lost(lease, ends.enter_async_context(lead(leadership)))
+                self._warned = ("", "")
                 while await self._until_doubtful(leadership):
                     log.warning("another controller may lead", means="leads on only if none was elected")
                     if not await self._lead_on(leadership, held):
@@ -248,7 +259,7 @@ class Election:
                 mine = Put(LEADER, self._me.encoded(), lease.id)
                 outcome = await self._store.transact(guards, [mine, self._place(lease)])
                 if outcome.succeeded:
-                    leadership.lease, leadership.why_lapsed = lease, ""
+                    leadership.lease, leadership.why_lapsed, self._warned = lease, "", ("", "")
                     log.info("this controller leads on", term=leadership.fence.modified)
                     return True
                 term = await self._store.get(TERM)
@@ -256,7 +267,7 @@ class Election:
                     return False
             except StoreError as error:
                 leadership.why_lapsed = str(error)
-                log.warning("this controller has no lease", why=str(error))
+                self._warn("this controller has no lease", str(error))
                 if await self._is_overtaken(leadership):
                     return False
             await asyncio.sleep(PAUSE_SECONDS)
