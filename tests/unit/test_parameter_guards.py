@@ -19,6 +19,7 @@ from shoal.exchange import traffic
 from shoal.exchange.pieces import Extent
 from shoal.training.engine import Engine
 from shoal.training.parameter_guards import WINDOW_ELEMENTS, Windows
+from shoal_controller.core.machine.events import Pause
 from shoal_protos.errors import UserError
 from small_pieces import limits_of
 from torch import Tensor, nn
@@ -180,6 +181,23 @@ def test_a_script_that_swallows_what_a_device_has_found_late_gets_no_further() -
     with pytest.raises(UserError, match=r"step \d was not made: the script caught the error"):
         undisturbed(Task(OPTIONS, step=step, device=LateDevice))
     assert found[0].startswith("a parameter was changed by the script")
+
+
+def test_what_a_device_has_found_late_is_refused_before_a_vote_without_a_step() -> None:
+    """A save that it carries, or a joiner's blocks, would have the script's values."""
+
+    def step(engine: Engine) -> None:
+        if engine.step() and engine.rank == 1:
+            at_step_2(clamp_data)(engine)
+
+    with Crew("abc", Task(OPTIONS, step=step, device=LateDevice)) as crew:
+        crew.train_to(2)
+        b = crew.workers["b"]
+        crew.plant("b", 3, "exchange", "abort")
+        crew.request(Pause())
+        crew.allow()
+        crew.until("b to be refused", lambda: "a parameter was changed by the script" in b.failure)
+        assert "vote_alone" in b.failure and b.engine.global_step == 2
 
 
 class Renormalizing(Model):

@@ -186,6 +186,7 @@ class Step:
         wait_for(sends, group)
         self.parameters.before_vote()
         self._boundary.before_vote()
+        context.state.comparisons.refuse()  # of a step that broke before its vote
         context.state.device.settle()
         record = self._vote()
         self._evaluation.on_vote(record.evaluations)
