@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from shoal_protos.finding import Finding, Verdict, from_line
 
-from shoal_controller.cli.endings import DONE, FAILED, Interrupted
+from shoal_controller.cli.endings import DONE, FAILED
 from shoal_controller.cli.options import DEFAULT_URL, Data, Form, Grpc, Http, Output, Store
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ async def doctor(
     Each line says what was found, what was expected, and what to do. Nothing is changed or left behind. Exit status 1:
     a check failed.
     """
+    from shoal_controller.cli.serve import interrupts
     from shoal_controller.cli.tables import show, written
 
     given = {
@@ -87,36 +88,13 @@ async def doctor(
         "http": http or "127.0.0.1:7070", "grpc": grpc or "127.0.0.1:7071", "store": store or "embedded:.shoal",
         "data": str(data or ".shoal"), "url": url or DEFAULT_URL, "is_url_given": url is not None,
     }  # fmt: skip
-    with _ended_by_sigterm():
+    with interrupts() as signals, signals.ending_this():  # who looks is ended too, which may wait for a pipe for ever
         found = [finding async for finding in findings(purpose, given)]
     if output is Form.TABLE:
         show(_table(found), _verdict(found))
     else:
         typer.echo(written({"checks": [_row(one) for one in found]}, output))
     return FAILED if any(one.verdict is Verdict.FAILED for one in found) else DONE
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends this task as Ctrl-C does: who looks is ended too, which may wait for a pipe for ever."""
-    import asyncio
-
-    loop, task, asked = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
-    assert task is not None
-
-    def end() -> None:
-        asked.set()
-        task.cancel()
-
-    loop.add_signal_handler(signal.SIGTERM, end)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if asked.is_set():
-            raise Interrupted from None
-        raise
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def findings(purpose: Purpose, given: dict[str, Any]) -> AsyncIterator[Finding]:
