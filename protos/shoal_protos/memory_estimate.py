@@ -14,6 +14,8 @@ Offload = Literal["none", "host", "file"]
 """Where optimizer state and master weights lie: beside the parameters, in host memory, in files."""
 Location = Literal["device", "host", "file"]
 
+MOST = 10**15
+"""Of any count."""
 MOST_LANES = 65_536
 """Of a job."""
 STAGES = (0, 1, 2, 3)

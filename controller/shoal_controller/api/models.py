@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
 from shoal_controller.api.lone_surrogates import surrogate_faults
@@ -20,7 +21,6 @@ from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.launchers.own_variables import SET_BY_SHOAL
 
 MOST_WORKERS = 4096
-MOST_LANES = 65_536
 POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
 """Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 LEAST_SECONDS = 0.01

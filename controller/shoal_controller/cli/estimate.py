@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
-from shoal_protos.memory_estimate import MOST_LANES, STAGES, MemoryEstimate, MemorySetup
+from shoal_protos.memory_estimate import MOST, MOST_LANES, STAGES, MemoryEstimate, MemorySetup
 from shoal_protos.memory_estimate import estimate as bytes_of_a_worker
 
 from shoal_controller.cli.options import Form, Output
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOADS = ("none", "host", "file")
-MOST = 10**15
 LAYERS = 32
 """The largest unit is taken to be this part of the model where nobody says how large it is."""
 

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal_protos.errors import UserError
-from shoal_protos.memory_estimate import MOST_LANES, state_bytes_of
+from shoal_protos.memory_estimate import MOST, MOST_LANES, state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.validation import wrong_value
 
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
-MOST = 10**15
-"""Of any count."""
 CHECK_SECONDS = 30.0
 """How long the check of a config may take; it takes a second."""
 FAULTS = 1

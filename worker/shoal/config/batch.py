@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal_protos.errors import UserError
-
-from shoal.config.document import MOST_LANES
+from shoal_protos.memory_estimate import MOST_LANES
 
 BATCH = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

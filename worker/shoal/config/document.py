@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 from shoal_protos.validation import Allowed
 
 Auto = Literal["auto"]
 MOST = 10**15
 """Counts and byte sizes stay far within 64 bits, whatever they are multiplied by on the way."""
-MOST_LANES = 65_536
 MOST_MIRRORS = 1_000
 MOST_PARTNERS = 64
 MOST_THREADS = 1_024
