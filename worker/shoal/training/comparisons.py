@@ -15,13 +15,8 @@ Checksum = int | Tensor
 """`()` int64 on a device."""
 
 
-def checksum(values: Tensor) -> int:
-    """Checksum of the bits of a flat, or of a part of it that begins and ends at a multiple of 8 bytes."""
-    return int(_sum(values))
-
-
 def checksums(flats: list[Tensor]) -> list[int]:
-    """Of each; waits for a device once."""
+    """Of the bits of each; waits for a device once."""
     return torch.stack([_sum(flat) for flat in flats]).tolist() if flats else []
 
 
@@ -37,10 +32,10 @@ class Comparisons:
         self._open: list[tuple[Tensor, str]] = []  # each () bool
 
     def checksum(self, values: Tensor) -> Checksum:
-        """As `checksum`."""
+        """Of the bits of a flat, or of a part of it that begins and ends at a multiple of 8 bytes."""
         if not values.numel():  # also where there is none on the device
             return 0
-        return checksum(values) if self._at_once else _sum(values)
+        return int(_sum(values)) if self._at_once else _sum(values)
 
     def expect_equal(self, before: Checksum, now: Checksum, otherwise: str) -> None:
         """Raises `UserError(otherwise)` where they differ and that is known; what is not is for `refuse`."""

@@ -252,17 +252,14 @@ class GradientGuard:
 
     def check(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raises `UserError` where the script has changed them since."""
-        made, self._made = self._made, None
+        made = self._made
         if made is None:
             return
-        try:
-            if versions(made.gradients.flats) != made.versions or not made.gradients.are_in_place(parameters):
-                raise UserError(GRADIENTS_CHANGED)
-            for before, part in zip(made.content, made.parts, strict=True):
-                self._comparisons.expect_equal(before, self._comparisons.checksum(part), GRADIENTS_CHANGED)
-        except UserError:
-            self._made = made
-            raise
+        if versions(made.gradients.flats) != made.versions or not made.gradients.are_in_place(parameters):
+            raise UserError(GRADIENTS_CHANGED)
+        for before, part in zip(made.content, made.parts, strict=True):
+            self._comparisons.expect_equal(before, self._comparisons.checksum(part), GRADIENTS_CHANGED)
+        self._made = None
 
 
 class TakenGradientGuard:
