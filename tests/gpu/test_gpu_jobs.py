@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.slow_start import SLOWLY
 from integration.cluster import Cluster, alone, undisturbed
 
 OPTIONS: dict[str, Any] = {"device": "cuda", "max_steps": 20}
 WAITING: dict[str, Any] = {"device": "cuda", "max_steps": 40}
-SLOWLY = 0.5
-"""Seconds per micro-batch: a worker needs some seconds for a GPU before it says hello, and finds the job not over."""
 BF16 = {"precision": {"bf16": {"enabled": True}}}
 FP16 = {"precision": {"fp16": {"enabled": True}}}
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.slow_start import SLOWLY
 from integration.cluster import Cluster
 
 TESTS = Path(__file__).parents[1]
-SLOWLY = 0.5
-"""As of test_gpu_jobs.py."""
 
 
 def act(name: str, size: int) -> None:

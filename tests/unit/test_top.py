@@ -109,12 +109,16 @@ def test_of_a_worker_that_was_not_heard_the_table_claims_no_step_and_no_memory()
     assert row[:9] == ["w0", "lost", "–", "–", "0", "0", "–", "–", "–"]
 
 
+def read_until(terminal: int, *parts: bytes) -> None:
+    seen = b""
+    while not all(part in seen for part in parts):
+        seen += os.read(terminal, 4096)
+
+
 def test_q_leaves_top(controller: str) -> None:
     Controller.body = json.dumps({"jobs": []})
     with top_on_a_terminal(controller, "xterm") as (top, terminal):
-        seen = b""
-        while b"no jobs" not in seen:
-            seen += os.read(terminal, 4096)
+        read_until(terminal, b"no jobs")
         os.write(terminal, b"q")
         assert top.wait(timeout=30) == 0
 
@@ -122,12 +126,9 @@ def test_q_leaves_top(controller: str) -> None:
 def test_sigterm_ends_top_with_the_terminal_as_it_was(controller: str) -> None:
     Controller.body = json.dumps({"jobs": []})
     with top_on_a_terminal(controller, "xterm") as (top, terminal):
-        seen = b""
-        while b"no jobs" not in seen:
-            seen += os.read(terminal, 4096)
+        read_until(terminal, b"no jobs")
         top.terminate()
-        while LEAVES_THE_SCREEN not in seen or SHOWS_THE_CURSOR not in seen:
-            seen += os.read(terminal, 4096)
+        read_until(terminal, LEAVES_THE_SCREEN, SHOWS_THE_CURSOR)
         assert top.wait(timeout=30) == 0
 
 
