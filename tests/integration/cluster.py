@@ -352,6 +352,15 @@ class Cluster:
             lambda _: self.workers().get(worker, {"state": "unknown"})["state"] in states,
         )
 
+    def wait_saved(self, step: int) -> int:
+        """Until a checkpoint of that step or a later one is known; returns its step."""
+
+        def saved(job: Json) -> int:
+            last = int(job["last_checkpoint_step"] or 0)
+            return last if last >= step else 0
+
+        return int(self.until(f"a checkpoint of step {step}", saved))
+
     def release(self) -> None:
         """The script runs as fast as it can from here on."""
         self._go.touch()
@@ -361,11 +370,14 @@ class Cluster:
         self.release()
         self.until("success", lambda job: job["phase"] == "succeeded")
 
-    def wait_undisturbed(self) -> Json:
-        """Until the job has succeeded with the bits of the undisturbed run, no step lost; returns the report."""
+    def wait_undisturbed(self, of: Mapping[str, Any] | None = None) -> Json:
+        """Until the job has succeeded with the bits of the undisturbed run, no step lost; returns the report.
+
+        `of`: the options of that run, where they are others than the cluster's.
+        """
         self.wait_done()
-        report = self.report()
-        assert report["fingerprint"] == undisturbed(self.options, self.script), "other bits than the undisturbed run"
+        report, expected = self.report(), undisturbed(of or self.options, self.script)
+        assert report["fingerprint"] == expected, "other bits than the undisturbed run"
         assert [world["lost_steps"] for world in report["generations"]] == [0] * len(report["generations"])
         return report
 

@@ -41,16 +41,6 @@ def ends_undisturbed(cluster: Cluster) -> None:
     assert cluster.fingerprint == undisturbed({"max_steps": STEPS})
 
 
-def wait_saved(cluster: Cluster, step: int) -> int:
-    """Until a checkpoint of that step or a later one is known."""
-    return int(
-        cluster.until(
-            f"a checkpoint of step {step}",
-            lambda job: (job["last_checkpoint_step"] or 0) >= step and job["last_checkpoint_step"],
-        )
-    )
-
-
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("sizes", shortened([[2, 4], [2, 3, 1, 4, 3]], [2, 4]), ids=["twice", "five times"])
 def test_a_run_that_is_killed_whole_again_and_again_ends_in_the_undisturbed_fingerprint(
@@ -64,7 +54,7 @@ def test_a_run_that_is_killed_whole_again_and_again_ends_in_the_undisturbed_fing
         for size in sizes:
             for worker in running:
                 cluster.wait_state(worker, "active")
-            before = wait_saved(cluster, before + 1)
+            before = cluster.wait_saved(before + 1)
             cluster.wait_step(before + chance.randint(0, 4))
             cluster.kill(*running)
             cluster.kill_controller()
@@ -85,7 +75,7 @@ def test_a_run_that_is_killed_whole_again_and_again_ends_in_the_undisturbed_fing
 
 def test_all_go_back_when_two_die_at_once_that_held_the_only_copies(tmp_path: Path) -> None:
     with Cluster(workers=4, options=options(tmp_path, every_steps=3), pace=PACE) as cluster:
-        step = wait_saved(cluster, 3)
+        step = cluster.wait_saved(3)
         cluster.kill("w1", "w2")
         cluster.wait_world(2)
         ends_undisturbed(cluster)
@@ -102,7 +92,7 @@ def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
         cluster.wait_step(2)
         assert listing() == []
         assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints").status_code == 202
-        step = wait_saved(cluster, 1)
+        step = cluster.wait_saved(1)
         until("its size", lambda: listing()[0]["bytes"])
         (listed,) = listing()
         assert (listed["step"], listed["generation"]) == (step, 1) and listed["bytes"] > 100_000
@@ -120,7 +110,7 @@ def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
 def test_a_job_begins_from_another_jobs_checkpoint_in_another_world(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Cluster(workers=3, options=options(first, every_steps=5), pace=PACE) as cluster:
-        step = wait_saved(cluster, 5)
+        step = cluster.wait_saved(5)
     other = {**options(second), "stage": 0, "mirrors": 2}
     with Cluster(workers=2, options=other, spec={"resume": str(first)}) as cluster:
         ends_undisturbed(cluster)
@@ -142,7 +132,7 @@ def test_the_last_worker_saves_when_it_is_terminated(tmp_path: Path) -> None:
 def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> None:
     place = tmp_path / "place"
     with Cluster(workers=2, options=options(place, every_steps=2), pace=PACE) as cluster:
-        wait_saved(cluster, 2)
+        cluster.wait_saved(2)
         place.rename(tmp_path / "away")
         place.write_text("in the way")
         cluster.until("a failure", lambda _: cluster.messages("checkpoint_failed"))
