@@ -6,9 +6,11 @@ import fcntl
 import json
 import logging
 import os
+import select
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TextIO
 
 import pytest
@@ -133,3 +135,33 @@ def test_a_display_does_not_wait_for_whoever_reads_it(pipe: tuple[int, int], mon
         shown.show(JOB, 1.0)
     assert waited == [PATIENCE_MILLISECONDS]
     os.read(pipe[0], 2 * PIPE_BYTES)
+
+
+def test_a_display_shows_itself_on_a_terminal_and_what_is_logged_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It handed its own lines to itself: `shoal run` showed nothing on a terminal, and its controller stood still."""
+    terminal, end = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(terminal, "rb", buffering=0) as seen, os.fdopen(end, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with display() as shown:
+            shown.tell("what rank 0 prints")
+            shown.show(JOB, 1.0)
+            sys.stderr.write("a log entry\n")
+        text = b""
+        while select.select([seen], [], [], 0)[0]:
+            text += seen.read(4096)
+    for expected in (b"what rank 0 prints", b"a log entry", JOB["job"].encode()):
+        assert expected in text
+
+
+def test_a_display_of_a_terminal_that_was_closed_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, end = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    stream = os.fdopen(end, "w")
+    monkeypatch.setattr(sys, "stderr", stream)
+    with display() as shown:
+        os.close(terminal)
+        shown.tell("what rank 0 prints")
+        shown.show(JOB, 1.0)
+    with suppress(OSError):
+        stream.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import TextIO
 
@@ -33,9 +34,23 @@ def display_console() -> Console:
     """The same on standard error, for a process with a controller in it: what a stopped pager or terminal does not take
     is not shown, and holds up nothing.
     """
-    stream = LogStream(lambda count: f"… {count} times nothing could be shown here: nobody read it")
+    stream = _Shown(lambda count: f"… {count} times nothing could be shown here: nobody read it", _behind_display)
     width = None if stream.isatty() else WIDE
     return Console(file=stream, highlight=False, width=width)  # type: ignore[arg-type]
+
+
+def _behind_display() -> TextIO | None:
+    """Standard error itself: while something is redrawn rich stands in its place, and would wait for itself."""
+    return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+
+class _Shown(LogStream):
+    """A terminal that was closed and a file on a full disk take nothing either, and end nothing."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return super().write(text)
+        return len(text)
 
 
 def is_redrawn(stream: TextIO, on: Console) -> bool:
