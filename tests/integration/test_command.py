@@ -1,4 +1,6 @@
-"""`shoal run` and `shoal controller` as a user meets them: real processes, Ctrl-C, kill -9, a store that is held."""
+"""`shoal run` and `shoal controller` as a user meets them: real processes, kill -9, a store that is held. How a run is
+interrupted: test_interrupted_runs.py.
+"""
 
 from __future__ import annotations
 
@@ -9,85 +11,18 @@ import signal
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import psutil
 import pytest
 from forked_command import SHOAL, Forked, shoal
 from integration.cluster import Cluster, undisturbed, until
+from integration.run_command import LONG, OPTIONS, SCRIPT, running, started
 from ports import free_port
 from shoal_controller.worker_tokens import WorkerTokens
-
-TESTS = Path(__file__).resolve().parents[1]
-OPTIONS: dict[str, Any] = {"max_steps": 12}
-LONG: dict[str, Any] = {"max_steps": 100_000, "pace": 0.05}
-
-SCRIPT = f"""
-import json, sys
-sys.path.insert(0, {str(TESTS)!r})
-from integration.scripts import train
-train(result=sys.argv[1], **json.loads(sys.argv[2]))
-"""
-
-
-class Command(Forked):
-    """A running `shoal` command."""
-
-    def __init__(self, *arguments: str, folder: Path) -> None:
-        self.folder = folder
-        output = folder / f"stdout-{len(list(folder.glob('stdout-*')))}"
-        super().__init__(arguments, output, folder / "stderr", folder)
-        self.first_line = self.wait_first_line()
-
-    @property
-    def rest(self) -> str:
-        addresses = dict(part.split("=") for part in self.first_line.split())
-        return f"http://{addresses['http']}/v1"
-
-    def get(self, path: str) -> Any:
-        token = self.folder / ".shoal/token"
-        headers = {"authorization": f"Bearer {token.read_text().strip()}"} if token.exists() else {}
-        return httpx.get(f"{self.rest}{path}", trust_env=False, verify=False, headers=headers).json()
-
-    def job(self, name: str = "train") -> dict[str, Any]:
-        return dict(self.get(f"/jobs/{name}"))
-
-    def workers(self, name: str = "train") -> list[dict[str, Any]]:
-        return list(self.get(f"/jobs/{name}/workers").get("workers", []))
-
-    def wait_step(self, step: int) -> None:
-        until(f"step {step}", lambda: self.job().get("step", 0) >= step)
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit status, standard output after the first line, standard error."""
-        code = self.wait()
-        return code, self.output.read_text().partition("\n")[2], self.errors.read_text()
-
-
-@contextmanager
-def started(*arguments: str, folder: Path) -> Iterator[Command]:
-    """The command, and none of its workers afterwards."""
-    command = Command(*arguments, folder=folder)
-    try:
-        yield command
-    finally:
-        command.kill()
-        for process in psutil.process_iter(["cmdline"]):
-            if str(folder / "train.py") in (process.info["cmdline"] or []):
-                process.kill()
-
-
-def running(folder: Path, options: dict[str, Any], *flags: str, grpc: int = 0, script: str = SCRIPT) -> Any:
-    """`shoal run train.py` on free ports, its store in the folder."""
-    (folder / "train.py").write_text(script)
-    ports = ["--http", "127.0.0.1:0", "--grpc", f"127.0.0.1:{grpc}"]
-    command = [str(folder / "train.py"), "--", str(folder / "result"), json.dumps(options)]
-    return started("run", *ports, *flags, *command, folder=folder)
-
 
 PRINTING = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
 
@@ -254,61 +189,6 @@ def test_a_controller_does_not_start_without_its_data_folder_where_it_may_start_
         2, "", "shoal: records and logs of local workers cannot be written to /proc/data: No such file or directory; "
         "name another folder with --data, or allow no local workers (SHOAL_LAUNCHERS=none)\n",
     )  # fmt: skip
-
-
-def test_the_first_ctrl_c_ends_the_job_reports_and_says_that_there_is_nowhere_to_save(tmp_path: Path) -> None:
-    with running(tmp_path, LONG, "--workers", "1", "--json", str(tmp_path / "report.json")) as command:
-        command.wait_step(2)
-        pids = [worker["pid"] for worker in command.workers()]
-        command.send_signal(signal.SIGINT)
-        code, output, errors = command.end()
-    assert code == 130, errors
-    assert "train cancelled at step" in output
-    assert json.loads((tmp_path / "report.json").read_text())["steps"] >= 2
-    until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    assert "nothing is saved now: job train has no checkpoint folder; set checkpoint.path" in errors
-    assert "nothing was saved; to start again from step 0: shoal run" in output
-
-
-def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    options = {"max_steps": 4000, "pace": 0.05, "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
-    with running(tmp_path, options, "--workers", "1") as command:
-        command.wait_step(3)
-        command.send_signal(signal.SIGINT)
-        code, output, errors = command.end()
-    assert code == 130, errors
-    found = re.search(r"saved at step (\d+); to continue from there: shoal run --http ", output)
-    assert found and int(found[1]) >= 3, output
-    assert f"saved at step {found[1]}" in errors
-    with running(tmp_path, options, "--workers", "1") as again:
-        until("it to train again", lambda: again.job().get("phase") == "running")
-        assert again.get("/jobs/train/report")["generations"][0]["from_step"] == int(found[1])
-
-
-def test_the_second_ctrl_c_kills(tmp_path: Path) -> None:
-    with running(tmp_path, LONG, "--workers", "1") as command:
-        command.wait_step(2)
-        pids = [worker["pid"] for worker in command.workers()]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        command.send_signal(signal.SIGINT)
-        until("the first to be heard", lambda: "a second Ctrl-C kills" in command.errors.read_text())
-        command.send_signal(signal.SIGINT)
-        code, _, errors = command.end()
-    assert code == 130, errors
-    until("its workers to be gone", lambda: not any(psutil.pid_exists(pid) for pid in pids))
-
-
-def test_ctrl_c_while_workers_still_start_leaves_no_process_behind(tmp_path: Path) -> None:
-    script = "import signal, sys\nprint('starting', flush=True)\nsignal.pause()"
-    with running(tmp_path, LONG, "--workers", "2", script=script) as command:
-        until("both to be started", lambda: len(command.workers()) == 2 and all(w["pid"] for w in command.workers()))
-        pids = [worker["pid"] for worker in command.workers()]
-        command.send_signal(signal.SIGINT)
-        code, output, errors = command.end()
-        assert [pid for pid in pids if psutil.pid_exists(pid)] == [], "gone as soon as the command is"
-    assert code == 130, errors
-    assert "train cancelled" in output
 
 
 def test_a_worker_that_still_starts_when_its_job_fails_ends_with_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from asynchronous import asynchronous
 from certificates import authority, certificate
 from etcd_cluster import etcd_cluster
 from forked_command import shoal
-from integration.test_command import OPTIONS, running, started
+from integration.run_command import OPTIONS, running, started
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 

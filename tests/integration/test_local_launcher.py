@@ -99,6 +99,19 @@ def test_what_has_ended_of_another_run_is_not_reported_by_the_controller_that_fi
     with_controller(tmp_path, scene)
 
 
+def test_a_job_that_is_given_up_has_no_process_and_gets_none(tmp_path: Path) -> None:
+    async def scene(controller: Controller) -> None:
+        old = await controller.launcher.spawn("w0", spec(SLEEPER))
+        await controller.launcher.give_up("demo")
+        assert ended(old.pid)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await controller.launcher.spawn("w1", spec(SLEEPER))
+        assert "w1.json" not in controller.records()
+
+    with_controller(tmp_path, scene)
+
+
 def test_a_process_of_another_run_is_known_before_its_environment_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,8 @@
-"""Staying with a job of this machine to its end: show it, end it on Ctrl-C, report it."""
+"""Staying with a job of this machine to its end: show it, end it on Ctrl-C, report it.
+
+Whoever asks for its end gets it: where the store does not take it, the workers are killed, and none is left to train
+without a controller.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from shoal_protos.errors import Conflict, UserError
+from shoal_protos.errors import Conflict, ShoalError, UserError
 from shoal_protos.plural import at_step
 
 from shoal_controller.cli.client import OVER, Client, IsOver, Json
 from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch
-from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
+from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED, Interrupted
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
@@ -48,9 +52,7 @@ async def attend(
             else:
                 await watching
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            await _end_watching(watching)
     ended, report = await client.job(job), await client.report(job)
     summarize(ended, report)
     if report_file is not None:
@@ -62,6 +64,18 @@ async def attend(
 
 
 async def leave(here: Here, job: str, watching: asyncio.Task[Any], signals: Interrupts, shown: Display) -> None:
+    """End the job. Raises `Interrupted` where that cannot be stored: its workers are killed all the same."""
+    try:
+        await _end_job(here, job, watching, signals, shown)
+    except ShoalError as error:
+        await here.give_up(job)
+        raise Interrupted(
+            f"the workers of job {job} were killed, because its end could not be stored; once it can be, the same "
+            f"command continues the job from its last checkpoint, or from step 0: {error}"
+        ) from error
+
+
+async def _end_job(here: Here, job: str, watching: asyncio.Task[Any], signals: Interrupts, shown: Display) -> None:
     """Save where there is somewhere to, then end the job; at the second signal kill its workers."""
     saving = asyncio.create_task(saved(here.client, job), name=f"save {job}")
     try:
@@ -76,6 +90,16 @@ async def leave(here: Here, job: str, watching: asyncio.Task[Any], signals: Inte
     if killed or await interrupted_before(watching, signals.second):
         await here.kill_workers(job)
         await asyncio.wait({watching}, timeout=KILLED_SECONDS)
+    else:
+        await watching
+
+
+async def _end_watching(watching: asyncio.Task[Any]) -> None:
+    """Whoever waited for it has what it raised."""
+    watching.cancel()
+    await asyncio.wait({watching})
+    if not watching.cancelled():
+        watching.exception()
 
 
 async def saved(client: Client, job: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from shoal_protos.errors import JobFailed, NotFound
+from shoal_protos.errors import JobFailed, NotFound, StoreError
 from shoal_protos.plural import at_step
 
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, Store
@@ -92,11 +92,17 @@ async def until_interrupted(here: Here, command: list[str], signals: Interrupts)
 
 
 async def end(here: Here, job: str) -> None:
-    """End a job and its processes at once, where it is not over; those of one that is end by themselves."""
+    """End a job and its processes at once, where it is not over, whether that can be stored or not; those of one that
+    is over end by themselves.
+    """
     from shoal_controller.cli.client import IsOver
 
     with suppress(NotFound, IsOver):
-        await here.client.stop(job)
+        try:
+            await here.client.stop(job)
+        except StoreError:
+            await here.give_up(job)
+            raise
         await here.kill_workers(job)
 
 

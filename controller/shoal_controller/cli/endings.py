@@ -32,15 +32,15 @@ class Unreachable(ShoalError):
 
 
 class Interrupted(Exception):
-    """By a signal, before there was anything to end."""
+    """By a signal, before there was anything to end, or where it could be ended only in part: a sentence says so."""
 
 
 def ending(command: Command, flags: dict[str, Any]) -> int:
     """Run a command to its exit status."""
     try:
         return _status(command(**flags)) or DONE
-    except (KeyboardInterrupt, Interrupted):
-        return INTERRUPTED
+    except (KeyboardInterrupt, Interrupted) as error:
+        return say(str(error), INTERRUPTED) if str(error) else INTERRUPTED
     except ModuleNotFoundError as error:
         return say(missing(error), WRONG_USE)
     except UserError as error:

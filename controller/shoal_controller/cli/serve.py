@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ class Here:
     async def kill_workers(self, job: str) -> None:
         """End every process that was started here for this job at once, whether it has said hello or not."""
         await self.server.launcher.kill_all(job)
+
+    async def give_up(self, job: str) -> None:
+        """The same for a job whose end the store does not take: none is started again if it answers once more."""
+        await self.server.launcher.give_up(job)
 
     async def end_what_is_over(self) -> None:
         """Leave no process of a job that is over behind."""
@@ -112,7 +117,9 @@ async def serving(places: Places, own: bool, signals: Interrupts) -> AsyncIterat
 
 
 class Interrupts:
-    """Ctrl-C (and SIGTERM) as events: the first asks for an end, the second for an end at once."""
+    """Ctrl-C (and SIGTERM) as events: the first asks for an end, the second for an end at once. A terminal that was
+    closed (SIGHUP) asks for an end only, for the kernel and a shell may both say so.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -122,7 +129,10 @@ class Interrupts:
 
     def on_signal(self, number: signal.Signals) -> None:
         self.terminated |= number == signal.SIGTERM and not self.first.is_set()
-        (self.second if self.first.is_set() else self.first).set()
+        if number == signal.SIGHUP:
+            _let_go_of_terminal()
+        again = self.first.is_set() and number != signal.SIGHUP
+        (self.second if again else self.first).set()
 
     @contextmanager
     def ending_this(self) -> Iterator[Callable[[], object]]:
@@ -139,12 +149,23 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Signals are events inside, and what they were before afterwards."""
+    """Signals are events inside, and what they were before afterwards. `nohup` has SIGHUP ignored, and it stays so."""
     loop, found = asyncio.get_running_loop(), Interrupts()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, found.on_signal, number)
     try:
         yield found
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def _let_go_of_terminal() -> None:
+    """What is written to one that was closed fails, and must not keep a command from its end: it goes nowhere."""
+    for stream in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)

@@ -98,6 +98,7 @@ class LocalLauncher:
         self._reports = EndReports(submit, self._on_disk, self._watched.__contains__)
         self._ending: set[int] = set()
         """Processes of an earlier run that were killed and have not ended yet."""
+        self._given_up: set[str] = set()
         self._tidying: asyncio.Task[None] | None = None
         self._boot = boot_id()
 
@@ -107,6 +108,8 @@ class LocalLauncher:
         """Start a process for this worker; returns which. A `ShoalError` says why it could not be started."""
         if not spec.command:
             raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
+        if spec.job in self._given_up:
+            await asyncio.get_running_loop().create_future()  # until this controller ends, which is about to
         taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
         environment = self._environment.of(worker, spec, [*taken, *(device for _, device in self._starting)])
         starting = (spec.job, environment.get(VISIBLE_DEVICES, ""))
@@ -139,6 +142,11 @@ class LocalLauncher:
                 process.kill()
             if await self._none_left(job, LOOK_SECONDS):
                 break
+
+    async def give_up(self, job: str) -> None:
+        """The same for good: this controller, which is about to end, starts no process of this job any more."""
+        self._given_up.add(job)
+        await self.kill_all(job)
 
     def _of(self, job: str) -> list[tuple[WorkerId, Process]]:
         return [(worker, process) for (of, worker), (process, _) in self._watched.items() if of == job]
