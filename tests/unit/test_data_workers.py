@@ -296,6 +296,41 @@ def test_a_data_worker_that_was_killed_is_named_with_what_it_was_reading() -> No
             fetcher.micro_batch(4, 2, 0)
 
 
+class Exiting(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sys.exit(3)
+
+
+class Vanishing(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        os._exit(4)
+
+
+def leaves(_: int) -> None:
+    sys.exit("no data here")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "init", "sentence"),
+    [
+        (
+            Exiting(),
+            None,
+            r"was ended by sys\.exit\(3\) in the dataset, at one of samples \d+, \d+ of step 5, lane 2\. ",
+        ),
+        (Noisy(), leaves, r"was ended by sys\.exit\('no data here'\) in worker_init_fn\. "),
+        (Vanishing(), None, r"has ended with status 4 while it was to read samples \d+, \d+ of step 5, lane 2\. "),
+    ],
+)
+def test_a_data_worker_that_is_told_to_exit_is_named_with_what_it_was_reading(
+    dataset: Any, init: Any, sentence: str
+) -> None:
+    """`sys.exit` ended the script, which said only that it had left its loop."""
+    named = pytest.raises(PeerError, match=rf"^data worker 0 of 1 \(pid \d+\) {sentence}")
+    with fetching(dataset, Reading(processes=1, init=init)) as fetcher, named:
+        fetcher.micro_batch(4, 2, 0)
+
+
 class Stuck(Noisy):
     def __getitem__(self, index: int) -> dict[str, Any]:
         signal.pause()

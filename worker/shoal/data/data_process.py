@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.utils.data._utils.worker as torch_worker
-from shoal_protos.errors import UserError
+from shoal_protos.errors import PeerError, UserError
 
 from shoal.core.stream_position import Bookmark
 from shoal.data.batch_memory import send
@@ -68,10 +68,10 @@ def serve(duty: Duty, channel: socket.socket, others: list[socket.socket]) -> No
     )
     init, broken = duty.init, None
     if init is not None and not source.keeps_lanes:  # a stream's is called lane by lane
-        broken = _failure_of(lambda: init(duty.number))
+        broken = _failure_of(duty, lambda: init(duty.number))
     try:
         while task := _task(channel):
-            _answer(channel, broken or _read(source, *task))
+            _answer(channel, broken or _read(duty, *task))
     except OSError:
         return  # nobody waits for it any more
 
@@ -97,19 +97,32 @@ def _bytes(channel: socket.socket, count: int) -> bytes | None:
     return message
 
 
-def _read(source: Source, place: Place, bookmark: Bookmark | None) -> Any:
+def _read(duty: Duty, place: Place, bookmark: Bookmark | None) -> Any:
     try:
-        return source.read(place, bookmark)
+        return duty.source.read(place, bookmark)
+    except SystemExit as error:
+        return _exited(duty, error, f"the dataset, at one of {duty.source.samples(place)}")
     except BaseException as error:
         return _as_failure(error)
 
 
-def _failure_of(action: Callable[[], object]) -> Failure | None:
+def _failure_of(duty: Duty, action: Callable[[], object]) -> Failure | None:
     try:
         action()
+    except SystemExit as error:
+        return _exited(duty, error, "worker_init_fn")
     except BaseException as error:
         return _as_failure(error)
     return None
+
+
+def _exited(duty: Duty, error: SystemExit, caller: str) -> Failure:
+    """Not handed on as it is: it would end the script, which would say nothing of why."""
+    given = "" if error.code is None else repr(error.code)
+    return Failure(PeerError(
+        f"data worker {duty.number} of {duty.workers} (pid {os.getpid()}) was ended by sys.exit({given}) in {caller}. "
+        "What cannot be read raises an error, or is left out of the dataset."
+    ))  # fmt: skip
 
 
 def _as_failure(error: BaseException) -> Failure:

@@ -175,8 +175,13 @@ class DataWorkers:
     def _gone(self, worker: _DataWorker) -> PeerError:
         worker.process.join(END_SECONDS)
         code = worker.process.exitcode
-        how = "has ended" if code is None or code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        at = f" while it was to read {where(worker.asked[0])}" if worker.asked else ""
+        at = f" while it was to read {self._source.samples(worker.asked[0])}" if worker.asked else ""
+        if code is not None and code >= 0:
+            return PeerError(
+                f"{self._called(worker)} has ended with status {code}{at}. Something there has ended its process, such "
+                "as os._exit; look for its own message above."
+            )
+        how = "has ended" if code is None else f"was killed by {signal.Signals(-code).name}"
         return PeerError(
             f"{self._called(worker)} {how}{at}. A common cause is memory: use fewer num_workers, a smaller "
             "prefetch_factor, or look for its own message above."

@@ -56,6 +56,9 @@ class Source(Protocol):
     def read(self, place: Place, bookmark: Bookmark | None = None) -> Read:
         """The batch, in host memory. `bookmark`: from where it is quicker."""
 
+    def samples(self, place: Place) -> str:
+        """What is read for a place, in words."""
+
 
 def samples_of(dataset: Any) -> int:
     """The length of a map-style dataset; a `UserError` says what a dataset of another kind lacks."""
@@ -96,7 +99,11 @@ class NumberedSamples:
             indices = self.sampler.indices(*place)
             with noting(place, indices):
                 samples = read_numbered(self.dataset, indices)
-            return Read(collated(self._collate, samples, f"samples {named(indices)} of {where(place)}"))
+            return Read(collated(self._collate, samples, self.samples(place)))
+
+    def samples(self, place: Place) -> str:
+        """Their numbers, and where they belong."""
+        return f"samples {named(self.sampler.indices(*place))} of {where(place)}"
 
 
 def read_numbered(dataset: Any, indices: Sequence[int]) -> list[Any]:

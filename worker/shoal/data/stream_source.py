@@ -58,7 +58,11 @@ class StreamSamples:
             samples = reader.samples(number, bookmark)
             seed_everything(self._seed, *place, purpose="collate")
             given = samples[0] if self._reading.gives_batches else samples
-            return Read(collated(self._collate, given, f"the samples of {where(place)}"), reader.bookmark)
+            return Read(collated(self._collate, given, self.samples(place)), reader.bookmark)
+
+    def samples(self, place: Place) -> str:
+        """They have no numbers."""
+        return f"the samples of {where(place)}"
 
     def opened(self, lane: int) -> OpenedStream:
         """A lane's own stream, not begun."""
