@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
@@ -64,6 +68,35 @@ def test_a_script_started_by_another_launcher_is_told_that_each_process_would_tr
     link, _ = open_link({variable: "4", "SHOAL_CONTROLLER": "127.0.0.1:1", "SHOAL_JOB": "j"})
     assert not link.alone
     link.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (
+            "os.environ.clear()",
+            "SHOAL_CONTROLLER was 127.0.0.1:1 when this process started, and the script has taken it out of "
+            "os.environ, without which this worker would train by itself. Leave the variables SHOAL_* where they are "
+            "until shoal.initialize has returned; to train alone, set SHOAL_CONTROLLER to an empty text.",
+        ),
+        ("os.environ['SHOAL_CONTROLLER'] = ''", "alone"),
+    ],
+)
+def test_a_script_that_takes_its_controller_out_of_the_environment_is_told_so(change: str, outcome: str) -> None:
+    """Each worker trained by itself, to its end."""
+    script = f"""
+import os
+{change}
+from shoal.session.link_choice import open_link
+from shoal_protos.errors import UserError
+try:
+    print("alone" if open_link()[0].alone else "with its controller")
+except UserError as error:
+    print(error)
+"""
+    environment = {**os.environ, "SHOAL_CONTROLLER": "127.0.0.1:1", "SHOAL_JOB": "job"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{outcome}\n"
 
 
 def test_a_worker_beside_its_controller_is_reached_by_loopback() -> None:

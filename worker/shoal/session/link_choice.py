@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from shoal_protos.errors import UserError
@@ -30,6 +31,7 @@ def open_link(
     settings = SessionSettings.from_environment(environment)
     if not settings.controller:
         _refuse_other_launchers(environment)
+        _refuse_taken_out(environment)
         return AloneLink(), settings.fault
     own = _says_nothing if only_gloo else own_device
     return ControllerLink(settings, groups_of(build_gloo, device, BULK, own)), settings.fault
@@ -53,3 +55,24 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
                 "itself, since there is no SHOAL_CONTROLLER. Start it with `shoal run`, or each process with `shoal "
                 "worker --controller HOST:PORT --job NAME -- python …`; to train alone, unset the variable."
             )
+
+
+def _refuse_taken_out(environment: Mapping[str, str]) -> None:
+    """Workers that forget their controller (`os.environ.clear()`) would be separate trainings, each for itself."""
+    controller = _at_start("SHOAL_CONTROLLER")
+    if controller and "SHOAL_CONTROLLER" not in environment:
+        raise UserError(
+            f"SHOAL_CONTROLLER was {controller} when this process started, and the script has taken it out of "
+            "os.environ, without which this worker would train by itself. Leave the variables SHOAL_* where they are "
+            "until shoal.initialize has returned; to train alone, set SHOAL_CONTROLLER to an empty text."
+        )
+
+
+def _at_start(variable: str) -> str:
+    """As this process was given it, whatever its script has done since; empty where it was not, or nothing tells."""
+    try:
+        variables = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    before = f"{variable}=".encode()
+    return next((os.fsdecode(one.removeprefix(before)) for one in variables if one.startswith(before)), "")
