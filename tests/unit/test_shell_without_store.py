@@ -1,6 +1,7 @@
 """The shell while its store takes no write, or another controller may lead: nothing is decided, nothing forgotten."""
 
 import asyncio
+import secrets
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -247,6 +248,20 @@ async def test_readers_of_a_store_that_is_away_do_not_wait_behind_each_other(tmp
     assert lists == ["/jobs/"]
     with pytest.raises(StoreError, match="it does not answer"):
         await controller.readable()
+
+
+@asynchronous
+async def test_a_full_disk_is_named_in_sentences_with_one_end_each(tmp_path, monkeypatch):
+    """The inner one ended with a full stop, and the outer one put another behind it."""
+    monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)
+    store = await open_store(f"embedded:{tmp_path}")
+    world = World(store)
+    await world.shell.start()
+    await store._run("limit", lambda: store._tables._sql.execute("PRAGMA max_page_count=1"))
+    with pytest.raises(StoreError, match=r"disk is full\. Submit it again later$"):
+        await world.shell.create(JobSpec("new", wanted=1, env={"LONG": secrets.token_hex(50_000)}))
+    await world.shell.stop()
+    await store.close()
 
 
 @asynchronous

@@ -101,7 +101,7 @@ class Database:
                 raise StoreError(
                     f"the store's file {path} was {'deleted' if now is None else 'replaced'} while it is in use, and "
                     "what is written now would be lost. Put it back, or stop this controller (workers train on) and "
-                    "restore the store."
+                    "restore the store"
                 )
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class Database:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"the store {self.path} cannot be read or written: {error}.") from error
+            raise StoreError(f"the store {self.path} cannot be read or written: {error}") from error
 
 
 def _stat(path: Path) -> os.stat_result | None:
