@@ -19,6 +19,7 @@ from functools import partial
 from shoal_protos.address_space import check_address_space
 from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError
+from shoal_protos.open_files import check_open_files
 
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
@@ -104,6 +105,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
     entered when a controller leads, this or another one.
     """
     check_address_space("a controller", NEEDED_MEBIBYTES)
+    check_open_files("a controller")
     logs.configure(settings.log_level)
     if "local" in settings.allowed_launchers:
         _check_folders(settings)

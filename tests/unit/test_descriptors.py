@@ -1,8 +1,12 @@
-"""How many files and connections a controller may have open."""
+"""How many files and connections a controller or a worker may have open; too few are one sentence, no traceback."""
 
+import os
 import resource
+import subprocess
+import sys
 
 import pytest
+from forked_command import SHOAL
 from shoal_controller.descriptors import raise_descriptor_limit
 
 LIMIT = resource.RLIMIT_NOFILE
@@ -31,3 +35,36 @@ def test_where_more_is_refused_the_limit_stays(lowered, monkeypatch):
     raise_descriptor_limit()
     monkeypatch.undo()
     assert resource.getrlimit(LIMIT) == before
+
+
+SCRIPT = """
+import shoal, torch
+model = torch.nn.Linear(2, 2)
+shoal.initialize(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dataset=[torch.ones(2)] * 8,
+    config={"train_micro_batch_size_per_gpu": 1, "shoal": {"lanes": 1, "max_steps": 1}},
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "command"),
+    [
+        ("a controller", [SHOAL, "run", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "train.py"]),
+        ("a controller", [SHOAL, "controller", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]),
+        (
+            "a worker",
+            [SHOAL, "worker", "--controller", "127.0.0.1:1", "--job", "train", "--", sys.executable, "train.py"],
+        ),
+    ],
+)
+def test_whoever_may_open_too_few_is_told_how_many_it_needs(who, command, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    limited = ["bash", "-c", 'ulimit -n 20 && exec "$@"', "bash", *command]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr == (
+        f"shoal: this process may open 20 files and connections; {who} needs 64 at least, and more with every worker. "
+        "Raise the limit: `ulimit -n 1024`\n"
+    )

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shoal_protos.finding import Check, Finding, Given, Verdict
+from shoal_protos.open_files import LEAST_OPEN_FILES
 
 from shoal_controller.cli.endings import EXTRAS
 
@@ -105,6 +106,9 @@ def open_files(_: Given) -> Finding:
     """The limit that a controller can raise for itself."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     found = "no limit" if most == resource.RLIM_INFINITY else f"at most {most}"
+    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
+        todo = "raise the hard limit (ulimit -n 1024, LimitNOFILE=)"
+        return Finding("open files", Verdict.FAILED, found, f"{OPEN_FILES} or more", todo)
     if most != resource.RLIM_INFINITY and most < OPEN_FILES:
         todo = "raise the hard limit (ulimit -Hn, LimitNOFILE=); a controller serves fewer workers"
         return Finding("open files", Verdict.WARNING, found, f"{OPEN_FILES} or more", todo)

@@ -21,6 +21,7 @@ from shoal_protos.messages import (
     Status,
     Telemetry,
 )
+from shoal_protos.open_files import check_open_files
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
@@ -78,6 +79,7 @@ class ControllerLink:
 
     def introduce(self, description: Description, status: Status) -> None:
         check_address_space("the session with the controller", NEEDED_MEBIBYTES)
+        check_open_files("a worker")
         self._server = self._open_server()
         hostname = socket.gethostname()
         process = ProcessInfo(
