@@ -307,6 +307,16 @@ async def test_a_problem_has_all_that_the_rfc_names(tmp_path):
 
 
 @asynchronous
+async def test_a_problem_names_the_path_as_a_reference_whatever_was_asked_for(tmp_path):
+    """It had spaces, ended at an escaped question mark, and with two slashes it named another host."""
+    named = {"/v1/jobs/a%20b%3Fc%C3%A9": "/v1/jobs/a%20b%3Fc%C3%A9", "//there.example/x": "/.//there.example/x"}
+    async with serving(tmp_path) as api:
+        for asked, instance in named.items():
+            answer = await api.client.get(f"{str(api.client.base_url).rstrip('/')}{asked}")
+            assert (answer.status_code, answer.json()["instance"]) == (404, instance)
+
+
+@asynchronous
 async def test_an_answer_has_the_clock_of_its_times_though_the_machines_was_set(tmp_path, monkeypatch):
     async with serving(tmp_path) as api:
         real = time.time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -65,9 +66,16 @@ OUTCOME_UNKNOWN = "urn:shoal:outcome-unknown"
 def problem(path: str, status: int, sentence: str, code: ErrorCode) -> JSONResponse:
     """The answer for an error."""
     kind = OUTCOME_UNKNOWN if code is ErrorCode.OUTCOME_UNKNOWN else "about:blank"
-    body = Problem(type=kind, code=code, title=HTTPStatus(status).phrase, status=status, detail=sentence, instance=path)
+    title = HTTPStatus(status).phrase
+    body = Problem(type=kind, code=code, title=title, status=status, detail=sentence, instance=_reference(path))
     headers = HEADERS.get(status, {})
     return JSONResponse(body.model_dump(), status, headers, media_type=PROBLEM_TYPE)
+
+
+def _reference(path: str) -> str:
+    """The path as RFC 9457 wants it, a URI reference: characters that none has are escaped, and no host is named."""
+    escaped = quote(path, safe="/:@!$&'()*+,;=~", errors="replace")
+    return f"/.{escaped}" if escaped.startswith("//") else escaped
 
 
 def problem_of(path: str, error: ShoalError) -> JSONResponse:
@@ -88,7 +96,7 @@ def install(app: FastAPI) -> None:
 
 async def _shoal_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ShoalError)
-    return problem_of(request.url.path, error)
+    return problem_of(request.scope["path"], error)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
@@ -102,20 +110,20 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         sentence = f"{whole} came without the header `Content-Type: application/json`; send it as JSON, and say so"
     else:
         sentence = every_sentence(faults, whole, model, error.body)
-    return problem(request.url.path, UserError.http_status, sentence, UserError.problem_code)
+    return problem(request.scope["path"], UserError.http_status, sentence, UserError.problem_code)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     """What the framework itself refuses: unknown paths, wrong methods, bodies it cannot read."""
     assert isinstance(error, HTTPException)
     if isinstance(error.__cause__, ShoalError):
-        return problem_of(request.url.path, error.__cause__)
+        return problem_of(request.scope["path"], error.__cause__)
     sentence, code = str(error.detail), CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     if error.status_code == HTTPStatus.NOT_FOUND:
         sentence = f"there is nothing at {shown_name(request.url.path)}; /docs lists what there is"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return _not_allowed(request, (error.headers or {}).get("Allow", ""))
-    return problem(request.url.path, error.status_code, sentence, code)
+    return problem(request.scope["path"], error.status_code, sentence, code)
 
 
 def _not_allowed(request: Request, allowed: str) -> JSONResponse:
@@ -124,11 +132,11 @@ def _not_allowed(request: Request, allowed: str) -> JSONResponse:
         if compile_path(path)[0].match(request.url.path):
             allowed = ", ".join(sorted(map(str.upper, operations)))
     sentence = f"{request.method} is not allowed at {shown_name(request.url.path)}; expected {allowed}"
-    answer = problem(request.url.path, HTTPStatus.METHOD_NOT_ALLOWED, sentence, ErrorCode.METHOD_NOT_ALLOWED)
+    answer = problem(request.scope["path"], HTTPStatus.METHOD_NOT_ALLOWED, sentence, ErrorCode.METHOD_NOT_ALLOWED)
     answer.headers["Allow"] = allowed
     return answer
 
 
 async def _defect(request: Request, _: Exception) -> JSONResponse:
     """Our own bug. The guard, to which it is raised again after this, logs it."""
-    return problem(request.url.path, ShoalError.http_status, BUG, ErrorCode.BUG)
+    return problem(request.scope["path"], ShoalError.http_status, BUG, ErrorCode.BUG)
