@@ -141,7 +141,28 @@ def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> 
         )
         assert "shoal_checkpoint_failures_total{" in cluster.metrics()
         cluster.until("that it is said", lambda job: "last save: the checkpoint of step " in job["reason"])
+        place.unlink()
+        (tmp_path / "away").rename(place)
         ends_undisturbed(cluster)
+        assert whole(place)[0] == STEPS
+
+
+def test_a_job_whose_last_checkpoint_cannot_be_saved_fails_and_says_why(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    with Cluster(workers=2, options=options(place, every_steps=20), pace=PACE) as cluster:
+        step = cluster.wait_saved(20)
+        place.rename(tmp_path / "away")
+        place.write_text("in the way")
+        assert httpx.post(f"{cluster.url}/v1/jobs/job/checkpoints").status_code == 202
+        cluster.wait_phase("failed")
+        job = cluster.job()
+        assert (
+            "all steps are done, but the last checkpoint that was due is missing: the checkpoint of step 30 failed"
+            in (job["reason"])
+        )
+        assert f"Started again, the job goes on from step {step}." in job["reason"]
+        assert job["step"] == STEPS
+        assert [cluster.wait_exit(worker) for worker in ("w0", "w1")] == [1, 1]
 
 
 @pytest.fixture

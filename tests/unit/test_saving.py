@@ -310,9 +310,50 @@ def test_a_save_is_told_by_who_completed_it_and_a_failed_one_by_whoever_is_rank_
 def test_a_request_fails_with_a_save_of_this_world_and_outlives_one_of_the_world_before() -> None:
     for generation, fails in ((1, True), (2, False)):
         saving, part = Saving(every_steps=None), over(1, "the disk is full")
-        saving.ask(STEP, over=False)
+        saving.ask(STEP - 1, over=False)
         assert saving.on_over(part, part.report, rank=1, generation=generation) is fails
         assert (saving.asked_at is None) is fails
+
+
+def test_a_request_outlives_the_failure_of_a_save_that_began_before_it() -> None:
+    saving, part = Saving(every_steps=None), over(0, "the disk is full")
+    saving.ask(STEP, over=False)
+    assert not saving.on_over(part, part.report, rank=0, generation=1)
+    assert saving.asked_at == STEP + 1
+
+
+@pytest.mark.parametrize(
+    ("passed", "owed"),
+    [
+        (vote(), True),
+        (vote(saved=STEP), False),
+        (vote(statuses=WRITES), True),
+        (vote(step=13, stepped=False, saved=11), True),
+        (vote(step=13, stepped=False, saved=13), False),
+        (vote(step=13, saved=12, scheduled=True), True),
+        (vote(step=13, saved=12, asked=(13,)), True),
+        (vote(step=13, saved=12, asked=(13,), stepped=False, over=True), False),
+        (vote(step=3), False),
+    ],
+    ids=["due", "made", "skipped", "before one was there", "a later one", "by the clock", "asked for",
+         "asked for after the loop", "none yet"],
+)  # fmt: skip
+def test_what_was_due_is_owed_until_it_is_there_or_a_later_one(passed: SaveVote, owed: bool) -> None:
+    for rank in range(2):
+        saving = Saving(every_steps=4)
+        saving.on_vote(replace(passed, rank=rank))
+        assert saving.is_owed is owed
+        saving.on_vote(vote(rank=rank, step=14, stepped=False, saved=13))
+        assert not saving.is_owed
+
+
+def test_what_was_due_after_the_step_that_all_went_back_to_is_owed_by_nobody() -> None:
+    saving = Saving(every_steps=4)
+    saving.on_vote(vote())
+    saving.on_return_to(5)
+    assert not saving.is_owed
+    saving.on_vote(vote(step=8))
+    assert saving.is_owed
 
 
 def test_a_save_that_was_lost_with_its_world_is_asked_for_again_by_rank_0_alone() -> None:

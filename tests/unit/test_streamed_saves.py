@@ -14,9 +14,11 @@ from reference import reference
 from shoal.checkpoint import saver
 from shoal.checkpoint.catalogue import look_into, saves
 from shoal.checkpoint.errors import StorageFailed
-from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.manifest import FileEntry
+from shoal.checkpoint.storage import LocalStorage, Storage
 from shoal.checkpoint.streamed import streamed_state
 from shoal.checkpoint.verify import verify
+from shoal.checkpoint.writer import write_content
 from shoal.training.engine import Engine
 from shoal_protos.runs import Runs
 
@@ -74,14 +76,16 @@ def test_it_is_written_when_the_step_returns(tmp_path: Path) -> None:
 def test_a_disk_that_fails_while_training_waits_fails_the_save_and_not_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: object) -> None:
-        raise StorageFailed("the disk is gone")
+    def fails(storage: Storage, folder: str, step: int, *rest: Any) -> FileEntry:
+        if step < OPTIONS["max_steps"]:
+            raise StorageFailed("the disk is gone")
+        return write_content(storage, folder, step, *rest)
 
     monkeypatch.setattr(saver, "write_content", fails)
     with Crew("ab", Task({**OPTIONS, **straight(tmp_path, every_steps=2)})) as crew:
         assert crew.finish() == undisturbed(Task(OPTIONS))
     assert "the disk is gone" in capsys.readouterr().err
-    assert not saves(LocalStorage(tmp_path))
+    assert [name.step for name in saves(LocalStorage(tmp_path))] == [OPTIONS["max_steps"]]
 
 
 def test_a_state_without_blocks_is_an_empty_file() -> None:

@@ -27,6 +27,10 @@ class ExportFailed(UserError):
     """The model cannot be written to where the script wants it. A script hears of it after the job's last step."""
 
 
+class SaveFailed(StorageFailed):
+    """A checkpoint could not be saved after the job's last step, where no later one makes up for it."""
+
+
 class NeedsFreshProcess(ShoalError):
     """This process has gone too far to take part; a new one can."""
 
@@ -48,10 +52,10 @@ def _is_everyones(error: BaseException) -> bool:
     """Whether no replacement helps: what the user gave cannot work, here or elsewhere.
 
     ● An export that fails, be it by an outage, is nobody else's to repeat: the other members may be done with it, and
-    the job would end well without its model.
+    the job would end well without its model. So is a save after the last step: it has failed for all.
     """
     is_mistake = isinstance(error, UserError) and not isinstance(error, CheckpointDamaged) and not _is_outage(error)
-    return isinstance(error, JobFailed | ExportFailed) or is_mistake
+    return isinstance(error, JobFailed | ExportFailed | SaveFailed) or is_mistake
 
 
 def _fault_of(error: BaseException) -> Fault:

@@ -66,6 +66,10 @@ class Saving:
         """From this step on a save fulfils what this member asks for; None: it asks for nothing."""
         self.recent: tuple[SaveReport, ...] = ()
         """The last few saves that this member has to report to the controller."""
+        self._due = self._known = -1
+        """The newest step at which a checkpoint was due, made or not; the newest that any member knew to be made."""
+        self.is_under_way = False
+        """Whether any member was busy with a save when all voted last."""
         self._number = 0
         self.is_given_up = False
         """Whether the save at hand began before all went back."""
@@ -77,12 +81,16 @@ class Saving:
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved, self.is_given_up = step, True
+        self._due, self._known = min(self._due, step), step
         if self.asked_at is not None:
             self.asked_at = min(self.asked_at, step + 1)
 
     def on_vote(self, vote: SaveVote) -> SaveChoice:
         """After every vote, once it has heard of a save that is over."""
+        self._known = max(self._known, vote.saved)
+        self.is_under_way = any(status in BUSY for status in vote.statuses.values())
         choice = self._choice(vote)
+        self._note_due(vote, choice)
         self.is_given_up = self.is_given_up and choice is not SaveChoice.BEGIN
         if self.asked_at is not None and (vote.saved >= self.asked_at or vote.saved == vote.step):
             self.asked_at = None
@@ -99,11 +107,27 @@ class Saving:
             return SaveChoice.NOTHING
         if vote.saved == vote.step:
             return SaveChoice.SAVED if due else SaveChoice.NOTHING
-        if not any(status in BUSY for status in vote.statuses.values()):
+        if not self.is_under_way:
             return SaveChoice.BEGIN
         if not due:
             return SaveChoice.NOTHING
         return SaveChoice.POSTPONE if vote.owed else SaveChoice.SKIP
+
+    def _note_due(self, vote: SaveVote, choice: SaveChoice) -> None:
+        """What a script asks for after its loop is not noted: it waits for it, and hears how it went. What falls due by
+        steps is known by the step alone, also to who was not there.
+        """
+        nth = vote.step - vote.step % self._every_steps if self._every_steps is not None else 0
+        asked = [step for step in vote.asked if step <= vote.step] if vote.stepped else []
+        due = [vote.step] if vote.stepped and choice is not SaveChoice.NOTHING else []
+        self._due = max([self._due, *([nth] if nth > 0 else []), *asked, *due])
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether a checkpoint was due and neither that one is there nor a later one: it was skipped, or has failed, or
+        was lost with its world. While training goes on the next one makes up for it; at the end nothing else does.
+        """
+        return self._due > max(self.saved, self._known)
 
     def _is_nth(self, step: int) -> bool:
         return self._every_steps is not None and step % self._every_steps == 0
@@ -119,7 +143,7 @@ class Saving:
         elif part.save.generation != generation:
             if rank == 0 and not self.is_given_up and self.asked_at is None:
                 self.asked_at = part.save.step  # lost with its world: the next one need not be due for long
-        elif self.asked_at is not None:
+        elif self.asked_at is not None and part.save.step >= self.asked_at and not self.is_given_up:
             self.asked_at = None
             return True
         return False

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.draft import Origin, draft_of
-from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.named import tied_names
 from shoal.checkpoint.plain import encode
@@ -33,6 +32,7 @@ from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, Share
 from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal.exchange.ballot import Request
 from shoal.exchange.vote import Record
+from shoal.failure import SaveFailed
 from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
 from shoal.numerics import identity
@@ -68,8 +68,9 @@ class CheckpointSaving:
         self._origin: Origin | None = None
         self._saving = Saving(self._config.every_steps)
         self._clock = time.monotonic()
-        self.failure: StorageFailed | None = None
-        """Why the last save that this worker asked for failed, until raised."""
+        self._failure: SaveFailed | None = None
+        """Why the last save that this worker asked for failed."""
+        self._has_asked_at_end = False
 
     # ---- what the script and the controller ask
 
@@ -86,6 +87,35 @@ class CheckpointSaving:
     def pending(self) -> Request | None:
         """What this worker asks for and is still to be done, as its ballot says it."""
         return replace(SAVE, step=self._saving.asked_at) if self._saving.asked_at is not None else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no save is under way here, or still to begin: what the end of a job waits for."""
+        return not (self.busy or self._saving.asked_at is not None or (self._saver and self._saving.is_owed))
+
+    def ask_for_what_is_owed(self) -> None:
+        """At the job's end, on rank 0 for all: a checkpoint that was due and is not there is saved now. Raises
+        `SaveFailed` where that has failed as well.
+        """
+        self.take_in_outcome()
+        saving = self._saving
+        waits = self.busy or saving.is_under_way or saving.asked_at is not None
+        if self._context.rank != 0 or waits or self.is_settled:
+            return
+        failure = self.take_failure()
+        if failure is not None and self._has_asked_at_end:
+            before = f"goes on from step {self.saved}" if self.saved >= 0 else "begins anew"
+            raise SaveFailed(
+                f"all steps are done, but the last checkpoint that was due is missing: {str(failure).rstrip('.')}. "
+                f"Started again, the job {before}."
+            )
+        self._has_asked_at_end = True
+        self.remember_request()
+
+    def take_failure(self) -> SaveFailed | None:
+        """Why the last save that this worker asked for failed, once."""
+        failure, self._failure = self._failure, None
+        return failure
 
     @property
     def saved(self) -> int:
@@ -253,7 +283,9 @@ class CheckpointSaving:
                 CheckpointRef(name.generation, name.step, outcome.path, size, run, part.verified)
             )
         if self._saving.on_over(part, _report(outcome), self._context.rank, self._context.generation):
-            self.failure = StorageFailed(f"the checkpoint of step {name.step} failed: {part.failure}")
+            self._failure = SaveFailed(f"the checkpoint of step {name.step} failed: {part.failure}")
+        elif not part.failure:
+            self._failure = None
 
     @property
     def saver_end(self) -> Callable[[], None]:

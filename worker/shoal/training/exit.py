@@ -7,6 +7,7 @@ the script, and not by `atexit` (docs/decisions/0032-a-scripts-end-is-served-bef
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures.thread  # noqa: F401 - what it does at the end comes after what we do
 import faulthandler
 import os
@@ -17,7 +18,7 @@ from functools import partial
 from types import TracebackType
 from weakref import ReferenceType, finalize, ref
 
-from shoal_protos.errors import JobFailed, ShoalError, UserError
+from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.messages import WRONG_USE, Fault, Result
 
 from shoal.failure import result_of
@@ -27,6 +28,9 @@ from shoal.training.engine import Engine
 from shoal.training.memory_setting import memory_setting
 
 log = get_logger("shoal")
+
+FAILED = 1
+"""Exit status of a script that came to its end, where what followed failed."""
 
 
 class _Ending:
@@ -52,8 +56,9 @@ class _Ending:
             else:
                 context.link.result(self._result())
         except Exception as error:
-            self._failure = error
-            context.link.result(self._result())
+            if not context.leaving:  # else the controller knows it: the job has failed
+                self._failure = error
+                context.link.result(self._result())
             raise
         finally:
             context.loop.fetcher.close()
@@ -72,19 +77,21 @@ class _Ending:
         return Result(step, failure=why, fault=Fault("", why, ""))
 
     def _serve(self) -> None:
-        """Votes without a step until told to end."""
+        """Votes without a step until told to end. Raises why a checkpoint or an export that is owed cannot be made: a
+        job that ends well has them.
+        """
         context, parts, training = self._engine.context, self._engine.parts, self._engine.training
         try:
-            while parts.saving.busy:
-                training.vote()
-            context.ended = True
-            parts.status.publish()
-            while not (context.link.alone and context.done):
+            while not (context.ended and context.link.alone and context.done):
+                parts.saving.ask_for_what_is_owed()
+                if parts.saving.is_settled:
+                    parts.requests.check_exports()
+                if context.ended != parts.saving.is_settled:
+                    context.ended = parts.saving.is_settled
+                    parts.status.publish()
                 training.vote()
         except SystemExit:
             return
-        except JobFailed as error:
-            say(str(error))
 
 
 class _Sentences:
@@ -163,7 +170,29 @@ def serve_at_exit(engine: Engine) -> None:
 
 def _at_end(act: Callable[[], None]) -> None:
     """Calls it when the script has ended, on the same thread; in no child of this process."""
-    threading._register_atexit(_unless_forked(act))  # type: ignore[attr-defined]
+    threading._register_atexit(_unless_forked(partial(_with_status, act)))  # type: ignore[attr-defined]
+
+
+def _with_status(act: Callable[[], None]) -> None:
+    """Where it fails, so does the process: it would leave with the script's own status, which Python knows by now."""
+    try:
+        act()
+    except ShoalError as error:
+        atexit.register(_leave_as_failed)
+        say(str(error))
+    except Exception:
+        atexit.register(_leave_as_failed)
+        raise
+
+
+def _leave_as_failed() -> None:
+    """`atexit` calls it first, for it came last: what else it has is called before the process leaves."""
+    atexit.unregister(_leave_as_failed)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(FAILED)
 
 
 def _unless_forked(act: Callable[[], None]) -> Callable[[], None]:

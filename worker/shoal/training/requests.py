@@ -42,7 +42,8 @@ class Requests:
         """Requests of the script, whose end it may wait for."""
         self.digest = ""
         """The last fingerprint that was asked for."""
-        self._failure: UserError | None = None
+        self._failed: dict[Request, UserError] = {}
+        """Exports that rank 0, which this worker was then, could not make, and has made none of since."""
 
     def check(self, request: Request, call: str) -> None:
         """Raises `UserError` for what the script cannot ask for now. `call`: how it asks."""
@@ -76,11 +77,16 @@ class Requests:
         """The script waits for nothing any more."""
         self._scripts.clear()
 
-    def take_failure(self) -> Exception | None:
-        """Why the last thing that the script asked for could not be done, once."""
-        failure = self._failure or self._saving.failure
-        self._failure = self._saving.failure = None
-        return failure
+    def take_failure(self, request: Request) -> Exception | None:
+        """Why what the script asks for could not be done, once."""
+        return self._saving.take_failure() if request.kind == "save" else self._failed.pop(request, None)
+
+    def check_exports(self) -> None:
+        """At the job's end: raises why an export failed that was asked for in the loop, or only on another worker: no
+        script has heard of it.
+        """
+        for failure in self._failed.values():
+            raise failure
 
     @property
     def _open(self) -> list[Request]:
@@ -115,7 +121,7 @@ class Requests:
                 case "gather":
                     self._rows.exchange()
                 case "export":
-                    self._export(Path(request.detail))
+                    self._export(request)
                 case "frozen":
                     self._frozen(request)
             if request in self._mine and (request.kind not in ENDS or self._context.is_over):
@@ -129,14 +135,15 @@ class Requests:
             context.done = True
             context.link.result(Result(context.state.step, self.digest, context.state.loss))
 
-    def _export(self, path: Path) -> None:
+    def _export(self, request: Request) -> None:
+        self._failed.pop(request, None)
         if self._context.rank != 0:
             return
         try:
-            export(self._context.state.module, path, self._parameters.reading)
+            export(self._context.state.module, Path(request.detail), self._parameters.reading)
         except UserError as error:
-            log.error("export_failed", path=str(path), reason=str(error))
-            self._failure = error
+            log.error("export_failed", path=request.detail, reason=str(error))
+            self._failed[request] = error
 
     def _frozen(self, request: Request) -> None:
         """The builder sends its frozen parameters to a joiner whose own differ."""

@@ -270,7 +270,7 @@ class TrainingLoop:
         self._settle_requests()
         while saving.busy:
             self.vote()
-        failure = requests.take_failure()
+        failure = requests.take_failure(request)
         if failure is not None:
             raise failure
         return requests.digest if request.kind == "fingerprint" else None

@@ -1,0 +1,240 @@
+"""What a job owes at its end: each export, and each checkpoint that was due, or a later one. Without them it fails, and
+says why.
+
+With real processes: tests/integration/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import PATIENCE_SECONDS, Crew, Task, undisturbed
+from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.errors import StorageFailed
+from shoal.checkpoint.saver import Saver, SaveResult, SaveTask
+from shoal.checkpoint.storage import LocalStorage
+from shoal.training.engine import Engine
+
+STEPS = 5
+
+
+def saving(place: Path, **others: Any) -> Task:
+    options = {"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(place), "every_steps": 3}}}
+    return Task(options, **others)
+
+
+def made(place: Path) -> list[int]:
+    """Steps of the whole checkpoints, newest first."""
+    return [one.name.step for one in checkpoints(LocalStorage(place), lambda _: None)]
+
+
+class Disk:
+    """Of every saver: saves of the steps in `broken` fail, and those in `slow` wait until `free`. `dies`, by worker: it
+    writes nothing, and this says when its process is no more.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.broken: set[int] = set()
+        self.slow: set[int] = set()
+        self.dies: dict[str, Callable[[], bool]] = {}
+        self.free, self._write = threading.Event(), Saver._write
+        monkeypatch.setattr(Saver, "_write", lambda *called: self._turn(*called))
+
+    def _turn(self, saver: Saver, save: SaveTask, outcome: SaveResult) -> None:
+        dead = self.dies.get(save.part.member.worker)
+        if dead is not None:
+            while not dead():
+                self.free.wait(0.01)
+            raise StorageFailed("its process is no more.")
+        if save.name.step in self.slow:
+            assert self.free.wait(PATIENCE_SECONDS)
+        if save.name.step in self.broken:
+            raise StorageFailed("the disk is full.")
+        self._write(saver, save, outcome)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+def end(crew: Crew) -> str:
+    """How the job ends, and why."""
+    crew.allow()
+    crew.until("the end", lambda: crew.job.durable.phase.is_over)
+    return f"{crew.job.durable.phase.value}: {crew.job.durable.reason}"
+
+
+def all_done(crew: Crew) -> bool:
+    return all(worker.engine.global_step == STEPS for worker in crew.members())
+
+
+def test_a_save_that_was_due_with_a_dead_member_is_made_though_its_first_try_outlasts_the_last_step(
+    disk: Disk, tmp_path: Path
+) -> None:
+    disk.slow = {3}
+    with Crew("abc", saving(tmp_path)) as crew:
+        disk.dies["c"] = lambda: crew.workers["c"].killed
+        crew.train_to(3)
+        crew.until("a save in all", lambda: all(worker.engine.parts.saving.busy for worker in crew.members()))
+        crew.kill("c")
+        crew.allow()
+        crew.until("the last step", lambda: all_done(crew))
+        disk.free.set()
+        assert crew.finish() == undisturbed(Task({"max_steps": STEPS}))
+        assert [one.step for one in crew.job.durable.checkpoints] == [STEPS]
+    assert made(tmp_path) == [STEPS]
+
+
+def test_a_save_that_was_skipped_because_of_the_one_before_is_made_at_the_end(disk: Disk, tmp_path: Path) -> None:
+    disk.slow = {2}
+    task = Task({"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}})
+    with Crew("ab", task) as crew:
+        crew.allow()
+        crew.until("the last step", lambda: all_done(crew))
+        disk.free.set()
+        crew.finish()
+        assert [one.step for one in crew.job.durable.checkpoints] == [STEPS, 2]
+
+
+def test_a_save_that_failed_and_was_followed_by_none_is_tried_again_at_the_end(disk: Disk, tmp_path: Path) -> None:
+    disk.broken = {3}
+    with Crew("ab", saving(tmp_path)) as crew:
+        crew.finish()
+        assert [one.step for one in crew.job.durable.checkpoints] == [STEPS]
+
+
+def test_nothing_is_saved_at_the_end_where_all_that_was_due_is_there(disk: Disk, tmp_path: Path) -> None:
+    with Crew("ab", saving(tmp_path)) as crew:
+        crew.finish()
+    assert made(tmp_path) == [3]
+
+
+def test_a_job_whose_last_save_fails_again_at_its_end_fails_and_names_where_it_would_go_on(
+    disk: Disk, tmp_path: Path
+) -> None:
+    disk.broken = {3, STEPS}
+    with Crew("ab", saving(tmp_path)) as crew:
+        ending = end(crew)
+        assert crew.job.durable.step == STEPS
+    assert ending.startswith("failed: worker ")
+    missing = "all steps are done, but the last checkpoint that was due is missing: the checkpoint of step 5 failed: "
+    assert missing in ending and ending.endswith("Started again, the job begins anew.")
+
+
+def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails_the_job(
+    disk: Disk, tmp_path: Path
+) -> None:
+    disk.broken = {STEPS}
+    task = Task({"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(tmp_path)}}}, script=_save_at_the_end)
+    with Crew("ab", task) as crew:
+        ending = end(crew)
+    assert ending.startswith("failed: worker ") and "the checkpoint of step 5 failed: " in ending
+
+
+def _save_at_the_end(engine: Engine, before: Any) -> None:
+    for batch in engine:
+        before()
+        engine.backward(engine.module(**batch))
+        engine.step()
+    engine.save_checkpoint()
+
+
+def test_a_leader_that_dies_in_the_last_save_is_followed_by_one_that_makes_it(disk: Disk, tmp_path: Path) -> None:
+    disk.broken, disk.slow = {3}, {STEPS}
+    with Crew("abc", saving(tmp_path)) as crew:
+        crew.allow()
+        leader = crew.workers["a"]
+        crew.until("the last save", lambda: all_done(crew) and leader.engine.parts.saving.busy)
+        leader.killed = True
+        disk.free.set()
+        crew.finish()
+        assert [one.step for one in crew.job.durable.checkpoints] == [STEPS]
+
+
+@pytest.mark.parametrize("asks", [0, 1], ids=["rank 0", "another rank"])
+def test_an_export_of_the_loop_that_failed_fails_the_job_at_its_end(asks: int, tmp_path: Path) -> None:
+    def ask(engine: Engine) -> None:
+        if engine.rank == asks and engine.global_step == 2:
+            engine.export(tmp_path)
+
+    with Crew("ab", Task({"max_steps": STEPS}, in_loop=ask)) as crew:
+        ending = end(crew)
+        assert crew.job.durable.step == STEPS, "training is not stopped by it"
+    assert ending.startswith("failed: worker ") and f"cannot export the model to {tmp_path}" in ending
+
+
+def test_an_export_that_only_another_rank_waits_for_fails_the_job(tmp_path: Path) -> None:
+    def script(engine: Engine, before: Any) -> None:
+        for batch in engine:
+            before()
+            engine.backward(engine.module(**batch))
+            engine.step()
+        if engine.rank == 1:
+            engine.export(tmp_path)
+
+    with Crew("ab", Task({"max_steps": STEPS}, script=script)) as crew:
+        ending = end(crew)
+    assert ending.startswith("failed: worker ") and f"cannot export the model to {tmp_path}" in ending
+
+
+def test_an_export_that_failed_is_made_good_by_a_later_one_to_the_same_place(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    file.mkdir()
+
+    def ask(engine: Engine) -> None:
+        if engine.rank == 0 and engine.global_step in (1, 3):
+            if engine.global_step == 3 and file.is_dir():
+                file.rmdir()
+            engine.export(file)
+
+    with Crew("ab", Task({"max_steps": STEPS}, in_loop=ask)) as crew:
+        crew.finish()
+    assert file.is_file()
+
+
+ALONE = """
+import atexit, sys, threading
+from pathlib import Path
+import shoal, torch
+from torch.utils.data import TensorDataset
+
+atexit.register(print, "called early")
+place = Path(sys.argv[1])
+model = torch.nn.Linear(8, 2)
+checkpoint = {"path": str(place), "every_steps": 2}
+config = {"train_micro_batch_size_per_gpu": 2, "shoal": {"lanes": 2, "max_steps": 4, "checkpoint": checkpoint}}
+data = TensorDataset(torch.randn(64, 8), torch.zeros(64).long())
+engine = shoal.initialize(model=model, dataset=data, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+atexit.register(print, "called late")
+place.rmdir()
+place.write_text("in the way")
+for x, y in engine:
+    engine.backward(torch.nn.functional.cross_entropy(engine.module(x), y))
+    engine.step()
+if sys.argv[2] == "in time":
+    engine.parts.saving._saver.join()
+    place.unlink()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("mended", ["in time", "never"])
+def test_a_script_alone_ends_with_status_0_only_where_its_last_checkpoint_is_there(mended: str, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    command = [sys.executable, "-c", ALONE, str(place), mended]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout.splitlines() == ["done", "called late", "called early"], "the script is not cut short"
+    assert "Traceback" not in ended.stderr
+    if mended == "in time":
+        assert (ended.returncode, made(place)) == (0, [4])
+    else:
+        assert ended.returncode == 1
+        last = ended.stderr.splitlines()[-1]
+        assert last.startswith("shoal: all steps are done, but the last checkpoint that was due is missing: ")
