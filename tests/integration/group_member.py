@@ -22,7 +22,7 @@ from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal.group.shared_memory import NAME
+from shoal.unnamed_memory import GROUP as NAME
 
 MUCH = 128 << 20
 """Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""

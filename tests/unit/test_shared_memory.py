@@ -20,7 +20,8 @@ from shoal.group import host_peers, shared_memory
 from shoal.group.gloo import GlooGroup
 from shoal.group.group import Group, WorldChanged
 from shoal.group.host_peers import HostPeers
-from shoal.group.shared_memory import NAME, PLACE_BYTES, PLACES, OpenedMemory, SharedMemory
+from shoal.group.shared_memory import PLACE_BYTES, PLACES, OpenedMemory, SharedMemory
+from shoal.unnamed_memory import GROUP as NAME
 from torch import Tensor
 
 LARGE = host_peers.LEAST_BYTES
@@ -133,7 +134,7 @@ def test_what_is_no_file_is_not_even_opened(monkeypatch: pytest.MonkeyPatch) -> 
     memory = SharedMemory(2)
     ends = os.pipe()
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("a device may do something when it is opened"))
-    with pytest.raises(FileNotFoundError, match="is not the memory of a group"):
+    with pytest.raises(FileNotFoundError, match="is no memory of Shoal's"):
         OpenedMemory(memory.address._replace(descriptor=ends[0]), 1, 2)
     memory.close()
     for end in ends:
@@ -145,7 +146,7 @@ def _refused(*_: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["os.memfd_create", "shoal.group.shared_memory._open", "shoal.group.shared_memory._reserve"]
+    "name", ["os.memfd_create", "shoal.group.shared_memory.open_at", "shoal.group.shared_memory.reserve"]
 )
 def test_where_memory_cannot_be_had_or_opened_messages_are_sent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def act(group: Group) -> None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.group.message_bytes import message_bytes
-from shoal.group.shared_memory import ADDRESS, TOKEN_BYTES, MemoryAddress, OpenedMemory, SharedMemory
+from shoal.group.shared_memory import OpenedMemory, SharedMemory
+from shoal.unnamed_memory import ADDRESS, TOKEN_BYTES, MemoryAddress
 
 LEAST_BYTES = 1 << 20
 """What is smaller is sent at the same cost. Not less than a short message."""

@@ -1,72 +1,28 @@
 """Shared memory: one process puts there what it sends to others of its host, who take it from there.
 
-Each process makes its own for each group, and no other group uses it. It has no name: whoever sees the process opens
-its descriptor, and nothing is left when the processes have died, however they did. That what lies there is whole is
-said by messages of the group alone; the marks at its head say who has opened it and which places are taken.
-Called by host_peers.py; knows no group.
+Each process makes its own for each group, and no other group uses it. That what lies there is whole is said by messages
+of the group alone; the marks at its head say who has opened it and which places are taken. How such memory is made and
+opened is unnamed_memory.py's affair. Called by host_peers.py; knows no group.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
-import secrets
-import stat
-import struct
 import threading
-from pathlib import Path
-from typing import NamedTuple, cast
-from weakref import WeakSet
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from shoal.group.forks import OPEN_FILES
+from shoal.unnamed_memory import GROUP, TOKEN_BYTES, MemoryAddress, address_of, make, map_shared, open_at, reserve
 
 PLACE_BYTES = 256 << 10
 """What is sent takes so many places in a row."""
 PLACES = 64
 """16 MiB: for what is on its way at one time, as pieces.py has it."""
-TOKEN_BYTES = 16
-ADDRESS = struct.Struct(f"<36s32sqi{TOKEN_BYTES}s")
-BOOT, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 TAKEN, FREE = b"\1", b"\0"
-SEALED_BY_THE_SYSTEM = 0x20
-"""F_SEAL_EXEC, which Python has no name for: `vm.memfd_noexec` puts it on all such memory."""
-
-NAME = "shoal-group"
-"""What the kernel calls it where it lists what a process has open."""
-
-_seen: WeakSet[_Memory] = WeakSet()
-"""What this process sees of its own and of others'."""
-
-
-class MemoryAddress(NamedTuple):
-    """Where a process's memory is opened."""
-
-    boot: bytes
-    """The host, from one start of it to the next."""
-    processes: bytes
-    """The kernel's name of the space in which `process` means something: a container may have its own."""
-    process: int
-    descriptor: int
-    token: bytes
-    """Lies at its head: the descriptor may be another file's by now."""
-
-    def to_bytes(self) -> bytes:
-        return ADDRESS.pack(*self)
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> MemoryAddress:
-        """Raises `struct.error` for what is none."""
-        boot, processes, *rest = ADDRESS.unpack(content)
-        return cls(boot.rstrip(b"\0"), processes.rstrip(b"\0"), *rest)
-
-    def is_seen_from(self, other: MemoryAddress) -> bool:
-        return (self.boot, self.processes) == (other.boot, other.processes)
 
 
 class _Memory:
@@ -78,28 +34,12 @@ class _Memory:
         """Raises `ValueError` where the descriptor's file is too short for it."""
         self._first = TOKEN_BYTES + members
         self._head = _head_bytes(members)
-        self._mapped = mmap.mmap(descriptor, self._head + PLACES * PLACE_BYTES)
-        self._mapped.madvise(mmap.MADV_DONTFORK)
+        self._mapped = map_shared(descriptor, self._head + PLACES * PLACE_BYTES)
         self._bytes = torch.frombuffer(self._mapped, dtype=torch.uint8)
-        _seen.add(self)
-
-    @classmethod
-    def in_new_file(cls, descriptor: int, members: int) -> _Memory:
-        """Its size is fixed from here on: nobody who maps it can be killed because it has become shorter."""
-        head = _head_bytes(members)
-        os.ftruncate(descriptor, head + PLACES * PLACE_BYTES)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-        _reserve(descriptor, head)
-        os.pwrite(descriptor, secrets.token_bytes(TOKEN_BYTES), 0)
-        return cls(descriptor, members)
 
     def reserve(self, descriptor: int, places: int) -> None:
         """Takes memory for the head and so many places. Raises `OSError` where there is not so much."""
-        _reserve(descriptor, self._head + places * PLACE_BYTES)
-
-    @property
-    def token(self) -> bytes:
-        return self._mapped[:TOKEN_BYTES]
+        reserve(descriptor, 0, self._head + places * PLACE_BYTES)
 
     def on_opened(self, by: int) -> None:
         self._mapped[TOKEN_BYTES + by : TOKEN_BYTES + by + 1] = TAKEN
@@ -129,15 +69,15 @@ class SharedMemory:
         self._lock = threading.Lock()
         self._reserved = 0
         """Places for which there is memory: as many as were ever taken at one time."""
-        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = make(GROUP, _head_bytes(members) + PLACES * PLACE_BYTES)
         try:
-            memory = _Memory.in_new_file(self._descriptor, members)
-            boot, processes = BOOT.read_text().strip().encode(), str(PROCESSES.readlink()).encode()
+            memory = _Memory(self._descriptor, members)
+            memory.reserve(self._descriptor, 0)
+            self.address = address_of(self._descriptor)
         except BaseException:
             self.close()
             raise
         self._memory: _Memory | None = memory
-        self.address = MemoryAddress(boot, processes, os.getpid(), self._descriptor, memory.token)
 
     def put(
         self,
@@ -177,15 +117,13 @@ class OpenedMemory:
     def __init__(self, address: MemoryAddress, rank: int, members: int) -> None:
         """Raises `OSError` where it cannot be opened, or is not there any more."""
         self._lock = threading.Lock()
-        descriptor = _open(address)
+        descriptor = open_at(address)
         try:
             memory = _Memory(descriptor, members)
         except ValueError as error:  # shorter than such memory
             raise FileNotFoundError(str(error)) from None
         finally:
             os.close(descriptor)
-        if memory.token != address.token:
-            raise FileNotFoundError(f"process {address.process} has another file where its shared memory was")
         memory.on_opened(rank)
         self.token, self._memory = address.token, cast(_Memory | None, memory)
 
@@ -224,54 +162,6 @@ def _places(content: Tensor) -> int:
     return -(-content.numel() // PLACE_BYTES)
 
 
-def _reserve(descriptor: int, size: int) -> None:
-    """Where a page cannot be had when it is first written, the process is killed."""
-    os.posix_fallocate(descriptor, 0, size)
-
-
 def _head_bytes(members: int) -> int:
     """The token and all marks, in whole pages."""
     return -(-(TOKEN_BYTES + members + PLACES) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _seals() -> int:
-    """What no other file has. In a function: they are the kernel's, which others than Linux do not know."""
-    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-
-
-def _open(address: MemoryAddress) -> int:
-    """Never a device or a pipe, which would do something when they are opened, nor a file of somebody else: the process
-    may have closed its memory by now, and the number be that of a file that it has just begun to write.
-
-    Raises `OSError`.
-    """
-    path = f"/proc/{address.process}/fd/{address.descriptor}"
-    if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - beside `os.open`
-        raise FileNotFoundError(f"{path} is not the memory of a group")
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & ~SEALED_BY_THE_SYSTEM != _seals():
-            raise FileNotFoundError(f"{path} is not the memory of a group")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _let_go() -> None:
-    """In a forked child, which may live on for long: it keeps no memory of a group. The addresses at which its parent
-    has it may be others' in the child, so what would give them back never does.
-    """
-    if not _seen:
-        return
-    for memory in _seen:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in map(int, os.listdir(OPEN_FILES)):  # noqa: PTH208 - a child has no time for paths
-        with contextlib.suppress(OSError):  # closed by now, as that of the listing is
-            if os.readlink(OPEN_FILES / str(descriptor)).startswith(f"/memfd:{NAME}"):  # noqa: PTH115
-                os.dup2(null, descriptor, inheritable=False)
-    os.close(null)
-
-
-os.register_at_fork(after_in_child=_let_go)
