@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shoal.blocks.sharded_memory
 import shoal.blocks.unit_flats
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
@@ -29,9 +30,12 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["seen", "copied"])
+def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are seen in their owners' memory, as on one host, or copied, as between hosts."""
     monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", True)
+    if request.param == "copied":
+        monkeypatch.setattr(shoal.blocks.sharded_memory, "can_lie_in_pages", lambda _: False)
 
 
 def alone(body: Callable[[Engine, Any], None]) -> None:
@@ -394,8 +398,9 @@ class Clamping(Layers):
         return super().forward(tokens, targets)
 
 
-def test_a_write_past_autograd_in_a_forward_is_refused() -> None:
-    with pytest.raises(UserError, match=r"a parameter was changed by the script or the model's forward"):
+def test_a_write_past_autograd_in_a_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", False)
+    with pytest.raises(UserError, match=r"parameter .*was changed by the script or the model's forward"):
         undisturbed(with_model(task(body=and_train), Clamping))
 
 

@@ -15,8 +15,8 @@ from late_device import LateDevice
 from matrices import shortened
 from planning import World
 from shoal.blocks.flat import lay_out_model, trainable
-from shoal.blocks.held import probe_state_bytes
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.core.layout import BUCKET_BYTES, Trainable, lay_out
 from shoal.core.tree import push
 from shoal.device import HOST

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import shoal
-import shoal.blocks.unit_flats
 import torch
 from crew import Crew, Task, undisturbed
 from hard_units import of, task
 from integration.scripts import Adapted, optimizer_of
 from late_device import LateDevice
+from shoal.blocks import sharded_memory
 from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.sharded_memory import TorchMemory
 from shoal.checkpoint import snapshot
 from shoal.config import load_config
 from shoal.core.layout import Stretch
@@ -194,18 +195,19 @@ def test_a_place_in_a_model_is_what_names_have_in_common() -> None:
 
 
 def test_a_unit_for_which_there_is_no_memory_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    resize = shoal.blocks.unit_flats._resize
+    monkeypatch.setattr(sharded_memory, "can_lie_in_pages", lambda _: False)
+    find = TorchMemory.find
 
-    def fails(flat: Tensor, size: int) -> None:
-        if size and crew.workers["b"].planned and crew.workers["b"].engine.global_step == 2:
+    def fails(memory: TorchMemory, bucket: int) -> None:
+        if crew.workers["b"].planned and crew.workers["b"].engine.global_step == 2:
             crew.workers["b"].engine.context.faults._planted.clear()
             raise RuntimeError(FULL)
-        resize(flat, size)
+        find(memory, bucket)
 
     with Crew("abc", of(task())) as crew:
         crew.plant("b", 99, "forward")
         crew.train_to(1)
-        monkeypatch.setattr(shoal.blocks.unit_flats, "_resize", fails)
+        monkeypatch.setattr(TorchMemory, "find", fails)
         assert crew.finish() == undisturbed(of(task(0)))
         failures = crew.workers["b"].failure + crew.workers["a"].failure + crew.workers["c"].failure
     assert "can't allocate memory" in failures

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import shoal.blocks.sharded_memory
 import shoal.blocks.unit_flats
 from crew import Crew, Task, undisturbed
 from hard_units import LANES, STEPS, WIDTH, Layer, Layers, and_train, of, task
@@ -21,16 +22,19 @@ from random_modules import optimizer_of as optimizer_of_random
 from reference import reference
 from shoal.blocks.released import Released
 from shoal.blocks.unit_flats import Presence, Unit
-from shoal.exchange.unit_fetch import UnitFetch
 from shoal.training.engine import Engine
+from shoal.training.gathered_units import GatheredUnits
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal_controller.core.machine.events import DrainWorker
 from torch import Tensor, nn
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["seen", "copied"])
+def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are seen in their owners' memory, as on one host, or copied, as between hosts."""
     monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", True)
+    if request.param == "copied":
+        monkeypatch.setattr(shoal.blocks.sharded_memory, "can_lie_in_pages", lambda _: False)
 
 
 @pytest.mark.parametrize(
@@ -199,13 +203,14 @@ def test_between_steps_nothing_is_gathered_and_a_backward_holds_few_units() -> N
 def test_a_forward_gathers_no_unit_that_it_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes next is what came next here in the call before: the head's tied weight is no embedding."""
     begun: list[int] = []
-    begin = UnitFetch.begin
+    begin = GatheredUnits.begin
 
-    def note(fetch: UnitFetch, unit: Unit) -> None:
-        begun.append(unit.number)
-        begin(fetch, unit)
+    def note(units: GatheredUnits, unit: Unit) -> None:
+        if unit.presence is Presence.OUT:
+            begun.append(unit.number)
+        begin(units, unit)
 
-    monkeypatch.setattr(UnitFetch, "begin", note)
+    monkeypatch.setattr(GatheredUnits, "begin", note)
     seen: list[list[int]] = []
 
     def look(engine: Engine, batch: Any) -> None:

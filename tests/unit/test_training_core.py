@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from matrices import examples
 from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
-from shoal.blocks.held import HeldBlocks, probe_state_bytes
+from shoal.blocks.held import HeldBlocks
 from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees

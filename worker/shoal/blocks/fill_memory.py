@@ -25,7 +25,7 @@ class FillMemory:
 
     def __init__(self, layout: Layout, runs: Runs, find: FindMemory | None = None) -> None:
         self._layout, self._find = layout, find or partial(memory_on, layout.device)
-        self._wholes = layout.stretches(runs)
+        self.runs, self._wholes = runs, layout.stretches(runs)
         self._found: dict[tuple[Stretch, str, torch.dtype], Tensor] = {}
 
     def part(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (stretch's elements,) of `dtype`

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
 from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
 from shoal_protos.errors import UserError
@@ -122,10 +123,8 @@ def by_bucket(
     return [[next(rest) for _ in bucket.slots] for bucket in layout.buckets]
 
 
-def empty_flats(layout: Layout, come_and_go: bool = False) -> Flats:  # per bucket (elements,) of its dtype
-    """Zeros in the layout's shape. `come_and_go`: in storages that can be freed and found again."""
-    if come_and_go:
-        return [torch.zeros(one.elements, dtype=one.dtype, device=layout.device) for one in layout.buckets]
+def empty_flats(layout: Layout) -> Flats:  # per bucket (elements,) of its dtype
+    """Zeros in the layout's shape."""
     return [memory_on(layout.device, bucket.elements, bucket.dtype) for bucket in layout.buckets]
 
 
@@ -148,10 +147,10 @@ def all_views(
 def adopt(
     layout: Layout,
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
-    come_and_go: bool = False,
+    flats: Flats | None = None,  # per bucket (elements,) of its dtype
 ) -> Flats:  # per bucket (elements,) of its dtype
-    """Moves the parameters' values into flats (`empty_flats`) and makes the parameters views of them."""
-    flats = empty_flats(layout, come_and_go)
+    """Moves the parameters' values into flats and makes the parameters views of them. None: `empty_flats`."""
+    flats = empty_flats(layout) if flats is None else flats
     with torch.no_grad():
         for parameter, view in zip(parameters, all_views(layout, flats), strict=True):
             if parameter.is_meta:
@@ -162,24 +161,35 @@ def adopt(
     return flats
 
 
+class FlatMemory(Protocol):
+    """What is beneath flats that come and go."""
+
+    flats: Flats
+    """Per bucket (elements,) of its dtype."""
+
+    def find(self, bucket: int) -> None:
+        """Memory for what comes. Raises `OSError`, `RuntimeError`."""
+
+    def give_back(self, bucket: int) -> None:
+        """Where it has any of its own."""
+
+
 def adopt_without_values(
     layout: Layout,
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
-) -> Flats:  # per bucket (elements,) of its dtype
-    """As `adopt`, but the flats' storages are empty: values come when they are gathered."""
-    flats: Flats = []
+    memory: FlatMemory,
+) -> None:
+    """Makes the parameters views of flats that have nothing beneath: values come when they are gathered."""
     given = iter(parameters)
     for bucket in layout.buckets:
-        flat = torch.empty(bucket.elements, dtype=bucket.dtype, device=layout.device)
-        for view in views(bucket, flat):
+        memory.find(bucket.index)  # of what is freed torch makes no views
+        for view in views(bucket, memory.flats[bucket.index]):
             parameter = next(given)
             if parameter.is_meta:
                 give_memory(parameter, view)
             else:
                 parameter.data = view
-        flat.untyped_storage().resize_(0)
-        flats.append(flat)
-    return flats
+        memory.give_back(bucket.index)
 
 
 def give_memory(

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory, FindMemory
 from shoal.blocks.host_memory import memory_on
-from shoal.blocks.loaded_state import GivenStates, LoadedState, State, probe_state, twin_of
+from shoal.blocks.loaded_state import GivenStates, LoadedState, State, probe_state_bytes, twin_of
+from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
-from shoal.core.layout import Bucket, Layout, Stretch, overlaps
+from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.turns import has_turn
 
 PART_BYTES = 16 << 20
@@ -116,6 +117,11 @@ class HeldBlocks:
         """Where parameters are received; None: beside those that forwards compute with."""
         self._expected = FillMemory(layout, NO_BLOCKS)
         self._home: BesideParameters | OnTheHost = BesideParameters(layout, optimizer)
+        self._shared: SharedWeights | None = None
+
+    def share(self, shared: SharedWeights | None) -> None:
+        """Parameters are kept there, where they are with the state; said before anything is held. None: nowhere."""
+        self._shared = shared
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
@@ -158,10 +164,14 @@ class HeldBlocks:
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
+        if self._shared is not None:
+            self._shared.give_back(self.layout.stretches(self._expected.runs - self.runs - runs))
         self._expected = FillMemory(self.layout, runs, self._find_weights)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
         """Where a state of expected blocks is received, for `take`: whatever is taken of one stretch is one segment."""
+        if key == WEIGHTS and self._shared is not None and not self.layout.runs([stretch]) & self.runs:
+            return self._shared.part(stretch)
         return self._expected.part(stretch, key, dtype)
 
     def take(
@@ -173,7 +183,7 @@ class HeldBlocks:
         What is held already is replaced: a plan may fill again what the one before had filled and it releases.
         """
         taken = self.layout.runs(states)
-        self.keep_only(self.runs - taken)
+        self._keep_only(self.runs - taken)
         segments = [*self._segments, *(self._segment(stretch, state) for stretch, state in states.items())]
         self._regroup(sorted(segments, key=stretch_of), self.runs | taken)
         self._join_where(lie_together)
@@ -201,10 +211,11 @@ class HeldBlocks:
     ) -> Tensor:  # (elements of the stretch,) of the bucket's dtype
         """Those given, else the masters rounded, else memory that a reader fills."""
         dtype = self.layout.buckets[stretch.bucket].dtype
-        if WEIGHTS in state:
-            return state[WEIGHTS]
-        if has_master:
-            return state[MASTER].to(dtype)
+        given = state[WEIGHTS] if WEIGHTS in state else state[MASTER].to(dtype) if has_master else None
+        if self._shared is not None:
+            return self._shared.put(stretch, given)
+        if given is not None:
+            return given
         elements = stretch.blocks * self.layout.buckets[stretch.bucket].block_elements
         return memory_on(self.layout.device, elements, dtype)
 
@@ -212,6 +223,12 @@ class HeldBlocks:
         """Frees every other block; pieces that stay of a cut segment are copied, so that the memory is given back:
         segment by segment, so that no more than one is there twice.
         """
+        if not self.runs <= runs:
+            self._begin_change()
+            self._keep_only(runs)
+
+    def _keep_only(self, runs: Runs) -> None:
+        """What nobody reads here goes."""
         if self.runs <= runs:
             return
         index, wanted = 0, self.layout.stretches(runs)
@@ -223,12 +240,20 @@ class HeldBlocks:
                 self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
                 self._regroup(self._segments[:index] + parts + self._segments[index + 1 :], self.runs)
             index += len(stays)
+        if self._shared is not None:
+            self._shared.give_back(self.layout.stretches(self.runs - runs))
         self.runs &= runs
+
+    def _begin_change(self) -> None:
+        """Of parameters that others may see."""
+        if self._shared is not None:
+            self._shared.begin_change()
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         first, last = _within(segment, stretch, self.layout)
-        state = {key: _cut(value, first, last).clone() for key, value in self._state(segment).items()}
-        return self._segment(stretch, state)
+        state = {key: _cut(value, first, last) for key, value in self._state(segment).items()}
+        stays = {WEIGHTS} if self._shared is not None else set()
+        return self._segment(stretch, {key: one if key in stays else one.clone() for key, one in state.items()})
 
     def join(self) -> None:
         """What was expected has come. Makes neighbours of one bucket one segment, if there are so many that it is worth
@@ -319,6 +344,7 @@ class HeldBlocks:
         The last buckets come first, as forwards begin with them. `on_updated` hears of a bucket when it and those after
         it are updated; not of each.
         """
+        self._begin_change()
         take_over_hyper_parameters(self._twin, self._user)
         for part in parts_of(trained_segments(self._segments, self.layout, self._twin), may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
@@ -470,21 +496,3 @@ def _in_one_piece(
     if all(map(_are_adjacent, parts, parts[1:])):
         return parts[0].as_strided((total,), (1,))
     return torch.cat(list(parts), out=memory_on(parts[0].device, total, parts[0].dtype))
-
-
-def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:
-    """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros.
-
-    `with_weights`: and of its parameters, which masters tell where there are such.
-    """
-    return max(
-        sum(value.nbytes for value in _made_by(optimizer, bucket, layout.device).values())
-        + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * bucket.block_elements
-        for bucket in layout.buckets
-    )
-
-
-def _made_by(
-    optimizer: torch.optim.Optimizer, bucket: Bucket, device: torch.device
-) -> State:  # each (elements of a block,), or ()
-    return {} if bucket.is_frozen else probe_state(optimizer, bucket, bucket.block_elements, device)

@@ -161,3 +161,21 @@ def probe_state(
     twin.param_groups[bucket.group]["params"] = [zeros]
     twin.step()
     return {key: value for key, value in twin.state[zeros].items() if isinstance(value, Tensor)}
+
+
+def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:
+    """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros.
+
+    `with_weights`: and of its parameters, which masters tell where there are such.
+    """
+    return max(
+        sum(value.nbytes for value in _made_by(optimizer, bucket, layout.device).values())
+        + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * bucket.block_elements
+        for bucket in layout.buckets
+    )
+
+
+def _made_by(
+    optimizer: torch.optim.Optimizer, bucket: Bucket, device: torch.device
+) -> State:  # each (elements of a block,), or ()
+    return {} if bucket.is_frozen else probe_state(optimizer, bucket, bucket.block_elements, device)

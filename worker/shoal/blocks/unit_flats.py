@@ -1,7 +1,8 @@
 """Units where parameters are sharded (stage 3): a unit's parameters come and go together, in flats of whole buckets.
 
-The parameters stay views of their flats; what comes and goes is the flats' storage. So tensors that autograd has saved
-see the values again when the unit is gathered again. Knows no group: exchange/unit_fetch.py brings the values.
+The parameters stay views of their flats; what comes and goes is the memory beneath them. So tensors that autograd has
+saved see the values again when the unit is gathered again. Knows no group: exchange/unit_fetch.py brings the values, or
+the memory is that of others (mapped_flats.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from shoal.blocks.flat import Flats
+from shoal.blocks.flat import FlatMemory, Flats
+from shoal.blocks.mapped_flats import MappedFlats
 from shoal.blocks.released import OnTouch, release, restore
 from shoal.core.layout import Layout
 
@@ -39,10 +41,10 @@ class Unit:
         buckets: Sequence[int],
         flats: Flats,  # of each of its buckets (elements,)
         parameters: Sequence[nn.Parameter],  # each of its own shape: views of the flats, in the order of the slots
+        memory: FlatMemory,
     ) -> None:
         self.number, self.buckets, self.parameters = number, tuple(buckets), list(parameters)
-        self._flats = flats
-        self._sizes = [flat.nbytes for flat in flats]
+        self._flats, self._memory = flats, memory
         self.presence = Presence.HERE
         self.gets_gradients: tuple[int, ...] = self.buckets
         """Those of its buckets that are not frozen."""
@@ -58,10 +60,17 @@ class Unit:
 
     def allocate(self) -> None:
         """Memory for what comes."""
-        for flat, size in zip(self._flats, self._sizes, strict=True):
-            _resize(flat, size)
+        for bucket, flat in zip(self.buckets, self._flats, strict=True):
+            self._memory.find(bucket)
             if POISON:
                 flat.fill_(torch.nan)
+        self.presence = Presence.COMING
+
+    def show(self, mapped: MappedFlats) -> None:
+        """Its values are in sight, in memory of others, once these say so. Raises `OSError`."""
+        for bucket in self.buckets:
+            if POISON or not mapped.is_shown(bucket):
+                mapped.show(bucket)
         self.presence = Presence.COMING
 
     def restore(self) -> None:
@@ -74,10 +83,10 @@ class Unit:
         if self._uses_at_most is not None and self.uses <= self._uses_at_most:
             self._uses_at_most = None
         release(self.parameters, on_touch)
-        for flat in self._flats if self._uses_at_most is None else ():
+        for bucket, flat in zip(self.buckets, self._flats, strict=True) if self._uses_at_most is None else ():
             if POISON and self.presence is Presence.HERE:
                 flat.fill_(torch.nan)
-            _resize(flat, 0)
+            self._memory.give_back(bucket)
         self.presence, self.is_pinned = Presence.OUT, False
 
     @property
@@ -97,6 +106,11 @@ class Unit:
         counted = 2 * len(self._flats)  # whoever counts is counted
         return self.uses > counted + len(self.parameters) + views
 
+    @property
+    def has_kept_views(self) -> bool:
+        """Whether somebody has kept views of it, as far as is known."""
+        return self._uses_at_most is not None
+
     def keep_for_views(self, uses: int) -> None:
         """Where there are more uses now, somebody has kept views: they stay good to read, as in the other stages."""
         if self.uses > uses:
@@ -106,16 +120,6 @@ class Unit:
     def storages(self) -> list[int]:
         """Keys of its flats' storages: those of a tensor that lies in them."""
         return [storage_key(flat) for flat in self._flats]
-
-
-def _resize(
-    flat: Tensor,  # (elements,)
-    size: int,
-) -> None:
-    """To so many bytes; not where numpy has a view of it (`parameter.numpy()`), which is never told."""
-    storage = flat.untyped_storage()
-    if storage.resizable():
-        storage.resize_(size)
 
 
 def storage_key(
@@ -129,6 +133,7 @@ def units_of(
     layout: Layout,
     flats: Flats,  # per bucket (elements,)
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+    memory: FlatMemory,
 ) -> list[Unit]:
     """In registration order."""
     slot = count(0)
@@ -142,6 +147,7 @@ def units_of(
             buckets[unit],
             [flats[bucket] for bucket in buckets[unit]],
             [parameters[slot] for bucket in buckets[unit] for slot in numbers[bucket]],
+            memory,
         )
         for number, unit in enumerate(sorted(buckets))
     ]

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from shoal.blocks.flat import Flats
 from shoal.blocks.originals import Originals
+from shoal.blocks.shared_weights import Key
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
 from shoal.device import DeviceCopy
 from shoal.exchange.packing import PackedReceive
 from shoal.exchange.traffic import GATHERED_UNIT
-from shoal.exchange.unit_server import Key, ask
+from shoal.exchange.unit_server import ask
 from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import Group, Waiting, Work
 

@@ -1,8 +1,8 @@
 """Answering for the units that others gather: an owner sends its shards when it is asked, beside what it does itself.
 
-A request names a world, its last vote and a unit. Between two votes no shard changes, because whoever asks has not
-voted; so what is asked for before this member has come so far waits until it has. Requests come on threads of the group
-(`Group.serve`); nothing here ever waits.
+A request names a world, its last vote and a unit, or asks where the asker can see all of them (seen_units.py). Between
+two votes no shard changes, because whoever asks has not voted; so what is asked for before this member has come so far
+waits until it has. Requests come on threads of the group (`Group.serve`); nothing here ever waits.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shoal.blocks.shared_weights import NO_KEY, Key
 from shoal.exchange.traffic import ASKED, GATHERED_UNIT
 from shoal.group.group import Group, Work, WorldChanged
 from shoal.logs import get_logger
 
-Key = tuple[int, int]
-"""A world's generation, and how many votes have passed in it."""
-
 Answers = Callable[[int, int], Sequence[Tensor]]
 """By peer and unit, the messages, each (elements,)."""
+
+WHERE = -1
+"""In the place of a unit: where the one who is asked keeps all that it has, when it has come so far."""
 
 log = get_logger("shoal")
 
@@ -38,7 +39,7 @@ class UnitServer:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._lock = threading.Lock()
-        self._key: Key = (0, -1)
+        self._key: Key = NO_KEY
         self._answers: Answers = _nothing
         self._early: list[tuple[Key, int, int]] = []
         """Requests of members that are ahead of this one: key, peer, unit."""

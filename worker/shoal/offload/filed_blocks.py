@@ -161,14 +161,14 @@ class FiledBlocks(HeldBlocks):
             state = {key: value for key, value in states[given[cell]].items() if key != WEIGHTS}
             return {key: value[first:stop] if value.dim() else value for key, value in state.items()}
 
-        self.keep_only(self.runs - taken)
+        self._keep_only(self.runs - taken)
         self._add(states, taken)
         self._put(list(given), part)
 
-    def keep_only(self, runs: Runs) -> None:
+    def _keep_only(self, runs: Runs) -> None:
         if not self.runs <= runs:
             self.store.keep_only(self.layout.stretches(runs))
-            super().keep_only(runs)
+            super()._keep_only(runs)
 
     # ---- to read
 
@@ -203,6 +203,7 @@ class FiledBlocks(HeldBlocks):
         on_updated: OnUpdated = unheard,
     ) -> None:
         check_steps_in_parts(self._user)
+        self._begin_change()
         take_over_hyper_parameters(self._twin, self._user)
         transfers = self.store.transfers
         turns = [has_turn(self._twin.param_groups[bucket.group]) for bucket in self.layout.trained.buckets]

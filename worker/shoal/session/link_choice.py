@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 
 import torch
@@ -35,6 +36,15 @@ def open_link(
         return AloneLink(), settings.fault
     own = _says_nothing if only_gloo else own_device
     return ControllerLink(settings, groups_of(build_gloo, device, BULK, own)), settings.fault
+
+
+def has_peers_on_host_alone(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether others reach this worker by an address that no other host can use: its peers are all on this one then."""
+    try:
+        settings = SessionSettings.from_environment(environment)
+        return not settings.controller or ip_address(settings.own_host()).is_loopback
+    except (UserError, ValueError):  # bad settings are refused when the link is opened; a name may be anybody's
+        return False
 
 
 def _says_nothing(_: torch.device) -> bytes:

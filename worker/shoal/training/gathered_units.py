@@ -1,7 +1,8 @@
 """The units of sharded parameters on one worker: which are here, on their way, or with their owners.
 
 Between two votes any unit can be gathered, by any member, as often as it likes: owners answer beside their own work
-(exchange/unit_server.py). Who asks when is in sharded_parameters.py.
+(exchange/unit_server.py), or their memory is mapped where it can be seen (exchange/seen_units.py). Who asks when is in
+sharded_parameters.py.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.mapped_flats import Part
 from shoal.blocks.released import OnTouch
+from shoal.blocks.shared_weights import Key, SeenWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
 from shoal.core.layout import Stretch
 from shoal.device import DeviceCopy
+from shoal.exchange.seen_units import SeenUnits, address_message, see_owners
 from shoal.exchange.unit_fetch import FirstValuesFetch, UnitFetch
-from shoal.exchange.unit_server import Key, UnitServer
+from shoal.exchange.unit_server import WHERE, UnitServer
 from shoal.exchange.unit_traffic import UnitTraffic
 from shoal.group.group import WorldChanged
 from shoal.out_of_memory import note_what, place_of
 from shoal.training.context import TrainingContext
-from shoal.training.unit_watch import UnitWatch
+from shoal.training.unit_watch import ShownWatch, UnitWatch
 from shoal.world import World
 
 Own = tuple[list[Tensor], list[Tensor]]
@@ -48,16 +52,25 @@ class GatheredUnits:
 
     def __init__(self, context: TrainingContext, weights: HeldWeights, on_touch: OnTouch) -> None:
         self._context, self._weights, self._on_touch = context, weights, on_touch
-        state = context.state
-        self._units = units_of(state.held_layout, state.flats.flats, state.placed)
+        state, memory = context.state, context.state.sharded_memory
+        assert memory is not None
+        self._memory = memory
+        self._units = units_of(state.held_layout, state.flats.flats, state.placed, memory.beneath)
         self.have_frozen = any(unit.has_frozen for unit in self._units)
         self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
         self.watch = UnitWatch(state.flats.flats, state.comparisons)
+        self._shown_watch = ShownWatch(state.held_layout, memory.mapped) if memory.mapped is not None else None
         self._first_uses = [unit.uses for unit in self._units]
         self._server: UnitServer | None = None
-        self._fetch: UnitFetch | FirstValuesFetch | None = None
-        """None: everything is here, until the first world."""
+        self._fetch: UnitFetch | SeenUnits | FirstValuesFetch | None = None
+        """None: everything is here, until the first world; and until a unit is asked for after a vote."""
+        self._world: World | None = None
+        """The last one that has begun."""
+        self._owners: dict[int, SeenWeights] | None = None
+        """By rank, where all of this world's are seen."""
+        self._have_looked = False
+        """Whether it is known whether they are."""
         if state.comes_later and state.originals is not None:
             self._fetch = FirstValuesFetch(state.originals, state.flats.flats)
             for unit in self._units:
@@ -74,7 +87,7 @@ class GatheredUnits:
     @property
     def come_and_go(self) -> bool:
         """Whether a world has begun, or values were never here."""
-        return self._fetch is not None
+        return self._world is not None or self._fetch is not None
 
     def of_bucket(self, bucket: int) -> Unit:
         return self._of_bucket[bucket]
@@ -104,10 +117,12 @@ class GatheredUnits:
         self._traffic = UnitTraffic(world.plan, world.rank, state.held_layout, [unit.buckets for unit in self])
         if self._server is None or self._server.group is not world.group:
             self._server = UnitServer(world.group)
-        self._own_as_of = (-1, -1)
+        self._own_as_of, self._owners, self._have_looked = (-1, -1), None, self._memory.shared is None
         if self._fetch is not None:
             self._fetch.give_up()
         self.free_all()
+        if self._memory.mapped is not None:
+            self._memory.mapped.forget()
         self.stand(world)
 
     def _give_up_first_values(self) -> None:
@@ -119,21 +134,54 @@ class GatheredUnits:
 
     def stand(self, world: World) -> None:
         """At the boundary at hand. Raises `WorldChanged`."""
-        traffic, server, held = self._traffic, self._server, self._context.state.held
+        traffic, server, state, shared = self._traffic, self._server, self._context.state, self._memory.shared
         assert traffic is not None and server is not None
         key: Key = world.plan.generation, self._context.boundaries
         self.watch.turn()
-        self._fetch = UnitFetch(world.group, traffic, key, self._context.state.flats, self._put_own)
+        self._world, self._fetch = world, None
 
         def answers(peer: int, unit: int) -> list[Tensor]:
+            if unit == WHERE:
+                return [address_message(shared.address if shared is not None else None)]
             if not 0 <= unit < len(self._units):
                 raise WorldChanged(f"rank {peer} asks for unit {unit} of {len(self._units)}")
             messages = traffic.messages(world.rank, peer, key[1])[unit]
-            with held.lock:
+            with state.held.lock:
                 parts = [[self._weights.range(*extent) for extent in extents] for extents in messages]
             return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
 
+        if shared is not None:
+            shared.stand(key)
         server.open(key, answers)
+
+    def _find_fetch(self) -> UnitFetch | SeenUnits:
+        """How units come until the next vote. Raises `WorldChanged`."""
+        world, traffic, state = self._world, self._traffic, self._context.state
+        assert world is not None and traffic is not None
+        key: Key = world.plan.generation, self._context.boundaries
+        if not self._have_looked:
+            self._have_looked, self._owners = True, self._look(world, key)
+        if self._owners is not None and self._memory.mapped is not None:
+            return SeenUnits(world.group, self._owners, key, self._memory.mapped)
+        return UnitFetch(world.group, traffic, key, state.flats, self._put_own)
+
+    def _look(self, world: World, key: Key) -> dict[int, SeenWeights] | None:
+        """Maps the memory of all owners, where it can be seen."""
+        traffic, shared, mapped = self._traffic, self._memory.shared, self._memory.mapped
+        assert traffic is not None and shared is not None and mapped is not None
+        mine = traffic.holds(world.rank, self._context.boundaries)
+        shown = {rank: share.owned - mine for rank, share in enumerate(world.plan.shares)} | {world.rank: mine}
+        ranks = [rank for rank, runs in shown.items() if runs]
+        owners = see_owners(world.group, key, shared.address, ranks)
+        if owners is None:
+            mapped.forget()
+            return None
+        parts = [
+            Part(owners[rank], stretch)
+            for rank in ranks
+            for stretch in self._context.state.held_layout.stretches(shown[rank])
+        ]
+        return owners if mapped.see(parts) else None
 
     def _own_of(self, unit: int) -> Own:
         """Of a unit whose flats have memory, where in them goes what is held here, and where it lies."""
@@ -168,9 +216,10 @@ class GatheredUnits:
 
     def begin(self, unit: Unit) -> None:
         """It is asked for, where it is not here or on its way. Raises `WorldChanged`."""
-        if unit.presence is not Presence.OUT or self._fetch is None:
+        if unit.presence is not Presence.OUT or not self.come_and_go:
             return
         try:
+            self._fetch = self._fetch or self._find_fetch()
             self._fetch.begin(unit)
         except (MemoryError, OSError, RuntimeError) as error:
             note_what(error, f"unit {unit.number} of {len(self._units)} was gathered ({self._described(unit)})")
@@ -190,6 +239,26 @@ class GatheredUnits:
         if unit.presence is Presence.COMING:
             assert self._fetch is not None
             self._fetch.finish(unit)
+            if not isinstance(self._fetch, SeenUnits):
+                self.watch.on_here(unit.buckets)
+
+    def check(self) -> None:
+        """All that was read of units that are seen was as of this vote. Raises `WorldChanged`."""
+        if isinstance(self._fetch, SeenUnits):
+            self._fetch.check()
+
+    def refuse_writes(self) -> None:
+        """Raises `UserError` where the script is found to have written to parameters past autograd."""
+        self.watch.refuse()
+        if self._shown_watch is not None:
+            self._shown_watch.refuse()
+
+    def keep(self, unit: Unit) -> None:
+        """It is here, and stays as it is: whoever reads it may do so for longer than its owners wait. Raises
+        `WorldChanged`.
+        """
+        if isinstance(self._fetch, SeenUnits) and unit.presence is Presence.HERE:
+            self._fetch.keep(unit)
             self.watch.on_here(unit.buckets)
 
     def settle(self) -> None:
@@ -202,6 +271,8 @@ class GatheredUnits:
         """Where it is here."""
         if unit.presence is Presence.HERE:
             self.watch.on_free(unit.buckets, by_script=self._context.loop.in_flight)
+            if self._shown_watch is not None and not self._context.loop.in_flight:
+                self._shown_watch.take_back(unit.buckets)
             unit.free(self._on_touch)
 
     def free_unused(self, used: Collection[Unit]) -> None:

@@ -84,7 +84,7 @@ class ShardedParameters(Parameters):
     def check_step(self) -> None:
         if self._open:
             raise UserError("engine.step was called within engine.gathered(...); leave that context before it.")
-        self.units.watch.refuse()
+        self.units.refuse_writes()
 
     def before_vote(self) -> None:
         self.units.settle()
@@ -122,12 +122,22 @@ class ShardedParameters(Parameters):
             saving = self._begin_call(module)
             try:
                 with saving:
-                    return self._inside(module, forward)
+                    return self._checked(module, forward)
             except WorldChanged:
                 self._end_call()
                 self._change_worlds()
             finally:
                 self._end_call()
+
+    def _checked(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Whatever comes of it. Raises `WorldChanged` where that may be due to others, who have gone on."""
+        try:
+            result = self._inside(module, forward)
+        except Exception:
+            self.units.check()
+            raise
+        self.units.check()
+        return result
 
     @uncompiled
     def _begin_call(self, module: nn.Module) -> AbstractContextManager[object]:
@@ -184,6 +194,8 @@ class ShardedParameters(Parameters):
             unit = self.units.of_tensor(leaf) if isinstance(leaf, Tensor) else None
             if unit is not None:
                 unit.is_pinned = True
+                if not self._context.loop.in_flight:
+                    self.units.keep(unit)
 
     def _enter(self, unit: Unit) -> None:
         self._stack.append(unit)
@@ -281,6 +293,7 @@ class ShardedParameters(Parameters):
             if unit is not None:
                 self.units.ensure(unit)
             yield from together
+            self.units.check()
             if unit is not None and not unit.is_pinned:
                 self.units.free(unit)
 
@@ -310,6 +323,7 @@ class ShardedParameters(Parameters):
                     self.units.begin(unit)
                 for unit in wanted:
                     self.units.ensure(unit)
+                    self.units.keep(unit)
             except WorldChanged:
                 if self._is_called or self._is_backward:
                     raise

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.held import probe_state_bytes
+from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.blocks.residency import Residency
 from shoal.callbacks.configured import check_monitoring, show
 from shoal.checkpoint.catalogue import places
@@ -41,7 +41,7 @@ from shoal.optim.given_objects import check_scheduled, optimizer_differs, schedu
 from shoal.optim.take_over import take_over
 from shoal.out_of_memory import initializing
 from shoal.session.link import Link
-from shoal.session.link_choice import open_link
+from shoal.session.link_choice import has_peers_on_host_alone, open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.arguments import check_given, lay_out_once, refuse_unknown
 from shoal.training.engine import Engine
@@ -66,6 +66,8 @@ class Given:
     """How samples are read ahead."""
     source: Source | None = None
     """What reads the dataset's samples; None: Shoal's own order of them."""
+    peers_on_host: bool = True
+    """Whether all other workers are on this one's host."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """What must be the same on all workers besides config and model, by name."""
 
@@ -104,7 +106,7 @@ def assemble(given: Given) -> Engine:
     """Makes the engine of this worker. Raises `UserError`."""
     trace_crashes()
     with initializing():
-        engine = engine_with(given, _link_and_faults)
+        engine = engine_with(replace(given, peers_on_host=has_peers_on_host_alone()), _link_and_faults)
     show(engine)
     serve_at_exit(engine)
     return engine
@@ -128,7 +130,7 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     optimizer = refusals.of(_optimizer, given)
     refusals.raise_all()
     assert source is not None and last_step is not None and optimizer is not None, "refused otherwise"
-    sampler, limits = source.sampler, Limits.of(settled, last_step)
+    sampler, limits = source.sampler, Limits.of(settled, last_step, given.peers_on_host)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     lay_out_once(model)
     state = TrainingState(model, optimizer, scheduler, limits)

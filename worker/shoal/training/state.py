@@ -19,7 +19,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.flat import adopt, adopt_without_values, frozen, give_memory, lay_out_model, trainable
+from shoal.blocks.flat import Flats, adopt, adopt_without_values, frozen, give_memory, lay_out_model, trainable
 from shoal.blocks.held import OnUpdated, unheard
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import tensor_bytes
@@ -27,6 +27,7 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.originals import Originals
 from shoal.blocks.residency import EVERYTHING, Residency
 from shoal.blocks.shard_sums import ShardSums
+from shoal.blocks.sharded_memory import ShardedMemory
 from shoal.blocks.values import WholeValues
 from shoal.checkpoint.lineage import Branch, Lineage
 from shoal.config.training import TrainingConfig
@@ -81,15 +82,18 @@ class Limits:
     """Whether host memory keeps them, wherever parameters are."""
     parameters_on_host: bool = False
     """Whether it keeps the parameters of held blocks too, where these are with the state."""
+    peers_on_host: bool = True
+    """Whether all other workers are on this one's host."""
 
     @classmethod
-    def of(cls, config: TrainingConfig, last_step: int) -> Limits:
+    def of(cls, config: TrainingConfig, last_step: int, peers_on_host: bool = True) -> Limits:
         """`last_step`: where the dataset or `max_steps` ends the job."""
         precision = config.precision
         one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
             precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
+            peers_on_host,
         )  # fmt: skip
 
 
@@ -124,10 +128,10 @@ class TrainingState:
         """Whether parameters have no values before they are gathered for the first time."""
         if self.comes_later:
             before = {info.name: parameter.data for info, parameter in pairs} | before
-            flats = adopt_without_values(self.held_layout, self.placed)
-        else:
-            flats = adopt(self.held_layout, self.placed, come_and_go=sharded)
-        self.flats = WholeValues(self.held_layout, flats)
+        can_be_seen = limits.peers_on_host and self.device.on_host
+        self.sharded_memory = ShardedMemory(self.held_layout, can_be_seen, self.comes_later) if sharded else None
+        """None: parameters are here all the time."""
+        self.flats = WholeValues(self.held_layout, self._lay_flats())
         """What forwards compute with."""
         self.originals: Originals | None = Originals(self.held_layout, self.placed, before, deferred)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
@@ -146,6 +150,7 @@ class TrainingState:
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
+        self.held.share(self.sharded_memory.shared if self.sharded_memory is not None else None)
         self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
@@ -166,6 +171,16 @@ class TrainingState:
         self.stream_positions = StreamPositions()
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
+
+    def _lay_flats(self) -> Flats:  # per bucket (elements,) of its dtype
+        """The parameters become views of them."""
+        if self.sharded_memory is None:
+            return adopt(self.held_layout, self.placed)
+        beneath = self.sharded_memory.beneath
+        if not self.comes_later:
+            return adopt(self.held_layout, self.placed, beneath.flats)
+        adopt_without_values(self.held_layout, self.placed, beneath)
+        return beneath.flats
 
     def _put_first_values(self, deferred: DeferredValues | None) -> None:
         """Of a model that was built without memory: frozen parameters, and all that are whole on every worker."""

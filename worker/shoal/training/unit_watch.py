@@ -1,15 +1,22 @@
 """That no script writes past autograd (`.data`, numpy) to parameters that come and go.
 
-Versions tell of every other write (parameter_guards.py). Of these one window is compared a step, another one each time:
-as it is when its unit has come, and when that is freed. Called by gathered_units.py.
+Versions tell of every other write (parameter_guards.py). Of parameters that are copied here one window is compared a
+step, another one each time: as it is when its unit has come, and when that is freed. Of those that are seen in their
+owners' memory the kernel says which pages were written to; it is asked for one bucket a step. Called by
+gathered_units.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal_protos.errors import UserError
 from torch import Tensor
 
+from shoal.blocks import unit_flats
 from shoal.blocks.flat import Flats
+from shoal.blocks.mapped_flats import MappedFlats
+from shoal.core.layout import Layout
 from shoal.training.comparisons import Checksum, Comparisons
 from shoal.training.parameter_guards import CHANGED, Windows
 
@@ -55,3 +62,35 @@ class UnitWatch:
 
     def _checksum(self) -> Checksum:
         return self._comparisons.checksum(self._windows.of(self._flats))
+
+
+class ShownWatch:
+    """Of buckets that show their owners' memory."""
+
+    def __init__(self, layout: Layout, mapped: MappedFlats) -> None:
+        self._layout, self._mapped = layout, mapped
+        self._next = 0
+        """The bucket that is looked at next."""
+
+    def refuse(self) -> None:
+        """Raises `UserError` naming a parameter that was written to. Each time another bucket is looked at."""
+        if not self._layout.buckets:
+            return
+        bucket, self._next = self._next, (self._next + 1) % len(self._layout.buckets)
+        element = self._written(bucket)
+        if element is not None:
+            slots = self._layout.buckets[bucket].slots
+            last = next((slot for slot in reversed(slots) if slot.start <= element), slots[0])
+            raise UserError(f'parameter "{last.parameter.name}" {CHANGED}')
+
+    def take_back(self, buckets: Sequence[int]) -> None:
+        """What was written to these was allowed, and goes."""
+        for bucket in buckets:
+            if self._written(bucket) is not None:
+                self._mapped.show(bucket)
+
+    def _written(self, bucket: int) -> int | None:
+        """The first element that was written to here, about. Tests that poison memory write to all."""
+        if unit_flats.POISON or not self._mapped.is_shown(bucket):
+            return None
+        return self._mapped.written(bucket)

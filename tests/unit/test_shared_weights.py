@@ -1,0 +1,228 @@
+"""Parameters that the workers of one host see in each other's memory: what is shown, what stays, what is noticed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from crew import Crew
+from hard_units import and_train, of, task
+from reference import reference
+from shoal.blocks.mapped_flats import MappedFlats, Part
+from shoal.blocks.sharded_memory import ShardedMemory, TorchMemory
+from shoal.blocks.shared_weights import NO_KEY, SeenWeights, SharedWeights, can_lie_in_pages
+from shoal.core.layout import Bucket, Layout, Slot, Stretch, Trainable
+from shoal.exchange.seen_units import SeenUnits
+from shoal.session.link_choice import has_peers_on_host_alone
+from shoal.training.sharded_parameters import ShardedParameters
+from shoal.unnamed_memory import WEIGHTS
+
+BLOCK = 4_096
+
+
+def layout_of(*blocks: int, dtype: torch.dtype = torch.float32, elements: int = BLOCK) -> Layout:
+    """A bucket of one parameter for each number of blocks."""
+    parameters = [Trainable(f"p{index}", (count * elements,), dtype, 0) for index, count in enumerate(blocks)]
+    buckets = [
+        Bucket(index, 0, dtype, (Slot(parameter, 0),), count, count * elements)
+        for index, (parameter, count) in enumerate(zip(parameters, blocks, strict=True))
+    ]
+    return Layout(elements, tuple(buckets))
+
+
+LAYOUT = layout_of(3, 2)
+WHOLE = [LAYOUT.whole(bucket) for bucket in LAYOUT.buckets]
+
+
+def taken_bytes() -> int:
+    """What all shared weights of this process take."""
+    links = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink() and one.exists()]
+    found = [one.stat() for one in links if WEIGHTS in str(one.readlink())]
+    return sum({one.st_ino: one.st_blocks * 512 for one in found}.values())
+
+
+@pytest.fixture
+def shared() -> Iterator[tuple[SharedWeights, SharedWeights]]:
+    """Of two workers: the first holds ones, the other twos; each all but one block of the first bucket."""
+    first, other = SharedWeights(LAYOUT), SharedWeights(LAYOUT)
+    for bucket in LAYOUT.buckets:
+        first.part(LAYOUT.whole(bucket)).fill_(1)
+        other.part(LAYOUT.whole(bucket)).fill_(2)
+    yield first, other
+
+
+def parts_of(first: SharedWeights, other: SharedWeights) -> list[Part]:
+    """The first bucket from both, the second one from the other."""
+    one, two = SeenWeights(first.address), SeenWeights(other.address)
+    return [Part(one, Stretch(0, 0, 1)), Part(two, Stretch(0, 1, 3)), Part(two, Stretch(1, 0, 2))]
+
+
+def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> None:
+    before = taken_bytes()
+    weights = SharedWeights(layout_of(100, 50))
+    empty = taken_bytes() - before
+    assert empty <= 2 * os.sysconf("SC_PAGE_SIZE")
+    weights.part(Stretch(0, 10, 30)).fill_(1)
+    assert taken_bytes() - before - empty == 20 * BLOCK * 4
+    weights.give_back([Stretch(0, 10, 25)])
+    assert taken_bytes() - before - empty == 5 * BLOCK * 4
+    assert weights.part(Stretch(0, 24, 26)).view(2, -1)[:, 0].tolist() == [0, 1]
+
+
+def test_who_sees_them_sees_as_of_which_vote_they_are(shared: tuple[SharedWeights, SharedWeights]) -> None:
+    first, _ = shared
+    seen = SeenWeights(first.address)
+    assert seen.stand_at(NO_KEY)
+    first.stand((4, 7))
+    assert seen.stand_at((4, 7)) and not seen.stand_at((4, 6))
+    first.begin_change()
+    assert not seen.stand_at((4, 7))
+
+
+def test_flats_show_each_block_where_its_owner_keeps_it(shared: tuple[SharedWeights, SharedWeights]) -> None:
+    mapped = MappedFlats(LAYOUT)
+    assert mapped.see(parts_of(*shared))
+    assert mapped.flats[0].view(3, -1).mean(1).tolist() == [1, 2, 2]
+    assert mapped.flats[1].mean() == 2
+    shared[1].part(Stretch(0, 2, 3)).fill_(5)
+    assert mapped.flats[0].view(3, -1).mean(1).tolist() == [1, 2, 5]
+
+
+def test_what_is_written_where_others_memory_is_shown_is_seen_by_nobody_else_and_is_found(
+    shared: tuple[SharedWeights, SharedWeights],
+) -> None:
+    mapped = MappedFlats(LAYOUT)
+    assert mapped.see(parts_of(*shared))
+    assert [mapped.written(bucket) for bucket in (0, 1)] == [None, None]
+    mapped.flats[0][2 * BLOCK + 5] = 9
+    assert shared[1].part(WHOLE[0])[2 * BLOCK + 5] == 2
+    assert [mapped.written(bucket) for bucket in (0, 1)] == [2 * BLOCK, None]
+    mapped.show(0)
+    assert mapped.flats[0][2 * BLOCK + 5] == 2 and mapped.written(0) is None
+
+
+def test_what_is_kept_stays_as_it_is_until_it_is_shown_again(shared: tuple[SharedWeights, SharedWeights]) -> None:
+    mapped = MappedFlats(LAYOUT)
+    assert mapped.see(parts_of(*shared))
+    mapped.keep([1])
+    shared[1].part(WHOLE[1]).fill_(3)
+    assert mapped.flats[1].unique().tolist() == [2] and not mapped.is_shown(1)
+    mapped.give_back(1)
+    mapped.show(1)
+    assert mapped.flats[1].unique().tolist() == [3] and mapped.is_shown(1)
+
+
+def test_memory_of_who_is_gone_is_shown_until_others_is_and_takes_nothing_then() -> None:
+    before = taken_bytes()
+    owner = SharedWeights(LAYOUT)
+    owner.part(WHOLE[0]).fill_(4)
+    owner.part(WHOLE[1]).fill_(4)
+    mapped, seen = MappedFlats(LAYOUT), SeenWeights(owner.address)
+    assert mapped.see([Part(seen, stretch) for stretch in WHOLE])
+    del owner
+    assert mapped.flats[0].unique().tolist() == [4]
+    mapped.forget()
+    assert mapped.flats[0].unique().tolist() == [0]
+    del seen
+    assert taken_bytes() == before
+
+
+def test_where_there_are_too_many_mappings_or_no_look_at_pages_units_are_copied(
+    shared: tuple[SharedWeights, SharedWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped = MappedFlats(LAYOUT)
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.blocks.mapped_flats.MOST_PARTS", 2)
+        assert not mapped.see(parts_of(*shared))
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.blocks.mapped_flats.PAGES", Path("/proc/self/nothing"))
+        assert not mapped.see(parts_of(*shared))
+    assert not any(mapped.is_shown(bucket) for bucket in (0, 1))
+    assert mapped.see(parts_of(*shared))
+
+
+def test_blocks_that_are_no_whole_pages_and_a_system_without_such_memory_lie_in_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert can_lie_in_pages(LAYOUT) and can_lie_in_pages(layout_of(3, dtype=torch.bfloat16))
+    odd = layout_of(3, elements=1_000)
+    assert not can_lie_in_pages(odd)
+    assert isinstance(ShardedMemory(odd, True, False).beneath, TorchMemory)
+    assert isinstance(ShardedMemory(LAYOUT, False, False).beneath, TorchMemory)
+    assert isinstance(ShardedMemory(LAYOUT, True, False).beneath, MappedFlats)
+    monkeypatch.delattr(os, "memfd_create")
+    assert isinstance(ShardedMemory(LAYOUT, True, False).beneath, TorchMemory)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, True),
+        ({"SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "j"}, True),
+        ({"SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "j", "SHOAL_HOST": "127.0.0.7"}, True),
+        ({"SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "j", "SHOAL_HOST": "10.0.0.7"}, False),
+        ({"SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "j", "SHOAL_HOST": "node-3"}, False),
+        ({"SHOAL_CONTROLLER": "nowhere"}, False),
+    ],
+)
+def test_only_who_is_reached_by_loopback_has_all_peers_on_its_host(environment: dict[str, str], expected: bool) -> None:
+    assert has_peers_on_host_alone(environment) is expected
+
+
+# ---- workers
+
+
+def sees(crew: Crew, name: str) -> bool:
+    """Whether a worker sees the parameters of all owners."""
+    parameters = crew.workers[name].engine.parts.step.parameters
+    assert isinstance(parameters, ShardedParameters)
+    return parameters.units._owners is not None
+
+
+def test_workers_of_one_process_see_each_others_parameters_through_a_loss_and_a_join() -> None:
+    with Crew("abc", of(task(mirrors=1))) as crew:
+        crew.train_to(2)
+        assert sees(crew, "a")
+        crew.plant("b", 3, "backward")
+        crew.add("d")
+        assert crew.finish() == reference(of(task(0)))
+
+
+def test_one_that_others_cannot_see_is_copied_from_and_the_rest_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: object) -> int:
+        raise PermissionError("Permission denied")
+
+    monkeypatch.setattr("shoal.blocks.shared_weights.open_at", refuse)
+    with Crew("abc", of(task(mirrors=1))) as crew:
+        crew.train_to(2)
+        assert not sees(crew, "a")
+        crew.plant("b", 3, "backward")
+        assert crew.finish() == reference(of(task(0)))
+
+
+def test_a_forward_that_reads_while_its_owners_go_on_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a freeze: the others have a world without this worker, whose forward ends in garbage and must not be
+    heard of."""
+    struck: list[str] = []
+    check = SeenUnits.check
+
+    class Gone:
+        def stand_at(self, _: object) -> bool:
+            return False
+
+    def strike_once(units: SeenUnits) -> None:
+        if not struck and units._key[1] == 2 and len(units._owners) > 1:
+            struck.append("struck")
+            rank = next(rank for rank in units._owners if rank != units._group.rank)
+            units._owners = {**units._owners, rank: Gone()}  # type: ignore[dict-item]
+        check(units)
+
+    monkeypatch.setattr(SeenUnits, "check", strike_once)
+    with Crew("ab", of(task(mirrors=1, body=and_train))) as crew:
+        assert crew.finish() == reference(of(task(0)))
+    assert struck

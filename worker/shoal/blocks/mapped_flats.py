@@ -1,0 +1,179 @@
+"""Flats of units that come and go, at addresses where other workers' memory can be mapped (sharded parameters, CPU).
+
+Where all who hold a world's blocks run on this host, a unit need not be copied: its flats show the memory in which its
+owners keep it. What a script writes there goes into pages of its own, which nobody else sees. Elsewhere, and for who
+reads longer than the owners wait, a bucket has memory of its own. See mmap(2), MAP_PRIVATE. Knows no group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shoal.blocks.host_memory import HUGE_PAGE_BYTES
+from shoal.blocks.shared_weights import SeenWeights, block_bytes, bucket_bytes, places
+from shoal.core.layout import Layout, Stretch
+
+MAP_FIXED = 0x10
+READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+MOST_PARTS = 16_384
+"""Mappings; a process may have four times as many (vm.max_map_count)."""
+PAGES = Path("/proc/self/pagemap")
+PAGE = struct.Struct("<q")
+IN_MEMORY, SWAPPED, SHARED = -1 << 63, 1 << 62, 1 << 61
+"""What the kernel says of a page: see its admin-guide/mm/pagemap.rst. `SHARED`: it is a file's, not this process's."""
+
+
+class Part(NamedTuple):
+    """Of a bucket, what lies at its place in a worker's memory."""
+
+    weights: SeenWeights
+    stretch: Stretch
+
+
+class MappedFlats:
+    """Of all buckets. What is mapped at first is memory of one's own."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Raises `OSError` where there are not so many addresses."""
+        self._layout, self._places = layout, places(layout)
+        self._region = mmap.mmap(-1, self._places[-1] + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        start = torch.frombuffer(self._region, dtype=torch.uint8).data_ptr()
+        self._first = -start % HUGE_PAGE_BYTES
+        self._address = start + self._first
+        self.flats = [
+            torch.frombuffer(self._region, dtype=bucket.dtype, count=bucket.elements, offset=self._first + place)
+            for bucket, place in zip(layout.buckets, self._places, strict=False)
+        ]
+        self._parts: dict[int, list[Part]] = {}
+        """By bucket, what it shows where it is shown."""
+        self._own = set(range(len(self.flats)))
+        """Buckets that have memory of their own now."""
+        for bucket in self._own:
+            self._prefer_huge_pages(bucket)
+
+    # ---- others' memory
+
+    def see(self, parts: Sequence[Part]) -> bool:
+        """Whether buckets can show these, which are all of them, from now on."""
+        self.forget()
+        if len(parts) > MOST_PARTS:
+            return False
+        by_bucket: dict[int, list[Part]] = defaultdict(list)
+        for part in parts:
+            by_bucket[part.stretch.bucket].append(part)
+        self._parts = dict(by_bucket)
+        try:
+            for bucket in self._parts:
+                self.show(bucket)
+            return not parts or self._tells_pages(parts[0].stretch)
+        except OSError:  # too many mappings, or no look at the pages
+            self.forget()
+            return False
+
+    def forget(self) -> None:
+        """Buckets show nothing more of others."""
+        for bucket in self._parts.keys() - self._own:
+            self.find(bucket)
+        self._parts = {}
+
+    def show(self, bucket: int) -> None:
+        """Its owners' memory, and nothing of what was written to it here. Raises `OSError`."""
+        if bucket in self._own:
+            for weights, stretch in self._parts[bucket]:
+                size = block_bytes(self._layout.buckets[bucket])
+                self._map(self._places[bucket] + stretch.start * size, stretch.blocks * size, weights.descriptor)
+            self._own.discard(bucket)
+        else:
+            self._drop(bucket)
+
+    def is_shown(self, bucket: int) -> bool:
+        """Whether what is there is the owners' memory."""
+        return bucket not in self._own
+
+    def written(self, bucket: int) -> int | None:
+        """The first element of the first page of a shown bucket that was written to here, by whatever means."""
+        pages = self._pages(bucket)
+        mine = ((pages & (IN_MEMORY | SWAPPED)) != 0) & ((pages & SHARED) == 0)
+        if not bool(mine.any()):
+            return None
+        return int(mine.nonzero()[0]) * mmap.PAGESIZE // self._layout.buckets[bucket].dtype.itemsize
+
+    def _pages(self, bucket: int) -> torch.Tensor:  # (pages,) int64
+        first = (self._address + self._places[bucket]) // mmap.PAGESIZE
+        count = -(-bucket_bytes(self._layout.buckets[bucket]) // mmap.PAGESIZE)
+        file = os.open(PAGES, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.pread(file, count * PAGE.size, first * PAGE.size)
+        finally:
+            os.close(file)
+        if len(found) != count * PAGE.size:
+            raise OSError(f"{PAGES} tells of {len(found)} bytes; expected {count * PAGE.size}")
+        return torch.frombuffer(bytearray(found), dtype=torch.int64)
+
+    def _tells_pages(self, stretch: Stretch) -> bool:
+        """Whether this system says which pages were written to. Looks at one that was read, and was not."""
+        start, _ = self._layout.elements(stretch)
+        self.flats[stretch.bucket][start].item()
+        page = start * self._layout.buckets[stretch.bucket].dtype.itemsize // mmap.PAGESIZE
+        return bool(int(self._pages(stretch.bucket)[page]) & SHARED)
+
+    # ---- memory of one's own
+
+    def find(self, bucket: int) -> None:
+        """Memory of its own, with whatever values. Raises `OSError`."""
+        if bucket in self._own:
+            return
+        self._map(self._places[bucket], bucket_bytes(self._layout.buckets[bucket]), None)
+        self._own.add(bucket)
+        self._prefer_huge_pages(bucket)
+
+    def _prefer_huge_pages(self, bucket: int) -> None:
+        huge = bucket_bytes(self._layout.buckets[bucket]) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._region.madvise(mmap.MADV_HUGEPAGE, self._first + self._places[bucket], huge)
+
+    def give_back(self, bucket: int) -> None:
+        """The memory of its own, if it has any."""
+        if bucket in self._own:
+            self._drop(bucket)
+
+    def keep(self, buckets: Iterable[int]) -> None:
+        """What they show stays as it is, whatever becomes of it in their owners' memory. Raises `OSError`."""
+        for bucket in buckets:
+            if self.is_shown(bucket):
+                values = self.flats[bucket].clone()
+                self.find(bucket)
+                self.flats[bucket].copy_(values)
+
+    def _drop(self, bucket: int) -> None:
+        size = bucket_bytes(self._layout.buckets[bucket])
+        self._region.madvise(mmap.MADV_DONTNEED, self._first + self._places[bucket], size)
+
+    def _map(self, place: int, size: int, descriptor: int | None) -> None:
+        """None: no other's memory."""
+        flags = mmap.MAP_PRIVATE | MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
+        at = self._address + place
+        found = _libc().mmap(at, size, READ_AND_WRITE, flags, -1 if descriptor is None else descriptor,
+                             0 if descriptor is None else place)  # fmt: skip
+        if found != at:
+            number = ctypes.get_errno()
+            raise OSError(number, f"a unit's memory could not be mapped: {os.strerror(number)}")
+
+
+def _libc() -> ctypes.CDLL:
+    """Python's own `mmap` chooses addresses by itself."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    return library
