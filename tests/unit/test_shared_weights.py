@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from crew import Crew
-from hard_units import and_train, of, task
+from hard_units import of, task
 from reference import reference
+from shoal.blocks.held import HeldBlocks
 from shoal.blocks.mapped_flats import MappedFlats, Part
 from shoal.blocks.sharded_memory import ShardedMemory, TorchMemory
 from shoal.blocks.shared_weights import NO_KEY, SeenWeights, SharedWeights, can_lie_in_pages
+from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Slot, Stretch, Trainable
 from shoal.exchange.seen_units import SeenUnits
+from shoal.group.group import WorldChanged
+from shoal.group.group_progress import GroupProgress
+from shoal.group.solo import SoloGroup
 from shoal.session.link_choice import has_peers_on_host_alone
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal.unnamed_memory import WEIGHTS
+from shoal_protos.runs import Runs
 
 BLOCK = 4_096
 
@@ -80,6 +86,31 @@ def test_who_sees_them_sees_as_of_which_vote_they_are(shared: tuple[SharedWeight
     assert seen.stand_at((4, 7)) and not seen.stand_at((4, 6))
     first.begin_change()
     assert not seen.stand_at((4, 7))
+
+
+def test_an_update_and_a_release_are_changes_and_a_fill_is_none() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5 * BLOCK))
+    layout = layout_of(5)
+    values = WholeValues(layout, [parameter.data])
+    held = HeldBlocks(layout, torch.optim.SGD([parameter], lr=0.5), values, {}, keeps_weights=True)
+    shared = SharedWeights(layout)
+    held.shared = shared
+    held.hold(Runs([(0, 4)]))
+    seen = SeenWeights(shared.address)
+
+    def is_changed_by(act: Callable[[], object]) -> bool:
+        shared.stand((1, 1))
+        act()
+        return not seen.stand_at((1, 1))
+
+    filled = {Stretch(0, 3, 5): {"weights": torch.full((2 * BLOCK,), 7.0)}}
+    assert not is_changed_by(lambda: held.take(filled))
+    assert shared.part(Stretch(0, 0, 5)).view(5, -1)[:, 0].tolist() == [1, 1, 1, 7, 7]
+    assert is_changed_by(lambda: held.apply(WholeValues(layout, [torch.ones(5 * BLOCK)]), 1.0))
+    assert shared.part(Stretch(0, 0, 5)).view(5, -1)[:, 0].tolist() == [0.5, 0.5, 0.5, 6.5, 6.5]
+    assert is_changed_by(lambda: held.keep_only(Runs([(1, 3)])))
+    assert not is_changed_by(lambda: held.keep_only(Runs([(1, 4)])))
+    assert shared.part(Stretch(0, 0, 5)).view(5, -1)[:, 0].tolist() == [0, 0.5, 0.5, 0, 0]
 
 
 def test_flats_show_each_block_where_its_owner_keeps_it(shared: tuple[SharedWeights, SharedWeights]) -> None:
@@ -205,24 +236,17 @@ def test_one_that_others_cannot_see_is_copied_from_and_the_rest_changes_no_bit(
         assert crew.finish() == reference(of(task(0)))
 
 
-def test_a_forward_that_reads_while_its_owners_go_on_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a freeze: the others have a world without this worker, whose forward ends in garbage and must not be
-    heard of."""
-    struck: list[str] = []
-    check = SeenUnits.check
-
-    class Gone:
-        def stand_at(self, _: object) -> bool:
-            return False
-
-    def strike_once(units: SeenUnits) -> None:
-        if not struck and units._key[1] == 2 and len(units._owners) > 1:
-            struck.append("struck")
-            rank = next(rank for rank in units._owners if rank != units._group.rank)
-            units._owners = {**units._owners, rank: Gone()}  # type: ignore[dict-item]
-        check(units)
-
-    monkeypatch.setattr(SeenUnits, "check", strike_once)
-    with Crew("ab", of(task(mirrors=1, body=and_train))) as crew:
-        assert crew.finish() == reference(of(task(0)))
-    assert struck
+def test_what_is_read_while_an_owner_goes_on_is_not_taken_for_read(shared: tuple[SharedWeights, SharedWeights]) -> None:
+    first, other = shared
+    key = (3, 5)
+    units = SeenUnits(SoloGroup(GroupProgress()), {0: SeenWeights(first.address), 1: SeenWeights(other.address)}, key,
+                      MappedFlats(LAYOUT))  # fmt: skip
+    first.stand(key)
+    other.stand(key)
+    units.check()
+    other.begin_change()
+    with pytest.raises(WorldChanged, match=r"rank 1 has gone on while parameters were read as of \(3, 5\)"):
+        units.check()
+    other.stand((4, 0))
+    with pytest.raises(WorldChanged):
+        units.check()

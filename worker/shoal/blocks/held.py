@@ -117,11 +117,8 @@ class HeldBlocks:
         """Where parameters are received; None: beside those that forwards compute with."""
         self._expected = FillMemory(layout, NO_BLOCKS)
         self._home: BesideParameters | OnTheHost = BesideParameters(layout, optimizer)
-        self._shared: SharedWeights | None = None
-
-    def share(self, shared: SharedWeights | None) -> None:
-        """Parameters are kept there, where they are with the state; said before anything is held. None: nowhere."""
-        self._shared = shared
+        self.shared: SharedWeights | None = None
+        """Where parameters lie that are with the state; set before anything is held. None: in memory of their own."""
 
     def state_bytes(self) -> int:
         """Bytes of all state held, counted over tensors."""
@@ -164,14 +161,14 @@ class HeldBlocks:
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
-        if self._shared is not None:
-            self._shared.give_back(self.layout.stretches(self._expected.runs - self.runs - runs))
+        if self.shared is not None:
+            self.shared.give_back(self.layout.stretches(self._expected.runs - self.runs - runs))
         self._expected = FillMemory(self.layout, runs, self._find_weights)
 
     def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (elements,) of `dtype`
         """Where a state of expected blocks is received, for `take`: whatever is taken of one stretch is one segment."""
-        if key == WEIGHTS and self._shared is not None and not self.layout.runs([stretch]) & self.runs:
-            return self._shared.part(stretch)
+        if key == WEIGHTS and self.shared is not None and not self.layout.runs([stretch]) & self.runs:
+            return self.shared.part(stretch)
         return self._expected.part(stretch, key, dtype)
 
     def take(
@@ -212,8 +209,8 @@ class HeldBlocks:
         """Those given, else the masters rounded, else memory that a reader fills."""
         dtype = self.layout.buckets[stretch.bucket].dtype
         given = state[WEIGHTS] if WEIGHTS in state else state[MASTER].to(dtype) if has_master else None
-        if self._shared is not None:
-            return self._shared.put(stretch, given)
+        if self.shared is not None:
+            return self.shared.put(stretch, given)
         if given is not None:
             return given
         elements = stretch.blocks * self.layout.buckets[stretch.bucket].block_elements
@@ -240,19 +237,19 @@ class HeldBlocks:
                 self._twin.state.pop(segment.parameter, None)  # nothing there before the first step
                 self._regroup(self._segments[:index] + parts + self._segments[index + 1 :], self.runs)
             index += len(stays)
-        if self._shared is not None:
-            self._shared.give_back(self.layout.stretches(self.runs - runs))
+        if self.shared is not None:
+            self.shared.give_back(self.layout.stretches(self.runs - runs))
         self.runs &= runs
 
     def _begin_change(self) -> None:
         """Of parameters that others may see."""
-        if self._shared is not None:
-            self._shared.begin_change()
+        if self.shared is not None:
+            self.shared.begin_change()
 
     def _split_off(self, segment: Segment, stretch: Stretch) -> Segment:
         first, last = _within(segment, stretch, self.layout)
         state = {key: _cut(value, first, last) for key, value in self._state(segment).items()}
-        stays = {WEIGHTS} if self._shared is not None else set()
+        stays = {WEIGHTS} if self.shared is not None else set()
         return self._segment(stretch, {key: one if key in stays else one.clone() for key, one in state.items()})
 
     def join(self) -> None:

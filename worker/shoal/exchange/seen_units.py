@@ -92,9 +92,7 @@ class SeenUnits:
         """All that was read until now was as of this vote. Raises `WorldChanged`."""
         for rank, one in self._owners.items():
             if not one.stand_at(self._key):
-                raise WorldChanged(
-                    f"rank {rank} has gone on without this worker, which reads parameters as of {self._key}"
-                )
+                raise WorldChanged(f"rank {rank} has gone on while parameters were read as of {self._key}")
 
     def give_up(self) -> None:
         """Nothing is on its way from this worker's own memory."""

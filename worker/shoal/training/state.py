@@ -120,16 +120,15 @@ class TrainingState:
         self.held_layout: Layout
         """Of all that is in blocks; where parameters are sharded, frozen ones too."""
         self.held_layout, self.placed = lay_out_model(pairs, self.device.kind)
-        self.layout = self.held_layout.trained
-        """Of what is trained: the same in every stage."""
+        self.layout = self.held_layout.trained  # the same in every stage
         self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
         """The trained ones, in the order of the slots; `placed`: all that are in blocks."""
         self.comes_later = sharded and deferred is not None
         """Whether parameters have no values before they are gathered for the first time."""
         if self.comes_later:
             before = {info.name: parameter.data for info, parameter in pairs} | before
-        can_be_seen = limits.peers_on_host and self.device.on_host
-        self.sharded_memory = ShardedMemory(self.held_layout, can_be_seen, self.comes_later) if sharded else None
+        of_units = self.held_layout, limits.peers_on_host and self.device.on_host, self.comes_later
+        self.sharded_memory = ShardedMemory(*of_units) if sharded else None
         """None: parameters are here all the time."""
         self.flats = WholeValues(self.held_layout, self._lay_flats())
         """What forwards compute with."""
@@ -150,7 +149,7 @@ class TrainingState:
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
-        self.held.share(self.sharded_memory.shared if self.sharded_memory is not None else None)
+        self.held.shared = self.sharded_memory.shared if self.sharded_memory is not None else None
         self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
