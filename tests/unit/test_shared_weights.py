@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from crew import Crew
-from hard_units import of, task
+from crew import Crew, undisturbed
+from hard_units import LANES, Layers, and_train, of, task, with_model
 from reference import reference
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.mapped_flats import MappedFlats, Part
@@ -22,9 +25,12 @@ from shoal.group.group import WorldChanged
 from shoal.group.group_progress import GroupProgress
 from shoal.group.solo import SoloGroup
 from shoal.session.link_choice import has_peers_on_host_alone
+from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal.unnamed_memory import WEIGHTS
+from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
+from torch import Tensor, nn
 
 BLOCK = 4_096
 
@@ -127,12 +133,16 @@ def test_what_is_written_where_others_memory_is_shown_is_seen_by_nobody_else_and
 ) -> None:
     mapped = MappedFlats(LAYOUT)
     assert mapped.see(parts_of(*shared))
-    assert [mapped.written(bucket) for bucket in (0, 1)] == [None, None]
+    assert [mapped.written(bucket) for bucket in (0, 1)] == [[], []]
     mapped.flats[0][2 * BLOCK + 5] = 9
     assert shared[1].part(WHOLE[0])[2 * BLOCK + 5] == 2
-    assert [mapped.written(bucket) for bucket in (0, 1)] == [2 * BLOCK, None]
+    pages = [2 * BLOCK * 4 // mmap.PAGESIZE]
+    assert [mapped.written(bucket) for bucket in (0, 1)] == [pages, []]
+    assert mapped.changed(0, pages) == 2 * BLOCK + 5
+    mapped.flats[0][2 * BLOCK + 5] = 2
+    assert mapped.written(0) == pages and mapped.changed(0, pages) is None
     mapped.show(0)
-    assert mapped.flats[0][2 * BLOCK + 5] == 2 and mapped.written(0) is None
+    assert mapped.flats[0][2 * BLOCK + 5] == 2 and mapped.written(0) == []
 
 
 def test_what_is_kept_stays_as_it_is_until_it_is_shown_again(shared: tuple[SharedWeights, SharedWeights]) -> None:
@@ -250,3 +260,162 @@ def test_what_is_read_while_an_owner_goes_on_is_not_taken_for_read(shared: tuple
     other.stand((4, 0))
     with pytest.raises(WorldChanged):
         units.check()
+
+
+def test_a_forward_that_reads_while_its_owners_go_on_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a freeze: the others have a world without this worker, whose forward ends in garbage and must not be
+    heard of."""
+    struck: list[str] = []
+    check = SeenUnits.check
+
+    class Gone:
+        def stand_at(self, _: object) -> bool:
+            return False
+
+    def strike_once(units: SeenUnits) -> None:
+        others = [rank for rank in units._owners if rank != units._group.rank]
+        if not struck and units._group.rank == 0 and units._key[1] == 2 and others:
+            struck.append("struck")
+            crew.plant("c", 3, "backward")  # what makes another world
+            units._owners = {**units._owners, others[0]: Gone()}  # type: ignore[dict-item]
+        check(units)
+
+    monkeypatch.setattr(SeenUnits, "check", strike_once)
+    with Crew("abc", of(task(mirrors=1, body=and_train))) as crew:
+        assert crew.finish() == reference(of(task(0)))
+    assert struck
+
+
+# ---- what scripts do
+
+
+def alone(body: Callable[[Engine, Any], None], model: type[Layers] = Layers) -> str:
+    return undisturbed(with_model(task(mirrors=0, body=body), model))
+
+
+def trained_halving(body: Callable[[Engine, Any, type[Layers]], None]) -> str:
+    """With a model that halves a weight past autograd in the forward, when `is_on`."""
+
+    class Halving(Layers):
+        is_on = False
+
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
+            if self.is_on:
+                self.layers[2].up.weight.data.mul_(0.5)
+            return super().forward(tokens, targets)
+
+    return alone(lambda engine, batch: body(engine, batch, Halving), Halving)
+
+
+def test_a_write_past_autograd_is_refused_in_the_step_in_which_it_is_made() -> None:
+    steps: list[int] = []
+
+    def body(engine: Engine, batch: Any, halving: type[Layers]) -> None:
+        steps.append(engine.global_step)
+        halving.is_on = engine.global_step == 3
+        and_train(engine, batch)
+
+    with pytest.raises(UserError, match=r'parameter "layers.2.up.weight" was changed by the script'):
+        trained_halving(body)
+    assert steps.count(3) == 1 and max(steps) == 3
+
+
+def test_what_a_forward_writes_past_autograd_and_puts_back_is_no_change() -> None:
+    class Putting(Layers):
+        def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # (batch, length) both
+            weight = self.layers[2].up.weight.data
+            before = weight.clone()
+            weight.mul_(0.5)
+            weight.copy_(before)
+            return super().forward(tokens, targets)
+
+    assert alone(and_train, Putting) == reference(of(task(0)))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_an_evaluation_writes_past_autograd_is_gone_when_it_is_over(is_first: bool) -> None:
+    def body(engine: Engine, batch: Any, halving: type[Layers]) -> None:
+        if not is_first:
+            and_train(engine, batch)
+        if not engine.warming_up:
+            halving.is_on = True
+            with engine.evaluating():
+                engine.module(**batch)
+            halving.is_on = False
+        if is_first:
+            and_train(engine, batch)
+
+    assert trained_halving(body) == reference(of(task(0)))
+
+
+def in_a_child(look: Callable[[], object]) -> str:
+    """What it finds there; the process must end well."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            found = str(look())
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}"
+        os.write(send, found.encode())
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as file:
+        found = file.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return found
+
+
+def windows() -> int:
+    return Path("/proc/self/maps").read_text().count(WEIGHTS)
+
+
+def test_a_forked_child_keeps_nothing_of_what_is_shown_and_uses_only_what_was_gathered() -> None:
+    """A data loader's worker lives for long, and its parent may die before it."""
+    found: list[str] = []
+
+    def body(engine: Engine, batch: Any) -> None:
+        module = engine.module
+        if engine.global_step == 2:
+            assert windows() > 1
+            found.append(in_a_child(lambda: (windows(), taken_bytes())))
+            found.append(in_a_child(lambda: module(**batch)))
+            with engine.gathered():
+                right = module(**batch).item()
+                found.append(in_a_child(lambda: module(**batch).item() == right))
+            loss = module(**batch)
+            found.append(in_a_child(loss.backward))
+            engine.backward(loss)
+            engine.step()
+            return
+        and_train(engine, batch)
+
+    class Same(Layers):
+        """Without dropout."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = nn.Identity()
+
+    assert alone(body, Same) == undisturbed(with_model(task(0), Same))
+    refused = 'UserError: .*"embedding.weight".* used in a process that was forked from a worker'
+    patterns = [r"\(0, 0\)", refused, "True", "UserError: .* used in a process that was forked"]
+    for seen, pattern in zip(found, patterns * LANES, strict=True):
+        assert re.match(pattern, seen), seen
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_parameters_that_were_sent_to_another_process_train_on(is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch moves the memory of what it sends into that of a file, beneath all views."""
+    if not is_seen:
+        monkeypatch.setattr("shoal.blocks.sharded_memory.can_lie_in_pages", lambda _: False)
+
+    def body(engine: Engine, batch: Any) -> None:
+        if engine.global_step == 2:
+            with engine.gathered():
+                for value in engine.module.state_dict().values():
+                    value.share_memory_()
+        and_train(engine, batch)
+
+    with Crew("ab", of(task(body=body))) as crew:
+        assert crew.finish() == reference(of(task(0)))

@@ -14,11 +14,13 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from shoal.blocks.flat import Flats
 from shoal.blocks.host_memory import HUGE_PAGE_BYTES
 from shoal.blocks.shared_weights import SeenWeights, block_bytes, bucket_bytes, places
 from shoal.core.layout import Layout, Stretch
@@ -50,16 +52,20 @@ class MappedFlats:
         start = torch.frombuffer(self._region, dtype=torch.uint8).data_ptr()
         self._first = -start % HUGE_PAGE_BYTES
         self._address = start + self._first
-        self.flats = [
-            torch.frombuffer(self._region, dtype=bucket.dtype, count=bucket.elements, offset=self._first + place)
-            for bucket, place in zip(layout.buckets, self._places, strict=False)
-        ]
+        self.flats, self._there = self._tensors(), self._tensors()
+        """Views of the same memory, until torch moves the first ones (`Tensor.share_memory_`, a queue of processes)."""
         self._parts: dict[int, list[Part]] = {}
         """By bucket, what it shows where it is shown."""
         self._own = set(range(len(self.flats)))
         """Buckets that have memory of their own now."""
         for bucket in self._own:
             self._prefer_huge_pages(bucket)
+
+    def _tensors(self) -> Flats:  # per bucket (elements,) of its dtype
+        return [
+            torch.frombuffer(self._region, dtype=bucket.dtype, count=bucket.elements, offset=self._first + place)
+            for bucket, place in zip(self._layout.buckets, self._places, strict=False)
+        ]
 
     # ---- others' memory
 
@@ -96,17 +102,36 @@ class MappedFlats:
         else:
             self._drop(bucket)
 
+    def follow(self, buckets: Iterable[int]) -> None:
+        """Flats that torch has moved elsewhere have the values that are shown."""
+        for bucket in buckets:
+            if self.is_shown(bucket) and self._has_moved(bucket):
+                self.flats[bucket].copy_(self._there[bucket])
+
+    def _has_moved(self, bucket: int) -> bool:
+        return self.flats[bucket].data_ptr() != self._there[bucket].data_ptr()
+
     def is_shown(self, bucket: int) -> bool:
         """Whether what is there is the owners' memory."""
         return bucket not in self._own
 
-    def written(self, bucket: int) -> int | None:
-        """The first element of the first page of a shown bucket that was written to here, by whatever means."""
+    def written(self, bucket: int) -> list[int]:
+        """The numbers of the pages of a shown bucket that were written to here, by whatever means."""
         pages = self._pages(bucket)
         mine = ((pages & (IN_MEMORY | SWAPPED)) != 0) & ((pages & SHARED) == 0)
-        if not bool(mine.any()):
-            return None
-        return int(mine.nonzero()[0]) * mmap.PAGESIZE // self._layout.buckets[bucket].dtype.itemsize
+        return mine.nonzero().flatten().tolist() if bool(mine.any()) else []
+
+    def changed(self, bucket: int, pages: Iterable[int]) -> int | None:
+        """The first element in these pages that is not as its owner has it. Raises `OSError`."""
+        here, size = self._there[bucket].view(torch.uint8), self._layout.buckets[bucket].dtype.itemsize
+        block = block_bytes(self._layout.buckets[bucket])
+        for start in (page * mmap.PAGESIZE for page in pages):
+            weights = next(one for one, at in self._parts[bucket] if at.start <= start // block < at.stop)
+            theirs = bytearray(os.pread(weights.descriptor, mmap.PAGESIZE, self._places[bucket] + start))
+            differ = here[start : start + mmap.PAGESIZE] != torch.frombuffer(theirs, dtype=torch.uint8)
+            if bool(differ.any()):
+                return (start + int(differ.nonzero()[0])) // size
+        return None
 
     def _pages(self, bucket: int) -> torch.Tensor:  # (pages,) int64
         first = (self._address + self._places[bucket]) // mmap.PAGESIZE
@@ -123,7 +148,7 @@ class MappedFlats:
     def _tells_pages(self, stretch: Stretch) -> bool:
         """Whether this system says which pages were written to. Looks at one that was read, and was not."""
         start, _ = self._layout.elements(stretch)
-        self.flats[stretch.bucket][start].item()
+        self._there[stretch.bucket][start].item()
         page = start * self._layout.buckets[stretch.bucket].dtype.itemsize // mmap.PAGESIZE
         return bool(int(self._pages(stretch.bucket)[page]) & SHARED)
 
@@ -151,7 +176,7 @@ class MappedFlats:
     def keep(self, buckets: Iterable[int]) -> None:
         """What they show stays as it is, whatever becomes of it in their owners' memory. Raises `OSError`."""
         for bucket in buckets:
-            if self.is_shown(bucket):
+            if self.is_shown(bucket) and not self._has_moved(bucket):
                 values = self.flats[bucket].clone()
                 self.find(bucket)
                 self.flats[bucket].copy_(values)
@@ -171,6 +196,7 @@ class MappedFlats:
             raise OSError(number, f"a unit's memory could not be mapped: {os.strerror(number)}")
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     """Python's own `mmap` chooses addresses by itself."""
     library = ctypes.CDLL(None, use_errno=True)

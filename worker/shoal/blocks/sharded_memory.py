@@ -38,9 +38,11 @@ class TorchMemory:
         self._resize(bucket, 0)
 
     def _resize(self, bucket: int, size: int) -> None:
-        """To so many bytes; not where numpy has a view of it (`parameter.numpy()`), which is never told."""
+        """To so many bytes; not where numpy has a view of it (`parameter.numpy()`), or another process sees it (a queue
+        of torch's), which are never told.
+        """
         storage = self.flats[bucket].untyped_storage()
-        if storage.resizable():
+        if storage.resizable() and not storage.is_shared():
             storage.resize_(size)
 
 

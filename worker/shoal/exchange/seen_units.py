@@ -78,6 +78,7 @@ class SeenUnits:
         if self._asked:
             self._group.wait([work for one in self._asked for work in one.works])
             self._asked = []
+        self._mapped.follow(unit.buckets)
         self.check()
         if unit.has_kept_views:
             self.keep(unit)

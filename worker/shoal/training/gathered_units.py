@@ -7,9 +7,13 @@ sharded_parameters.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Never
+from weakref import WeakSet
 
 import torch
+from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.held_weights import HeldWeights
@@ -47,6 +51,26 @@ def _memory_of(
     return key
 
 
+class NothingInAChild:
+    """How units come in a process that was forked from a worker's: it is in no group, and sees no memory of others."""
+
+    def __init__(self, described: Callable[[Unit], str]) -> None:
+        self._described = described
+
+    def begin(self, unit: Unit) -> Never:
+        """Raises `UserError`."""
+        raise UserError(
+            f"{self._described(unit)}, are used in a process that was forked from a worker (a data loader's?): "
+            "with ZeRO stage 3 it has those parameters only that were gathered when it was forked. Fork it within "
+            "`with engine.gathered():`, or give it a copy that was made there."
+        )
+
+    finish = begin
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
+
+
 class GatheredUnits:
     """`on_touch` is called when a parameter of a unit that is not here is used."""
 
@@ -63,7 +87,7 @@ class GatheredUnits:
         self._shown_watch = ShownWatch(state.held_layout, memory.mapped) if memory.mapped is not None else None
         self._first_uses = [unit.uses for unit in self._units]
         self._server: UnitServer | None = None
-        self._fetch: UnitFetch | SeenUnits | FirstValuesFetch | None = None
+        self._fetch: UnitFetch | SeenUnits | FirstValuesFetch | NothingInAChild | None = None
         """None: everything is here, until the first world; and until a unit is asked for after a vote."""
         self._world: World | None = None
         """The last one that has begun."""
@@ -75,6 +99,7 @@ class GatheredUnits:
             self._fetch = FirstValuesFetch(state.originals, state.flats.flats)
             for unit in self._units:
                 unit.begin_elsewhere(on_touch)
+        _all.add(self)
         self._traffic: UnitTraffic | None = None
         self._own: dict[int, Own] = {}
         self._own_as_of = (-1, -1)
@@ -253,6 +278,12 @@ class GatheredUnits:
         if self._shown_watch is not None:
             self._shown_watch.refuse()
 
+    def forget_writes(self) -> None:
+        """What the script has written to parameters past autograd was allowed, and goes."""
+        self.watch.forget()
+        if self._shown_watch is not None:
+            self._shown_watch.take_back()
+
     def keep(self, unit: Unit) -> None:
         """It is here, and stays as it is: whoever reads it may do so for longer than its owners wait. Raises
         `WorldChanged`.
@@ -301,3 +332,28 @@ class GatheredUnits:
             self.free(unit)
             if unit.presence is Presence.COMING:
                 unit.free(self._on_touch)
+
+    def on_fork(self) -> None:
+        """In a forked child, which may live on for long: it has what is here in memory of its own, and no more."""
+        if self._world is None:
+            return
+        mapped = self._memory.mapped
+        for unit in self:
+            is_shown = mapped is not None and any(map(mapped.is_shown, unit.buckets))
+            if unit.presence is Presence.COMING or (unit.presence is Presence.HERE and is_shown):
+                unit.free(self._on_touch)
+        if mapped is not None:
+            mapped.forget()
+        self._fetch = NothingInAChild(self._described)
+
+
+_all: WeakSet[GatheredUnits] = WeakSet()
+"""Of this process."""
+
+
+def _let_go() -> None:
+    for units in _all:
+        units.on_fork()
+
+
+os.register_at_fork(after_in_child=_let_go)

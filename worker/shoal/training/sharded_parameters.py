@@ -93,7 +93,7 @@ class ShardedParameters(Parameters):
 
     def after_evaluating(self) -> None:
         """Whatever the script has written into parameters is gone with them."""
-        self.units.watch.forget()
+        self.units.forget_writes()
         if not self._open and self.units.come_and_go and not self._context.loop.has_gradient:
             with contextlib.suppress(WorldChanged):  # what breaks is found by the next who waits
                 self.before_vote()

@@ -2,13 +2,13 @@
 
 Versions tell of every other write (parameter_guards.py). Of parameters that are copied here one window is compared a
 step, another one each time: as it is when its unit has come, and when that is freed. Of those that are seen in their
-owners' memory the kernel says which pages were written to; it is asked for one bucket a step. Called by
-gathered_units.py.
+owners' memory the kernel says which pages were written to; what is written there stays, so it is asked for all of them
+in each step. Called by gathered_units.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from shoal_protos.errors import UserError
 from torch import Tensor
@@ -69,28 +69,26 @@ class ShownWatch:
 
     def __init__(self, layout: Layout, mapped: MappedFlats) -> None:
         self._layout, self._mapped = layout, mapped
-        self._next = 0
-        """The bucket that is looked at next."""
 
     def refuse(self) -> None:
-        """Raises `UserError` naming a parameter that was written to. Each time another bucket is looked at."""
-        if not self._layout.buckets:
-            return
-        bucket, self._next = self._next, (self._next + 1) % len(self._layout.buckets)
-        element = self._written(bucket)
-        if element is not None:
-            slots = self._layout.buckets[bucket].slots
-            last = next((slot for slot in reversed(slots) if slot.start <= element), slots[0])
-            raise UserError(f'parameter "{last.parameter.name}" {CHANGED}')
+        """Raises `UserError` naming a parameter that was changed. What has its values again was not."""
+        for bucket in self._layout.buckets:
+            pages = self._written(bucket.index)
+            element = self._mapped.changed(bucket.index, pages) if pages else None
+            if element is not None:
+                last = next(slot for slot in reversed(bucket.slots) if slot.start <= element)
+                raise UserError(f'parameter "{last.parameter.name}" {CHANGED}')
+            if pages:
+                self._mapped.show(bucket.index)
 
-    def take_back(self, buckets: Sequence[int]) -> None:
-        """What was written to these was allowed, and goes."""
-        for bucket in buckets:
-            if self._written(bucket) is not None:
+    def take_back(self, buckets: Iterable[int] | None = None) -> None:
+        """What was written to these was allowed, and goes. None: to any."""
+        for bucket in range(len(self._layout.buckets)) if buckets is None else buckets:
+            if self._written(bucket):
                 self._mapped.show(bucket)
 
-    def _written(self, bucket: int) -> int | None:
-        """The first element that was written to here, about. Tests that poison memory write to all."""
+    def _written(self, bucket: int) -> list[int]:
+        """Pages. Tests that poison memory write to all."""
         if unit_flats.POISON or not self._mapped.is_shown(bucket):
-            return None
+            return []
         return self._mapped.written(bucket)
