@@ -1,8 +1,9 @@
 """The worker's script of memory.py: trains a while and says how many bytes of tensors it holds.
 
-Counted by the allocator (tensor_bytes.py). `activations` is what a plain forward and backward of a micro-batch takes
-beside the parameters when every gradient is dropped as it is made; `rest` is between two steps, `most` at any time
-within a step. One JSON file per worker beside the step log.
+Counted by the allocator and, of parameters that others see, by the kernel (tensor_bytes.py): in a step these stay
+as they are. `activations` is what a plain forward and backward of a micro-batch takes beside the parameters when every
+gradient is dropped as it is made; `rest` is between two steps, `most` at any time within a step. One JSON file per
+worker beside the step log.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from pathlib import Path
 
 import model
-from tensor_bytes import TensorBytes, in_torchs_memory
+from tensor_bytes import TensorBytes, in_torchs_memory, seen_bytes
 from torch import Tensor
 from torch.utils.data import default_collate
 from train import initialize, note, options
@@ -59,10 +60,11 @@ def main() -> None:
         note(file, engine)
         goal = goal or engine.global_step + STEPS
         if engine.global_step == goal:
-            result["rest"] = counter.now - before
+            result["rest"] = counter.now - before + seen_bytes(engine.context.state.sharded_memory)
             counter.forget_most()
         elif engine.global_step == goal + STEPS:
-            result |= {"most": counter.most - before, "lanes": len(engine.lanes)}
+            most = counter.most - before + seen_bytes(engine.context.state.sharded_memory)
+            result |= {"most": most, "lanes": len(engine.lanes)}
             place = Path(f"{os.environ['BENCH_STEPS']}.{engine.rank}")
             Path(f"{place}.new").write_text(json.dumps(result))
             Path(f"{place}.new").rename(f"{place}.json")

@@ -20,6 +20,7 @@ from late_device import LateDevice
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import host_memory
+from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Stretch
 from shoal.device import HOST, Device
@@ -29,7 +30,7 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from tensor_bytes import TensorBytes, in_torchs_memory
+from tensor_bytes import TensorBytes, in_torchs_memory, seen_bytes
 
 WIDTH, LAYERS = 512, 6
 UNIT = 4 * WIDTH * WIDTH
@@ -71,14 +72,24 @@ class Peaks:
     def __init__(self) -> None:
         self.counter, self.found = TensorBytes(), dict[str, int]()
         self._before = 0
+        self.seen: Callable[[], int] = lambda: 0
+        """Bytes that the allocator knows nothing of: they are taken as they come and given back as they go, so the most
+        of both is at most both's most."""
+        self._seen_most = 0
 
     def begin(self) -> None:
         self.counter.forget_most()
-        self._before = self.counter.now
+        self._seen_most = self.seen()
+        self._before = self.counter.now + self._seen_most
+
+    def look(self) -> None:
+        """Between two parts of what is counted."""
+        self._seen_most = max(self._seen_most, self.seen())
 
     def end(self, name: str) -> None:
-        self.found[name] = self.counter.most - self._before
-        self.found[f"{name}, left"] = self.counter.now - self._before
+        self.look()
+        self.found[name] = self.counter.most + self._seen_most - self._before
+        self.found[f"{name}, left"] = self.counter.now + self.seen() - self._before
 
     def of(self, name: str, call: Callable[[], object]) -> None:
         self.begin()
@@ -115,6 +126,7 @@ def in_training(peaks: Peaks, place: Path, stream: bool, device: Device = HOST, 
     options = {"max_steps": 5, "lanes": 1, "stage": 3, "mirrors": 0, "shoal": {"checkpoint": saves}}
     task = Task(options, model=Layers, optimizer=adamw, scheduler=lambda _: None, body=body, device=lambda: device)
     engine = engine_of(task, AloneLink(), Strikes([], at_save))
+    peaks.seen = lambda: seen_bytes(engine.context.state.sharded_memory)
     train(engine, task, lambda: None)
     if not stream:
         peaks.of(f"fingerprint{ending}", engine.fingerprint)
@@ -128,11 +140,15 @@ def held_of(model: nn.Module) -> HeldBlocks:
     return HeldBlocks(layout, adamw(model), flats, {}, keeps_weights=True)
 
 
-def in_fills(peaks: Peaks) -> None:
+def in_fills(peaks: Peaks, is_seen: bool = False) -> None:
     """One worker takes all blocks slice by slice; the numbers that blocks share differ in none. Then half of them go,
-    out of the middle of every bucket.
+    out of the middle of every bucket. `is_seen`: others see its parameters.
     """
-    source, target = held_of(Layers()), held_of(Layers())
+    source, target, ending = held_of(Layers()), held_of(Layers()), " seen" if is_seen else ""
+    if is_seen:
+        shared = SharedWeights(target.layout)
+        target.share(shared)
+        peaks.seen = lambda: shared.taken_bytes
     layout, blocks = source.layout, source.layout.blocks
     source.hold(every(blocks))
     gradients = WholeValues(layout, [torch.ones(bucket.elements) for bucket in layout.buckets])
@@ -142,16 +158,21 @@ def in_fills(peaks: Peaks) -> None:
     for first in range(0, blocks, 7):
         states = source.states(Runs(((first, min(first + 7, blocks)),)), with_weights=True)
         target.take({where: received(target, where, state) for where, state in states.items()})
+        peaks.look()
     target.join()
-    peaks.end("fill")
+    peaks.end(f"fill{ending}")
     apart = held_of(Layers())  # as after many changes
+    if is_seen:
+        apart_shared = SharedWeights(layout)
+        apart.share(apart_shared)
+        peaks.seen = lambda: shared.taken_bytes + apart_shared.taken_bytes
     for number in range(blocks):
         states = source.states(Runs(((number, number + 1),)), with_weights=True)
         apart.take({where: {k: copied(v) for k, v in state.items()} for where, state in states.items()})
-    peaks.of("join", apart.join)
+    peaks.of(f"join{ending}", apart.join)
     kept = Runs((at, at + blocks // 8) for at in range(0, blocks // 8 * 8, blocks // 4))
-    peaks.of("free", lambda: target.keep_only(kept))
-    peaks.of("free all", lambda: target.keep_only(NO_BLOCKS))
+    peaks.of(f"free{ending}", lambda: target.keep_only(kept))
+    peaks.of(f"free all{ending}", lambda: target.keep_only(NO_BLOCKS))
 
 
 def in_fills_on_a_device(peaks: Peaks) -> None:
@@ -189,7 +210,10 @@ def main() -> None:
     in_training(peaks, Path(sys.argv[1]), stream=True)
     for stream in (False, True):
         in_training(peaks, Path(sys.argv[1]), stream, CountedDevice(), " on a device")
+    peaks.seen = lambda: 0
     in_fills(peaks)
+    in_fills(peaks, is_seen=True)
+    peaks.seen = lambda: 0
     in_fills_on_a_device(peaks)
     parameters = sum(one.nbytes for one in Layers().parameters())
     print(json.dumps({"parameters": parameters, "unit": UNIT, **peaks.found}))

@@ -61,6 +61,11 @@ class MappedFlats:
         for bucket in self._own:
             self._prefer_huge_pages(bucket)
 
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """The first one, and that after the last."""
+        return self._address, self._address + self._places[-1]
+
     def _tensors(self) -> Flats:  # per bucket (elements,) of its dtype
         return [
             torch.frombuffer(self._region, dtype=bucket.dtype, count=bucket.elements, offset=self._first + place)

@@ -24,6 +24,8 @@ Key = tuple[int, int]
 NO_KEY: Key = (-1, -1)
 KEY = struct.Struct("<qq")
 KEY_ENDS = TOKEN_BYTES + KEY.size
+STAT_BLOCK_BYTES = 512
+"""Of `st_blocks`, whatever the file system's own are."""
 HEAD_BYTES = BUCKETS_BEGIN_AT = 2 << 20
 """Places of buckets begin at multiples of it: those of huge pages, where a worker has values of its own there."""
 
@@ -92,6 +94,11 @@ class SharedWeights:
             size = block_bytes(self._layout.buckets[stretch.bucket])
             start = self._places[stretch.bucket] + stretch.start * size
             self._mapped.madvise(mmap.MADV_REMOVE, start, stretch.blocks * size)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Memory that the kernel has found for them, whole pages."""
+        return os.fstat(self._descriptor).st_blocks * STAT_BLOCK_BYTES
 
     def begin_change(self) -> None:
         """Nobody may read them."""
