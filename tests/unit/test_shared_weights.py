@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -33,6 +34,7 @@ from shoal_protos.runs import Runs
 from torch import Tensor, nn
 
 BLOCK = 4_096
+MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")
 
 
 def layout_of(*blocks: int, dtype: torch.dtype = torch.float32, elements: int = BLOCK) -> Layout:
@@ -419,3 +421,39 @@ def test_parameters_that_were_sent_to_another_process_train_on(is_seen: bool, mo
 
     with Crew("ab", of(task(body=body))) as crew:
         assert crew.finish() == reference(of(task(0)))
+
+
+def without_mappings(left: int) -> mmap.mmap:
+    """This process can make about so many more. Returns what takes the others."""
+    most, made = int(MOST_MAPPINGS.read_text()), len(Path("/proc/self/maps").read_text().splitlines())
+    count = most - made - left
+    taken = mmap.mmap(-1, (count + 2) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    start = torch.frombuffer(taken, dtype=torch.uint8).data_ptr()
+    for page in range(0, count, 2):
+        protect(start + page * mmap.PAGESIZE, mmap.PAGESIZE, mmap.PROT_READ)
+    return taken
+
+
+@pytest.mark.skipif(
+    int(MOST_MAPPINGS.read_text()) > 1 << 17, reason="a process here may have more than a test can make"
+)
+def test_who_runs_out_of_mappings_in_the_midst_copies_units() -> None:
+    layout = layout_of(*[2] * 12)
+    owners = [SharedWeights(layout), SharedWeights(layout)]
+    for owner in owners:
+        for bucket in layout.buckets:
+            owner.part(layout.whole(bucket)).fill_(1)
+
+    def look(left: int) -> bool:
+        mapped, seen = MappedFlats(layout), [SeenWeights(one.address) for one in owners]
+        parts = [Part(seen[at], Stretch(bucket.index, at, at + 1)) for bucket in layout.buckets for at in (0, 1)]
+        mapped.flats[0].fill_(3)
+        taken = without_mappings(left)
+        found = mapped.see(parts)
+        taken.close()
+        return found or any(mapped.is_shown(bucket.index) for bucket in layout.buckets)
+
+    for left in range(6, 22, 3):
+        assert in_a_child(lambda left=left: look(left)) == "False"

@@ -29,6 +29,8 @@ MAP_FIXED = 0x10
 READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 MOST_PARTS = 16_384
 """Mappings; a process may have four times as many (vm.max_map_count)."""
+SPARE_PARTS = 4
+"""As many it takes to go back, where the process can have no more."""
 PAGES = Path("/proc/self/pagemap")
 PAGE = struct.Struct("<q")
 IN_MEMORY, SWAPPED, SHARED = -1 << 63, 1 << 62, 1 << 61
@@ -83,11 +85,14 @@ class MappedFlats:
         for part in parts:
             by_bucket[part.stretch.bucket].append(part)
         self._parts = dict(by_bucket)
+        spare = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(SPARE_PARTS)]
         try:
             for bucket in self._parts:
                 self.show(bucket)
             return not parts or self._tells_pages(parts[0].stretch)
         except OSError:  # too many mappings, or no look at the pages
+            for one in spare:
+                one.close()
             self.forget()
             return False
 
