@@ -58,6 +58,10 @@ def taken_bytes() -> int:
     return sum({one.st_ino: one.st_blocks * 512 for one in found}.values())
 
 
+def windows() -> int:
+    return Path("/proc/self/maps").read_text().count(WEIGHTS)
+
+
 @pytest.fixture
 def shared() -> Iterator[tuple[SharedWeights, SharedWeights]]:
     """Of two workers: the first holds ones, the other twos; each all but one block of the first bucket."""
@@ -187,6 +191,29 @@ def test_where_there_are_too_many_mappings_or_no_look_at_pages_units_are_copied(
     assert mapped.see(parts_of(*shared))
 
 
+def test_a_bucket_that_cannot_be_shown_keeps_nothing_of_others_and_is_shown_later(
+    shared: tuple[SharedWeights, SharedWeights], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped, map_one, places = MappedFlats(LAYOUT), MappedFlats._map, list[int]()
+    assert mapped.see(parts_of(*shared))
+    before = windows()
+    mapped.keep([0])
+    kept = windows()
+
+    def refuse_the_second(flats: MappedFlats, place: int, size: int, descriptor: int | None) -> None:
+        places.append(place)
+        if len(places) == 2:
+            raise OSError("Cannot allocate memory")
+        map_one(flats, place, size, descriptor)
+
+    monkeypatch.setattr(MappedFlats, "_map", refuse_the_second)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        mapped.show(0)
+    assert not mapped.is_shown(0) and windows() == kept < before
+    mapped.show(0)
+    assert mapped.flats[0].view(3, -1).mean(1).tolist() == [1, 2, 2]
+
+
 def test_blocks_that_are_no_whole_pages_and_a_system_without_such_memory_lie_in_torchs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,22 +291,52 @@ def test_what_is_read_while_an_owner_goes_on_is_not_taken_for_read(shared: tuple
         units.check()
 
 
+class Gone:
+    """An owner that has gone on without this worker."""
+
+    def stand_at(self, _: object) -> bool:
+        return False
+
+
+def lose(crew: Crew, units: SeenUnits, rank: int) -> None:
+    """As after a freeze: what is read is garbage, and another world is made."""
+    units._owners = {**units._owners, rank: Gone()}  # type: ignore[dict-item]
+    crew.workers["c"].killed = True  # wherever it waits now
+    crew.changed.notify_all()
+
+
+def test_a_backward_that_fails_over_what_its_owners_have_changed_runs_again() -> None:
+    """A script that looks at its gradients is not blamed for garbage."""
+    struck: list[str] = []
+
+    def and_look(engine: Engine, batch: Any) -> None:
+        def look(_: Tensor) -> None:
+            units = engine.parts.step.parameters.units._fetch  # type: ignore[attr-defined]
+            if not struck and isinstance(units, SeenUnits) and units._key[1] == 2 and units._group.rank == 0:
+                struck.append("struck")
+                lose(crew, units, 1)
+                raise ValueError("a gradient is no number")
+
+        loss = engine.module(**batch)
+        loss.register_hook(look)
+        engine.backward(loss)
+        engine.step()
+
+    with Crew("abc", of(task(mirrors=1, body=and_look))) as crew:
+        assert crew.finish() == reference(of(task(0)))
+    assert struck
+
+
 def test_a_forward_that_reads_while_its_owners_go_on_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a freeze: the others have a world without this worker, whose forward ends in garbage and must not be
-    heard of."""
+    """It ends in garbage, and must not be heard of."""
     struck: list[str] = []
     check = SeenUnits.check
-
-    class Gone:
-        def stand_at(self, _: object) -> bool:
-            return False
 
     def strike_once(units: SeenUnits) -> None:
         others = [rank for rank in units._owners if rank != units._group.rank]
         if not struck and units._group.rank == 0 and units._key[1] == 2 and others:
             struck.append("struck")
-            crew.plant("c", 3, "backward")  # what makes another world
-            units._owners = {**units._owners, others[0]: Gone()}  # type: ignore[dict-item]
+            lose(crew, units, others[0])
         check(units)
 
     monkeypatch.setattr(SeenUnits, "check", strike_once)
@@ -366,10 +423,6 @@ def in_a_child(look: Callable[[], object]) -> str:
         found = file.read()
     assert os.waitpid(child, 0)[1] == 0
     return found
-
-
-def windows() -> int:
-    return Path("/proc/self/maps").read_text().count(WEIGHTS)
 
 
 def test_a_forked_child_keeps_nothing_of_what_is_shown_and_uses_only_what_was_gathered() -> None:

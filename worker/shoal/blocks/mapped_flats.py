@@ -105,9 +105,13 @@ class MappedFlats:
     def show(self, bucket: int) -> None:
         """Its owners' memory, and nothing of what was written to it here. Raises `OSError`."""
         if bucket in self._own:
-            for weights, stretch in self._parts[bucket]:
-                size = block_bytes(self._layout.buckets[bucket])
-                self._map(self._places[bucket] + stretch.start * size, stretch.blocks * size, weights.descriptor)
+            size, place = block_bytes(self._layout.buckets[bucket]), self._places[bucket]
+            try:
+                for weights, stretch in self._parts[bucket]:
+                    self._map(place + stretch.start * size, stretch.blocks * size, weights.descriptor)
+            except OSError:  # then nothing of others stays
+                self._map(place, bucket_bytes(self._layout.buckets[bucket]), None)
+                raise
             self._own.discard(bucket)
         else:
             self._drop(bucket)

@@ -270,6 +270,9 @@ class ShardedParameters(Parameters):
         self._lacking = {unit.number: set(unit.gets_gradients) for unit in self.units}
         try:
             yield
+        except Exception:  # may be due to others, who have gone on
+            self.units.check()
+            raise
         finally:
             self._is_backward, self._lacking = False, {}
             self._stack.clear()
