@@ -50,6 +50,7 @@ class MappedFlats:
     def __init__(self, layout: Layout) -> None:
         """Raises `OSError` where there are not so many addresses."""
         self._layout, self._places = layout, places(layout)
+        self._sizes = [bucket_bytes(bucket) for bucket in layout.buckets]
         self._region = mmap.mmap(-1, self._places[-1] + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         start = torch.frombuffer(self._region, dtype=torch.uint8).data_ptr()
         self._first = -start % HUGE_PAGE_BYTES
@@ -110,7 +111,7 @@ class MappedFlats:
                 for weights, stretch in self._parts[bucket]:
                     self._map(place + stretch.start * size, stretch.blocks * size, weights.descriptor)
             except OSError:  # then nothing of others stays
-                self._map(place, bucket_bytes(self._layout.buckets[bucket]), None)
+                self._map(place, self._sizes[bucket], None)
                 raise
             self._own.discard(bucket)
         else:
@@ -149,7 +150,7 @@ class MappedFlats:
 
     def _pages(self, bucket: int) -> torch.Tensor:  # (pages,) int64
         first = (self._address + self._places[bucket]) // mmap.PAGESIZE
-        count = -(-bucket_bytes(self._layout.buckets[bucket]) // mmap.PAGESIZE)
+        count = self._sizes[bucket] // mmap.PAGESIZE
         file = os.open(PAGES, os.O_RDONLY | os.O_CLOEXEC)
         try:
             found = os.pread(file, count * PAGE.size, first * PAGE.size)
@@ -172,12 +173,12 @@ class MappedFlats:
         """Memory of its own, with whatever values. Raises `OSError`."""
         if bucket in self._own:
             return
-        self._map(self._places[bucket], bucket_bytes(self._layout.buckets[bucket]), None)
+        self._map(self._places[bucket], self._sizes[bucket], None)
         self._own.add(bucket)
         self._prefer_huge_pages(bucket)
 
     def _prefer_huge_pages(self, bucket: int) -> None:
-        huge = bucket_bytes(self._layout.buckets[bucket]) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        huge = self._sizes[bucket] // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them
                 self._region.madvise(mmap.MADV_HUGEPAGE, self._first + self._places[bucket], huge)
@@ -196,8 +197,7 @@ class MappedFlats:
                 self.flats[bucket].copy_(values)
 
     def _drop(self, bucket: int) -> None:
-        size = bucket_bytes(self._layout.buckets[bucket])
-        self._region.madvise(mmap.MADV_DONTNEED, self._first + self._places[bucket], size)
+        self._region.madvise(mmap.MADV_DONTNEED, self._first + self._places[bucket], self._sizes[bucket])
 
     def _map(self, place: int, size: int, descriptor: int | None) -> None:
         """None: no other's memory."""

@@ -70,10 +70,8 @@ class SharedWeights:
 
     def part(self, stretch: Stretch) -> Tensor:  # (elements of the stretch,) of its bucket's dtype
         """Its place, for which there is memory. Raises `OSError` where there is none."""
-        start, stop = self._layout.elements(stretch)
-        size = self._layout.buckets[stretch.bucket].dtype.itemsize
-        reserve(self._descriptor, self._places[stretch.bucket] + start * size, (stop - start) * size)
-        return self._flats[stretch.bucket][start:stop]
+        reserve(self._descriptor, *self._span(stretch))
+        return self._there(stretch)
 
     def put(
         self,
@@ -81,8 +79,7 @@ class SharedWeights:
         values: Tensor | None,  # (elements of the stretch,)
     ) -> Tensor:  # (elements of the stretch,) of its bucket's dtype
         """Its place, with these values; None: with whatever is there. Raises `OSError` where there is no memory."""
-        start, stop = self._layout.elements(stretch)
-        there = self._flats[stretch.bucket][start:stop]
+        there = self._there(stretch)
         if values is not None and values.data_ptr() == there.data_ptr():
             return there
         there = self.part(stretch)
@@ -91,9 +88,16 @@ class SharedWeights:
     def give_back(self, stretches: Sequence[Stretch]) -> None:
         """The memory of these; their values are zeros from now on."""
         for stretch in stretches:
-            size = block_bytes(self._layout.buckets[stretch.bucket])
-            start = self._places[stretch.bucket] + stretch.start * size
-            self._mapped.madvise(mmap.MADV_REMOVE, start, stretch.blocks * size)
+            self._mapped.madvise(mmap.MADV_REMOVE, *self._span(stretch))
+
+    def _there(self, stretch: Stretch) -> Tensor:  # (elements of the stretch,) of its bucket's dtype
+        start, stop = self._layout.elements(stretch)
+        return self._flats[stretch.bucket][start:stop]
+
+    def _span(self, stretch: Stretch) -> tuple[int, int]:
+        """Where it begins, and how much it is, in bytes."""
+        size = block_bytes(self._layout.buckets[stretch.bucket])
+        return self._places[stretch.bucket] + stretch.start * size, stretch.blocks * size
 
     @property
     def taken_bytes(self) -> int:
