@@ -147,7 +147,7 @@ def in_fills(peaks: Peaks, is_seen: bool = False) -> None:
     source, target, ending = held_of(Layers()), held_of(Layers()), " seen" if is_seen else ""
     if is_seen:
         shared = SharedWeights(target.layout)
-        target.share(shared)
+        target.shared = shared
         peaks.seen = lambda: shared.taken_bytes
     layout, blocks = source.layout, source.layout.blocks
     source.hold(every(blocks))
@@ -164,7 +164,7 @@ def in_fills(peaks: Peaks, is_seen: bool = False) -> None:
     apart = held_of(Layers())  # as after many changes
     if is_seen:
         apart_shared = SharedWeights(layout)
-        apart.share(apart_shared)
+        apart.shared = apart_shared
         peaks.seen = lambda: shared.taken_bytes + apart_shared.taken_bytes
     for number in range(blocks):
         states = source.states(Runs(((number, number + 1),)), with_weights=True)

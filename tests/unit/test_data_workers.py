@@ -8,12 +8,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 LANES, MICRO = 4, 2
+SELECT_CAN_NAME = 1024
+"""`FD_SETSIZE` of glibc."""
 
 
 class Noisy(Dataset[dict[str, Any]]):
@@ -88,13 +90,23 @@ def test_as_many_batches_as_a_dataloader_are_read_ahead_and_no_more() -> None:
         workers.take((0, 0, 0), upcoming, lambda _: None)
         assert len(workers._ready) + sum(len(worker.asked) for worker in workers._workers) == 6
         for one in workers._workers:
-            select.select([one.channel], [], [])  # its first answer lies there
+            wait([one.channel])  # its first answer lies there
         workers.take((1, 0, 0), iter([(1, lane, 0) for lane in range(1, LANES)]), lambda _: None)
         assert workers._ready
         workers.take((4, 0, 0), iter(()), lambda _: None)
         assert set(workers._ready) == set(), "what nobody waits for any more is dropped"
     finally:
         workers.close()
+
+
+def test_batches_come_to_a_process_that_has_more_files_open_than_select_can_name() -> None:
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(SELECT_CAN_NAME)]
+    try:
+        with fetching() as ahead:
+            assert same(ahead.micro_batch(0, 0, 0), Fetcher(source(), None, 3, "cpu").micro_batch(0, 0, 0))
+    finally:
+        for one in others:
+            os.close(one)
 
 
 def test_strides_shared_memory_alignment_and_other_values_survive_the_way() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
 import threading
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.connection import wait
 from typing import Any
 
 from shoal_protos.errors import PeerError, UserError
@@ -148,14 +148,14 @@ class DataWorkers:
 
     def _take_arrived(self, wanted: Iterable[Place]) -> None:
         """Whatever lies there, so that nothing piles up."""
-        while arrived := select.select([worker.channel for worker in self._workers if worker.asked], [], [], 0)[0]:
+        while arrived := wait([worker.channel for worker in self._workers if worker.asked], 0):
             for worker in self._workers:
                 if worker.channel in arrived:
                     self._receive(worker, wanted)
 
     def _receive(self, worker: _DataWorker, wanted: Iterable[Place]) -> None:
         seconds = self._reading.timeout_seconds or None
-        if not select.select([worker.channel], [], [], seconds)[0]:
+        if not wait([worker.channel], seconds):
             raise UserError(
                 f"{self._called(worker)} has not given the batch of {where(worker.asked[0])} for {seconds:g} s, the "
                 "DataLoader's timeout."
