@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from weakref import ref
 
 import pytest
+import torch
 from crew import Task, engine_of, train
 from shoal.faults import Faults
+from shoal.group.forks import OPEN_FILES
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending, serve_at_exit
+from torch.utils.data import default_collate
+
+
+def shared_descriptors() -> set[str]:
+    """Memory that this process shares with others of its host, or could."""
+    return {file.name for file in OPEN_FILES.iterdir() if file.is_file() and "memfd:shoal" in str(file.readlink())}
 
 
 def trained(task: Task) -> Engine:
@@ -23,13 +33,38 @@ def trained(task: Task) -> Engine:
     return engine
 
 
-def test_an_engine_that_the_script_has_let_go_frees_its_memory() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"stage": stage} for stage in range(4)),
+        {"stage": 3, "precision": {"bf16": {"enabled": True}}, "offload": "cpu"},
+        {"stage": 3, "shoal": {"activation_checkpointing": ["Linear"]}},
+    ],
+    ids=lambda options: json.dumps(options),
+)
+def test_an_engine_that_the_script_has_let_go_frees_its_memory(options: dict[str, Any]) -> None:
+    before = shared_descriptors()
     for _ in range(2):
-        engine = trained(Task({"max_steps": 2}))
+        engine = trained(Task({"max_steps": 2, **options}))
         kept = [ref(engine), ref(engine.module), ref(engine.context.state)]
         del engine
         gc.collect()
         assert [one() for one in kept] == [None] * 3
+        assert shared_descriptors() <= before
+
+
+def test_a_model_whose_parameters_are_sharded_can_be_used_when_its_engine_is_gone() -> None:
+    task = Task({"max_steps": 2, "stage": 3})
+    engine = trained(task)
+    model, batch = engine.module.eval(), default_collate([task.data()[0], task.data()[1]])
+    with torch.no_grad(), engine.gathered():
+        before = model(**batch)
+    engine_gone = ref(engine)
+    del engine
+    gc.collect()
+    assert engine_gone() is None
+    with torch.no_grad():
+        assert torch.equal(model(**batch), before)
 
 
 def test_a_save_that_an_engine_has_begun_is_whole_when_the_engine_is_gone(tmp_path: Path) -> None:

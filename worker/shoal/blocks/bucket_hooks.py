@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from weakref import WeakMethod
 
 from shoal_protos.errors import UserError
 from torch import nn
@@ -42,8 +43,9 @@ class BucketHooks:
         self._order: Sequence[int] = range(len(self._slots))
         self._next = 0
         owners = [(b, s) for b, count in enumerate(self._slots) for s in range(count)]
+        on_gradient = _weakly(WeakMethod(self._on_gradient))
         for number, ((bucket, slot), parameter) in enumerate(zip(owners, parameters, strict=True)):
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, number, bucket, slot))
+            parameter.register_post_accumulate_grad_hook(partial(on_gradient, number, bucket, slot))
 
     @contextmanager
     def armed(self, on_filled: Callable[[int], None], order: Sequence[int] | None = None) -> Iterator[None]:
@@ -89,3 +91,22 @@ class BucketHooks:
             filled = self._order[self._next]
             self._next += 1
             self._on_filled(filled)
+
+
+OnGradient = Callable[[int, int, int, nn.Parameter], None]
+
+
+def _weakly(method: WeakMethod[OnGradient]) -> OnGradient:
+    """Python sees no hook that torch keeps: one that keeps the model would be a cycle, and neither ever freed."""
+
+    def on_gradient(
+        number: int,
+        bucket: int,
+        slot: int,
+        parameter: nn.Parameter,  # of its own shape
+    ) -> None:
+        here = method()
+        if here is not None:
+            here(number, bucket, slot, parameter)
+
+    return on_gradient

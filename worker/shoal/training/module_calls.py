@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -30,13 +30,14 @@ class CallListener(Protocol):
 
 
 _MADE: WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = WeakKeyDictionary()
-_LISTENERS: WeakKeyDictionary[nn.Module, CallListener] = WeakKeyDictionary()
+_LISTENERS: WeakKeyDictionary[nn.Module, ReferenceType[CallListener]] = WeakKeyDictionary()
+"""A listener keeps its modules, so it is not kept for them: else none of both would ever go."""
 
 
 def listen(modules: list[nn.Module], listener: CallListener) -> None:
     """From now on `listener` is around every call of these modules."""
     for module in modules:
-        _LISTENERS[module] = listener
+        _LISTENERS[module] = ref(listener)
         before = vars(module).get("forward")
         if getattr(before, "_shoal_is_around", False):
             continue
@@ -57,8 +58,9 @@ def _make(kind: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         own = vars(self).get(OWN_FORWARD)
         bound = MethodType(kind.forward, self) if own is None else own
-        listener = _LISTENERS.get(self)
-        if listener is None:  # of a copy
+        known = _LISTENERS.get(self)
+        listener = known() if known is not None else None
+        if listener is None:  # of a copy, or the engine has gone
             return bound(*args, **kwargs)
         return listener.around(self, functools.partial(bound, *args, **kwargs))
 
