@@ -9,4 +9,4 @@ from shoal.exchange.pieces import PieceLimits
 
 def limits_of(cut: int) -> Callable[..., PieceLimits]:
     """In any world. `cut`: bytes; buckets are joined up to a quarter of it, as on several hosts."""
-    return lambda members, are_large: PieceLimits(cut // 4, cut)
+    return lambda members, on_one_host, by_rounds: PieceLimits(cut // 4, cut)

@@ -16,10 +16,11 @@ BLOCK = 4_096
 
 
 def test_a_piece_grows_with_the_world_so_that_messages_are_worth_sending() -> None:
-    assert piece_limits(2, are_large=False) == piece_limits(16, are_large=False) == (2 << 20, 8 << 20)
-    assert piece_limits(64, are_large=False) == (8 << 20, 32 << 20)
-    assert piece_limits(2, are_large=True) == piece_limits(64, are_large=True) == (32 << 20, 32 << 20)
-    assert piece_limits(128, are_large=True) == (64 << 20, 64 << 20)
+    assert piece_limits(2, False, False) == piece_limits(16, False, False) == (2 << 20, 8 << 20, 0)
+    assert piece_limits(64, False, True) == (8 << 20, 32 << 20, 0)
+    assert piece_limits(2, True, False) == piece_limits(64, True, False) == (32 << 20, 32 << 20, 0)
+    assert piece_limits(128, True, False) == (64 << 20, 64 << 20, 0)
+    assert piece_limits(2, True, True) == (2 << 20, 8 << 20, 1.5)
 
 
 @pytest.mark.parametrize(

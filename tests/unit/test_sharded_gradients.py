@@ -14,8 +14,10 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
 from matrices import shortened
 from reference import reference
+from shoal.blocks.leaves import Leaves
 from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.taken_gradients import TakenGradient
+from shoal.core.layout import Trainable, lay_out
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -152,6 +154,48 @@ def test_gradients_are_gone_after_a_backward_and_reduced_ones_are_of_own_blocks_
     with Crew("abcd", Task(options(mirrors=1, lanes=4), step=look)) as crew:
         crew.finish()
     assert seen and all(seen)
+
+
+class Wide(torch.nn.Module):
+    """One parameter, which fills its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(256, 64))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.weight[tokens] - 0.01 * targets.unsqueeze(-1)).square().mean()
+
+
+@pytest.mark.parametrize("shape", [(4, 4_096), (3, 4_000)])
+def test_a_gradient_that_fills_a_bucket_is_its_memory_and_another_is_copied(shape: tuple[int, int]) -> None:
+    leaves = Leaves(lay_out([Trainable("p", shape, torch.float32, 0)]), are_narrow=True)
+    gradient = torch.randn(shape)
+    place, values = gradient.data_ptr(), gradient.flatten().clone()
+    leaves.add(0, gradient)
+    del gradient
+    leaves.complete(0)
+    found = leaves.range(0, 0, values.numel())
+    fills = shape == (4, 4_096)
+    assert (found.data_ptr() == place) is fills
+    assert torch.equal(found, values)
+    leaves.release(0)
+    assert (leaves.bytes == 0) is fills, "memory that is a gradient's goes with it; other memory serves the next bucket"
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_a_hook_has_kept_stays_as_it_was(micro_batches: int) -> None:
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    task = Task(
+        options(micro_batches_per_lane=micro_batches),
+        model=Wide,
+        prepare=lambda engine: engine.module.weight.register_hook(lambda one: kept.append((one, one.clone()))),
+    )
+    right = undisturbed(Task(options(stage=0, micro_batches_per_lane=micro_batches), model=Wide))
+    with Crew("ab", task) as crew:
+        assert crew.finish() == right
+    assert len(kept) >= STEPS * LANES * micro_batches
+    assert all(torch.equal(*one) for one in kept)
 
 
 def test_a_gradient_that_the_script_puts_there_is_refused() -> None:

@@ -1,13 +1,14 @@
 """Leaves: the gradient of the lane at hand where gradients are sharded, bucket by bucket.
 
 A bucket's memory exists from its first parameter's gradient until it has left for the owners. Gradients are taken from
-their parameters as backward makes them. Knows no group.
+their parameters as backward makes them; a gradient that fills a bucket is its memory, as it is: that −0.0 becomes +0.0
+is for who adds up the lanes. Knows no group.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ class Leaves:
         self._seen: dict[int, set[int]] = {}
         self._kept: dict[int, dict[int, Tensor]] = defaultdict(dict)
         """By bucket and place, gradients of buckets that have no memory yet."""
+        self._lent: set[int] = set()
+        """Buckets whose memory is a gradient's own."""
         self._pool: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
 
     def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -83,14 +86,18 @@ class Leaves:
     def _begin(self, bucket: int) -> None:
         if bucket in self._flats:
             return
-        layout = self._layout.buckets[bucket]
+        layout, kept = self._layout.buckets[bucket], self._kept.pop(bucket, {})
         kind = layout.elements, self._dtypes[bucket]
+        whole = _whole(kept, *kind)
+        if whole is not None:
+            self._flats[bucket], self._views[bucket], self._seen[bucket] = whole, views(layout, whole), {0}
+            self._lent.add(bucket)
+            return
         pool, device = self._pool[kind], self._layout.device
         flat = pool.pop() if pool else torch.empty(kind[0], dtype=kind[1], device=device)
         for start, stop in layout.gaps:
             flat[start:stop] = 0
         self._flats[bucket], self._views[bucket], self._seen[bucket] = flat, views(layout, flat), set()
-        kept = self._kept.pop(bucket, {})
         for place in [*kept]:
             self._add(bucket, place, kept.pop(place))
 
@@ -112,11 +119,15 @@ class Leaves:
         self._begin(bucket)
         flat = self._flats.pop(bucket)
         del self._views[bucket], self._seen[bucket]
-        self._pool[flat.numel(), flat.dtype].append(flat)
+        if bucket in self._lent:
+            self._lent.remove(bucket)
+        else:
+            self._pool[flat.numel(), flat.dtype].append(flat)
 
     def clear(self) -> None:
         """Void; what is in flight keeps its memory."""
         self._flats, self._views, self._seen = {}, {}, {}
+        self._lent.clear()
         self._kept.clear()
         self._pool.clear()
 
@@ -130,6 +141,18 @@ class Leaves:
         kept = sum(gradient.nbytes for gradients in self._kept.values() for gradient in gradients.values())
         pooled = sum(flat.nbytes for flats in self._pool.values() for flat in flats)
         return kept + pooled + sum(flat.nbytes for flat in self._flats.values())
+
+
+def _whole(
+    kept: Mapping[int, Tensor],  # by place, each of its parameter's shape and dtype
+    elements: int,
+    dtype: torch.dtype,
+) -> Tensor | None:  # (elements,)
+    """The memory of a gradient that is all of a bucket."""
+    gradient = kept.get(0)
+    if gradient is None or gradient.numel() != elements or gradient.dtype != dtype or not gradient.is_contiguous():
+        return None
+    return gradient.detach().view(-1)
 
 
 def _is_shared(

@@ -22,6 +22,10 @@ JOINED_BYTES = 2 << 20
 """Buckets are joined up to so much: larger ranges are better sent from where they lie, and early."""
 HOST_PIECE_BYTES = 32 << 20
 """Both on one host with whole gradients: nothing waits for links, and a piece has its price, whatever it holds."""
+JOINED_TO_LARGEST = 1.5
+"""Where gradients are sharded, on one host, buckets are joined up to this multiple of the largest one, for which there
+is room anyway: pieces become fewer by a third.
+"""
 MESSAGE_BYTES = 512 << 10
 """A smaller message to each peer costs more to send than to have sent."""
 IN_FLIGHT_BYTES = 16 << 20
@@ -88,15 +92,18 @@ class PieceLimits(NamedTuple):
     """Buckets that follow each other are joined up to so much."""
     cut: int
     """A bucket that takes more is several pieces."""
+    joined_to_largest: float = 0.0
+    """Or up to this multiple of the largest bucket, but no more than `cut`."""
 
 
-def piece_limits(members: int, are_large: bool) -> PieceLimits:
-    """In a world of so many members. `are_large`: nothing is gained by small ones."""
+def piece_limits(members: int, on_one_host: bool, by_rounds: bool) -> PieceLimits:
+    """In a world of so many members. `by_rounds`: gradients are sharded."""
     least = MESSAGE_BYTES * members
-    if are_large:
+    if on_one_host and not by_rounds:
         most = max(HOST_PIECE_BYTES, least)
         return PieceLimits(most, most)
-    return PieceLimits(max(JOINED_BYTES, least // 4), max(PIECE_BYTES, least))
+    joined_to_largest = JOINED_TO_LARGEST if on_one_host else 0.0
+    return PieceLimits(max(JOINED_BYTES, least // 4), max(PIECE_BYTES, least), joined_to_largest)
 
 
 def cut_into_pieces(
@@ -104,10 +111,12 @@ def cut_into_pieces(
 ) -> tuple[ExchangePiece, ...]:
     """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them."""
     pieces: list[ExchangePiece] = []
-    for bucket in layout.buckets:
-        ranges = [of_rank[bucket.index] for of_rank in owned]
-        size = _most_bytes(bucket, ranges, sums)
-        if pieces and pieces[-1].bytes + size <= limits.joined and _dtype(layout, pieces[-1]) == bucket.dtype:
+    by_bucket = [[of_rank[bucket.index] for of_rank in owned] for bucket in layout.buckets]
+    sizes = [_most_bytes(bucket, ranges, sums) for bucket, ranges in zip(layout.buckets, by_bucket, strict=True)]
+    to_largest = int(limits.joined_to_largest * max(sizes, default=0))
+    most_joined = max(limits.joined, min(limits.cut, to_largest))
+    for bucket, ranges, size in zip(layout.buckets, by_bucket, sizes, strict=True):
+        if pieces and pieces[-1].bytes + size <= most_joined and _dtype(layout, pieces[-1]) == bucket.dtype:
             extents = (_extents(bucket, one, 0, 1) for one in ranges)
             joined = tuple(before + more for before, more in zip(pieces[-1].owned, extents, strict=True))
             pieces[-1] = ExchangePiece(bucket.index, pieces[-1].bytes + size, joined)
@@ -174,10 +183,10 @@ class Backwards:
 
 
 def narrow_windows(pieces: Sequence[ExchangePiece]) -> tuple[int, ...]:
-    """`windows` where what is on its way takes memory besides: with the piece that is waited for no more than the
-    largest piece.
+    """`windows` where what is on its way takes memory besides: with the piece that is waited for no more than twice the
+    largest piece, so that a member that is a little ahead need not wait for each.
     """
-    most, until = max(piece.bytes for piece in pieces), list[int]()
+    most, until = 2 * max(piece.bytes for piece in pieces), list[int]()
     for index, piece in enumerate(pieces):
         stop, ahead = index + 1, piece.bytes
         while stop < len(pieces) and ahead + pieces[stop].bytes <= most:

@@ -268,14 +268,21 @@ class RoundReduction:
         return mine[0].to(wide) if is_last and len(mine) == 1 else torch.cat(mine).to(wide)
 
     def _add_last(self, parts: Parts, additions: Additions, extents: Extents) -> None:
-        """All lanes are there: leaves the mean where the update reads it, and forgets the parts."""
+        """All lanes are there: leaves the mean where the update reads it, and forgets the parts. 0 is added to the sum,
+        so it has the bits of one that began with zeros (−0.0 is +0.0), as where lanes are accumulated.
+        """
         at, lanes, root = 0, self._traffic.plan.lanes, self._rounds.tree.root
         for bucket, start, stop in cached(extents, self._watch.at_once):
             end = at + stop - start
-            for into, other in additions:
+            for into, other in additions[:-1]:
                 parts[into][at:end].add_(parts[other][at:end])
-            place = self._sums.reduced.range(bucket, start, stop)
-            mean = torch.div(parts[root][at:end], lanes, out=place)
+            mean = self._sums.reduced.range(bucket, start, stop)
+            if additions:
+                into, other = additions[-1]
+                torch.add(parts[into][at:end], parts[other][at:end], out=mean).add_(0.0)
+            else:
+                torch.add(parts[root][at:end], 0.0, out=mean)
+            mean.div_(lanes)
             at = end
             self._watch.look(self._traffic.layout.buckets[bucket], start, mean, lambda: (0, lanes))
             if self._loss_scale != 1.0:

@@ -136,7 +136,7 @@ class Traffic:
     def pieces(self) -> tuple[ExchangePiece, ...]:
         """What is exchanged at one time; the same on all members."""
         cut = [self.layout.cut(owned) for owned in self.owned]
-        limits = piece_limits(self.plan.world_size, are_large=self._is_on_one_host and not self._by_rounds)
+        limits = piece_limits(self.plan.world_size, self._is_on_one_host, self._by_rounds)
         return cut_into_pieces(self.layout, cut, self.host_sums, limits)
 
     @cached_property
