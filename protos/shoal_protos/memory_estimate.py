@@ -30,8 +30,10 @@ SUM_BYTES: dict[Precision, int] = {"fp64": 8, "fp32": 4, "bf16": 4, "fp16": 4}
 MASTER_BYTES: dict[Precision, int] = {"fp64": 0, "fp32": 0, "bf16": 4, "fp16": 4}
 
 BUCKET_BYTES = 8 << 20
-BUCKETS_ON_THEIR_WAY = 2
-"""In stages 2 and 3: the one that is being filled, and the one before it; of a large parameter the gradient as backward
+JOINED_TO_LARGEST = 2
+"""In stages 2 and 3: buckets of one host are exchanged together up to this multiple of the largest one."""
+JOINED_ON_THEIR_WAY = 2
+"""Such joined buckets: those that are being filled, and those before; of a large parameter the gradient as backward
 makes it, and its bucket. What comes of them is bounded by pieces, which a bucket of any size is cut into.
 """
 UNITS_GATHERED = 3
@@ -177,8 +179,9 @@ def _exchange(setup: MemorySetup) -> list[MemoryItem]:
     if setup.stage < 2:
         most = PIECES_ON_THEIR_WAY * max(HOST_PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
     else:
-        largest = max(BUCKET_BYTES, PARAMETER_BYTES[setup.precision] * setup.largest_parameter)
-        most = BUCKETS_ON_THEIR_WAY * (largest + round(BUCKET_BYTES * others / setup.workers))
+        joined = JOINED_TO_LARGEST * BUCKET_BYTES
+        largest = max(joined, PARAMETER_BYTES[setup.precision] * setup.largest_parameter)
+        most = JOINED_ON_THEIR_WAY * (largest + round(joined * others / setup.workers))
     return [MemoryItem("exchange buffers", most, in_step=True)]
 
 

@@ -56,7 +56,7 @@ def test_a_parameter_that_is_larger_than_a_bucket_can_be_said() -> None:
     asked = ("--params", "7e9", "--workers", "8")
     small, large = stages(*asked), stages(*asked, "--largest-parameter", "131072000")
     more = [large[stage]["at_most"]["device"] - small[stage]["at_most"]["device"] for stage in range(4)]
-    assert more == [0, 0, *[2 * (4 * 131_072_000 - (8 << 20))] * 2]
+    assert more == [0, 0, *[2 * (4 * 131_072_000 - (16 << 20))] * 2]
     _, output, _ = ran(*asked, "--largest-parameter", "131072000")
     assert output.splitlines()[-1] == "Largest unit: 218,750,000 parameters."
 

@@ -20,13 +20,14 @@ def test_a_piece_grows_with_the_world_so_that_messages_are_worth_sending() -> No
     assert piece_limits(64, False, True) == (8 << 20, 32 << 20, 0)
     assert piece_limits(2, True, False) == piece_limits(64, True, False) == (32 << 20, 32 << 20, 0)
     assert piece_limits(128, True, False) == (64 << 20, 64 << 20, 0)
-    assert piece_limits(2, True, True) == (2 << 20, 8 << 20, 1.5)
+    assert piece_limits(2, True, True) == (2 << 20, 8 << 20, 2)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "by_rounds", "count"), [("xxx", False, 1), ("xxy", False, 8), ("xyz", False, 8), ("xxx", True, 8)]
+    ("hosts", "by_rounds", "count"),
+    [("xxx", False, 1), ("xxy", False, 8), ("xyz", False, 8), ("xxx", True, 4), ("xxy", True, 8)],
 )
-def test_pieces_are_large_where_no_link_waits_for_them_and_gradients_are_whole(
+def test_pieces_are_large_where_no_link_waits_for_them_above_all_where_gradients_are_whole(
     hosts: str, by_rounds: bool, count: int
 ) -> None:
     layout = lay_out([Trainable(f"p{n}", (256, BLOCK), torch.float32, 0, n) for n in range(8)])

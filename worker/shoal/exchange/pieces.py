@@ -22,9 +22,9 @@ JOINED_BYTES = 2 << 20
 """Buckets are joined up to so much: larger ranges are better sent from where they lie, and early."""
 HOST_PIECE_BYTES = 32 << 20
 """Both on one host with whole gradients: nothing waits for links, and a piece has its price, whatever it holds."""
-JOINED_TO_LARGEST = 1.5
+JOINED_TO_LARGEST = 2
 """Where gradients are sharded, on one host, buckets are joined up to this multiple of the largest one, for which there
-is room anyway: pieces become fewer by a third.
+is room anyway: pieces become fewer by half.
 """
 MESSAGE_BYTES = 512 << 10
 """A smaller message to each peer costs more to send than to have sent."""
@@ -34,7 +34,7 @@ ALONE_BYTES = 256 << 10
 """An extent of this size is a message of its own: to copy it, here and there, costs more than one message more."""
 ROW = 4_096
 """Elements; ranges are cut at multiples of it, as kernels like them."""
-CACHED_ELEMENTS = 32 * ROW
+CACHED_ELEMENTS = 64 * ROW
 """So many of a range are added up, divided and looked at before the next: a processor's cache has them until then."""
 
 
@@ -92,7 +92,7 @@ class PieceLimits(NamedTuple):
     """Buckets that follow each other are joined up to so much."""
     cut: int
     """A bucket that takes more is several pieces."""
-    joined_to_largest: float = 0.0
+    joined_to_largest: int = 0
     """Or up to this multiple of the largest bucket, but no more than `cut`."""
 
 
@@ -102,7 +102,7 @@ def piece_limits(members: int, on_one_host: bool, by_rounds: bool) -> PieceLimit
     if on_one_host and not by_rounds:
         most = max(HOST_PIECE_BYTES, least)
         return PieceLimits(most, most)
-    joined_to_largest = JOINED_TO_LARGEST if on_one_host else 0.0
+    joined_to_largest = JOINED_TO_LARGEST if on_one_host else 0
     return PieceLimits(max(JOINED_BYTES, least // 4), max(PIECE_BYTES, least), joined_to_largest)
 
 
@@ -113,7 +113,7 @@ def cut_into_pieces(
     pieces: list[ExchangePiece] = []
     by_bucket = [[of_rank[bucket.index] for of_rank in owned] for bucket in layout.buckets]
     sizes = [_most_bytes(bucket, ranges, sums) for bucket, ranges in zip(layout.buckets, by_bucket, strict=True)]
-    to_largest = int(limits.joined_to_largest * max(sizes, default=0))
+    to_largest = limits.joined_to_largest * max(sizes, default=0)
     most_joined = max(limits.joined, min(limits.cut, to_largest))
     for bucket, ranges, size in zip(layout.buckets, by_bucket, sizes, strict=True):
         if pieces and pieces[-1].bytes + size <= most_joined and _dtype(layout, pieces[-1]) == bucket.dtype:
@@ -183,10 +183,10 @@ class Backwards:
 
 
 def narrow_windows(pieces: Sequence[ExchangePiece]) -> tuple[int, ...]:
-    """`windows` where what is on its way takes memory besides: with the piece that is waited for no more than twice the
-    largest piece, so that a member that is a little ahead need not wait for each.
+    """`windows` where what is on its way takes memory besides: with the piece that is waited for no more than the
+    largest piece.
     """
-    most, until = 2 * max(piece.bytes for piece in pieces), list[int]()
+    most, until = max(piece.bytes for piece in pieces), list[int]()
     for index, piece in enumerate(pieces):
         stop, ahead = index + 1, piece.bytes
         while stop < len(pieces) and ahead + pieces[stop].bytes <= most:
