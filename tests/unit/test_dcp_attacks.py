@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import pickle
 import resource
@@ -15,7 +16,7 @@ from dcp_folders import plain, written
 from shoal.checkpoint import importing
 from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.dcp_folder import DcpFolder
-from shoal.checkpoint.dcp_index import INDEX
+from shoal.checkpoint.dcp_index import INDEX, read_index
 from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.storage import LocalStorage
@@ -80,6 +81,29 @@ def test_an_index_that_lies_gets_a_sentence(lie: Callable[[Any], object], senten
     lie(index)
     (folder / INDEX).write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=sentence):
+        DcpFolder(folder)
+
+
+class OldPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, one: Any) -> Any:
+        return (getattr, (type(one), one.name)) if isinstance(one, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_an_early_python_3_11_has_written_is_read(tmp_path: Path) -> None:
+    folder = written({"model": {"w": torch.ones(3, 2)}}, tmp_path / "dcp")
+    index = pickle.loads((folder / INDEX).read_bytes())
+    with (folder / INDEX).open("wb") as file:
+        OldPickler(file).dump(index)
+    assert b"getattr" in (folder / INDEX).read_bytes()
+    assert read_index(folder).tensors["model.w"].shape == (3, 2)
+
+
+def test_an_index_gets_no_attribute_of_anything_else(tmp_path: Path) -> None:
+    folder = written(plain(), tmp_path / "dcp")
+    (folder / INDEX).write_bytes(b"cbuiltins\ngetattr\n(cpathlib\nPath\nVhome\ntR.")
+    with pytest.raises(UserError, match=r"it names an attribute of something, which no index needs"):
         DcpFolder(folder)
 
 

@@ -35,6 +35,8 @@ _PARTS: dict[str, set[str]] = {
     "collections": {"OrderedDict"},
 }  # fmt: skip
 """What an index consists of, beside shapes and dtypes."""
+ENUMERATIONS = {"MEM_FORMAT_ENCODING", "_MEM_FORMAT_ENCODING"}
+"""Among these parts."""
 
 Place = tuple[str, ...]
 """Where something was in the mapping that was saved."""
@@ -130,7 +132,17 @@ class _Unpickler(pickle.Unpickler):
             return torch.Size
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index needs")
+
+
+def _member(kind: Any, name: Any) -> _Part:
+    """Of an enumeration: Python 3.11.0 to 3.11.3 write it as an attribute of its class, all others as a call of it."""
+    if getattr(kind, "__name__", "") not in ENUMERATIONS or not issubclass(kind, _Part):
+        raise pickle.UnpicklingError("it names an attribute of something, which no index needs")
+    made: _Part = kind(name)
+    return made
 
 
 def _index_of(found: Any) -> Index:
