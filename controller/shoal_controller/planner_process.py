@@ -120,17 +120,16 @@ class PlannerProcess:
         await self._end(END_SECONDS)
 
     async def _end(self, seconds: float) -> int | None:
-        """Wait so long until it has ended by itself, else kill it; returns its exit status."""
+        """Wait so long until it has ended by itself, else kill it; returns its exit status. Also called while this task
+        is cancelled, when `asyncio.timeout` raises nothing that tells of time before Python 3.11.4.
+        """
         process, self._process = self._process, None
         if process is None:
             return None
-        try:
-            async with asyncio.timeout(seconds):
-                return await process.wait()
-        except TimeoutError:
+        if not await _is_done(process.wait(), seconds):
             with suppress(ProcessLookupError):
                 process.kill()
-            return await process.wait()
+        return await process.wait()
 
 
 async def _unless_silent(something: Awaitable[T]) -> T:
