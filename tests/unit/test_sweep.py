@@ -7,12 +7,13 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from weakref import ref
+from typing import Any, ClassVar
+from weakref import WeakSet, ref
 
 import pytest
 import torch
 from crew import Task, engine_of, train
+from integration.scripts import Model
 from shoal.faults import Faults
 from shoal.group.forks import OPEN_FILES
 from shoal.session.alone import AloneLink
@@ -65,6 +66,52 @@ def test_a_model_whose_parameters_are_sharded_can_be_used_when_its_engine_is_gon
     assert engine_gone() is None
     with torch.no_grad():
         assert torch.equal(model(**batch), before)
+
+
+class Marked(torch.autograd.Function):
+    """Whose node is told of by its context."""
+
+    nodes: ClassVar[WeakSet[Any]] = WeakSet()
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        ctx.mark = Mark()
+        Marked.nodes.add(ctx.mark)
+        return values * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class Mark:
+    """Lives as long as the context that has it."""
+
+
+class Bounded(Model):
+    """Its last node keeps what it has made."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(Marked.apply(super().forward(tokens, targets)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_micro_batch_that_is_skipped_after_its_forward_leaves_no_activations(stage: int) -> None:
+    most = []
+
+    def body(engine: Engine, batch: Any) -> None:
+        loss = engine.module(**batch)
+        if engine.global_step % 2:
+            engine.skip()
+        else:
+            engine.backward(loss)
+            engine.step()
+        del loss
+        most.append(len(Marked.nodes))
+
+    task = Task({"max_steps": 4, "stage": stage}, model=lambda: Bounded(0.1, True), body=body)
+    train(engine_of(task, AloneLink(), Faults([])), task, lambda: None)
+    assert most and max(most) == 0
 
 
 def test_a_save_that_an_engine_has_begun_is_whole_when_the_engine_is_gone(tmp_path: Path) -> None:

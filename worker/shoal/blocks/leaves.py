@@ -7,8 +7,10 @@ is for who adds up the lanes. Knows no group.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from operator import gt
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +19,17 @@ from shoal.blocks.flat import add_to, put_first, refuse_others, views
 from shoal.blocks.released import looks_at_no_value
 from shoal.core.layout import Layout
 
-OF_ITS_OWN = 2
-"""So many uses has memory that a gradient shares with nobody: whoever counts is counted."""
+
+def _uses(
+    tensor: Tensor,  # of any shape
+) -> tuple[int, int]:
+    """How many tensors lie in its memory, and how many names Python has for that: whoever counts is counted."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+OF_ITS_OWN = _uses(torch.empty(1))
+"""So many uses has memory that a gradient shares with nobody."""
 
 
 class Leaves:
@@ -148,9 +159,11 @@ def _whole(
     elements: int,
     dtype: torch.dtype,
 ) -> Tensor | None:  # (elements,)
-    """The memory of a gradient that is all of a bucket."""
+    """The memory of a gradient that is all of a bucket, and has its values there as they are."""
     gradient = kept.get(0)
-    if gradient is None or gradient.numel() != elements or gradient.dtype != dtype or not gradient.is_contiguous():
+    if gradient is None or gradient.numel() != elements or gradient.dtype != dtype:
+        return None
+    if not gradient.is_contiguous() or gradient.is_neg():
         return None
     return gradient.detach().view(-1)
 
@@ -163,8 +176,7 @@ def _is_shared(
     """
     if gradient.is_sparse:
         return True
-    storage = gradient.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > OF_ITS_OWN or not storage.resizable()
+    return any(map(gt, _uses(gradient), OF_ITS_OWN)) or not gradient.untyped_storage().resizable()
 
 
 @looks_at_no_value

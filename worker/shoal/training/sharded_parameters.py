@@ -245,7 +245,9 @@ class ShardedParameters(Parameters):
         saved: Tensor,  # of any shape
     ) -> Any:
         unit = self.units.of_tensor(saved)
-        return saved if unit is None else (unit, saved)
+        if unit is None:  # an output that is kept as it is keeps its node, and that what it has saved: a cycle
+            return saved.detach() if type(saved) is Tensor else saved
+        return unit, saved
 
     @uncompiled
     def _unpack(self, packed: Any) -> Tensor:  # of any shape
