@@ -1,16 +1,19 @@
 # `make demo` and `make test` set themselves up: they need only Python 3.11 to 3.13 and a package index.
 #
 #   make demo       run a job through failures and verify that the result is bit-identical
-#   make test       run everything that must pass: lint, types, import contracts, generated code, all tests
+#   make test       run what every change waits for, in at most 8 minutes: lint, types, import contracts, generated code, pure
+#                   tests, and one test with real processes for each promise to users
+#   make check      run what must hold besides before a merge: all other tests, of matrices a few cases
+#   make times      print the slowest tests of the last `make test` and `make check`; ARGS=--files sums them by file
 #   make simulate   run more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
-#   make faults     run the cases that make test leaves out, then real jobs under mixed faults for 50 minutes; each must
+#   make faults     run the cases that make test and make check leave out, then real jobs under mixed faults for 50 minutes; each must
 #                   end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
-#   make trainer    test the door for the Trainer of Hugging Face (make test does it too)
+#   make trainer    test the door for the Trainer of Hugging Face (make check does it too)
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
@@ -38,7 +41,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,7 +59,9 @@ $(READY): pyproject.toml constraints.txt tests/charts/binaries.py
 demo: $(READY)
 	$(BIN)/shoal demo $(ARGS)
 
-test: lint types imports generated unit whole trainer
+# Two at a time: types take one core, all else the other.
+static: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target types lint imports generated
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -83,17 +88,33 @@ packages: $(READY)
 		&& dpkg-deb --extract "$$folder"/prometheus_*.deb $(VENV)/prometheus && rm -r "$$folder"; \
 	fi
 
-# Of many cases of one kind a few run here, `make faults` has the others: tests/matrices.py. What the tests of one group
-# share, a site say, is made once.
-unit: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup tests/unit tests/charts $(ARGS)
-
-# Whole files, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names,
-# as two long tests alone in a file would come last and leave a core idle; what is long and late by name is put first
+# What each of the two runs: tests/tiers.py. Of many cases of one kind they run a few, `make faults` has the others:
+# tests/matrices.py. Of unit tests what those of one group share, a site say, is made once. Of the others whole files go to a
+# process, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names, as two
+# long tests alone in a file would come last and leave a core idle; what is long and late by name is put first
 # (tests/integration/conftest.py).
-WHOLE := -n 2 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
+UNIT := --dist loadgroup tests/unit
+WHOLE := --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+MADE = --junitxml=$(VENV)/times/$@-$(1).xml
+
+test: $(READY) packages static
+	$(PYTEST) -m 'not check and not matrix' $(call MADE,unit) $(UNIT) $(ARGS)
+	$(PYTEST) -m 'not check and not matrix' $(call MADE,whole) $(WHOLE) $(ARGS)
+
+check: $(READY) packages $(MODELS)
+	$(PYTEST) -m 'check and not matrix' $(call MADE,unit) $(UNIT) tests/charts $(ARGS)
+	$(PYTEST) -m 'check and not matrix' $(call MADE,whole) $(WHOLE) $(ARGS)
+	$(WITH_MODELS) $(call MADE,trainer) tests/models/test_trainer*.py $(ARGS)
+
+times: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m times $(ARGS) $(wildcard $(VENV)/times/*.xml)
+
+unit: $(READY) packages
+	$(PYTEST) $(UNIT) tests/charts $(ARGS)
+
 whole: $(READY) packages
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(WHOLE) $(ARGS)
+	$(PYTEST) $(WHOLE) $(ARGS)
 
 pytest: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
@@ -103,7 +124,7 @@ simulate: $(READY)
 
 # Who repeats a round (ARGS) wants that round alone.
 faults: $(READY) packages
-	$(if $(ARGS),,SHOAL_EXAMPLES=all OMP_NUM_THREADS=1 $(BIN)/pytest -m 'matrix or hypothesis' $(WHOLE) tests/unit)
+	$(if $(ARGS),,SHOAL_EXAMPLES=all $(PYTEST) -m 'matrix or hypothesis' $(WHOLE) tests/unit)
 	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),50) $(ARGS)
 
 outages: $(READY) packages

@@ -23,6 +23,7 @@ import shoal  # noqa: F401  (before gRPC: it makes forks of this process safe)
 import tqdm
 from hypothesis import HealthCheck, settings
 from matrices import examples
+from tiers import sort_into_tiers
 
 # torch shows a bar where it compiles and tqdm is installed, and the first bar would start a thread for good.
 tqdm.tqdm.monitor_interval = 0
@@ -73,6 +74,12 @@ GRACE_SECONDS = 3.0
 def pytest_configure() -> None:
     """A run in the background of a shell ignores Ctrl-C, and the commands that tests start would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest looks which marks were asked for."""
+    sort_into_tiers(items)
 
 
 def _threads() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The chart as both helms render it, for the tests in this folder: which values, which helm, and what comes out.
 
-`make test` takes two files of values and each kind of check once; `make charts` (the variable SHOAL_CHARTS) takes all.
+`make check` takes two files of values and each kind of check once; `make charts` (the variable SHOAL_CHARTS) takes all.
 """
 
 from __future__ import annotations

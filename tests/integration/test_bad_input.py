@@ -10,6 +10,7 @@ import shoal
 import torch
 from integration.cluster import Cluster, alone
 from shoal_protos.messages import WRONG_USE
+from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
 PACE = 0.03
@@ -39,6 +40,7 @@ def refused(cluster: Cluster, worker: str) -> str:
     return last_words(cluster.log(worker))
 
 
+@promise("a worker that differs")
 def test_a_worker_that_differs_is_told_the_first_difference_and_the_job_is_unharmed() -> None:
     with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -82,6 +84,7 @@ def test_more_workers_than_lanes_are_refused() -> None:
         assert "asks for 3 workers, but its config has 2 lanes" in refused(cluster, "w0")
 
 
+@promise("an export")
 def test_a_model_that_cannot_be_exported_at_the_end_fails_the_job_at_once_though_other_workers_are_done(
     tmp_path: Path,
 ) -> None:

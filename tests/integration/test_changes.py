@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, until
 from matrices import further, shortened
+from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
 PACE = 0.03
@@ -22,6 +23,7 @@ PACE = 0.03
 
 
 @pytest.mark.parametrize("victim", shortened(["w0", "w2"], "w0"))
+@promise("a worker is drained", "w0")
 def test_a_worker_is_drained_by_rest(victim: str) -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -35,6 +37,7 @@ def test_a_worker_is_drained_by_rest(victim: str) -> None:
     assert [world["bytes"]["pause"] for world in drained] == [0] * len(drained)
 
 
+@promise("a worker is drained")
 def test_sigterm_is_a_wish_to_be_drained() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -79,6 +82,7 @@ def test_a_drained_worker_is_killed_before_it_has_handed_over() -> None:
 # ---- scale
 
 
+@promise("a worker joins")
 def test_the_job_is_scaled_up_and_down_by_rest() -> None:
     with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -97,6 +101,7 @@ def test_the_job_is_scaled_up_and_down_by_rest() -> None:
 # ---- pause
 
 
+@promise("the job is paused")
 def test_a_paused_job_commits_nothing_and_its_world_can_change() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -16,6 +16,7 @@ from object_store import object_store
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
+from tiers import promise
 
 STEPS = 30
 PACE = 0.02
@@ -43,6 +44,7 @@ def ends_undisturbed(cluster: Cluster) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("sizes", shortened([[2, 4], [2, 3, 1, 4, 3]], [2, 4]), ids=["twice", "five times"])
+@promise("all workers are lost", "twice")
 def test_a_run_that_is_killed_whole_again_and_again_ends_in_the_undisturbed_fingerprint(
     tmp_path: Path, sizes: list[int]
 ) -> None:
@@ -73,6 +75,7 @@ def test_a_run_that_is_killed_whole_again_and_again_ends_in_the_undisturbed_fing
         assert whole(tmp_path)
 
 
+@promise("no copy of a block lives")
 def test_all_go_back_when_two_die_at_once_that_held_the_only_copies(tmp_path: Path) -> None:
     with Cluster(workers=4, options=options(tmp_path, every_steps=3), pace=PACE) as cluster:
         step = cluster.wait_saved(3)
@@ -107,6 +110,7 @@ def test_a_checkpoint_is_asked_for_listed_and_counted(tmp_path: Path) -> None:
         assert whole(tmp_path) == [step], "one was asked for"
 
 
+@promise("all workers are lost")
 def test_a_job_begins_from_another_jobs_checkpoint_in_another_world(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     with Cluster(workers=3, options=options(first, every_steps=5), pace=PACE) as cluster:
@@ -117,6 +121,7 @@ def test_a_job_begins_from_another_jobs_checkpoint_in_another_world(tmp_path: Pa
         assert cluster.report()["generations"][0]["from_step"] >= step
 
 
+@promise("a worker is drained")
 def test_the_last_worker_saves_when_it_is_terminated(tmp_path: Path) -> None:
     with Cluster(workers=1, options=options(tmp_path), pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -23,6 +23,7 @@ from integration.cluster import Cluster, undisturbed, until
 from integration.run_command import LONG, OPTIONS, SCRIPT, running, started
 from ports import free_port
 from shoal_controller.worker_tokens import WorkerTokens
+from tiers import promise
 
 PRINTING = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"
 
@@ -52,6 +53,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(folder, command.first_line, code, output, errors)
 
 
+@promise("the command")
 def test_run_trains_a_script_to_its_end_and_reports(ran: Ran) -> None:
     folder, first_line, code, output, errors = ran
     assert code == 0, errors
@@ -66,6 +68,7 @@ def test_run_trains_a_script_to_its_end_and_reports(ran: Ran) -> None:
     assert "train running: step " in errors
 
 
+@promise("the command")
 def test_run_again_replaces_a_finished_job_and_shows_what_rank_0_prints_unless_it_is_to_be_quiet(ran: Ran) -> None:
     assert "hello from the script" in ran.errors
     [log] = (ran.folder / "logs").glob("*/w0.log")
@@ -93,6 +96,7 @@ def _curve(cluster: Cluster) -> list[str]:
     return files[0].read_text().splitlines() if files else []
 
 
+@promise("the controller is lost")
 def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) -> None:
     go = tmp_path / "go"
     options, grpc = {"max_steps": 20, "pace": 0.05, "until": str(go)}, free_port()
@@ -127,6 +131,7 @@ def test_run_makes_itself_a_token_and_its_workers_get_one_that_commands_nothing(
         assert command.end()[0] == 1
 
 
+@promise("a script that fails")
 def test_a_failing_script_is_exit_1_with_its_last_words(tmp_path: Path) -> None:
     with running(tmp_path, OPTIONS, "--workers", "1", script="import sys; sys.exit('there is no data')") as command:
         code, output, _ = command.end()
@@ -208,6 +213,7 @@ def output_of(cluster: Cluster, *arguments: str) -> str:
     return done.stdout
 
 
+@promise("the command")
 def test_a_job_is_described_scaled_paused_resumed_drained_and_cancelled_by_the_command() -> None:
     options = {"max_steps": 100_000, "pace": 0.05}
     with Cluster(workers=2, options=options) as cluster:

@@ -10,6 +10,7 @@ import pytest
 from integration.cluster import Cluster, until
 from integration.proxy import Proxy
 from matrices import shortened
+from tiers import promise
 
 SHORT: dict[str, Any] = {"max_steps": 10}
 LONG: dict[str, Any] = {"max_steps": 30}
@@ -33,6 +34,7 @@ def behind_a_proxy(*workers: str) -> Iterator[tuple[Cluster, Proxy]]:
 
 
 @pytest.mark.parametrize("instant", shortened(INSTANTS, "exchange"))
+@promise("a worker freezes", "exchange")
 def test_a_connection_breaks_and_nobody_is_evicted(instant: str) -> None:
     with Cluster(workers=3, options=SHORT, faults=f"w1@4:{instant}:abort") as cluster:
         report = cluster.wait_undisturbed()

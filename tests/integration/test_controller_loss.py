@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, state_of, until
 from matrices import shortened
+from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
 TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
 PACE = 0.03
 
 
+@promise("the controller is lost")
 def test_training_goes_on_without_a_controller_and_resizes_after_it_is_back() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -55,6 +57,7 @@ def test_a_job_comes_to_its_end_without_a_controller() -> None:
 
 
 @pytest.mark.parametrize("instant", shortened(["prepare", "group", "promote"], "group"))
+@promise("the controller is lost", "group")
 def test_the_controller_is_killed_while_a_loss_is_mended(instant: str) -> None:
     """w2 is frozen in the middle of it, so that it is still under way, and thaws after the restart."""
     faults = f"w1@4:exchange:kill,w2@3:{instant}:stop"

@@ -12,6 +12,7 @@ from etcd_cluster import Cluster as Etcd
 from etcd_cluster import etcd_cluster
 from integration.cluster import ended, send_signal, until
 from integration.controllers import Controllers
+from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
 PACE = 0.03
@@ -52,6 +53,7 @@ def test_any_controller_answers_and_changes_a_job_as_the_one_that_leads(etcd: Et
         cluster.wait_undisturbed()
 
 
+@promise("several controllers")
 def test_the_leader_is_killed_and_another_one_goes_on_with_the_job(etcd: Etcd) -> None:
     with Controllers(etcd, workers=3, options=LONG, spec=PATIENT, pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from integration.cluster import Cluster, alone
 from shoal.core.sampler import Sampler
+from tiers import promise
 from torch import nn
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_script.py"
@@ -53,6 +54,7 @@ def plain_loss() -> float:
     return total
 
 
+@promise("a script for DeepSpeed")
 def test_a_script_for_deepspeed_has_the_loss_of_plain_pytorch_and_the_same_bits_through_a_kill() -> None:
     undisturbed = alone({}, SCRIPT)["printed"]
     found = re.fullmatch(r"step (\d+), loss ([\d.]+), fingerprint (\w+)\n", undisturbed)

@@ -1,6 +1,6 @@
 """Two controllers over a real etcd of three servers: whatever becomes of them, the job ends with the undisturbed bits.
 
-`make test` runs one of each kind; `make outages` runs all (the variable SHOAL_OUTAGES).
+`make check` runs one of each kind; `make outages` runs all (the variable SHOAL_OUTAGES).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two controllers, etcd and workers on hosts of their own: whatever link is cut or loses packets, the job ends with the
 undisturbed fingerprint and no step lost.
 
-`make test` runs one of them; `make outages` runs all (the variable SHOAL_OUTAGES).
+`make check` runs one of them; `make outages` runs all (the variable SHOAL_OUTAGES).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, until
 from matrices import shortened
+from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
 PACE = 0.03
@@ -21,6 +22,7 @@ def kinds(cluster: Cluster) -> set[str]:
 
 
 @pytest.mark.parametrize("instant", shortened(["forward", "exchange", "in_vote", "hand_out"], "in_vote"))
+@promise("a worker freezes", "in_vote")
 def test_a_frozen_worker_that_thaws_changes_nothing(instant: str) -> None:
     with Cluster(workers=3, options=LONG, faults=f"w1@4:{instant}:stop", pace=PACE) as cluster:
         cluster.wait_world(2)

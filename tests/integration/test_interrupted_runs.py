@@ -19,6 +19,7 @@ from forked_command import SHOAL
 from integration.cluster import until
 from integration.run_command import LONG, SCRIPT, running
 from ports import free_port
+from tiers import promise
 
 NO_ROOM_BEYOND = 24 << 10
 """Bytes of a file, where there is to be no room: a store needs more, what a short run shows does not."""
@@ -38,6 +39,7 @@ def test_the_first_ctrl_c_ends_the_job_reports_and_says_that_there_is_nowhere_to
     assert "nothing was saved; to start again from step 0: shoal run" in output
 
 
+@promise("the command")
 def test_the_first_ctrl_c_saves_where_there_is_somewhere_to_and_the_same_command_goes_on(tmp_path: Path) -> None:
     options = {"max_steps": 4000, "pace": 0.05, "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
     with running(tmp_path, options, "--workers", "1") as command:

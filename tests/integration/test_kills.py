@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, until
 from matrices import shortened
+from tiers import promise
 
 SHORT: dict[str, Any] = {"max_steps": 8}
 TWO_MIRRORS: dict[str, Any] = {**SHORT, "mirrors": 2}
@@ -30,6 +31,7 @@ def rolled_forward(cluster: Cluster) -> list[str]:
 
 
 @pytest.mark.parametrize("instant", shortened(INSTANTS, "exchange", "in_vote"))
+@promise("a worker is killed", "exchange", "in_vote")
 def test_a_worker_killed_at_any_instant_of_a_step_costs_no_step(instant: str) -> None:
     with Cluster(workers=3, options=SHORT, faults=f"w1@4:{instant}:kill") as cluster:
         report = cluster.wait_undisturbed()
@@ -39,6 +41,7 @@ def test_a_worker_killed_at_any_instant_of_a_step_costs_no_step(instant: str) ->
 
 
 @pytest.mark.parametrize("instant", shortened(["exchange", "in_vote", "optimizer"], "optimizer"))
+@promise("stage 0", "optimizer")
 def test_in_stage_0_everyone_has_a_copy_of_every_block(instant: str) -> None:
     faults = f"w0@4:{instant}:kill,w2@5:{instant}:kill"
     with Cluster(workers=3, options={**SHORT, "stage": 0}, faults=faults) as cluster:
@@ -54,6 +57,7 @@ def kill_once_w0_has_passed(cluster: Cluster, victim: str) -> None:
     cluster.kill(victim)
 
 
+@promise("a worker is killed")
 def test_who_has_not_passed_a_torn_vote_rolls_forward() -> None:
     with Cluster(workers=3, options=SHORT, faults="w1@4:in_vote:stop") as cluster:
         kill_once_w0_has_passed(cluster, "w1")
@@ -79,6 +83,7 @@ def test_two_workers_die_at_once_and_mirrors_of_both_live_on() -> None:
         cluster.wait_undisturbed()
 
 
+@promise("no copy of a block lives")
 def test_blocks_of_which_no_copy_lives_fail_a_job_that_nobody_can_start_anew() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(3)
@@ -105,6 +110,7 @@ def test_one_is_killed_and_one_is_frozen_at_once() -> None:
 
 
 @pytest.mark.parametrize("instant", shortened(["prepare", "group", "promote", "opened"], "group"))
+@promise("a worker is lost in the midst of a change", "group")
 def test_a_second_worker_dies_while_the_loss_of_the_first_is_mended(instant: str) -> None:
     with Cluster(workers=4, options=TWO_MIRRORS, faults=f"w1@4:exchange:kill,w2@3:{instant}:kill") as cluster:
         report = cluster.wait_undisturbed()
@@ -134,6 +140,7 @@ def test_a_worker_is_lost_while_others_begin_the_forward_that_its_parameters_com
 
 
 @pytest.mark.parametrize("how", shortened(["kill", "stop"], "kill"))
+@promise("stage 3", "kill")
 def test_a_worker_is_lost_while_others_gather_what_it_has(how: str) -> None:
     """Within their forward, which runs again by itself."""
     options = {**SHORT, "stage": 3, "evaluate": True}
@@ -143,6 +150,7 @@ def test_a_worker_is_lost_while_others_gather_what_it_has(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", shortened(["kill", "stop"], "kill"))
+@promise("stage 2", "kill")
 def test_a_worker_is_lost_in_a_backward_whose_gradients_are_leaving(how: str) -> None:
     """Others wait for it within theirs."""
     with Cluster(workers=3, options={**SHORT, "stage": 2}, faults=f"w1@4:backward:{how}") as cluster:
@@ -183,6 +191,7 @@ def test_a_worker_dies_in_the_middle_of_a_fill(victim: str) -> None:
 
 
 @pytest.mark.parametrize("instant", shortened(["backward", "group", "join"], "group"))
+@promise("a worker is lost in the midst of a change", "group")
 def test_a_joiner_dies_on_its_way_in(instant: str) -> None:
     """`backward`: in its warm-up."""
     with Cluster(workers=2, options=LONG, faults=f"w2@0:{instant}:kill", pace=PACE) as cluster:

@@ -10,8 +10,10 @@ from typing import Any
 from api_server import NODES
 from integration.cluster import until
 from integration.job_of_pods import JobOfPods, JobOfResource, launched
+from tiers import promise
 
 
+@promise("a pod")
 def test_a_tainted_and_a_lost_node_change_no_bit(tmp_path: Path) -> None:
     with launched(3, 3, tmp_path) as (job, pods):
         job.wait_step(3)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.cluster import Cluster, undisturbed, until
+from tiers import promise
 
 TESTS = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, Any] = {"max_steps": 50}
@@ -49,6 +50,7 @@ def launched(folder: Path, text: str = SCRIPT, **more: Any) -> Iterator[Cluster]
         yield cluster
 
 
+@promise("a launcher")
 def test_who_is_killed_or_drained_is_replaced_by_the_launcher(tmp_path: Path) -> None:
     with launched(tmp_path) as cluster:
         cluster.wait_step(2)
@@ -66,6 +68,7 @@ def test_who_is_killed_or_drained_is_replaced_by_the_launcher(tmp_path: Path) ->
     assert {"start", "kill", "join", "drain"} <= {world["reason"] for world in report["generations"]}
 
 
+@promise("no copy of a block lives")
 def test_blocks_of_which_no_copy_lives_begin_anew_and_end_with_the_same_bits(tmp_path: Path) -> None:
     with launched(tmp_path, mirrors=0) as cluster:
         cluster.wait_step(2)

@@ -34,6 +34,7 @@ from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_controller.launchers.process import Process
 from shoal_controller.launchers.process_record import ProcessRecords
 from shoal_protos.errors import NotFound, StoreError, UserError
+from tiers import promise
 
 
 def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def spawned_by_a_controller_that_died(folder: Path, *scripts: str) -> None:
     subprocess.run([sys.executable, "-c", FIRST_CONTROLLER, str(folder), *scripts], check=True, timeout=SECONDS)
 
 
+@promise("a launcher")
 def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         dies_alone = "while kill -0 $PPID; do sleep 0.01; done 2>/dev/null; echo boom; exit 7"

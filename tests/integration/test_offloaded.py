@@ -6,10 +6,12 @@ import signal
 from pathlib import Path
 
 from integration.cluster import Cluster, undisturbed
+from tiers import promise
 
 OPTIONS = {"max_steps": 10, "stage": 2}
 
 
+@promise("state on the host or in files")
 def test_a_worker_killed_in_the_middle_of_a_write_costs_no_step_and_leaves_no_file(tmp_path: Path) -> None:
     script = "integration.scripts:train_and_die_writing"
     with Cluster(workers=3, options={**OPTIONS, "offload": str(tmp_path)}, script=script, pace=0.01) as cluster:

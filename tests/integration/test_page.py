@@ -17,6 +17,7 @@ from integration.cluster import Cluster, until
 from integration.shown_job import LONG, PACE, Guarded, confirm, duration, preview, training, world_of
 from matrices import shortened
 from playwright.sync_api import Route, expect
+from tiers import promise
 
 Json = dict[str, Any]
 pytestmark = [
@@ -33,6 +34,7 @@ SHOWN = "<script>alert(1)</script><img src=x onerror=alert(1)>⟨U+202E⟩esreve
 # ---- what it shows
 
 
+@promise("the page")
 def test_after_a_kill_the_mark_the_reason_and_the_pause_are_those_of_rest() -> None:
     with training() as cluster, browsed(cluster.url, look={"timezone_id": NEPAL.key}) as seen:
         cluster.wait_step(5)
@@ -131,6 +133,7 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_window(look: st
         assert seen.accessibility_faults() == []
 
 
+@promise("the page")
 def test_what_others_have_written_is_shown_as_text() -> None:
     """Names and texts that no controller lets in are put into its answers on the way."""
     with training(workers=2) as cluster, browsed(cluster.url) as seen:
@@ -201,6 +204,7 @@ def hostile(answer: Json, long: str) -> Json:
 # ---- what is pressed
 
 
+@promise("the page")
 def test_save_confirm_a_loss_scale_and_drain_by_clicking(tmp_path: Path) -> None:
     options = {**LONG, "shoal": {"checkpoint": {"path": str(tmp_path)}}}
     asked_only = {"suspect_after": 1000}  # whoever is silent counts as lost only when somebody says so

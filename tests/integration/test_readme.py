@@ -12,6 +12,7 @@ import torch
 from integration.cluster import Cluster, alone
 from integration.scripts import Model, Samples
 from safetensors.torch import load_file
+from tiers import promise
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 SCRIPT = "integration.test_readme:readme"
@@ -33,6 +34,7 @@ def readme(result: str) -> None:
     Path(result).write_text(json.dumps(ended))
 
 
+@promise("a script alone")
 def test_the_readmes_script_trains_alone_and_on_three_workers_to_the_same_bits() -> None:
     with Cluster(workers=3, script=SCRIPT) as cluster:
         cluster.wait_done()

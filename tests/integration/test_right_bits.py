@@ -14,6 +14,7 @@ import pytest
 import torch
 from integration.cluster import Cluster, alone
 from safetensors.torch import load_file
+from tiers import promise
 
 ADAMW: dict[str, Any] = {"max_steps": 25, "gradient_clipping": 0.5, "double": True}
 SGD: dict[str, Any] = {
@@ -26,6 +27,7 @@ COMPARED = ("embedding.weight", "up.weight", "down.weight", "down.bias", "norm.w
 
 
 @pytest.mark.parametrize(("options", "tolerance"), [(ADAMW, 1e-9), (SGD, 1e-6)], ids=["adamw", "sgd"])
+@promise("float32", "adamw")
 def test_training_is_what_a_plain_loop_does(options: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
     plain_file, file = tmp_path / "plain.safetensors", tmp_path / "shoal.safetensors"
     plain = alone({**options, "export": str(plain_file)}, "integration.scripts:train_plainly")["losses"]

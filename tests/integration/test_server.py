@@ -16,6 +16,7 @@ from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 from shoal_controller.store.store import Put
 from shoal_protos.errors import StoreError, UserError
+from tiers import promise
 
 ALONE = """
 import asyncio, sys
@@ -102,6 +103,7 @@ async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_tr
 
 
 @asynchronous
+@promise("the controller is lost")
 async def test_a_job_outlives_kill_9_of_its_controller(tmp_path):
     def killed_after_creating():
         with controller_process(tmp_path) as (process, url):
@@ -217,6 +219,7 @@ async def test_local_workers_that_cannot_live_fail_the_job_with_their_last_words
 
 
 @asynchronous
+@promise("a launcher")
 async def test_local_workers_outlive_their_controller_and_are_adopted_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.core.machine.phases.ending.LINGER_SECONDS", 0.5)
     spec = {"job": "a", "workers": {"wanted": 1}, "launcher": "local", "command": ["sleep", "1000"], "max_restarts": 0}

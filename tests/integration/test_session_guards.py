@@ -18,6 +18,7 @@ from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Heartbeat, Refusal, Telemetry
+from tiers import promise
 
 
 def test_a_message_beyond_all_bounds_never_reaches_the_job() -> None:
@@ -58,6 +59,7 @@ def test_noise_on_the_raw_socket_harms_nothing() -> None:
     on_port(scene)
 
 
+@promise("a session without a right")
 def test_only_who_shows_the_token_is_heard() -> None:
     async def scene(port: Port) -> None:
         forged = WorkerTokens("guess").join("demo", "run-1")

@@ -22,6 +22,7 @@ from shoal_controller.settings import Settings
 from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SESSION_TOKEN
 from shoal_protos.messages import Alive, Hello, Refusal, SessionToken, ToWorker, Welcome
+from tiers import promise
 
 ROOT = {"authorization": "Bearer secret"}
 JOIN_SENTENCE = "worker w0 is in job demo already, and here shows a join token in its name"
@@ -75,6 +76,7 @@ async def session_token(worker: Worker) -> str:
 
 
 @asynchronous
+@promise("a session without a right")
 async def test_a_session_token_opens_its_own_session_also_on_the_next_controller_and_no_other(tmp_path: Path) -> None:
     other = replace(HELLO, worker="w1", incarnation="b1")
     async with controller(tmp_path) as (server, client):

@@ -16,8 +16,10 @@ from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, Ping, PlanMessage, Prepare, Refusal, Shutdown
 from shoal_protos.plan import Member, Plan, Reason, Share
 from shoal_protos.runs import every
+from tiers import promise
 
 
+@promise("a session without a right")
 def test_a_worker_says_hello_is_welcomed_and_goes() -> None:
     async def scene(port: Port) -> None:
         async with port.worker() as worker:

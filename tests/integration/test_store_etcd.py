@@ -19,6 +19,7 @@ from shoal_controller.store.etcd_url import EtcdAccess
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Change, Compacted, Compare, Put, UnknownOutcome
 from shoal_protos.errors import StoreError, UserError
+from tiers import promise
 
 
 def access(cluster: Cluster, password: str = PASSWORD) -> EtcdAccess:
@@ -115,6 +116,7 @@ FAULTS = ["each killed in turn", "leader killed", "leader frozen"]
 
 @pytest.mark.parametrize("fault", shortened(FAULTS, "each killed in turn", "leader frozen"))
 @asynchronous
+@promise("a store of etcd", "leader frozen")
 async def test_nothing_is_lost_or_written_twice_whatever_happens_to_one_of_three_servers(three, fault):
     async with opened(url_of(three, "/shoal"), access(three)) as store:
         end, seen = asyncio.Event(), Seen()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster
 from matrices import shortened
+from tiers import promise
 
 STEPS: dict[str, Any] = {"max_steps": 8}
 DISTURBED: dict[str, Any] = {"max_steps": 24}
@@ -36,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bfloat16, sharded gradients": {"precision": {"bf16": {"enabled": True}}, "stage": 2},
     "bfloat16, sharded parameters": {"precision": {"bf16": {"enabled": True}}, "stage": 3, "evaluate": True},
     "seven lanes": {"lanes": 7},
+    "float16, sharded gradients": {"precision": {"fp16": {"enabled": True}}, "stage": 2},
     "float64": {"double": True},
     "no dropout, no buffers": {"dropout": 0.0, "buffers": False},
     "a step is the whole epoch": {"samples": 17},
@@ -46,6 +48,10 @@ WORLDS = [(1, 1), (1, 2), (2, 0), (2, 2), (3, 1), (3, 2), (4, 0), (4, 2), (8, 1)
 
 
 @pytest.mark.parametrize(("workers", "stage"), shortened(WORLDS, (2, 0), (3, 1), (8, 2), (3, 3)))
+@promise("stage 0", "2-0")
+@promise("stage 1", "3-1")
+@promise("stage 2", "8-2")
+@promise("stage 3", "3-3")
 def test_every_world_gives_the_same_bits(workers: int, stage: int) -> None:
     with Cluster(workers=workers, options={**STEPS, "stage": stage}) as cluster:
         report = cluster.wait_undisturbed()
@@ -62,18 +68,22 @@ def disturbed(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", shortened(OPTIMIZERS, "Adam"))
+@promise("an optimizer and a scheduler", "Adam")
 def test_every_elementwise_optimizer_gives_the_same_bits(name: str) -> None:
     disturbed({"optimizer": {"name": name, **OPTIMIZERS[name]}})
 
 
 @pytest.mark.parametrize("name", shortened(SCHEDULERS, "ReduceLROnPlateau"))
+@promise("an optimizer and a scheduler", "ReduceLROnPlateau")
 def test_every_scheduler_gives_the_same_bits(name: str) -> None:
     disturbed({"scheduler": name})
 
 
 @pytest.mark.parametrize(
     "name",
-    shortened(MODELS, "two micro-batches per lane", "bfloat16, sharded parameters"),
+    shortened(MODELS, "two micro-batches per lane", "bfloat16, sharded parameters", "float16, sharded gradients"),
 )
+@promise("bfloat16", "bfloat16, sharded parameters")
+@promise("float16", "float16, sharded gradients")
 def test_every_model_and_config_gives_the_same_bits(name: str) -> None:
     disturbed(MODELS[name])

@@ -1,6 +1,6 @@
 """Models of Hugging Face from configs: the bits of stage 0 in stage 3, through a loss, and the same generated tokens.
 
-`make models` installs what they need; `make test` does not run them.
+`make models` installs what they need; `make check` does not run them.
 """
 
 from __future__ import annotations

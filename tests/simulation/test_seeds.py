@@ -1,5 +1,5 @@
 """Thousands of seeds: the real machine, planner and membership under everything that can go wrong, invariants held.
-`make test` runs a part of them, `make faults` the rest.
+`make test` runs a few of them, `make check` more, `make faults` the rest.
 
 `python -m tests.simulation.run` runs more of them, larger worlds, or one seed again (docs/simulation.md).
 """
@@ -10,22 +10,33 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import pairwise
+from typing import Any
 
 import pytest
-from matrices import examples, shortened
+from matrices import examples, further
+from tiers import check
 
 from .run import attempt, children, gather, many, replay_log, tasks
 
-FIRST_SEEDS, SEEDS = 80, int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
-FIRST_PODS = 24
+SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
+FIRST_SEEDS, FIRST_PODS = (40, 120), (12, 36)
+"""Where `make test` ends, and where `make check` does."""
+ENOUGH = 80
+"""So many seeds have met all that is rare."""
 PROCESSES = 2
 
 
-def ranges(seeds: int, first: int) -> list[tuple[int, int]]:
-    """Ranges of so many seeds, none of them empty: those of `make test` first."""
+def ranges(seeds: int, ends: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Ranges of so many seeds, cut at these ends, none of them empty."""
     assert seeds > 0, f"SHOAL_SIMULATION_SEEDS is {SEEDS}; expected 1 or more"
-    first = min(first, seeds)
-    return [(0, first), (first, seeds)][: 1 + (seeds > first)]
+    return list(pairwise([0, *(end for end in ends if end < seeds), seeds]))
+
+
+def in_tiers(found: list[tuple[int, int]]) -> list[Any]:
+    """The first range for `make test`, the next for `make check`, the last for `make faults`."""
+    marks = ((), (check("many seeds"),), (further,))
+    return [pytest.param(*one, marks=mark) for one, mark in zip(found, marks, strict=False)]
 
 
 ALL, WITH_PODS = ranges(SEEDS, FIRST_SEEDS), ranges(-(-SEEDS // 4), FIRST_PODS)
@@ -39,12 +50,12 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("first", "end"), shortened(ALL, ALL[0]))
+@pytest.mark.parametrize(("first", "end"), in_tiers(ALL))
 def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end: int) -> None:
     count = end - first
     bad, happened = many(pool, first, count, {})
     assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0])}"
-    if count < FIRST_SEEDS:
+    if count < ENOUGH:
         return  # too few to have met all that is rare
     assert happened["faults"] > count, "the seeds have drawn next to no faults"
     assert happened["still training"] > count / 4, "most jobs ended before their faults were over"
@@ -56,17 +67,17 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "end"), shortened(WITH_PODS, WITH_PODS[0]))
+@pytest.mark.parametrize(("first", "end"), in_tiers(WITH_PODS))
 def test_no_seed_with_pods_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end: int) -> None:
     shape, count = {"launcher": "kubernetes"}, end - first
     bad, happened = many(pool, first, count, dict(shape))
     assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0], **shape)}"
-    if count < FIRST_PODS:
+    if count < FIRST_PODS[0]:
         return  # too few to have met all that is rare
     assert happened["faults of pods"] > count, "next to nothing befell a pod"
 
 
-@pytest.mark.parametrize("seeds", [1, 79, 80, 81, 2000])
+@pytest.mark.parametrize("seeds", [1, 39, 40, 41, 120, 121, 2000])
 def test_every_seed_is_in_one_range_and_no_range_is_empty(seeds: int) -> None:
     found = ranges(seeds, FIRST_SEEDS)
     assert [seed for first, end in found for seed in range(first, end)] == list(range(seeds))

@@ -22,9 +22,12 @@ from shoal.session.alone import AloneLink
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
+from tiers import check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from waiting_inputs import note_waiting_inputs
+
+pytestmark = check("compiles")
 
 WIDTH = 32
 LAYERS = 3

@@ -12,6 +12,9 @@ import pytest
 from shoal_protos import address_space
 from shoal_protos.address_space import MIB, check_address_space
 from shoal_protos.errors import UserError
+from tiers import check
+
+pytestmark = check("measures memory")
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(resource.RLIM_INFINITY, False), (600, True), (700, False)])

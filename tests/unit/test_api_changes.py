@@ -12,6 +12,9 @@ from shoal_controller.core.machine.spec import State, WorkerView
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.error_codes import ErrorCode
 from small_machine import SmallMachine
+from tiers import check
+
+pytestmark = check("serves REST on real ports")
 
 SPEC = {
     "job": "whole", "workers": {"wanted": 2, "min": 1, "max": 4}, "launcher": "local", "command": ["python", "a.py"],

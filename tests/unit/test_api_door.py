@@ -14,6 +14,9 @@ from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.worker_tokens import WorkerTokens
 from small_machine import SmallMachine
+from tiers import check
+
+pytestmark = check("serves REST on real ports")
 
 
 @pytest.mark.parametrize(

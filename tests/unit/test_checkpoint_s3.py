@@ -18,6 +18,9 @@ from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
 from shoal.fingerprint import block_digests
 from shoal_protos.runs import every
+from tiers import check
+
+pytestmark = check("serves an object store")
 
 URL = "s3://ckpt/jobs/demo"
 

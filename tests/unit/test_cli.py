@@ -30,9 +30,10 @@ from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
+from tiers import check
 from told_controller import Controller
 
-pytestmark = pytest.mark.usefixtures("commands")
+pytestmark = [pytest.mark.usefixtures("commands"), check("starts commands")]
 
 HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uvicorn", "yaml")
 

@@ -22,7 +22,10 @@ from shoal.client import Client, JobInfo, NoController, RestProblem, rest_answer
 from shoal_controller.api import answers
 from shoal_protos import path_part
 from shoal_protos.errors import UserError
+from tiers import check
 from told_controller import answering
+
+pytestmark = check("serves REST on real ports")
 
 SHOWN = {
     "JobInfo": "JobAnswer", "WorkerNumbers": "WorkerCounts", "WorkerInfo": "WorkerAnswer", "EventInfo": "EventAnswer",

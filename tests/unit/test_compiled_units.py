@@ -13,10 +13,13 @@ import torch
 from crew import Crew, Task, undisturbed
 from shoal.blocks.released import Arriving
 from shoal.training.engine import Engine
+from tiers import check
 from torch import Tensor, nn
 from torch import compile as imported_compile
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters
+
+pytestmark = check("compiles")
 
 WIDTH = 32
 

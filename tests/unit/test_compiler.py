@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+from tiers import check
+
+pytestmark = check("compiles")
+
 TRAINS = """
 import sys
 import torch

@@ -11,6 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiers import check
+
+pytestmark = check("runs pytest")
+
 FORGETFUL = """
 import asyncio, socket, subprocess, tempfile, threading
 

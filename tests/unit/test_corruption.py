@@ -28,7 +28,10 @@ from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.plan import Fill, Member, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs
+from tiers import check
 from torch import Tensor
+
+pytestmark = check("trains many small jobs")
 
 STEPS = 24
 PLAIN = Task({"max_steps": STEPS})

@@ -33,8 +33,11 @@ from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.start import Given, engine_with
 from shoal_protos.errors import PeerError, UserError
+from tiers import check
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+pytestmark = check("starts processes")
 
 LANES, MICRO = 4, 2
 SELECT_CAN_NAME = 1024

@@ -27,7 +27,10 @@ from shoal.fingerprint import block_digests
 from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
+from tiers import check
 from torch import nn
+
+pytestmark = check("starts processes")
 
 STEPS = 6
 

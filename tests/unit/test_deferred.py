@@ -31,7 +31,10 @@ from shoal.training.engine import Engine
 from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
+from tiers import check
 from torch import Tensor, nn
+
+pytestmark = check("trains many small jobs")
 
 
 @pytest.fixture(autouse=True)

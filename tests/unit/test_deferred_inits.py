@@ -30,7 +30,10 @@ from shoal.session.alone import AloneLink
 from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
+from tiers import check
 from torch import Tensor, nn
+
+pytestmark = check("trains many small jobs")
 
 
 @pytest.fixture(autouse=True)

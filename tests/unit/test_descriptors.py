@@ -8,6 +8,9 @@ import sys
 import pytest
 from forked_command import SHOAL
 from shoal_controller.descriptors import raise_descriptor_limit
+from tiers import check
+
+pytestmark = check("starts processes")
 
 LIMIT = resource.RLIMIT_NOFILE
 

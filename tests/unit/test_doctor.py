@@ -21,8 +21,9 @@ from forked_command import SHOAL, Forked, shoal
 from integration.cluster import until
 from shoal_controller.cli.endings import INTERRUPTED
 from shoal_protos.finding import Finding, Verdict, as_line, from_line
+from tiers import check
 
-pytestmark = pytest.mark.usefixtures("commands")
+pytestmark = [pytest.mark.usefixtures("commands"), check("starts commands")]
 BLOCKING = """
 import sys
 from importlib.machinery import PathFinder

@@ -21,6 +21,9 @@ from shoal_controller.elastic_jobs import owned_job, size_settling
 from shoal_controller.elastic_jobs.resource_kind import FINALIZER
 from shoal_controller.only_if import OnlyIf, VersionMismatch
 from shoal_protos.errors import Conflict, UserError
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 SOMEBODY = Caller("kim", Role.OPERATE)
 

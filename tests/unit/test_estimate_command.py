@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from shoal_controller.cli.estimate_config import refused_by_training
 from shoal_controller.cli.main import app
+from tiers import check
 from typer.testing import CliRunner
+
+pytestmark = check("starts commands")
 
 GB = 10**9
 

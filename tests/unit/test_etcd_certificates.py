@@ -17,6 +17,9 @@ from shoal_controller.store import etcd_store
 from shoal_controller.store.etcd_store import EtcdStore
 from shoal_controller.store.etcd_url import EtcdAccess, parsed_etcd_url
 from shoal_protos.errors import StoreError
+from tiers import check
+
+pytestmark = check("starts servers of etcd")
 
 
 def signed(folder: Path, name: str) -> None:

@@ -23,6 +23,9 @@ from shoal_controller.etcd.etcd_pb2 import (
     WatchResponse,
 )
 from shoal_controller.etcd.watching import WATCH
+from tiers import check
+
+pytestmark = check("starts servers of etcd")
 
 LOST = (grpc.StatusCode.UNAVAILABLE, "etcdserver: request timed out")
 NOT_BEGUN = (grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")

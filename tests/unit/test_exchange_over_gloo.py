@@ -19,6 +19,9 @@ from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
 from small_pieces import limits_of
+from tiers import check
+
+pytestmark = check("builds groups of gloo")
 
 BLOCK = 4_096
 LANES = 5

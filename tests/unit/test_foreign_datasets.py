@@ -12,9 +12,12 @@ from matrices import shortened
 from shoal.core.stream_position import StreamOrder
 from shoal.data.stream_source import STATE_EVERY, StreamSamples
 from shoal_protos.errors import UserError
+from tiers import check
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+pytestmark = check("starts processes")
 
 LANES, MICRO = 4, 2
 ROWS = datasets.Dataset.from_dict({"x": [[float(number)] for number in range(40)]}).with_format("torch")

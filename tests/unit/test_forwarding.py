@@ -30,6 +30,9 @@ from shoal_controller.store.store import Delete, Put
 from shoal_controller.token_register import TokenRegister
 from shoal_protos.errors import StoreError
 from small_machine import SPEC
+from tiers import check
+
+pytestmark = check("serves REST on real ports")
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

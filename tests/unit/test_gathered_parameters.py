@@ -27,7 +27,10 @@ from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal_protos.errors import UserError
+from tiers import check
 from torch import Tensor, nn
+
+pytestmark = check("trains many small jobs")
 
 
 @pytest.fixture(autouse=True, params=["seen", "copied"])

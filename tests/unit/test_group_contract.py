@@ -20,7 +20,10 @@ from shoal.group import host_peers, shared_memory
 from shoal.group.group import Group, WorldChanged
 from shoal.group.ordered import OrderedGroup
 from shoal.group.staged import StagedGroup
+from tiers import check
 from torch import Tensor
+
+pytestmark = check("builds groups of gloo")
 
 Act = Callable[[Group], object]
 SIZE = 3

@@ -11,6 +11,9 @@ import pytest
 from forked_command import SHOAL
 from shoal.checkpoint.__main__ import main as checkpoint
 from shoal_controller.cli import main
+from tiers import check
+
+pytestmark = check("starts commands")
 
 
 def handed_over(*arguments: str) -> list[str]:

@@ -8,6 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from tiers import check
+
+pytestmark = check("measures memory")
 
 PROGRAM = """
 import resource, sys, torch

@@ -7,10 +7,12 @@ names the place and the figure. What is exempt is in a named list below, so that
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -108,11 +110,30 @@ SHOAL_PUBLIC = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "
 def sources() -> dict[Path, ast.Module]:
     """Every Python file of the repository but generated ones, parsed."""
     files = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-    return {
-        file.relative_to(ROOT): ast.parse(file.read_text(), str(file))
-        for file in sorted(files)
-        if "_pb2" not in file.name
-    }
+    with _uncollected():
+        return {
+            file.relative_to(ROOT): ast.parse(file.read_text(), str(file))
+            for file in sorted(files)
+            if "_pb2" not in file.name
+        }
+
+
+@cache
+def nodes() -> dict[Path, tuple[ast.AST, ...]]:
+    """All nodes of each of them, breadth first."""
+    with _uncollected():
+        return {file: tuple(ast.walk(tree)) for file, tree in sources().items()}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Millions of nodes are made here that stay: no collection, now or later in this process, has to look at them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @cache
@@ -127,8 +148,8 @@ def modules() -> dict[str, Path]:
 
 
 def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for file, tree in sources().items():
-        for node in ast.walk(tree):
+    for file, inside in nodes().items():
+        for node in inside:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield file, node
 
@@ -171,8 +192,8 @@ def test_no_function_takes_more_parameters_than_one_can_remember() -> None:
 
 def test_no_class_has_more_methods_than_one_can_survey() -> None:
     many = {}
-    for file, tree in sources().items():
-        for node in ast.walk(tree):
+    for file, inside in nodes().items():
+        for node in inside:
             if isinstance(node, ast.ClassDef) and file.parts[0] != "tests":
                 count = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
                 if count > MOST_METHODS:
@@ -216,7 +237,7 @@ def test_no_two_modules_of_the_product_have_one_name() -> None:
 def test_no_name_leaves_open_what_it_names() -> None:
     fields: dict[type[ast.AST], str] = {ast.arg: "arg", ast.Attribute: "attr", ast.Name: "id"}
     fields |= dict.fromkeys((ast.AsyncFunctionDef, ast.ClassDef, ast.FunctionDef), "name")
-    named = [(file, node) for file, tree in sources().items() for node in ast.walk(tree) if type(node) in fields]
+    named = [(file, node) for file, inside in nodes().items() for node in inside if type(node) in fields]
     assert [
         f"{file}:{node.lineno}"
         for file, node in named
@@ -258,7 +279,7 @@ CHANGES = {
 def test_a_question_never_acts() -> None:
     acting = []
     for file in modules().values():
-        for node in ast.walk(sources()[file]):
+        for node in nodes()[file]:
             if isinstance(node, ast.FunctionDef) and QUESTION.match(node.name):
                 given = {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
                 acting += [f"{file}:{line} {node.name}" for line in changes_of(node, given)]
@@ -317,8 +338,8 @@ def is_pure(used: str, room: str) -> bool:
 def calls(name: str, of: str | None = None) -> list[str]:
     """Where something of that name (an attribute of `of`, where given) is named in code."""
     places = []
-    for file, tree in sources().items():
-        for node in ast.walk(tree):
+    for file, inside in nodes().items():
+        for node in inside:
             if isinstance(node, ast.Attribute) and node.attr == name:
                 if of is None or (isinstance(node.value, ast.Name) and node.value.id == of):
                     places.append(f"{file}:{node.lineno}")

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from tiers import check
+
+pytestmark = check("starts processes")
 
 TORCHS_OBJECTS = 50_000
 """It has 170,000."""

@@ -19,6 +19,9 @@ from ports import free_port
 from shoal_controller.launchers.kubernetes import cluster_api
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterSilence
 from shoal_protos.errors import UserError
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 
 class Listening(FakeCluster):

@@ -7,6 +7,9 @@ from shoal_controller.core.machine.events import Scale
 from shoal_controller.records import record_prefix
 from shoal_controller.store.open import open_store
 from small_machine import SPEC, SmallMachine, World, running
+from tiers import check
+
+pytestmark = check("starts processes")
 
 
 def filled(monkeypatch, size):

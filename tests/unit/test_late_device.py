@@ -30,9 +30,12 @@ from shoal.offload.host_blocks import HostBlocks
 from shoal.offload.host_parameters import HostParameterBlocks
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
+from tiers import check
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from waiting_inputs import note_waiting_inputs
+
+pytestmark = check("tries every step on a device of the tests")
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -19,7 +19,10 @@ from shoal.offload.held_piece import HeldPiece
 from shoal.offload.host_parameters import FiledHostParameterBlocks
 from shoal.offload.transfers import Buffer
 from shoal.training.engine import Engine
+from tiers import check
 from torch import Tensor
+
+pytestmark = check("waits for a slow disk")
 
 BF16 = {"bf16": {"enabled": True}}
 

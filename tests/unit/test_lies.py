@@ -59,6 +59,9 @@ from shoal_protos.messages import (
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share
 from shoal_protos.runs import NO_BLOCKS, every
 from shoal_protos.wire import decode_controller, decode_worker, encode_controller, encode_worker
+from tiers import check
+
+pytestmark = check("tries every field of every message")
 
 MODEL = replace(
     MADE_OF, can_checkpoint=True, checkpoint_places=("/checkpoints",), config={"a": "1"}, numerics={"b": "2"},

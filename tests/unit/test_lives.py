@@ -13,6 +13,9 @@ import pytest
 from crew import Crew, Task, Worker, undisturbed
 from shoal.faults import POINTS
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
+from tiers import check
+
+pytestmark = check("starts processes")
 
 LIVES = int(os.environ.get("SHOAL_LIVES", "4"))
 MOST_WORKERS = 5

@@ -16,6 +16,9 @@ from pod_team import SPEC, Team, hurry, team
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes import pod_writer
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 MANY = 510
 JOBS = [replace(SPEC, job=f"job-{number}") for number in range(10)]

@@ -38,7 +38,10 @@ from shoal_protos.memory_estimate import (
     state_bytes_of,
     waiting_subtrees,
 )
+from tiers import check
 from torch import Tensor, nn
+
+pytestmark = check("measures memory")
 
 P = 1_000_000
 WIDTH = 512

@@ -11,6 +11,9 @@ from asynchronous import asynchronous
 from shoal_controller.launchers.kubernetes import object_watch
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterRefusal, WatchNews
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 
 def item(version: int, uid: str = "u", name: str = "a", **fields: Any) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from reference import reference
 from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.state_file import StateFile
 from shoal_controller.core.machine.events import DrainWorker
+from tiers import check
+
+pytestmark = check("trains many small jobs")
 
 HALF = {"bf16": {"enabled": True}}
 STEPS = 6

@@ -20,6 +20,9 @@ from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.saver import Saver, SaveResult, SaveTask
 from shoal.checkpoint.storage import LocalStorage
 from shoal.training.engine import Engine
+from tiers import check
+
+pytestmark = check("starts processes")
 
 STEPS = 5
 

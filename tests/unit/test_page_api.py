@@ -26,6 +26,9 @@ from shoal_controller.core.machine.spec import Phase, ResizeView, State, WorkerV
 from shoal_controller.page.site import DIGEST_PLACE, FOLDER, Site
 from shoal_controller.records import JobEvent
 from small_machine import SmallMachine
+from tiers import check
+
+pytestmark = check("serves REST on real ports")
 
 WITH_PAGE = ApiSettings(default_workers=2, site=Site())
 SECRET = "secret"

@@ -19,6 +19,9 @@ from shoal.config.document import Document
 from shoal.config.load import load_config
 from shoal_controller.api.models import JobBody
 from shoal_controller.cli.main import app
+from tiers import check
+
+pytestmark = check("runs the code of every page")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

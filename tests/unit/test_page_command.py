@@ -12,6 +12,9 @@ from shoal_controller.cli.page import check_flags, open_browser, page_sentence, 
 from shoal_controller.cli.serve import Interrupts, Places, serving
 from shoal_protos.bearer import kept_token
 from shoal_protos.errors import UserError
+from tiers import check
+
+pytestmark = check("starts commands")
 
 
 class Windowed(webbrowser.BaseBrowser):

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import check
 
-pytestmark = pytest.mark.xdist_group("peaks")
+pytestmark = [pytest.mark.xdist_group("peaks"), check("measures memory")]
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS.parent / "benchmarks"))

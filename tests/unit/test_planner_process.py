@@ -24,6 +24,9 @@ from shoal_protos.errors import PeerError
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from small_machine import SPEC, SmallMachine, running
+from tiers import check
+
+pytestmark = check("starts processes")
 
 TERMS = Terms(lanes=8, blocks=64, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
 

@@ -18,6 +18,9 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.tasks import only_logged
 from shoal_protos.errors import PeerError
 from small_machine import Written
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,9 @@ from shoal_controller.launchers.kubernetes import pod_launcher
 from shoal_controller.launchers.kubernetes.connect import connected
 from shoal_controller.launchers.kubernetes.options import ClusterOptions
 from shoal_protos.errors import NotFound, StoreError, UserError
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,9 @@ from asynchronous import asynchronous
 from pod_team import SPEC, Team, hurry, team
 from shoal_controller.core.machine.events import Exited, Spawned
 from shoal_protos.errors import PeerError
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 BLOWS = 40
 FAULTS = {"GET": (500,), "POST": (0, 429, 500, 503), "DELETE": (0, 409, 409, 500), "PATCH": (0, 409)}

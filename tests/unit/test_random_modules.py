@@ -11,6 +11,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from random_modules import PRECISIONS, RandomModel, optimizer_of
+from tiers import check
+
+pytestmark = check("trains many small jobs")
 
 POINTS = (
     "forward", "backward", "exchange", "mirror", "vote", "optimizer", "hand_out", "fill", "prepare", "promote", "begin",

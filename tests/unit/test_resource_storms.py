@@ -19,6 +19,9 @@ from shoal_controller.api import resource_rules
 from shoal_controller.callers import Caller, Role
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.errors import ShoalError
+from tiers import check
+
+pytestmark = check("serves the API of a cluster")
 
 BLOWS = 40
 NAMES = ("a", "b", "c")

@@ -16,8 +16,9 @@ from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls
 from shoal_protos.errors import UserError
+from tiers import check
 
-pytestmark = pytest.mark.xdist_group("an authority")
+pytestmark = [pytest.mark.xdist_group("an authority"), check("serves REST on real ports")]
 
 
 @pytest.fixture(scope="module")

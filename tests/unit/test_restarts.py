@@ -12,6 +12,9 @@ from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.messages import Ask, AskKind, Ending, Request, RequestKind, Result, Telemetry
+from tiers import check
+
+pytestmark = check("starts processes")
 
 SAVING = replace(MADE_OF, can_checkpoint=True)
 LAUNCHED = {"launcher": "local", "command": ("train",)}

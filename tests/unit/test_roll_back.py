@@ -19,6 +19,9 @@ from shoal_controller import records, token_register
 from shoal_controller.records import FORMAT
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
+from tiers import check
+
+pytestmark = check("trains many small jobs")
 
 NEWER = FORMAT + 1
 SENTENCE = (

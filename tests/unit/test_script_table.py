@@ -10,6 +10,9 @@ from scripts.changed_lines import changed_lines
 from scripts.measuring import Measured
 from scripts.run import MEASURED
 from scripts.table import ROOT, SCRIPTS, Script, script
+from tiers import check
+
+pytestmark = check("builds the site")
 
 
 @pytest.mark.parametrize("chosen", SCRIPTS, ids=lambda chosen: chosen.name)

@@ -12,6 +12,9 @@ from shoal.session.controller_link import ControllerLink
 from shoal.session.link_choice import open_link
 from shoal.session.settings import SessionSettings
 from shoal_protos.errors import UserError
+from tiers import check
+
+pytestmark = check("starts processes")
 
 
 def test_without_a_controller_a_script_trains_alone() -> None:

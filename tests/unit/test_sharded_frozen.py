@@ -29,8 +29,11 @@ from shoal.training.sharded_parameters import ShardedParameters
 from shoal_controller.core.machine.events import DrainWorker
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
+from tiers import check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+pytestmark = check("trains many small jobs")
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,10 @@ from shoal.group.group import Group, WorldChanged
 from shoal.group.host_peers import HostPeers
 from shoal.group.shared_memory import PLACE_BYTES, PLACES, OpenedMemory, SharedMemory
 from shoal.unnamed_memory import GROUP as NAME
+from tiers import check
 from torch import Tensor
+
+pytestmark = check("starts processes")
 
 LARGE = host_peers.LEAST_BYTES
 SHORT = host_peers.PLACE.size

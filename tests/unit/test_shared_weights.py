@@ -28,8 +28,11 @@ from shoal.session.link_choice import has_peers_on_host_alone
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal_protos.runs import Runs
+from tiers import check
 from torch import Tensor
 from weights_bytes import in_a_child, taken_bytes, windows
+
+pytestmark = check("trains many small jobs")
 
 BLOCK = 4_096
 MOST_MAPPINGS = Path("/proc/sys/vm/max_map_count")

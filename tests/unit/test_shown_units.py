@@ -12,8 +12,11 @@ from hard_units import LANES, Layers, and_train, of, task, with_model
 from reference import reference
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
+from tiers import check
 from torch import Tensor, nn
 from weights_bytes import in_a_child, taken_bytes, windows
+
+pytestmark = check("trains many small jobs")
 
 
 def alone(body: Callable[[Engine, Any], None], model: type[Layers] = Layers) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import shoal
 from shoal.training.engine import PUBLIC
+from tiers import check
 
-pytestmark = pytest.mark.xdist_group("the site")
+pytestmark = [pytest.mark.xdist_group("the site"), check("builds the site")]
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}

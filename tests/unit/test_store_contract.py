@@ -30,8 +30,9 @@ from shoal_controller.store.store import (
     Store,
 )
 from shoal_protos.errors import StoreError
+from tiers import check
 
-pytestmark = pytest.mark.xdist_group("stores")
+pytestmark = [pytest.mark.xdist_group("stores"), check("starts servers of etcd")]
 
 
 @dataclass

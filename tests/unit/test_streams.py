@@ -26,10 +26,11 @@ from shoal.data.data_workers import HERE, Reading
 from shoal.data.stream_source import STATE_EVERY, StreamSamples
 from shoal_controller.core.machine.events import DrainWorker
 from shoal_protos.errors import UserError
+from tiers import check
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-pytestmark = pytest.mark.xdist_group("streams")
+pytestmark = [pytest.mark.xdist_group("streams"), check("serves REST on real ports")]
 
 LANES, MICRO = 4, 2
 ORDER = StreamOrder(LANES, MICRO, 1)

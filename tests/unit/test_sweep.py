@@ -19,7 +19,10 @@ from shoal.group.forks import OPEN_FILES
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending, serve_at_exit
+from tiers import check
 from torch.utils.data import default_collate
+
+pytestmark = check("collects garbage until all is gone")
 
 
 def shared_descriptors() -> set[str]:

@@ -13,6 +13,9 @@ from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
 from shoal.failure import ExportFailed, NeedsFreshProcess, result_of
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import WRONG_USE
+from tiers import check
+
+pytestmark = check("starts processes")
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

@@ -20,7 +20,10 @@ from shoal_controller.launchers.kubernetes import cluster_api, world_annotations
 from shoal_protos.plan import Member, Plan, Reason
 from small_machine import SPEC as SMALL
 from small_machine import SmallMachine, running
+from tiers import check
 from worlds import recovery
+
+pytestmark = check("serves the API of a cluster")
 
 
 @pytest.fixture(autouse=True)
