@@ -14,19 +14,15 @@ import pytest
 import torch
 from crew import Crew, Task, Worker, undisturbed
 from crew_saves import rests, saved
-from hypothesis import given
-from hypothesis import strategies as st
 from matrices import shortened
 from reference import reference
 from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
-from shoal.core.sampled_blocks import losing_a_copy, sampled
 from shoal.training import corruption_watch
 from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.corruption import CorruptBlock
-from shoal_protos.plan import Fill, Member, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs
 from tiers import check
 from torch import Tensor
@@ -105,15 +101,6 @@ def save(crew: Crew, step: int) -> None:
 # ---- what is compared
 
 
-@given(st.integers(0, 10**9), st.integers(1, 300), st.integers(1, 300))
-def test_every_block_is_compared_once_in_so_many_steps_and_no_step_does_more_than_its_share(
-    step: int, blocks: int, every: int
-) -> None:
-    samples = [sampled(step + n, blocks, every) for n in range(every)]
-    assert sorted(block for sample in samples for block in sample) == list(range(blocks))
-    assert max(map(len, samples)) <= -(-blocks // every)
-
-
 @pytest.mark.parametrize("tensor", shortened(["exp_avg", "exp_avg_sq", "step", "parameters"], "exp_avg", "parameters"))
 def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(tensor: str) -> None:
     with Crew("ab", task()) as crew:
@@ -132,35 +119,6 @@ def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(tens
             values, _ = memory_of(crew.workers["a"], "exp_avg", owned=True)
             values[[0, 4000]] = values[[4000, 0]]
             assert (block_checksums(state, held) != before).sum() == 1, "two numbers that have changed places"
-
-
-@given(st.lists(st.tuples(st.frozensets(st.integers(0, 9)), st.frozensets(st.integers(0, 9))), min_size=1, max_size=5))
-def test_a_change_compares_what_loses_the_second_copy_and_nothing_else(
-    keeps: list[tuple[frozenset[int], frozenset[int]]],
-) -> None:
-    """Whoever keeps nothing afterwards is left out."""
-    members = [Member(f"w{place}", f"i{place}", "host:1") for place in range(len(keeps))]
-    old = world_of(members, [before for before, _ in keeps])
-    new = world_of([m for m, (_, after) in zip(members, keeps, strict=True) if after], [a for _, a in keeps if a])
-    had = Counter(block for before, _ in keeps for block in before)
-    keep_on = Counter(block for before, after in keeps for block in before & after)
-    assert set(losing_a_copy(old, new, 0)) == {block for block in had if had[block] > 1 and keep_on[block] < 2}
-
-
-@pytest.mark.parametrize(("boundaries", "compared"), [(0, [3, 4]), (1, [3, 4]), (2, [])])
-def test_a_change_compares_no_blocks_whose_copies_were_compared_when_they_were_filled(
-    boundaries: int, compared: list[int]
-) -> None:
-    a, b, c = (Member(name, name, "host:1") for name in "abc")
-    kept = frozenset({3, 4})
-    fills = (Fill(1, 2, Runs.of(kept)),)
-    old = replace(world_of([a, b, c], [kept, kept, frozenset()]), fills=fills)
-    assert list(losing_a_copy(old, world_of([b, c], [kept, kept]), boundaries)) == compared
-
-
-def world_of(members: list[Member], keeps: list[frozenset[int]]) -> Plan:
-    shares = tuple(Share(owned=Runs.of(blocks)) for blocks in keeps)
-    return Plan(1, 0, Reason.DRAIN, 1, 10, tuple(members), shares, (), 1, 0, steps=True)
 
 
 # ---- one flipped bit

@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from planning import World
 from shoal.core.layout import Trainable, lay_out
-from shoal.exchange.pieces import piece_limits
+from shoal.exchange.host_sums import HostSums
+from shoal.exchange.pieces import PieceLimits, cut_into_pieces, piece_limits, windows
 from shoal.exchange.traffic import Traffic
 from shoal_controller.core.planning.planner import Terms
+from shoal_protos.runs import Runs
 
 BLOCK = 4_096
 
@@ -37,3 +41,20 @@ def test_pieces_are_large_where_no_link_waits_for_them_above_all_where_gradients
     plan = replace(plan, members=members)
     found = {Traffic(plan, rank, layout, by_rounds=by_rounds).pieces for rank in range(3)}
     assert [len(pieces) for pieces in found] == [count]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(0, 60))
+def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_for(
+    sizes: list[int], in_flight: int
+) -> None:
+    layout = lay_out([Trainable("p", (1,), torch.float32, 0)])
+    (one,) = cut_into_pieces(
+        layout, [layout.cut(Runs([(0, 1)]))], HostSums([[(0, 1)]], (), range(1), 1), PieceLimits(BLOCK, BLOCK)
+    )
+    pieces = [type(one)(0, size, ()) for size in sizes]
+    until = windows(pieces, in_flight)
+    assert list(until) == sorted(until)
+    for index, stop in enumerate(until):
+        assert stop >= min(index + 2, len(sizes)), "the next piece always is on its way"
+        assert sum(sizes[index + 1 : stop]) <= in_flight or stop == index + 2
+        assert stop == len(sizes) or sum(sizes[index + 1 : stop + 1]) > in_flight

@@ -140,21 +140,6 @@ def test_no_member_holds_more_for_a_piece_than_its_limit(
             assert received * width <= piece.bytes + rows * BLOCK * width
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(0, 60))
-def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_for(
-    sizes: list[int], in_flight: int
-) -> None:
-    layout = lay_out([Trainable("p", (1,), torch.float32, 0)])
-    (one,) = cut_into_pieces(layout, [layout.cut(Runs([(0, 1)]))], sums_of([1]), LIMITS)
-    pieces = [type(one)(0, size, ()) for size in sizes]
-    until = windows(pieces, in_flight)
-    assert list(until) == sorted(until)
-    for index, stop in enumerate(until):
-        assert stop >= min(index + 2, len(sizes)), "the next piece always is on its way"
-        assert sum(sizes[index + 1 : stop]) <= in_flight or stop == index + 2
-        assert stop == len(sizes) or sum(sizes[index + 1 : stop + 1]) > in_flight
-
-
 @given(owners(), st.data())
 @settings(max_examples=examples(60))
 def test_a_split_is_what_is_wanted_of_each_piece(
