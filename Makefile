@@ -17,9 +17,9 @@
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
-#   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices
+#   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices; ARGS="--part 1/8"
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
-#   make docs       regenerate pages of docs/ (phases, events, controller, REST, command, configuration, chart) and what the chart
+#   make docs       regenerate pages of docs/ (phases, events, rules, controller, REST, command, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
 #   make page       run all tests of the controller's page, and measure it with 100 jobs of 100 simulated workers
 #   make page-pictures  take docs/pictures/page-*.png of a real run with a kill in it; needs chromium
@@ -66,6 +66,7 @@ static: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tests/mutants/check.py
 
 types: $(READY)
 	$(BIN)/mypy
@@ -186,6 +187,7 @@ docs: $(READY)
 	$(BIN)/python docs/generate/events.py
 	$(BIN)/python docs/generate/controller.py
 	$(BIN)/python docs/generate/rest.py
+	$(BIN)/python docs/generate/rules.py
 	$(BIN)/python docs/generate/script_table.py
 	$(BIN)/python docs/generate/command.py
 	$(BIN)/python docs/generate/chart.py

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gpu.slow_start import SLOWLY
 from integration.cluster import Cluster
+from rule import rule
 
 TESTS = Path(__file__).parents[1]
 
@@ -49,6 +50,7 @@ def test_messages_have_what_was_computed_in_the_order_of_their_tags(size: int) -
     act("messages_in_order", size)
 
 
+@rule("NCCL is aborted by `abort()`", "Groups", needs="CUDA and NCCL")
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_abort_ends_a_wait_for_a_message_that_never_comes_and_one_that_is_half_way(size: int) -> None:
     act("rank_0_aborts", size)

@@ -9,6 +9,7 @@ import pytest
 import shoal
 import torch
 from integration.cluster import Cluster, alone
+from rule import Edit, rule
 from shoal_protos.messages import WRONG_USE
 from tiers import promise
 
@@ -53,6 +54,15 @@ def test_a_worker_that_differs_is_told_the_first_difference_and_the_job_is_unhar
     assert [world["generation"] for world in report["generations"]] == [1]
 
 
+@rule(
+    "A living member keeps its id, and a second process with that id is refused; no process has two ids",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.admission",
+        "    return turn.take_id() if gone and (process is None or process.connection is None) else None\n",
+        "    return hello.worker\n",
+    ),
+)
 def test_a_second_process_with_the_id_of_a_living_worker_is_refused() -> None:
     with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -13,6 +13,7 @@ import pytest
 from integration.cluster import Cluster, alone, undisturbed, until
 from matrices import shortened
 from object_store import object_store
+from rule import holds
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
@@ -152,6 +153,7 @@ def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> 
         assert whole(place)[0] == STEPS
 
 
+@holds("A job that has succeeded has the last checkpoint")
 def test_a_job_whose_last_checkpoint_cannot_be_saved_fails_and_says_why(tmp_path: Path) -> None:
     place = tmp_path / "place"
     with Cluster(workers=2, options=options(place, every_steps=20), pace=PACE) as cluster:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, state_of, until
 from matrices import shortened
+from rule import holds
 from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
@@ -32,6 +33,7 @@ def test_training_goes_on_without_a_controller_and_resizes_after_it_is_back() ->
         cluster.wait_undisturbed()
 
 
+@holds("For a worker that is")
 def test_a_controller_with_an_empty_store_ends_no_worker_that_trains() -> None:
     with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -70,6 +72,7 @@ def test_the_controller_is_killed_while_a_loss_is_mended(instant: str) -> None:
         cluster.wait_undisturbed()
 
 
+@holds("A change that needs several")
 def test_a_controller_that_is_killed_between_the_parts_of_a_change_comes_back() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -12,6 +12,7 @@ from etcd_cluster import Cluster as Etcd
 from etcd_cluster import etcd_cluster
 from integration.cluster import ended, send_signal, until
 from integration.controllers import Controllers
+from rule import holds
 from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
@@ -79,6 +80,7 @@ def test_a_leader_that_is_told_to_end_hands_over_at_once(etcd: Etcd) -> None:
         cluster.wait_undisturbed()
 
 
+@holds("A controller says on every stream")
 def test_a_leader_that_was_frozen_follows_the_next_one_and_writes_nothing(etcd: Etcd) -> None:
     with Controllers(etcd, workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

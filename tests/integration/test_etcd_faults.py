@@ -19,6 +19,7 @@ from etcd_cluster import etcd_cluster
 from integration.cluster import send_signal, state_of, until
 from integration.controllers import ALL_OUTAGES, Controllers, outages
 from integration.proxy import Proxy
+from rule import holds
 
 LONG: dict[str, Any] = {"max_steps": 30}
 TWO_MIRRORS: dict[str, Any] = {**LONG, "mirrors": 2}
@@ -82,6 +83,7 @@ def test_the_leading_server_of_etcd_is_killed_in_a_resize(etcd: Etcd) -> None:
         cluster.wait_undisturbed()
 
 
+@holds("While its lease has lapsed a")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("seconds", one_or([4, 30, 120]))
 def test_etcd_is_gone_and_a_worker_dies_meanwhile(etcd: Etcd, seconds: int) -> None:
@@ -115,6 +117,7 @@ def test_training_goes_on_while_etcd_is_gone(etcd: Etcd) -> None:
 # ---- the leader
 
 
+@holds("Of any number of controllers one")
 @pytest.mark.parametrize("instant", one_or(INSTANTS))
 @pytest.mark.parametrize("manner", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_leader_dies_or_freezes_in_a_resize(etcd: Etcd, manner: signal.Signals, instant: str) -> None:
@@ -150,6 +153,7 @@ def test_the_leader_ends_five_times_and_prints_how_soon_the_next_one_leads(etcd:
         cluster.wait_undisturbed()
 
 
+@holds("A leader that is cut off from")
 def test_a_leader_that_is_cut_off_from_etcd_gives_way_and_hears_what_was_compacted_meanwhile(etcd: Etcd) -> None:
     cluster = Controllers(etcd, workers=3, options=LONG, pace=PACE)
     with routed(etcd, cluster, "ab") as routes, cluster:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from integration.cluster import Cluster, until
 from matrices import shortened
+from rule import Edit, rule
 from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
@@ -36,6 +37,16 @@ def test_a_frozen_worker_that_thaws_changes_nothing(instant: str) -> None:
         assert cluster.wait_exit("w1") == 0
 
 
+@rule(
+    "A process that was replaced still counts until a step has been committed in a later generation; after that "
+    "it changes nothing",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.running",
+        "    valid = max(committed_in, turn.durable.first_valid_generation)\n",
+        "    valid = world.generation\n",
+    ),
+)
 def test_a_worker_comes_back_from_a_generation_that_is_long_over() -> None:
     with Cluster(workers=3, options={**LONG, "mirrors": 2}, pace=PACE) as cluster:
         cluster.wait_step(2)
@@ -72,6 +83,16 @@ def test_a_step_may_take_as_long_as_it_likes() -> None:
     assert [world["generation"] for world in report["generations"]] == [1]
 
 
+@rule(
+    "An inventory counts only if no step was committed in a later generation than its worker's",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "    return inventory.generation >= committed_in and (inventory.generation >= floor or "
+        "inventory.generation == 0)",
+        "    return inventory.generation >= floor or inventory.generation == 0",
+    ),
+)
 def test_a_frozen_sole_holder_saves_the_day_when_it_thaws() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(2)

@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import pytest
 from integration.cluster import ended, fork, until
+from rule import Edit, holds, rule
 
 PATIENCE_SECONDS = 25.0
 """Less than gloo's own 30 s for connecting, so that nobody is saved by it."""
@@ -147,6 +148,15 @@ def test_a_framed_message_arrives_whole_and_an_empty_one_too() -> None:
             assert read.result(PATIENCE_SECONDS) == content
 
 
+@rule(
+    "gloo is aborted by posting a receive that nobody sends to, to each peer in turn, until one times out",
+    "Groups",
+    broken_by=Edit(
+        "shoal.group.gloo",
+        "any(_times_out(self._gloo, peer) for peer in self._order)",
+        "any(_times_out(self._gloo, peer) for peer in self._order[:1])",
+    ),
+)
 def test_an_abort_wakes_everybody_though_one_peer_is_dead_and_one_is_frozen() -> None:
     with party(4) as members:
         members.build(1)
@@ -162,6 +172,7 @@ def test_an_abort_wakes_everybody_though_one_peer_is_dead_and_one_is_frozen() ->
         assert results([members[rank].start("gather", generation=2, number=rank) for rank in (0, 1)]) == [[0, 1]] * 2
 
 
+@holds("gloo is aborted by posting")
 def test_an_abort_closes_the_connections_to_all_peers_though_the_first_one_is_dead() -> None:
     """A peer's receive raises, and what a frozen one sends after it thaws lands nowhere."""
     with party(4) as members:
@@ -180,6 +191,7 @@ def test_an_abort_closes_the_connections_to_all_peers_though_the_first_one_is_de
         assert members[0].ask("mean") == 1.0
 
 
+@holds("A group that is closed")
 def test_a_group_that_is_closed_with_operations_in_flight_is_gone_for_all_peers() -> None:
     """A wait that gloo has forgotten keeps a group alive, and its connections to everybody else."""
     with party(3) as members:
@@ -262,6 +274,7 @@ def test_a_broken_connection_names_the_peer_and_an_own_abort_names_nobody() -> N
         assert members[1].ask("broken", generation=1) == []
 
 
+@holds("Building a group can be")
 def test_a_member_that_dies_before_it_comes_holds_nobody_when_the_building_is_cancelled() -> None:
     with party(3) as members:
         members[2].kill()
@@ -271,6 +284,7 @@ def test_a_member_that_dies_before_it_comes_holds_nobody_when_the_building_is_ca
         members.build(2, [0, 1])
 
 
+@holds("Building a group can be")
 def test_a_frozen_builder_holds_nobody_when_the_building_is_cancelled() -> None:
     with party(3) as members:
         members[0].signal(signal.SIGSTOP)
@@ -297,6 +311,11 @@ def test_a_member_that_dies_while_it_connects_does_not_keep_the_next_group_from_
         members.build(2, [0, 1])
 
 
+@rule(
+    "Buffers of an aborted group are reused only after the group is gone: until then a late sender can write into them",
+    "Groups",
+    broken_by=Edit("shoal.group.gloo", "            any(_times_out(self._gloo, peer) for peer in self._order)\n", ""),
+)
 def test_a_late_sender_cannot_write_into_a_buffer_that_is_used_again() -> None:
     with party(3) as members:
         members.build(1)

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from integration.cluster import Cluster
 from matrices import shortened
+from rule import holds
 
 PACE = 0.03
 
 
+@holds("When no vote passes although")
 @pytest.mark.parametrize("one_way", shortened([False, True], True), ids=["both ways", "one way"])
 def test_two_workers_that_cannot_reach_each_other_are_parted_and_the_job_ends_with_the_same_bits(
     one_way: bool, tmp_path: Path
@@ -31,6 +33,7 @@ def test_two_workers_that_cannot_reach_each_other_are_parted_and_the_job_ends_wi
         cluster.wait_undisturbed()
 
 
+@holds("… and a chain that ends in user")
 def test_a_script_that_hangs_is_named_and_ends_after_stall_seconds_and_the_others_go_on(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     options = {"max_steps": 30, "broken": str(broken), "hangs": "w1"}

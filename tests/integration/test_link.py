@@ -19,6 +19,7 @@ import torch
 from certificates import authority, certificate
 from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_world, together, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
+from rule import Edit, holds, rule
 from shoal.exchange.framing import FramedSend
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec
@@ -132,6 +133,7 @@ def test_a_worker_can_end_while_its_controller_hangs() -> None:
                 introduced.result(PATIENCE_SECONDS)
 
 
+@holds("A process that has not said hello is killed")
 def test_a_launched_worker_in_no_world_ends_without_failing_when_its_controller_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -159,6 +161,7 @@ def test_a_launched_worker_that_waits_to_join_ends_likewise_after_the_jobs_recon
         worker.close()
 
 
+@holds("A process that has not said hello is killed")
 @pytest.mark.parametrize(("launcher", "member"), [("local", True), ("", False)])
 def test_a_member_and_a_worker_that_nobody_launched_wait_for_their_controller(launcher: str, member: bool) -> None:
     with SmallController() as controller:
@@ -171,6 +174,20 @@ def test_a_member_and_a_worker_that_nobody_launched_wait_for_their_controller(la
         worker.close()
 
 
+@rule(
+    "A member that was told to end by SIGTERM, and that no controller drains, ends when its grace is over",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal.session.driver", "if self._grace_is_over and seconds > shared.settings.grace_seconds:", "if False:"
+        ),
+        Edit(
+            "shoal.session.driver",
+            "time.monotonic() - told_at > self._shared.settings.grace_seconds",
+            "time.monotonic() - told_at > 0",
+        ),
+    ],
+)
 @pytest.mark.parametrize("launcher", ["local", ""])
 def test_a_member_that_was_told_to_end_waits_for_a_controller_to_drain_it_until_its_grace_is_over(
     launcher: str,
@@ -220,6 +237,7 @@ def test_prepare_wakes_a_training_thread_that_is_blocked() -> None:
         assert together(them, Worker.gathers) == [[97, 98], [97, 98]]
 
 
+@holds("Buffers of an aborted group")
 def test_the_group_is_gone_when_the_training_thread_has_heard_of_the_stop() -> None:
     """From then on it uses its buffers again, and a late sender must not write into them."""
     with workers("ab") as (controller, them):
@@ -323,6 +341,7 @@ def test_a_job_that_ends_while_another_world_is_voted_ends_that_vote_as_a_lost_w
         assert a.takes(Ended).ending is Ending.DONE
 
 
+@holds("A joiner keeps every planned")
 def test_a_joiner_keeps_an_older_plan_that_begins_after_all() -> None:
     with workers("abc") as (controller, them):
         a, b, c = them

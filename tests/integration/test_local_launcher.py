@@ -27,6 +27,7 @@ from integration.local_processes import (
     with_controller,
     written,
 )
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
@@ -68,6 +69,12 @@ def test_one_thread_is_the_default_and_the_controllers_own_environment_goes_befo
     assert WorkerEnvironment(lambda: ["h:1"]).of("w0", job)["GRPC_ENABLE_FORK_SUPPORT"] == "0"
 
 
+@rule(
+    "What another run of a job has left running is ended before this run's workers are started, whichever "
+    "controller began the run",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.launchers.local", "        await self._end_other_runs(spec, records)\n", ""),
+)
 def test_what_another_run_left_is_ended_by_the_controller_that_finds_it(tmp_path: Path) -> None:
     """The one before began the new run, and died before it had ended what the old one left."""
 
@@ -270,6 +277,16 @@ def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: 
     with_controller(tmp_path, scene)
 
 
+@rule(
+    "Local workers that can find a controller only where another program listens now are ended by the controller "
+    "that adopts them",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.launchers.local",
+        "        if self._lost_port and _looks_only_at(",
+        "        if self._lost_port < 0 and _looks_only_at(",
+    ),
+)
 def test_workers_that_look_for_their_controller_where_another_program_listens_are_ended(tmp_path: Path) -> None:
     """They would train on for ever, and this job would wait for them."""
 
@@ -306,6 +323,7 @@ def test_a_pid_that_was_given_to_another_process_is_not_adopted(tmp_path: Path) 
     with_controller(tmp_path, scene)
 
 
+@holds("… a worker that was about to be")
 def test_a_worker_without_a_page_is_found_by_its_log_or_was_never_started(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
         spawned = await controller.launcher.spawn("w0", spec(f"({SLEEPER}) & {SLEEPER}"))
@@ -386,6 +404,7 @@ def test_what_does_not_end_with_its_job_is_killed_and_nothing_of_other_jobs(tmp_
     with_controller(tmp_path, scene)
 
 
+@holds("A worker's log stays bounded")
 def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal_controller.launchers.process_record.LOG_BYTES", 10_000)
     monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
@@ -438,6 +457,11 @@ asyncio.run(main())
 """
 
 
+@rule(
+    "As process 1 of a container the controller reaps what killed workers leave behind",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.launchers.local", "            if os.getpid() == 1:\n", "            if False:\n"),
+)
 def test_as_process_1_of_a_container_it_leaves_no_zombie_of_what_a_killed_worker_had_started(tmp_path: Path) -> None:
     command = [sys.executable, "-c", AS_PROCESS_1, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from matrices import shortened
+from rule import Edit, rule
 
 SCRIPT = Path(__file__).resolve().parents[1] / "other_device.py"
 BF16 = {"precision": {"bf16": {"enabled": True}}}
@@ -27,6 +28,22 @@ JOBS = shortened(
 """Those of one process each."""
 
 
+@rule(
+    "Whatever belongs to a model lies on its device: sums, state, what comes from a peer, a file or a message's head",
+    "Devices",
+    broken_by=[
+        Edit(
+            "shoal.blocks.values",
+            "            part = torch.empty(elements, dtype=dtype, device=device)\n",
+            "            part = torch.empty(elements, dtype=dtype)\n            assert device\n",
+        ),
+        Edit(
+            "shoal.blocks.state_home",
+            "            found[key] = value.to(self._device if value.dim() else numbers.get(key, value.device))\n",
+            "            found[key] = value.to(numbers.get(key, value.device))\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("jobs", JOBS, ids=json.dumps)
 def test_a_job_on_another_device_makes_no_tensor_elsewhere(jobs: list[dict[str, Any]]) -> None:
     done = subprocess.run(

@@ -13,6 +13,7 @@ from integration.linked_workers import Worker as LinkedWorker
 from integration.session_port import BEAT, HELLO, SECONDS, WELCOME, Port, Worker, on_port
 from integration.small_controller import SmallController
 from pydantic import SecretStr
+from rule import Edit, holds, rule
 from shoal_controller import failed_logins
 from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.core.machine.proof import Proof
@@ -44,6 +45,7 @@ def delays(monkeypatch: pytest.MonkeyPatch, free: int, seconds: float, waiting: 
     monkeypatch.setattr(failed_logins, "MOST_WAITING", waiting)
 
 
+@holds("At the workers' port a guess")
 def test_a_wrong_token_is_answered_later_than_the_one_before_and_a_right_one_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -70,6 +72,15 @@ def test_a_wrong_token_is_answered_later_than_the_one_before_and_a_right_one_at_
     on_port(scene, token=SecretStr("secret"))
 
 
+@rule(
+    "At the workers' port a guess waits for its answer to the end, though whoever made it hangs up; a worker's "
+    "sound token never waits",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.sessions.door", "        await asyncio.wait([task])\n", "        await task\n"),
+        Edit("shoal_controller.sessions.door", "        await self._keep_waiting(address)\n", ""),
+    ],
+)
 def test_guesses_side_by_side_are_not_looked_at_and_hold_up_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     delays(monkeypatch, free=0, seconds=AN_HOUR, waiting=2)
 
@@ -96,6 +107,14 @@ def test_guesses_side_by_side_are_not_looked_at_and_hold_up_no_worker(monkeypatc
     on_port(scene, token=SecretStr("secret"))
 
 
+@rule(
+    "No address, token or worker takes the places of all others at the workers' port",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.sessions.stream_counts", "        if self._open[key] >= most:\n", "        if False:\n"),
+        Edit("shoal_controller.sessions.stream_counts", "            self._open[key] -= 1\n", "            pass\n"),
+    ],
+)
 @pytest.mark.parametrize(
     ("limits", "token", "whose"),
     [
@@ -151,6 +170,14 @@ def test_headers_beyond_all_bounds_never_reach_the_door() -> None:
     on_port(scene)
 
 
+@rule(
+    "… and so does a connection to the workers' port that has no stream for 15 s",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.sessions.service", '    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),\n', ""
+    ),
+    after="… and no address has more than half",
+)
 @pytest.mark.parametrize(
     "sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS, b"PRI * HTTP/2.0\r\n\r\n", b"\x16\x03\x01"]
 )

@@ -12,6 +12,7 @@ import pytest
 from certificates import authority, certificate
 from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_port, receives_only
 from pydantic import SecretStr, ValidationError
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import MessageReceived
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.worker_tokens import WorkerTokens
@@ -91,6 +92,15 @@ def test_a_controller_that_does_not_lead_refuses_nobody_for_good() -> None:
     on_port(scene, token=SecretStr("secret"))
 
 
+@rule(
+    "A worker's token opens sessions of its job, and nothing in REST",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.sessions.dialogue",
+        "        if self.proof is not None and self.proof.job != job:\n",
+        "        if False:\n",
+    ),
+)
 def test_a_token_for_the_workers_of_one_job_opens_no_other() -> None:
     async def scene(port: Port) -> None:
         async with port.worker(WorkerTokens("secret").join("other", "run-1")) as worker:
@@ -139,6 +149,7 @@ def _issue(folder: Path) -> dict[str, Path]:
     return {field: folder / name for field, name in files.items()}
 
 
+@holds("Certificates are read again when")
 def test_certificates_that_are_renewed_are_read_again_and_no_stream_breaks(tmp_path: Path) -> None:
     old, new = tmp_path / "used", tmp_path / "new"
     for folder in (old, new):

@@ -15,6 +15,7 @@ from integration.linked_workers import Worker as LinkedWorker
 from integration.session_port import HELLO, WELCOME, Port, Worker, on_port
 from integration.small_controller import SmallController
 from pydantic import SecretStr
+from rule import holds
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.server import Server, serve
 from shoal_controller.sessions import service, streams
@@ -75,6 +76,7 @@ async def session_token(worker: Worker) -> str:
     return given.token
 
 
+@holds("A join token is valid")
 @asynchronous
 @promise("a session without a right")
 async def test_a_session_token_opens_its_own_session_also_on_the_next_controller_and_no_other(tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ async def test_a_join_token_ends_with_its_run(tmp_path: Path) -> None:
         assert answered.status_code == 401
 
 
+@holds("A session token ends")
 def test_a_session_token_is_renewed_on_the_stream_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "ALIVE_SECONDS", 0.02)
     monkeypatch.setattr(streams, "RENEW_SECONDS", 0.05)

@@ -12,6 +12,7 @@ from integration.proxy import Proxy
 from matrices import shortened
 from ports import free_port
 from pydantic import SecretStr
+from rule import holds
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 from shoal_controller.store import etcd_store
@@ -232,6 +233,7 @@ async def test_what_was_forgotten_while_a_watch_was_cut_off_is_said(alone):
                     await coming
 
 
+@holds("A watch of a store whose revisions")
 @asynchronous
 async def test_a_watch_of_a_store_that_was_restored_from_a_backup_says_to_list_again(alone):
     """Its revisions begin again before those that were seen: etcd would hold all changes back until it is there."""

@@ -18,6 +18,7 @@ from models.trainer_scripts import (
     gpt2,
     untimed_log,
 )
+from rule import Edit, holds, rule
 from shoal.training.engine import Engine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -32,6 +33,31 @@ def near(script: Script) -> tuple[Any, Any]:
     return original, elastic
 
 
+@rule(
+    "The Trainer's loss of a micro-batch is divided by the items of the whole step, over all lanes, and a place "
+    "without samples adds nothing: so losses are the original's, also in an epoch's short last step",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.integrations.transformers.step_reader",
+            "        items = sum(counted) if len(counted) == len(found) else None\n",
+            "        items = counted[0] if len(counted) == len(found) else None\n",
+            by="test_losses_norms_and_rates_are_those_of_the_original",
+        ),
+        Edit(
+            "shoal.integrations.transformers.elastic_run",
+            "loss * self._reader.order.micro_batches",
+            "loss * 1",
+            by="test_losses_norms_and_rates_are_those_of_the_original",
+        ),
+        Edit(
+            "shoal.integrations.transformers.batch_order",
+            "batches[number] if number < len(batches) else []",
+            "batches[number % len(batches)]",
+            by="test_losses_norms_and_rates_are_those_of_the_original",
+        ),
+    ],
+)
 def test_losses_norms_and_rates_are_those_of_the_original(tmp_path: Path) -> None:
     script = Script(tmp_path, {"eval_strategy": "epoch", "lr_scheduler_type": "cosine"})
     original, elastic = near(script)
@@ -41,6 +67,7 @@ def test_losses_norms_and_rates_are_those_of_the_original(tmp_path: Path) -> Non
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
+@holds("The Trainer's loss of a micro-batch")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -68,6 +95,25 @@ class Dropout:
         return Script(folder, arguments, model=lambda: gpt2(0.1), **more)
 
 
+@rule(
+    "After each commit a Trainer's callbacks run on every worker with the same numbers, once, and its log and "
+    "counters are in checkpoints and given to joiners",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.integrations.transformers.elastic_run",
+            "trainer.state.global_step >= state.step or (",
+            "trainer.state.global_step > state.step or (",
+            by="test_a_steps_callbacks_run_once_though_its_boundary_is_gone_through_again",
+        ),
+        Edit(
+            "shoal.integrations.transformers.elastic_run",
+            "        self.engine.register_state(NAME, self.kept)\n",
+            "",
+            by="test_they_are_the_same_through_a_kill_and_a_join",
+        ),
+    ],
+)
 @pytest.mark.parametrize("names", ["a", "ab", "abc", "abcd"])
 def test_bits_and_logs_are_the_same_in_worlds_of_1_to_4(names: str, tmp_path: Path) -> None:
     script, kept = Dropout.script(tmp_path), list[Any]()
@@ -78,6 +124,18 @@ def test_bits_and_logs_are_the_same_in_worlds_of_1_to_4(names: str, tmp_path: Pa
     assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
 
 
+@rule(
+    "What a Trainer's samplers draw comes from the seed and the epoch alone, so whoever joins in an epoch's "
+    "middle reads its order",
+    "Data, evaluations and the doors",
+    broken_by=Edit(
+        "shoal.integrations.transformers.batch_order",
+        '            seed_from(f"{self._seed} order of epoch {epoch}")\n',
+        "",
+        by="test_samples_are_grouped_by_length_alike_in_every_world",
+    ),
+)
+@holds("After each commit a Trainer's callbacks")
 @pytest.mark.parametrize("point", ["exchange", "vote", "hand_out"])
 def test_they_are_the_same_through_a_kill_and_a_join(point: str, tmp_path: Path) -> None:
     script, kept = Dropout.script(tmp_path), list[Any]()
@@ -93,6 +151,7 @@ def test_they_are_the_same_through_a_kill_and_a_join(point: str, tmp_path: Path)
     assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
 
 
+@holds("After each commit a Trainer's callbacks")
 def test_a_steps_callbacks_run_once_though_its_boundary_is_gone_through_again(tmp_path: Path) -> None:
     """Rank 0 dies in a callback of the engine's, so the next world owes it: on all workers, which have run the
     Trainer's.
@@ -110,6 +169,7 @@ def test_a_steps_callbacks_run_once_though_its_boundary_is_gone_through_again(tm
     assert all(untimed_log(trainer) == untimed_log(right) for trainer in kept)
 
 
+@holds("What a Trainer's samplers draw comes")
 def test_samples_are_grouped_by_length_alike_in_every_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The library draws that order from whatever was drawn before, so it cannot be the original's."""
     listed = [Sequences()[index] for index in range(SAMPLES)]

@@ -21,6 +21,7 @@ from models.trainer_scripts import (
     transformers,
     untimed_log,
 )
+from rule import holds
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
@@ -139,6 +140,7 @@ def test_a_saved_folder_is_a_model_and_training_goes_on_from_it_to_the_same_bits
     assert newest.fingerprint == whole.fingerprint
 
 
+@holds("After each commit a Trainer's callbacks")
 def test_all_go_back_to_a_checkpoint_with_the_log_of_its_step(tmp_path: Path) -> None:
     right = Script(tmp_path / "right", SAVING).alone()
     kept: list[Any] = []

@@ -1,7 +1,9 @@
-"""Breaks every rule of docs/rules.md in a copy of the tree, and reports what no test notices.
+"""Makes every edit that breaks a rule (tests/rule.py) in a copy of the tree, and reports what no test notices.
 
-    python -m tests.mutants.run                    every mutant
-    python -m tests.mutants.run --rule "The norm"  those whose rule begins so
+    python -m tests.mutants.run                             every mutant
+    python -m tests.mutants.run --rule "The norm"           those whose rule begins so
+    python -m tests.mutants.run --part 3/8                  an eighth of them
+    python -m tests.mutants.run --changed-since origin/main those whose module or tests are others since then
 
 A mutant is noticed when one of the tests that hold its rule fails (a test that hangs fails by its time-out). Exit
 status 1 where one is not noticed, or where its tests cannot be run.
@@ -27,8 +29,7 @@ from queue import SimpleQueue
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mutants.mutant import Mutant, mutants
-from rules_page import ROOT
+from rule import ROOT, Edit, Rule, rules
 
 LIMIT_SECONDS = 600
 PASSED, FAILED = 0, 1
@@ -42,6 +43,30 @@ WITH_MODELS = "tests/models/"
 """Needs what `make trainer` installs apart."""
 NO_PYTHON = re.compile(r"(?:NameError|ImportError|UnboundLocalError|AttributeError: module).*")
 """A mutant that fails of itself breaks no rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A rule, broken."""
+
+    rule: Rule
+    edit: Edit
+
+    def broken_text(self) -> str:
+        """Of the module. Raises `ValueError` where the edit does not fit it any more."""
+        text, edit = (ROOT / self.edit.file).read_text(), self.edit
+        if text.count(edit.old) != 1:
+            raise ValueError(f"{edit.module} has {text.count(edit.old)} times, expected once: {edit.old!r}")
+        return text.replace(edit.old, edit.new)
+
+    def tests(self) -> list[str]:
+        """Those that may notice it, the cheapest first."""
+        able = [test for test in self.rule.tests_of(self.edit) if not test.startswith(SWITCHES_OFF)]
+        return sorted(able, key=lambda test: [not test.startswith(start) for start in CHEAPEST_FIRST])
+
+    def depends_on(self, files: set[str]) -> bool:
+        """Whether one of these files is the module, or has one of the tests."""
+        return bool(files & {self.edit.file, *(test.partition("::")[0] for test in self.tests())})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +99,18 @@ def copied_tree() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def tests_of(mutant: Mutant) -> list[str]:
-    """The tests that may notice it, the cheapest first."""
-    held = [test for test in mutant.tests or mutant.row().held if not test.startswith(SWITCHES_OFF)]
-    return sorted(held, key=lambda test: next(i for i, start in enumerate(CHEAPEST_FIRST) if test.startswith(start)))
-
-
 def verdict(mutant: Mutant, tree: Path) -> Verdict:
     """Breaks the rule in `tree`, and mends it again."""
     try:
-        tests, broken = tests_of(mutant), mutant.broken_text()
+        tests, broken = mutant.tests(), mutant.broken_text()
     except ValueError as error:
         return Verdict(False, f"does not fit: {error}")
-    began, file = time.monotonic(), tree / mutant.file
+    began, file = time.monotonic(), tree / mutant.edit.file
     file.write_text(broken)
     try:
         noticed, words = _run(tests, tree)
     finally:
-        shutil.copy2(ROOT / mutant.file, file)
+        shutil.copy2(ROOT / mutant.edit.file, file)
     return Verdict(noticed, words, time.monotonic() - began)
 
 
@@ -106,7 +125,7 @@ def _run(tests: list[str], tree: Path) -> tuple[bool, str]:
     environment = {**os.environ, "PYTHONPATH": packages, **own}
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-m", "", *tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=short", "-m", "", *tests],
             cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -122,12 +141,38 @@ def _run(tests: list[str], tree: Path) -> tuple[bool, str]:
     return True, failed[-1].split("::", 1)[-1].split(" - ")[0] if failed else lines[-1]
 
 
+def changed_since(revision: str) -> set[str]:
+    """The files that are others, or new, since then."""
+    commands = (["diff", "--name-only", revision], ["ls-files", "--others", "--exclude-standard"])
+    listed = [subprocess.run(["git", *one], cwd=ROOT, capture_output=True, text=True, check=True) for one in commands]
+    return {name for one in listed for name in one.stdout.splitlines()}
+
+
+def part(text: str) -> slice:
+    """3/8: every eighth from the third on."""
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(text)
+    return slice(number - 1, None, count)
+
+
+def chosen(arguments: argparse.Namespace) -> list[Mutant]:
+    """Of all rules, in the page's order, what was asked for."""
+    found = [Mutant(one, edit) for one in rules() if one.text.startswith(arguments.rule) for edit in one.edits]
+    if arguments.changed_since:
+        changed = changed_since(arguments.changed_since)
+        found = [mutant for mutant in found if mutant.depends_on(changed)]
+    return found[arguments.part]
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rule", default="", help="only rules that begin so")
+    arguments.add_argument("--part", type=part, default="1/1", help="3/8: the third of eight parts of them")
+    arguments.add_argument("--changed-since", metavar="REV", help="only mutants whose module or tests have changed")
     arguments.add_argument("--jobs", type=int, default=2, help="how many at a time")
     given = arguments.parse_args()
-    chosen = [mutant for mutant in mutants() if mutant.rule.startswith(given.rule)]
+    mutants = chosen(given)
     began, wrong = time.monotonic(), 0
     trees: SimpleQueue[Path] = SimpleQueue()
 
@@ -141,12 +186,12 @@ def main() -> int:
     with ExitStack() as copies, ThreadPoolExecutor(given.jobs) as pool:
         for _ in range(given.jobs):
             trees.put(copies.enter_context(copied_tree()))
-        for mutant, found in zip(chosen, pool.map(judge, chosen), strict=True):
+        for mutant, found in zip(mutants, pool.map(judge, mutants), strict=True):
             wrong += not found.noticed
             shown = f"noticed by {found.words}" if found.noticed else found.words
-            print(f"{found.seconds:4.0f} s  {mutant.rule} ({mutant.file}): {shown}", flush=True)
-    print(f"{len(chosen) - wrong} of {len(chosen)} mutants noticed; {time.monotonic() - began:.0f} s")
-    return 1 if wrong or not chosen else 0
+            print(f"{found.seconds:4.0f} s  {mutant.rule.text[:80]} ({mutant.edit.module}): {shown}", flush=True)
+    print(f"{len(mutants) - wrong} of {len(mutants)} mutants noticed; {time.monotonic() - began:.0f} s")
+    return 1 if wrong or not mutants else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from matrices import shortened
+from rule import Edit, holds, rule
 
 from .mutations import MUTATIONS, mutated
 from .run import attempt
@@ -93,6 +94,75 @@ def notices(by: str | int) -> bool:
     return any(attempt((seed, SHAPE))[1] for seed in range(by, by + SEARCHED))
 
 
+RULES = [
+    ("only blocks whose gradient has arrived roll forward", "Only blocks whose next gradient"),
+    ("a member keeps what it voted for until that vote is over", "A member keeps what it"),
+    ("a joiner keeps every planned generation", "A joiner keeps every planned"),
+    ("a planned change relies only on what its base keeps or has filled", "A planned change relies only"),
+    ("a worker does not get ready for a plan that needs a block it lacks", "A worker does not report"),
+    ("a leaving worker keeps its blocks until a vote without it has passed", "A leaving worker keeps its"),
+    ("no generation opens before every world has stopped", "No generation opens before, in"),
+    ("an inventory counts only if no step was committed in a later generation", "An inventory counts only if"),
+    ("silence of most evicts nobody", "Silence of more than half"),
+    ("silence is counted in the controller's own running time", "Silence is counted in the"),
+    ("the time of a cut counts as nobody's silence", "… and the time during"),
+    ("a refusal proves a death only where the process was reached", "A refused connection proves a"),
+    ("within reconnect_seconds nobody is evicted", "Within `reconnect_seconds` of a controller's"),
+    ("silence for stall_seconds evicts though most are silent", "The wait for a silent"),
+    ("the same pair is evicted after two generations", "When the same pair has"),
+    ("a generation in which someone was lost blames no pair", "… and a generation in"),
+    ("a worker of another run is turned away", "Every run of a job has a uid; a"),
+    ("a claim is checked before it is believed", "A claim is checked before"),
+    ("all failures within one generation count once", "All failures within one generation"),
+    ("only a step above the one of a failure forgives it", "A failure is forgiven only"),
+    ("one of two that cannot reach each other is evicted", "When no vote passes although"),
+    ("only waits older than the limit count", "… only waits older than"),
+    ("a straggler is not evicted", "… and a chain that ends in user"),
+    ("a link that fails while a world is built is examined", "… the same applies while"),
+    ("a planned change whose joiner cannot be reached is void", "… the same applies while"),
+    ("where neither can be spared nobody is evicted", "… and if neither can"),
+    ("a second process with a living member's id is refused", "A living member keeps its"),
+    ("a stale worker is dismissed only after a commit", "A process that was replaced"),
+    ("a planned generation begins when all votes name it", "A planned generation begins only"),
+    ("a block is given up only when nobody may hold it", "A block is given up only when nobody"),
+    ("all return to the newest checkpoint that anyone knows", "When a block is lost"),
+    ("a checkpoint that cannot be read is not named again", "… and a checkpoint that"),
+    ("a worker that was absent when all returned changes nothing any more", "A worker that was absent"),
+    ("every phase of a recovery has its own time limit", "Every phase of a recovery"),
+    ("no two requests to save have the same number", "No two requests to save"),
+    ("a save is given up only when no member is writing", "A failed save removes what it wrote"),
+    ("a drain's grace goes on over a controller's restart", "Besides numbers, a controller's restart"),
+    ("a save that was accepted is made over a controller's restart", "… a save that was accepted is made"),
+    ("a process that was told to end is killed over a controller's restart", "… a process that was told to end"),
+    ("a worker that no controller has started is started by the next", "… a worker that was about to be"),
+    ("a change is true when its last part is stored", "A change that needs several"),
+    ("a save that was given up no longer counts", "A save that was given"),
+    ("members' reports of differing copies count", "The copies of every block are compared within"),
+    ("copies are compared before a planned change takes one away", "Before a planned change begins, copies"),
+    (
+        "where copies differ all return to a checkpoint whose copies agreed",
+        "When copies differ, all members return to a checkpoint whose",
+    ),
+    (
+        "… and to none that was saved while they differed",
+        "When copies differ, all members return to a checkpoint whose",
+    ),
+    ("a second return without progress pauses the job", "A worker that is part"),
+    ("a worker that is part of two differences is evicted", "A worker that is part"),
+]
+
+
+@rule(
+    "A number, a plan or a world is stored before anyone is told of it",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.turn",
+        "return [Persist(), *others] if is_due",
+        "return [*others, Persist()] if is_due",
+    ),
+    case="what must be durable is stored before anyone is told",
+)
+@holds(RULES)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rule", shortened(MUTATIONS, *(MUTATIONS.keys() - SEARCHED_FOR_LONG)))
 def test_a_rule_that_is_switched_off_is_noticed(rule: str) -> None:

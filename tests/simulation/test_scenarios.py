@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.transitions import ALLOWED
 from shoal_controller.core.machine.turn import Turn
@@ -41,6 +42,149 @@ def played() -> set[Path]:
     return set()
 
 
+RULES = [
+    ("two_worlds", "No generation opens before, in"),
+    ("sharded_parameters", "Where parameters are sharded"),
+    ("stale_inventory", "An inventory counts only if"),
+    ("controller_cut_off", "Silence of more than half"),
+    ("controller_always_late", "Silence is counted in the"),
+    ("controller_cut_off", "… and the time during"),
+    ("firewall", "A refused connection proves a"),
+    ("most_hosts_vanish", "The wait for a silent"),
+    ("operator_confirms_deaths", "… or at once, when an operator"),
+    ("old_run", "Every run of a job has a uid; a"),
+    ("link_down", "When no vote passes although"),
+    ("link_down_one_way", "When no vote passes although"),
+    ("link_down_between_many", "When no vote passes although"),
+    ("straggler", "… and a chain that ends in user"),
+    ("stuck_user_code", "… and a chain that ends in user"),
+    ("joiner_out_of_reach", "… the same applies while"),
+    ("sole_holders_apart", "… and if neither can"),
+    ("second_process", "A living member keeps its"),
+    ("frozen_then_thawed", "A process that was replaced"),
+    ("frozen_and_replaced", "A process that was replaced"),
+    ("thawed_before_the_first_step", "A process that was replaced"),
+    ("pods_wait_for_room", "Time in which a pod waits"),
+    ("node_is_to_go", "… and a drain whose notice"),
+    ("evicted_pod", "An evicted worker's pod is"),
+    ("damaged_checkpoint", "When a block is lost"),
+    ("damaged_checkpoint", "… and a checkpoint that"),
+    ("cancel_lost", "A cancelled job is over where no world trains"),
+    ("grace_over_a_restart", "Besides numbers, a controller's restart"),
+    ("flipped_bit_drained", "Before a planned change begins, copies"),
+    ("flipped_bit", "When copies differ, all members return to a checkpoint whose"),
+    ("no_sound_checkpoint_left", "When copies differ, all members return to a checkpoint whose"),
+]
+
+
+@rule(
+    "Within `reconnect_seconds` of a controller's start, silence evicts nobody",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.silence",
+        "    return now - job.started_at < job.durable.spec.reconnect_seconds",
+        "    return False",
+    ),
+    case="controller_started_while_one_is_frozen",
+)
+@rule(
+    "… and who comes back to a job that waits, from a world that lost all its other members before the first "
+    "step, begins again: it would be waited for for ever",
+    "A change of the world",
+    broken_by=Edit("shoal_controller.core.machine.phases.waiting", "    _dismiss_the_left_behind(turn)\n", ""),
+    after="A process that was replaced",
+    case="thawed_after_the_others_were_lost",
+)
+@rule(
+    "… and others that begin again from step 0 do not open once it is known that a step was committed: who was "
+    "not heard comes back with it",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "    if plan.reason is Reason.START and not attempt.start and ",
+        "    if False and ",
+    ),
+    after="… and who comes back to a job that waits",
+    case="first_commit_comes_to_light",
+)
+@rule(
+    "A block is given up only when nobody may still hold it",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.lost_blocks",
+        "    return bool(_possible_holders(turn, attempt)) and turn.now - attempt.since <= turn.spec.stall_seconds\n",
+        "    return False\n",
+    ),
+    case="sole_holder_thaws",
+)
+@rule(
+    "A worker that was absent when all returned to a checkpoint changes nothing any more",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "        turn.keep(first_valid_generation=plan.generation)\n",
+        "",
+    ),
+    case="thawed_after_all_went_back",
+)
+@rule(
+    "The shown step never goes down when steps are run again",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "    shown = max(turn.durable.step, step)\n",
+        "    shown = step\n",
+    ),
+    case="shown_step",
+)
+@rule(
+    "Every phase of a recovery has its own time limit: a plan may come after a long wait",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "    if _overdue(turn, attempt.planned_at):\n",
+        "    if _overdue(turn, attempt.since):\n",
+    ),
+    case="checkpoint_after_a_long_wait",
+)
+@rule(
+    "The last workers may leave when their step is saved, whichever world saved it: no step is saved twice",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.final_drain",
+        "    if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice\n",
+        "    if found is not None and found.step == step and found.generation == world.generation:\n",
+    ),
+    case="last_ones_save",
+)
+@rule(
+    "No two requests to save have the same number, in any life of the controller",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.checkpoints",
+        'whichever controller\'s life."""\n    number = turn.durable.saves_requested + 1\n',
+        'whichever controller\'s life."""\n    number = 1\n',
+    ),
+    case="saves_asked",
+)
+@rule(
+    "A cancelled job is over where no world trains, paused or lost: nothing is left to wait for",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.operator_requests",
+            "turn.durable.phase is Phase.RUNNING and turn.world is not None and turn.world.steps",
+            "turn.durable.phase is Phase.RUNNING and turn.world is not None",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.operator_requests",
+            "turn.durable.phase is Phase.RUNNING and turn.world is not None and turn.world.steps",
+            "turn.world is None or turn.world.steps",
+        ),
+    ],
+    case="cancel_paused",
+)
+@holds(RULES)
 @pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
 def test_a_scenario_goes_as_its_transcript_says(file: Path, taken: set[tuple[Phase, Phase]], played: set[Path]) -> None:
     before = file.read_text()
@@ -52,6 +196,7 @@ def test_a_scenario_goes_as_its_transcript_says(file: Path, taken: set[tuple[Pha
     assert after == before or os.environ.get("SHOAL_REWRITE"), after
 
 
+@holds("A job's phase changes only")
 def test_every_arrow_of_the_phases_is_taken_by_a_scenario(taken: set[tuple[Phase, Phase]], played: set[Path]) -> None:
     for file in SCENARIOS:
         if file not in played:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from matrices import examples, further
+from rule import holds
 from tiers import check
 
 from .run import attempt, children, gather, many, replay_log, tasks
@@ -84,6 +85,7 @@ def test_every_seed_is_in_one_range_and_no_range_is_empty(seeds: int) -> None:
     assert all(first < end for first, end in found)
 
 
+@holds("Deaths by an unexplained signal")
 def test_kills_that_come_faster_than_steps_never_fail_a_job_early() -> None:
     shape = {"kinds": "kill kill_in_a_change crash", "launcher": "local", "max_restarts": 3, "script": "",
              "step_seconds": 1.0}  # fmt: skip
@@ -93,6 +95,7 @@ def test_kills_that_come_faster_than_steps_never_fail_a_job_early() -> None:
     assert happened["started anew"] > count / 8, "next to no job has lost its state"
 
 
+@holds("A failure is forgiven only")
 @pytest.mark.parametrize("script", ["raises", "outage", "dies"])
 def test_a_script_that_never_passes_a_step_ends_its_job_in_few_tries(script: str) -> None:
     count = examples(18)

@@ -17,6 +17,7 @@ import shoal
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training import activation_checkpointing
@@ -116,6 +117,30 @@ def engine(of: Task) -> Engine:
     return engine_of(of, AloneLink(), Faults([]))
 
 
+@rule(
+    "What activation checkpointing makes again in backward finds the random generators and the buffers as the "
+    "first forward found them, and leaves them as they are then",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.training.activation_checkpointing", "        _set_generators(self._first.generators)\n", ""),
+        Edit(
+            "shoal.training.activation_checkpointing",
+            "        for one in self._first.changed:\n            one.part._buffers",
+            "        for one in ():\n            one.part._buffers",
+        ),
+        Edit("shoal.training.activation_checkpointing", "            buffers[name] = buffer\n", "            pass\n"),
+        Edit(
+            "shoal.training.activation_checkpointing",
+            "        return now.numel() <= LARGE_ELEMENTS and not torch.equal(now, self.value)\n",
+            "        return False\n",
+        ),
+        Edit(
+            "shoal.training.activation_checkpointing",
+            "        return checkpoint(alike, *args, use_reentrant=False, **kwargs)\n    kept",
+            "        return checkpoint(plain, *args, use_reentrant=False, **kwargs)\n    kept",
+        ),
+    ],
+)
 @pytest.mark.parametrize("modules", ["units", ["Layer"], ["Linear", "Embedding"]])
 def test_what_is_made_again_has_the_bits_of_what_was_made_first(modules: Any) -> None:
     Layer.forwards.clear()
@@ -143,6 +168,7 @@ def test_less_is_kept_for_backward() -> None:
     assert kept_bytes(task("units", CalmStack)) < 0.7 * kept_bytes(task([], CalmStack))
 
 
+@holds("What activation checkpointing makes again")
 @pytest.mark.parametrize("point", shortened(["forward", "backward", "exchange"], "backward"))
 def test_a_job_with_it_survives_kills_with_the_bits_of_one_without(point: str) -> None:
     options = {"max_steps": 5, "lanes": 4}
@@ -222,6 +248,7 @@ def test_compiled_code_has_the_same_bits_with_it_and_no_graph_more(way: str) -> 
     assert compiled(task("units", CalmStack), way) == compiled(task([], CalmStack), way)
 
 
+@holds("What activation checkpointing makes again")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_module_that_the_compiler_gives_up_has_the_same_bits_too() -> None:
     fingerprint, graphs = compiled(task("units"), "whole")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rule import holds
 from shoal.group.group import WorldChanged
 from shoal.group.solo import SoloGroup
 from shoal.session.alone import AloneLink
@@ -39,6 +40,7 @@ def test_a_script_alone_goes_through_a_start_like_any_worker() -> None:
     assert link.take(0.0) is None and not link.stopping
 
 
+@holds("A generation's number exceeds those")
 def test_the_first_generation_comes_after_all_that_were_saved_though_none_of_them_is_taken_up() -> None:
     link = AloneLink()
     link.introduce(DESCRIPTION, NEW)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import DrainWorker, Pause, Save
 from shoal_controller.core.machine.spec import State, WorkerView
 from shoal_protos.checkpoint import CheckpointRef
@@ -26,6 +27,35 @@ SPEC = {
 # ---- versions
 
 
+@rule(
+    "A change with `If-Match` is held against the job's version at the moment at which nothing else changes it, "
+    "and what merely happens to a job leaves its version as it is",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal_controller.runner",
+            "                only_if.check(self.spec.job, version_of(self.view()))\n",
+            "                version_of(self.view())\n",
+        ),
+        Edit(
+            "shoal_controller.shell",
+            "                    only_if.check(job, version_of(view))\n",
+            "                    version_of(view)\n",
+        ),
+        Edit(
+            "shoal_controller.api.preconditions",
+            '(tag.strip(\'"\') for tag in tags if not tag.startswith("W/"))',
+            '(tag.removeprefix("W/").strip(\'"\') for tag in tags)',
+        ),
+        Edit(
+            "shoal_controller.core.machine.version",
+            "    if carried_out or _asked_of(before) != _asked_of(after):\n",
+            "    if carried_out or before != after:\n",
+        ),
+        Edit("shoal_controller.core.machine.version", "    if carried_out or _asked_of", "    if _asked_of"),
+    ],
+)
+@holds("Of two changes that name one version")
 @asynchronous
 async def test_a_change_that_names_an_old_version_gets_the_version_of_now_and_changes_nothing(tmp_path):
     machine = SmallMachine(dict.fromkeys((Pause, DrainWorker, Save), ()))
@@ -48,6 +78,24 @@ async def test_a_change_that_names_an_old_version_gets_the_version_of_now_and_ch
         assert now.json()["version"] in late.json()["detail"] and machine.events["train"] == ["Started", "Scale"]
 
 
+@rule(
+    "Of two changes that name one version of a job one is made: the version is looked at where nothing else "
+    "changes the job, and grows with all that is asked of it, by whomever, and with nothing that merely happens",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.runner",
+            "                only_if.check(self.spec.job, version_of(self.view()))\n",
+            "                pass\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.version",
+            "    if carried_out or _asked_of(before) != _asked_of(after):\n",
+            "    if carried_out:\n",
+        ),
+    ],
+)
+@holds("A change with `If-Match` is held")
 @asynchronous
 async def test_of_two_changes_that_name_one_version_one_is_made(tmp_path):
     async with serving(tmp_path) as api:
@@ -59,6 +107,7 @@ async def test_of_two_changes_that_name_one_version_one_is_made(tmp_path):
         assert sorted(answer.status_code for answer in answers) == [202, 412, 412]
 
 
+@holds("A change with `If-Match` is held")
 @pytest.mark.parametrize(
     ("header", "status"),
     [("*", 202), ('"other", {}', 202), ("W/{}", 412), ('"other"', 412), ("{}x", 400), ("abc", 400), ("", 400)],
@@ -87,6 +136,7 @@ async def test_the_version_of_another_job_or_of_another_run_matches_nothing(tmp_
         await api.ask("DELETE", "/v1/jobs/train", 412, headers={"If-Match": mine})
 
 
+@holds("A change with `If-Match` is held")
 @asynchronous
 async def test_a_job_that_is_over_is_forgotten_only_at_the_version_that_was_seen(tmp_path):
     async with serving(tmp_path) as api:
@@ -99,6 +149,38 @@ async def test_a_job_that_is_over_is_forgotten_only_at_the_version_that_was_seen
 # ---- keys
 
 
+@rule(
+    "A request for a job that comes once more with its key makes no second run, also of the controller that takes over",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.shell",
+        "            if any(is_repeated(spec, runner.spec) for runner in self._runners.values()):\n",
+        "            if False:\n",
+    ),
+)
+@rule(
+    "A request for a new job that comes once more with its key makes no second run, also of another controller; "
+    "with another body it is refused",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal_controller.only_if",
+            "    if spec.request_digest != known.request_digest:\n",
+            "    if not spec.request_digest:\n",
+        ),
+        Edit(
+            "shoal_controller.shell",
+            "            if any(is_repeated(spec, runner.spec) for runner in self._runners.values()):\n"
+            "                return self.view(spec.job)\n",
+            "",
+        ),
+        Edit(
+            "shoal_controller.api.preconditions",
+            "    if not key:\n        return spec\n",
+            "    if key:\n        return spec\n",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_request_that_comes_once_more_gets_the_job_that_it_has_made(tmp_path):
     async with serving(tmp_path) as api:
@@ -113,6 +195,8 @@ async def test_a_request_that_comes_once_more_gets_the_job_that_it_has_made(tmp_
         assert (await api.ask("POST", "/v1/jobs", 202, json=TRAIN))["version"] != made["version"]
 
 
+@holds("A request for a job that comes once more")
+@holds("A request for a new job")
 @asynchronous
 async def test_a_key_is_remembered_by_the_controller_that_takes_over(tmp_path):
     key = {"Idempotency-Key": "6c1b"}
@@ -123,6 +207,8 @@ async def test_a_key_is_remembered_by_the_controller_that_takes_over(tmp_path):
         assert (await api.ask("POST", "/v1/jobs", 409, json=TRAIN))["code"] == "job_exists"
 
 
+@holds("A request for a job that comes once more")
+@holds("A request for a new job")
 @asynchronous
 async def test_of_many_requests_at_once_with_one_key_one_makes_the_job(tmp_path):
     async with serving(tmp_path) as api:
@@ -132,6 +218,7 @@ async def test_of_many_requests_at_once_with_one_key_one_makes_the_job(tmp_path)
         assert len({answer.json()["version"] for answer in answers}) == 1
 
 
+@holds("A request for a new job")
 @pytest.mark.parametrize("key", ["", "two words", "x" * 256])
 @asynchronous
 async def test_a_key_that_is_none_is_refused(tmp_path, key):

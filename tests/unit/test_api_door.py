@@ -9,6 +9,7 @@ import httpx
 import pytest
 from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
@@ -19,6 +20,7 @@ from tiers import check
 pytestmark = check("serves REST on real ports")
 
 
+@holds("A worker's token opens sessions")
 @pytest.mark.parametrize(
     ("header", "found"),
     [
@@ -65,6 +67,18 @@ ABOUT_TOKENS = [
 ]  # fmt: skip
 
 
+@rule(
+    "A token opens what its role allows, and nothing more; the store has a digest of it and no secret",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.api.guard", "    if not caller.role.includes(needed):\n", "    if False:\n"),
+        Edit(
+            "shoal_controller.token_register",
+            "        token = NamedToken(name, role, _digest(shown), now",
+            "        token = NamedToken(name, role, shown, now",
+        ),
+    ],
+)
 @asynchronous
 async def test_each_role_opens_what_is_its_own_and_nothing_more(tmp_path):
     async with serving(tmp_path, token="secret") as api:
@@ -83,6 +97,7 @@ async def test_each_role_opens_what_is_its_own_and_nothing_more(tmp_path):
                     )
 
 
+@holds("A token opens what its")
 @asynchronous
 async def test_every_route_that_changes_something_needs_more_than_view(tmp_path):
     from rest_listing import listing
@@ -97,6 +112,15 @@ async def test_every_route_that_changes_something_needs_more_than_view(tmp_path)
             assert answer.status_code == 403, (method, path)
 
 
+@rule(
+    "The history says who asked for what, with which token; it outlives other events, and has a bound of its own",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.job_repository",
+        "    key = audit_key if event.kind == EventKind.AUDIT else event_key\n",
+        "    key = event_key\n",
+    ),
+)
 @asynchronous
 async def test_the_history_says_who_did_what_when_with_which_token(tmp_path):
     kinds = (Pause, Resume, DrainWorker, ConfirmLost, Save)
@@ -249,6 +273,11 @@ FOREIGN = [
 ]
 
 
+@rule(
+    "A page of another site cannot command a controller through a browser",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.api.guard", "        self._check_page(headers)\n", ""),
+)
 @pytest.mark.parametrize("headers", FOREIGN)
 @pytest.mark.parametrize("door", [{}, {"token": "secret"}, {"settings": ApiSettings(2, here_only=False)}])
 @asynchronous
@@ -264,6 +293,7 @@ async def test_what_a_browser_sends_for_another_sites_page_is_refused(tmp_path, 
             )
 
 
+@holds("A page of another site")
 @asynchronous
 async def test_a_name_that_anybody_can_give_this_address_makes_no_page_its_own(tmp_path):
     rebound = {"origin": "http://example.org:7070", "host": "example.org:7070"}
@@ -294,6 +324,16 @@ HALF_REQUESTS = {
 }
 
 
+@rule(
+    "A REST connection on which no whole request comes in 10 to 20 s ends: each holds a file descriptor, which "
+    "workers need",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.api.web",
+        "        if is_waited_for and self._waited_after is cycle:\n            return self.transport.close()\n",
+        "",
+    ),
+)
 @pytest.mark.parametrize("sent", HALF_REQUESTS.values(), ids=list(HALF_REQUESTS))
 @asynchronous
 async def test_a_connection_without_a_request_ends_and_one_with_an_answer_under_way_does_not(
@@ -314,6 +354,12 @@ async def test_a_connection_without_a_request_ends_and_one_with_an_answer_under_
             stream.close()
 
 
+@rule(
+    "… and one whose client takes next to nothing of its answer is reset, with or without a token",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.api.web", "        if before and self._left and ", "        if False and "),
+    after="A REST connection on which",
+)
 @asynchronous
 async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypatch):
     """Without a token, too: each holds a descriptor, and answers that wait in memory."""
@@ -330,6 +376,20 @@ async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypa
             assert await asyncio.to_thread(ends.poll, 20_000), "it was not reset"
 
 
+@rule(
+    "… and no address has more than half of REST's connections, nor REST more than half of what the process may "
+    "open, which is as many as its user can grant",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.api.web", " > most // 2:\n", " > most:\n"),
+        Edit(
+            "shoal_controller.descriptors",
+            "        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))\n",
+            "        pass\n",
+        ),
+    ],
+    after="… and one whose client takes",
+)
 @asynchronous
 async def test_one_address_takes_not_the_places_of_all_others(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.api.web.MOST_CONNECTIONS", 6)
@@ -348,6 +408,7 @@ async def test_one_address_takes_not_the_places_of_all_others(tmp_path, monkeypa
             assert (await client.get(f"http://127.0.0.1:{api.port}/healthz")).status_code == 200, "there is room again"
 
 
+@holds("… and one whose client takes")
 @asynchronous
 async def test_a_client_that_takes_its_answer_slowly_gets_it_whole(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.api.web.REQUEST_SECONDS", 0.2)

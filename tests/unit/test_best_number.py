@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
+from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest, best_number
 from shoal.faults import Faults
@@ -45,6 +46,25 @@ def stops() -> EarlyStopping:
     return EarlyStopping("score", patience=2)
 
 
+@rule(
+    "What follows from the best number is decided on every worker, from numbers that all have, once for each "
+    "step; how often it was no better is in checkpoints and given to joiners",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.training.engine",
+            '            self.register_state(f"{type(callback).__name__} {callback.number}", callback)\n',
+            "",
+        ),
+        Edit("shoal.callbacks.best_number", "        if step == self.step:\n            return\n", ""),
+        Edit(
+            "shoal.callbacks.best_number",
+            '            self.load_state_dict({"step": 0, "best_step": 0, "worse": 0, "best": None})  # it '
+            "started over\n",
+            "            return\n",
+        ),
+    ],
+)
 def test_a_job_stops_when_a_number_was_no_better_so_often(capsys: pytest.CaptureFixture[str]) -> None:
     """0.25 after step 4 is the best; 0.75 and 0.3 follow. The second is known after step 9, and step 10 is the last."""
     assert alone(task(stops)).global_step == 10
@@ -52,6 +72,7 @@ def test_a_job_stops_when_a_number_was_no_better_so_often(capsys: pytest.Capture
     assert '"best": 0.25' in line and '"best_step": 5' in line
 
 
+@holds("What follows from the best number")
 @pytest.mark.parametrize(("victim", "step", "point"), [("a", 9, "vote"), ("a", 9, "hand_out"), ("b", 7, "exchange")])
 def test_it_stops_at_the_same_step_through_a_kill_and_a_join(victim: str, step: int, point: str) -> None:
     right = alone(task(stops)).fingerprint()
@@ -63,6 +84,7 @@ def test_it_stops_at_the_same_step_through_a_kill_and_a_join(victim: str, step: 
         assert crew.job.durable.step == 10
 
 
+@holds("What follows from the best number")
 def test_a_job_that_goes_on_from_a_checkpoint_knows_how_often_it_was_no_better(tmp_path: Path) -> None:
     checkpoint = {"checkpoint": {"path": str(tmp_path)}, "micro_batches_per_lane": 1}
 
@@ -79,6 +101,7 @@ def test_a_job_that_goes_on_from_a_checkpoint_knows_how_often_it_was_no_better(t
     assert once(12).global_step == 10
 
 
+@holds("What follows from the best number")
 def test_the_best_weights_are_exported_each_time_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported: list[int] = []
     real = SaveBest.on_best
@@ -107,6 +130,7 @@ class Stand:
     global_step, loss, rank = 0, 1.0, 1
 
 
+@holds("What follows from the best number")
 def test_a_step_whose_boundary_is_run_again_counts_once() -> None:
     stand, stopping = Stand(), EarlyStopping(patience=5)
     for step in (1, 2, 2, 3):
@@ -115,6 +139,7 @@ def test_a_step_whose_boundary_is_run_again_counts_once() -> None:
     assert stopping.worse == 2
 
 
+@holds("What follows from the best number")
 def test_a_job_that_starts_over_begins_anew() -> None:
     stand, stopping = Stand(), EarlyStopping(patience=5)
     for step in (1, 2, 3, 1):

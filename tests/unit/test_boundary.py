@@ -14,6 +14,7 @@ import torch
 from crew import Crew, Killed, Task, engine_of, undisturbed
 from integration.scripts import Samples
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.boundary import Boundary
@@ -29,6 +30,42 @@ def watching(seen: list[int], **options: Any) -> Task:
     return Task({**OPTIONS, **options}, prepare=lambda engine: engine.on_step(lambda now: seen.append(now.global_step)))
 
 
+@rule(
+    "A boundary that a broken world left undone is completed by the next world before it trains, by all members "
+    "alike: every committed step gets its callback, its save and whatever its vote asked for",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.training.boundary",
+            "        self._owed = int(rows[:, 1].min()) < step or self._called.last < step\n",
+            "        self._owed = False\n",
+        ),
+        Edit(
+            "shoal.training.boundary",
+            "self._passed if counts else step",
+            "self._passed",
+            by="test_who_does_not_count_has_no_say_in_what_is_owed",
+        ),
+        Edit(
+            "shoal.training.boundary",
+            "self._called.last if counts else -1",
+            "self._called.last",
+            by="test_who_does_not_count_has_no_say_in_what_is_owed",
+        ),
+        Edit(
+            "shoal.training.boundary",
+            "        if not self._owed:\n            self._passed = step\n",
+            "",
+            by="test_who_does_not_count_has_no_say_in_what_is_owed",
+        ),
+        Edit(
+            "shoal.training.boundary",
+            "        self._passed = self._called.last = step\n        self._owed = False\n",
+            "        self._passed = self._called.last = step\n",
+            by="test_who_begins_elsewhere_owes_nothing_of_where_it_was",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("stage", "name"), [(0, "b"), (0, "c"), (1, "a"), (1, "b"), (1, "c")], ids=lambda value: str(value)
 )
@@ -48,6 +85,25 @@ def has_heard(worker: Any) -> bool:
     return comes is not None and comes.is_over
 
 
+@rule(
+    "Rank 0 tells the others that it is through with a step's callbacks, and all have heard it before the next "
+    "vote, or before the world is left: so they are called once, also where rank 0 dies around them, and again "
+    "only where it dies before that message has come",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.training.boundary",
+            "                    self._called.tell(others, step)",
+            "                    self._called.last = step",
+        ),
+        Edit("shoal.training.boundary", " or self._called.last < step\n", "\n"),
+        Edit(
+            "shoal.training.called_steps",
+            "                self._take(self._comes)\n        self._comes, self._sent",
+            "                self._comes.wait()\n        self._comes, self._sent",
+        ),
+    ],
+)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 def test_each_step_is_told_of_once_where_rank_0_dies_around_its_callbacks(when: str, stage: int) -> None:
@@ -80,6 +136,7 @@ def test_each_step_is_told_of_once_where_rank_0_dies_around_its_callbacks(when: 
     assert seen == [1, 2, 3, 4, 5, 6]
 
 
+@holds("A boundary that a broken")
 def test_a_boundary_that_is_owed_is_settled_though_the_next_world_breaks_too() -> None:
     seen: list[int] = []
     with Crew("abcd", watching(seen, mirrors=2)) as crew:
@@ -133,6 +190,7 @@ def agreed(step: int, counted: tuple[bool, ...], *passed: tuple[int, int]) -> li
         return list(members.map(member, range(len(counted))))
 
 
+@holds("A boundary that a broken")
 def test_who_does_not_count_has_no_say_in_what_is_owed() -> None:
     """It stands where it stood; its boundaries are those of a world that is over."""
     assert agreed(5, (True, True, False), (5, 0), (5, 5), (2, 2)) == [(False, 5, 5)] * 3
@@ -144,10 +202,12 @@ def test_one_member_that_has_not_passed_a_boundary_owes_it_on_all() -> None:
     assert agreed(5, (True, True), (5, 4), (5, 5)) == [(False, 5, 5)] * 2
 
 
+@holds("Rank 0 tells the others")
 def test_callbacks_that_nobody_knows_to_be_called_are_owed_though_all_have_passed() -> None:
     assert agreed(5, (True, True), (5, 4), (5, 4)) == [(True, 5, 4)] * 2
 
 
+@holds("A boundary that a broken")
 def test_who_begins_elsewhere_owes_nothing_of_where_it_was() -> None:
     boundary = standing()
     boundary._owed = True
@@ -164,6 +224,7 @@ def test_on_step_is_called_where_rank_0_leaves_by_a_planned_change() -> None:
     assert seen == list(range(1, 13))
 
 
+@holds("A boundary that a broken")
 @pytest.mark.parametrize("point", shortened(["in_vote", "hand_out", "arrival"], "in_vote"))
 def test_a_checkpoint_that_was_due_at_a_step_whose_world_broke_is_made(point: str, tmp_path: Path) -> None:
     options = {"max_steps": 5, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}}

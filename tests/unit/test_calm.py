@@ -2,6 +2,7 @@
 
 import pytest
 from machine_driver import training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Cancel, Disconnected, DrainWorker, Pause, Scale
 
 
@@ -39,6 +40,24 @@ def test_a_job_that_is_to_be_cancelled_is_not_calm():
     assert not job.job.is_calm
 
 
+@rule(
+    "In a calm job (a world trains and nothing is to change, or one is being made, and everybody is heard) a "
+    "tick comes every quarter of a heartbeat interval, in any other one every 0.1 s, unless it waits",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.job",
+            "        return all(one.connection is not None and one.ping is None for one in served)\n",
+            "        return all(one.connection is not None for one in served)\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.job",
+            "        return all(one.connection is not None and one.ping is None for one in served)\n",
+            "        return all(one.ping is None for one in served)\n",
+        ),
+        Edit("shoal_controller.runner", "        if self._job.is_calm and 0 <= now", "        if 0 <= now"),
+    ],
+)
 def test_a_worker_that_is_silent_ends_the_calm_before_it_is_suspected():
     job = training(3)
     for _ in range(5):
@@ -50,6 +69,7 @@ def test_a_worker_that_is_silent_ends_the_calm_before_it_is_suspected():
     assert not job.job.is_calm
 
 
+@holds("In a calm job (a world trains")
 def test_a_stream_that_ends_ends_the_calm_at_once():
     job = training(3)
     job.feed(Disconnected(job.connections["w2"], "its stream ended"))

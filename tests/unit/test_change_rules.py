@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from crew import Crew, Task, Worker, undisturbed
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.faults import PlantedFault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
@@ -49,6 +50,16 @@ def current(crew: Crew) -> Plan:
 # ---- rolling forward
 
 
+@rule(
+    "An inventory names the generation in which its step was committed; after a roll-forward that is the "
+    "generation of the vote",
+    "A step",
+    broken_by=Edit(
+        "shoal.training.resize",
+        "        generation = context.world.plan.generation if context.world else context.state.committed_in\n",
+        "        generation = context.state.committed_in\n",
+    ),
+)
 def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generation_of_that_vote() -> None:
     committed_in = {}
 
@@ -72,6 +83,7 @@ def test_who_has_not_passed_a_vote_that_another_has_rolls_forward_in_the_generat
         assert crew.finish() == reference(TASK)
 
 
+@holds("An inventory names the generation")
 def test_a_step_that_is_rolled_forward_was_committed_in_the_generation_of_its_vote() -> None:
     """Also where it is the first one of that generation, so that the step before was of another."""
     opened: list[int] = []
@@ -108,6 +120,11 @@ def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with()
         assert crew.finish() == reference(TASK)
 
 
+@rule(
+    "Only blocks whose next gradient has arrived roll forward",
+    "A step",
+    broken_by=Edit("shoal.training.state", "        self.held.keep_only(self.pending)\n", ""),
+)
 def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
     """A member keeps what its new plan releases until the first commit; in the vote of that commit another one dies."""
     released: list[Runs] = []
@@ -150,6 +167,15 @@ def test_the_time_that_a_joiner_was_outside_is_no_pause_of_training() -> None:
 # ---- what a plan releases
 
 
+@rule(
+    "Blocks that a plan releases are freed after the first commit of its generation, and leave the inventory then",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.state",
+        "        self.held.keep_only(self.pending)\n",
+        "        self.held.keep_only(self.pending | self.held.runs)\n",
+    ),
+)
 def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inventory_then() -> None:
     kept_until_then: list[Runs] = []
 
@@ -176,6 +202,15 @@ def test_what_a_plan_releases_is_freed_after_its_first_commit_and_leaves_the_inv
     assert any(kept_until_then), "no plan released anything"
 
 
+@rule(
+    "A leaving worker keeps its blocks until a step has been committed in a generation without it",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.scaling",
+        "    return state in (MemberState.LEFT, MemberState.STOPPED) and has_world_voted(turn)",
+        "    return state in (MemberState.LEFT, MemberState.STOPPED)",
+    ),
+)
 def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it() -> None:
     with Crew("a", LONG) as crew:
         crew.train_to(2)
@@ -195,6 +230,15 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
 # ---- whether steps run, and how fast fills go, is in the plan
 
 
+@rule(
+    "Whether steps run is part of the plan",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.planner_inputs",
+        "    return not turn.durable.paused and not turn.durable.final_drain and members >= turn.durable.bounds.least",
+        "    return True",
+    ),
+)
 def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_step() -> None:
     with Crew("abc", TASK) as crew:
         crew.train_to(2)
@@ -212,6 +256,11 @@ def test_pause_and_resume_are_planned_changes_after_which_all_stand_at_the_same_
         assert [kind for kind, _ in crew.events].count("prepare") == 1, "that of the start"
 
 
+@rule(
+    "A stop is carried out by the commit of a step: asked for where votes commit none, it waits for the next",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.training.requests", " and (request.kind not in ENDS or self._context.is_over)", ""),
+)
 def test_a_stop_that_is_asked_for_between_steps_ends_the_job_after_the_next_one() -> None:
     """Rank 0 asks in the callback of the very step after which the job pauses: votes without a step carry it then."""
     asked: list[int] = []
@@ -233,6 +282,16 @@ def test_a_stop_that_is_asked_for_between_steps_ends_the_job_after_the_next_one(
     assert crew.job.durable.step == asked[0] + 1
 
 
+@rule(
+    "A fill's bytes per step are a number in the plan, never a local measurement",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.step",
+        "        reduction, fills = self.reducing.take(), self._slice()\n",
+        "        reduction, fills = self.reducing.take(), self._slice() if self._context.meter._step_seconds "
+        "< 50.0 else ()\n",
+    ),
+)
 def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() -> None:
     slices: list[tuple[str, int, int, int]] = []
 
@@ -255,6 +314,15 @@ def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() 
 # ---- joiners
 
 
+@rule(
+    "A joiner warms up on one lane whose result is thrown away",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.training_loop",
+        "        if not context.link.alone:\n            batch = context.loop.warm_up_batch(context.state)\n",
+        "        if False:\n            batch = context.loop.warm_up_batch(context.state)\n",
+    ),
+)
 def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
     warmed_up: list[Engine] = []
 
@@ -274,6 +342,11 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
         assert crew.finish() == reference(TASK)
 
 
+@rule(
+    "A joiner gets the values in `param_groups`, not only the scheduler's state",
+    "A change of the world",
+    broken_by=Edit("shoal.training.state", 'load_into(self.optimizer, given["hyper"])', "given"),
+)
 def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
     """A scheduler's state alone would leave the learning rate as the script has set it."""
     with Crew("ab", TASK) as crew:
@@ -293,6 +366,17 @@ def by_the_step(engine: Engine) -> None:
         group["lr"] = 1e-3 / (1 + engine.global_step)
 
 
+@rule(
+    "… and values that the loop's body sets there are sent before each vote to members without lanes, where no "
+    "body runs",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.step",
+        "        take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)\n",
+        "",
+    ),
+    after="A joiner gets the values",
+)
 def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run() -> None:
     """As loops do that keep a schedule of their own: a joiner is a standby at first."""
     task = Task({"max_steps": 14}, in_loop=by_the_step)
@@ -306,6 +390,14 @@ def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run() -> 
         assert crew.finish() == undisturbed(task)
 
 
+@rule(
+    "No hyper-parameter may be set between `engine.step` and the next batch: a worker that gets its first lane "
+    "there would miss it",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.agreed_hyper", "        if difference:", "        if not difference and difference:"
+    ),
+)
 def test_a_rate_that_is_set_after_the_step_is_refused_in_any_world_before_a_joiner_lacks_it() -> None:
     def step(engine: Engine) -> None:
         if engine.step():
@@ -318,6 +410,15 @@ def test_a_rate_that_is_set_after_the_step_is_refused_in_any_world_before_a_join
 # ---- promotion
 
 
+@rule(
+    "Only a worker that holds a block becomes its owner or mirror",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.planning.planner",
+        "        if group.holders.issuperset(group.keepers)\n",
+        "        if staying\n",
+    ),
+)
 def test_a_plan_makes_owners_and_mirrors_only_of_those_who_hold_the_blocks() -> None:
     begun = 0
 
@@ -341,6 +442,16 @@ def test_a_plan_makes_owners_and_mirrors_only_of_those_who_hold_the_blocks() -> 
 # ---- the end
 
 
+@rule(
+    "A job has succeeded when its digests have arrived, whatever a status says",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.running",
+        "    if not turn.durable.fingerprint:\n"
+        "        return False  # a status may come before the digests that it speaks of\n",
+        "",
+    ),
+)
 def test_a_job_has_its_fingerprint_though_the_last_status_comes_before_the_digests() -> None:
     def look(worker: Worker, point: str, _: int) -> None:
         if point == "after_last":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from machine_driver import MADE_OF, NEW, Driver, notes
+from rule import Edit, rule
 from shoal_controller.core.machine.events import Disconnected, Save
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.messages import Telemetry
@@ -20,6 +21,24 @@ def lose_everybody(job: Driver, *, then_found: CheckpointRef) -> None:
     job.recover()
 
 
+@rule(
+    "… what was saved after that checkpoint no longer counts, but what was saved in later worlds does, even if "
+    "all members are lost again before they report it",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.checkpoints",
+            "reference.generation < durable.restored_in",
+            "reference.generation < durable.first_valid_generation",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.checkpoints",
+            "reference.generation < durable.restored_in",
+            "durable.step < 0",
+        ),
+    ],
+    after="When a block is lost",
+)
 def test_what_was_saved_since_all_went_back_counts_though_nobody_told_of_it_before_everybody_was_lost_again() -> None:
     job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True), launcher="local")
     job.start(2)

@@ -13,6 +13,7 @@ from checkpoints import fresh, origin, save, train, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrices import examples
+from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import Found, Own, SaveName, look_into, resolve
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import draft_of
@@ -131,6 +132,7 @@ def test_the_latest_is_the_newest(two: Two) -> None:
     assert latest(two[0]) == (4, [])
 
 
+@holds("A save that was given")
 def test_what_was_given_up_is_never_the_latest_though_what_came_after_cannot_be_read(tmp_path: Path) -> None:
     storage, state = LocalStorage(tmp_path / "c"), trained(2)
     save(state, storage)
@@ -296,6 +298,15 @@ def resealed(two: Two, **changes: object) -> None:
 RATES = {"lr": 0.1, "betas": {"$": "tuple", "of": [0.9, 0.999]}}
 
 
+@rule(
+    "A checkpoint's contents are compared with the kind of state that this job has before anything is taken over",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.checkpoint.restore",
+        "    if sentence:\n        raise CheckpointDamaged",
+        "    if False:\n        raise CheckpointDamaged",
+    ),
+)
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -15,6 +15,7 @@ from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import SaveName, checkpoints, saves
 from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.storage import LocalStorage
@@ -104,6 +105,12 @@ def test_a_job_of_one_without_a_controller_goes_on_too(written: dict[int, Path],
     assert undisturbed(task(tmp_path, resume=str(written[3]))) == reference(PLAIN)
 
 
+@rule(
+    "A generation's number exceeds those of all saves in the job's folder, whichever checkpoint it begins from: "
+    "otherwise retention would delete what it saves, and `latest` would continue from what was given up",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.core.machine.phases.checkpoints", "    _exceed(turn, status.highest_saved)\n", ""),
+)
 @pytest.mark.parametrize("workers", shortened(["ab", "a"], "ab"))
 @pytest.mark.parametrize("resume", [4, False])
 def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
@@ -124,6 +131,11 @@ def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
         assert crew.job.durable.history[0].from_step == 6
 
 
+@rule(
+    "Retention deletes saves of its own run and those that this run continued from, and nothing else in the folder",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.checkpoint.retention", "        if not name.is_of(runs):\n            continue\n", ""),
+)
 def test_two_runs_in_one_place_delete_only_their_own(tmp_path: Path) -> None:
     def wait_for_the_disk(engine: Any) -> None:
         engine.parts.saving._saver.join()
@@ -237,6 +249,15 @@ def test_a_leader_that_dies_as_it_saves_leaves_no_checkpoint_and_training_unharm
 # ---- blocks without a live copy
 
 
+@rule(
+    "When a block is lost, all members return to the newest checkpoint that anyone has reported",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.checkpoints",
+        "    return max(sound or durable.checkpoints, default=None)",
+        "    return min(sound or durable.checkpoints, default=None)",
+    ),
+)
 def test_all_go_back_to_the_newest_checkpoint_when_a_block_has_no_copy_left(tmp_path: Path) -> None:
     with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
         crew.train_to(3)
@@ -298,6 +319,7 @@ def test_a_checkpoint_with_a_changed_bit_is_named_and_the_one_before_is_used(tmp
         assert crew.job.durable.history[0].from_step == 3
 
 
+@holds("A checkpoint's contents are compared with")
 def test_a_checkpoint_whose_scheduler_is_none_of_this_jobs_is_named_and_the_one_before_is_used(tmp_path: Path) -> None:
     with Crew("ab", task(tmp_path, every_steps=3)) as crew:
         for step in (3, 6):

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
+from rule import Edit, holds, rule
 from shoal_controller.api.answers import CheckpointAnswer
 from shoal_controller.api.page_answers import JobRow
 from shoal_controller.core.machine.durable import Standing
@@ -39,6 +40,18 @@ OLD = Status(
 # ---- the run
 
 
+@rule(
+    "Every run of a job has a uid; a worker of another run is turned away before anything in its status is read",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.admission",
+            "    if mismatch := claims.run_mismatch(turn.spec, hello):\n",
+            "    if (mismatch := claims.run_mismatch(turn.spec, hello)) and False:\n",
+        ),
+        Edit("shoal_controller.shell", "        spec = replace(spec, run=secrets.token_hex(8))\n", ""),
+    ],
+)
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
@@ -133,6 +146,7 @@ def ages(job: Driver) -> dict[int, float | None]:
     return {one.step: one.saved for one in shown}
 
 
+@holds("For a worker that is")
 def test_only_another_run_or_a_second_process_ends_a_worker_that_trains() -> None:
     job = Driver(wanted=2)
     job.start(2)
@@ -184,6 +198,31 @@ def goes_on_well(job: Driver, workers: int) -> None:
     assert job.view.step == 2 and job.job.durable.last_generation < 1 << 22 and not job.view.checkpoints
 
 
+@rule(
+    "A claim is checked before it is believed: committed_in ≤ generation ≤ promised ≤ the highest number given "
+    "out; only a process's first hello may exceed that, by at most 2^20",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.claims",
+            "    if claim.committed_in <= claim.generation <= promised <= highest:\n",
+            "    if True:\n",
+        ),
+        Edit("shoal_controller.core.machine.phases.claims", "GREATEST_LEAP = 1 << 20\n", "GREATEST_LEAP = 1 << 60\n"),
+        Edit(
+            "shoal_controller.core.machine.phases.claims",
+            "(0 if known or turn.world is None else GREATEST_LEAP)",
+            "(0 if turn.world is None else GREATEST_LEAP)",
+            by="test_a_process_that_is_known_may_not_leap_in_a_later_hello",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.claims",
+            "max([last, durable.step, *(one.step for one in durable.checkpoints)])",
+            "max([last, durable.step])",
+            by="test_a_step_may_be_as_high_as_a_checkpoint_that_is_known_before_its_world_has_begun",
+        ),
+    ],
+)
 @pytest.mark.parametrize("value", ABSURD)
 @pytest.mark.parametrize("name", numbers_of(Status))
 def test_one_absurd_number_in_a_heartbeat_or_ready_harms_nothing(name: str, value: int) -> None:
@@ -195,6 +234,7 @@ def test_one_absurd_number_in_a_heartbeat_or_ready_harms_nothing(name: str, valu
         goes_on_well(job, 3)
 
 
+@holds("A claim is checked before")
 @pytest.mark.parametrize("value", ABSURD)
 @pytest.mark.parametrize("name", numbers_of(Inventory))
 def test_one_absurd_number_in_an_inventory_harms_nothing(name: str, value: int) -> None:
@@ -218,6 +258,7 @@ def test_one_absurd_step_in_a_result_harms_nothing(value: int) -> None:
     goes_on_well(job, 3)
 
 
+@holds("A claim is checked before")
 @pytest.mark.parametrize("value", [*ABSURD[1:], (1 << 20) + 2])
 @pytest.mark.parametrize("name", ["generation", "promised", "committed_in", "next_generation"])
 def test_one_absurd_number_in_a_hello_is_refused_in_a_sentence(name: str, value: int) -> None:
@@ -249,6 +290,7 @@ def test_a_broken_heartbeat_is_told_of_once_and_its_worker_stays() -> None:
     assert job.view.phase is Phase.RUNNING and job.view.active == 2
 
 
+@holds("A claim is checked before")
 def test_a_store_from_a_backup_believes_the_higher_numbers_of_its_workers_and_makes_a_world_of_them() -> None:
     job = Driver(wanted=2)
     job.start(2)
@@ -271,6 +313,17 @@ def test_a_store_from_a_backup_believes_the_higher_numbers_of_its_workers_and_ma
 # ---- results and checkpoints
 
 
+@rule(
+    "… nobody is believed to be in a world of which it is not a member: a stranger's word would begin a change "
+    "that is planned",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.claims",
+        "plan.generation != generation or is_member(plan, worker) for",
+        "plan.generation != generation or True for",
+    ),
+    after="A claim is checked before",
+)
 def test_nobody_is_believed_to_be_in_a_world_of_which_it_is_not_a_member() -> None:
     job = Driver(wanted=2, max_workers=3)
     job.start(2)
@@ -293,6 +346,30 @@ def test_nobody_is_believed_to_be_in_a_world_of_which_it_is_not_a_member() -> No
     assert job.job.durable.current.generation == 1
 
 
+@rule(
+    "… results count only from members, and checkpoints only if they are where the config or `resume` puts them",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.claims",
+            "    if is_member(turn.world, worker) or is_member(attempt.plan if attempt is not None else None, "
+            "worker):\n",
+            "    if True:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.checkpoints",
+            "    if why := claims.false_checkpoint(turn, worker, claimed):\n",
+            "    if (why := claims.false_checkpoint(turn, worker, claimed)) and False:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.claims",
+            "or (description.can_checkpoint and not places)",
+            "or not places",
+            by="test_a_job_that_cannot_save_has_no_checkpoint_whatever_a_worker_says",
+        ),
+    ],
+    after="… nobody is believed to be",
+)
 def test_only_a_member_says_something_of_the_whole_job() -> None:
     job = Driver(wanted=2)
     job.start(2)
@@ -303,6 +380,17 @@ def test_only_a_member_says_something_of_the_whole_job() -> None:
     assert job.view.phase is Phase.RUNNING and job.job.durable.roster["w9"].standing is Standing.DEAD
 
 
+@rule(
+    "… and a worker that was in no world and that nobody launched fails for itself alone: a few of them with a "
+    "wrong path would end a job that trains",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failures",
+        "        return  # ● it fails for itself alone",
+        "        pass  # ● it fails for itself alone",
+    ),
+    after="… results count only from",
+)
 def test_workers_that_were_in_no_world_and_that_nobody_launched_fail_for_themselves_alone() -> None:
     job = Driver(wanted=2, max_workers=2)
     job.start(2)
@@ -314,6 +402,7 @@ def test_workers_that_were_in_no_world_and_that_nobody_launched_fail_for_themsel
     assert job.job.durable.failures.times == 1
 
 
+@holds("… results count only from")
 @pytest.mark.parametrize(
     ("path", "resume", "is_one"),
     [
@@ -338,6 +427,7 @@ def test_a_checkpoint_is_one_of_the_jobs_only_where_its_config_or_resume_says_th
     assert ("expected one in /checkpoints/run" in "".join(job.notes)) is not is_one
 
 
+@holds("… results count only from")
 @pytest.mark.parametrize(
     "reference", [CheckpointRef(1, 10**12, "/checkpoints/x", 1), CheckpointRef(1 << 40, 1, "/checkpoints/x")]
 )

@@ -21,6 +21,7 @@ import yaml
 from forked_command import SHOAL
 from matrices import shortened
 from rich.console import Console
+from rule import holds
 from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
@@ -339,6 +340,7 @@ sys.exit(worker.worker("h:1", "j", sys.argv[1:]))
 """
 
 
+@holds("SIGTERM ends a worker that")
 def test_as_the_first_process_of_a_container_it_hands_signals_on_and_ends_as_its_command() -> None:
     def ends(script: str, *numbers: int) -> int:
         command = [sys.executable, "-c", FIRST_PROCESS, sys.executable, "-c", f"import os, signal, sys\n{script}"]

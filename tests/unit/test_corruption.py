@@ -16,6 +16,7 @@ from crew import Crew, Task, Worker, undisturbed
 from crew_saves import rests, saved
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
@@ -124,6 +125,42 @@ def test_a_checksum_changes_with_any_bit_of_its_block_and_with_nothing_else(tens
 # ---- one flipped bit
 
 
+@rule(
+    "The copies of every block are compared within `corruption_steps`, as of one committed step, both state and "
+    "parameters; at each save those of all blocks are compared that there were at its boundary",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal.core.sampled_blocks",
+            "range(step % every_steps, blocks, every_steps)",
+            "range(0, blocks, every_steps)",
+        ),
+        Edit(
+            "shoal.training.corruption_watch",
+            "        self._saved, self._due, self._sound = None, None, False\n        self._copies = any",
+            "        self._copies = any",
+            by="test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_where_it_joined",
+        ),
+        Edit(
+            "shoal.training.corruption_watch",
+            "own = self._due & self._valid",
+            "own = self._valid",
+            by="test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_checkpoint",
+        ),
+        Edit(
+            "shoal.training.corruption_watch",
+            "        if step > self._state.step:\n",
+            "        if True:\n",
+            by="test_a_vote_without_a_step_compares_nothing_and_only_the_latest_differences_are_told_on",
+        ),
+        Edit(
+            "shoal.training.corruption_watch",
+            "[-MOST_REPORTED:]",
+            "",
+            by="test_a_vote_without_a_step_compares_nothing_and_only_the_latest_differences_are_told_on",
+        ),
+    ],
+)
 @pytest.mark.parametrize(("tensor", "owned"), [("exp_avg", True), ("exp_avg", False), ("parameters", False)])
 def test_a_flipped_bit_of_an_owner_or_a_mirror_is_told_with_block_steps_and_both_workers(
     tensor: str, owned: bool
@@ -151,6 +188,7 @@ def test_of_three_copies_the_one_that_differs_is_named() -> None:
         )
 
 
+@holds("The copies of every block are compared within")
 def test_nothing_is_told_of_a_job_whose_copies_agree_through_kills_and_joins() -> None:
     with Crew("abc", task(mirrors=2)) as crew:
         crew.train_to(5)
@@ -179,6 +217,7 @@ def test_a_world_without_mirrors_spends_nothing_on_comparing() -> None:
             ] * SOON
 
 
+@holds("The copies of every block are compared within")
 def test_a_vote_without_a_step_compares_nothing_and_only_the_latest_differences_are_told_on() -> None:
     with Crew("ab", task()) as crew:
         crew.train_to(3)
@@ -211,6 +250,7 @@ def strike_and_drain(crew: Crew, struck_one_goes: bool) -> tuple[int, str]:
     return block, " and ".join(holders)
 
 
+@holds("Before a planned change begins, copies")
 @pytest.mark.parametrize("struck_one_goes", [True, False])
 @pytest.mark.parametrize("names", ["ab", "abc"])
 def test_a_flipped_bit_is_told_though_a_drain_takes_away_a_copy_before_its_turn(
@@ -223,6 +263,7 @@ def test_a_flipped_bit_is_told_though_a_drain_takes_away_a_copy_before_its_turn(
         assert seen(crew)[0].startswith(f"the copies of block {block} of workers {holders} differ; one was changed ")
 
 
+@holds("Before a planned change begins, copies")
 def test_after_such_a_drain_all_go_back_and_the_job_has_the_undisturbed_bits(tmp_path: Path) -> None:
     with Crew("ab", task(tmp_path, corruption_steps=1000)) as crew:
         save(crew, 2)
@@ -231,6 +272,7 @@ def test_after_such_a_drain_all_go_back_and_the_job_has_the_undisturbed_bits(tmp
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 2: the copies of ")
 
 
+@holds("Before a planned change begins, copies")
 def test_a_flipped_bit_is_told_though_a_joiner_takes_over_one_of_its_two_copies() -> None:
     struck: list[int] = []
 
@@ -265,6 +307,7 @@ def test_a_death_while_copies_are_compared_costs_the_comparison_and_no_bit(victi
 # ---- what follows
 
 
+@holds("When copies differ, all members return to a checkpoint whose")
 @pytest.mark.parametrize(
     ("tensor", "owned"),
     shortened([("exp_avg", True), ("exp_avg", False), ("parameters", False)], ("parameters", False)),
@@ -282,6 +325,7 @@ def test_after_going_back_to_a_sound_checkpoint_the_job_has_the_undisturbed_bits
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")
 
 
+@holds("When copies differ, all members return to a checkpoint whose")
 def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_back_to(tmp_path: Path) -> None:
     with Crew("abc", task(tmp_path, corruption_steps=1000)) as crew:
         save(crew, 4)
@@ -300,6 +344,7 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: ")
 
 
+@holds("When copies differ, all members return to a checkpoint whose")
 def test_a_checkpoint_of_which_a_block_differs_is_not_verified_though_all_that_is_compared_after_it_agrees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +356,7 @@ def test_a_checkpoint_of_which_a_block_differs_is_not_verified_though_all_that_i
         assert [one.verified for one in crew.job.durable.checkpoints] == [False]
 
 
+@holds("When copies differ, all members return to a checkpoint whose")
 def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,6 +371,7 @@ def test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified(
         assert manifests and not any(manifest.verified for manifest in manifests)
 
 
+@holds("The copies of every block are compared within")
 def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +408,7 @@ def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_
         assert [one.verified for one in crew.job.durable.checkpoints] == [False]
 
 
+@holds("The copies of every block are compared within")
 def test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_where_it_joined(tmp_path: Path) -> None:
     """Votes in which some bring checksums and others bring none have rows of two lengths."""
     with Crew("ab", task(tmp_path, corruption_steps=1000)) as crew:
@@ -380,6 +428,7 @@ def ruin(crew: Crew) -> int:
     return strike(crew, "a", bit=30)
 
 
+@holds("A step that is not finite ends the job only")
 @pytest.mark.parametrize("stage", shortened([1, 3], 1))
 def test_a_flip_that_makes_the_loss_infinite_is_gone_back_from_and_does_not_end_the_job(
     stage: int, tmp_path: Path
@@ -393,6 +442,7 @@ def test_a_flip_that_makes_the_loss_infinite_is_gone_back_from_and_does_not_end_
         assert seen(crew, "restoring")[0].startswith("all members go back to the checkpoint of step 4: the copies of ")
 
 
+@holds("A step that is not finite ends the job only")
 @pytest.mark.parametrize("is_paused", [False, True], ids=["training", "pause-asked-for"])
 @pytest.mark.parametrize("shoal", [{"on_corruption": "pause"}, {}], ids=["pause", "no-checkpoint"])
 def test_before_such_a_loss_a_job_that_does_not_go_back_pauses_and_goes_on_once_the_bad_copy_is_gone(
@@ -421,6 +471,7 @@ def pause_in_step_6(crew: Crew, point: str, step: int) -> None:
         crew._feed(Pause())
 
 
+@holds("A step that is not finite ends the job only")
 def test_where_nothing_is_done_about_it_the_end_of_the_job_names_the_block_and_not_the_learning_rate() -> None:
     with Crew("ab", task(corruption_steps=1000, on_corruption="continue")) as crew:
         crew.train_to(4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from machine_driver import MADE_OF, NEW, Driver
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Note, Persist
 from shoal_controller.core.machine.events import PlannerAnswered, Resume, Tick
 from shoal_controller.core.machine.figures import series_key
@@ -75,6 +76,30 @@ def test_a_job_that_is_to_pause_says_why_until_it_goes_on() -> None:
     assert not driver.job.durable.paused and not driver.job.durable.paused_because
 
 
+@rule(
+    "When copies differ, all members return to a checkpoint whose copies were compared when it was saved, and to "
+    "no newer one",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.checkpoints",
+            "[one for one in durable.checkpoints if one.verified] if durable.corruption.restoring else []",
+            "list[CheckpointRef]()",
+        ),
+        Edit(
+            "shoal.training.corruption_watch",
+            "not (record.corrupt or record.single)",
+            "not record.corrupt",
+            by="test_a_checkpoint_of_which_a_block_has_one_valid_copy_only_is_not_verified",
+        ),
+        Edit(
+            "shoal.training.corruption_watch",
+            "            self._sound = self._sound and not (",
+            "            self._sound = not (",
+            by="test_a_checkpoint_of_which_a_block_differs_is_not_verified_though_all_that_is_compared_after_it_agrees",
+        ),
+    ],
+)
 @pytest.mark.parametrize("restarts", [False, True])
 def test_all_go_back_to_the_newest_checkpoint_whose_copies_were_compared(restarts: bool) -> None:
     driver = job()
@@ -97,6 +122,22 @@ def test_all_go_back_to_the_newest_checkpoint_whose_copies_were_compared(restart
     assert (plan.recovery.checkpoint, plan.recovery.step, plan.reason) == (SOUND.path, 10, Reason.RESTORE)
 
 
+@rule(
+    "… but the step from which all go back to a checkpoint is stored before they are asked to, so that every "
+    "life says how far they went back; and a checkpoint that is told of while the planner thinks is one that all "
+    "may begin at",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.core.machine.phases.recovery", "    turn.do(Persist())\n", ""),
+        Edit(
+            "shoal_controller.core.machine.phases.recovery",
+            "    if isinstance(question, StartQuestion) and not planner_inputs.begins_where_all_would(turn, "
+            "question):\n",
+            "    if False:\n",
+        ),
+    ],
+    after="… the shown step goes back",
+)
 def test_the_step_from_which_all_go_back_is_written_before_anyone_is_asked_to() -> None:
     driver = job()
     driver.beat("w0", checkpoint=SOUND)
@@ -111,6 +152,7 @@ def test_the_step_from_which_all_go_back_is_written_before_anyone_is_asked_to() 
     assert driver.of(Persist) == driver.effects[:1] == [Persist()]
 
 
+@holds("… but the step from which all go back")
 def test_a_better_checkpoint_that_is_told_of_while_the_planner_thinks_is_where_all_begin() -> None:
     driver = job()
     driver.beat("w0", checkpoint=SOUND)
@@ -136,6 +178,7 @@ def back_at_the_checkpoint(driver: Driver) -> None:
     assert driver.job.durable.corruption.returned_at == 31
 
 
+@holds("… what was saved after")
 def test_what_was_saved_after_that_checkpoint_counts_no_more() -> None:
     driver = job()
     driver.beat("w1", checkpoint=NEWER)
@@ -149,6 +192,7 @@ def test_what_was_saved_after_that_checkpoint_counts_no_more() -> None:
     assert driver.job.durable.checkpoints == (late, SOUND)
 
 
+@holds("A worker that is part")
 def test_a_second_return_without_a_step_above_the_highest_pauses() -> None:
     driver = job(workers=4)
     back_at_the_checkpoint(driver)
@@ -168,6 +212,12 @@ def test_beyond_the_highest_step_all_go_back_again() -> None:
     assert driver.job.attempt is not None and not driver.job.durable.paused
 
 
+@rule(
+    "A worker that is part of two differences is evicted; a second return without progress beyond the highest "
+    "step pauses the job",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.core.machine.phases.corruption", "PATIENCE = 2\n", "PATIENCE = 3\n"),
+)
 @pytest.mark.parametrize(("launcher", "ending"), [("none", Ending.FAILED), ("local", Ending.REPLACED)])
 def test_a_worker_in_two_differences_is_evicted(launcher: str, ending: Ending) -> None:
     driver = job(OnCorruption.CONTINUE, launcher=launcher)

@@ -23,6 +23,7 @@ import pytest
 import shoal
 import torch
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.config.load import load_config
 from shoal.core.sampler import Sampler
 from shoal.data.batch_memory import receive, send
@@ -76,6 +77,26 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return tensors and one["name"] == other["name"]
 
 
+@rule(
+    "A data worker gives the bits of the training thread: one thread of torch everywhere, the seed of the place, "
+    "and tensors with the strides, shared memory and alignment that they had",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit("shoal.data.source", "    torch.set_num_threads(1)\n", "    torch.set_num_threads(threads)\n"),
+        Edit("shoal.data.batch_memory", "        at += (_address(buffer) - at) % ALIGNMENT\n", ""),
+        Edit(
+            "shoal.data.batch_memory",
+            "tuple(value.shape), value.stride())",
+            "tuple(value.shape), torch.empty(value.shape).stride())",
+        ),
+        Edit("shoal.data.batch_memory", "        if span not in self._storages:\n", "        if span is not None:\n"),
+        Edit(
+            "shoal.data.data_workers",
+            "        place = worker.asked.popleft()\n",
+            "        place = worker.asked.pop()\n",
+        ),
+    ],
+)
 def test_what_was_read_ahead_is_what_the_training_thread_reads_in_any_order() -> None:
     places = [(step, lane, 0) for step in range(3) for lane in range(LANES)]
     # as when lanes go and come, and one is run again
@@ -86,6 +107,19 @@ def test_what_was_read_ahead_is_what_the_training_thread_reads_in_any_order() ->
             assert same(ahead.micro_batch(*place, iter(places[number + 1 :])), expected)
 
 
+@rule(
+    "What was read ahead for a lane that has moved is dropped, and no more is read ahead than the DataLoader "
+    "would: a change of the world costs no memory",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.data.data_workers",
+            "        self._ready = {known: batch for known, batch in self._ready.items() if known in wanted}\n",
+            "",
+        ),
+        Edit("shoal.data.data_workers", "islice(upcoming, self._depth)", "islice(upcoming, self._depth + 1)"),
+    ],
+)
 def test_as_many_batches_as_a_dataloader_are_read_ahead_and_no_more() -> None:
     workers = DataWorkers(source(), Reading(processes=2, ahead=3), 3)
     try:
@@ -112,6 +146,7 @@ def test_batches_come_to_a_process_that_has_more_files_open_than_select_can_name
             os.close(one)
 
 
+@holds("A data worker gives the bits")
 def test_strides_shared_memory_alignment_and_other_values_survive_the_way() -> None:
     import socket
 
@@ -159,6 +194,7 @@ def job(dataset: Any, processes: int, **options: Any) -> str:
     return digest
 
 
+@holds("A data worker gives the bits")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_job_ends_with_the_same_bits_however_data_workers_are_started(
     method: str, monkeypatch: pytest.MonkeyPatch
@@ -180,11 +216,13 @@ def note_number(number: int) -> None:
     os.environ["READ_BY"] = f"init {number}"
 
 
+@holds("A data worker gives the bits")
 def test_worker_init_fn_and_get_worker_info_are_as_in_a_dataloader() -> None:
     job(Telling(), 2, worker_init_fn=note_number)
     assert "READ_BY" not in os.environ
 
 
+@holds("A data worker gives the bits")
 def test_samples_are_read_and_collated_with_one_thread_of_torch_everywhere() -> None:
     """Other counts of threads give other bits."""
 
@@ -208,6 +246,33 @@ def test_samples_are_read_and_collated_with_one_thread_of_torch_everywhere() -> 
         torch.set_num_threads(before)
 
 
+@rule(
+    "Data workers are started before the session has threads and connections, end with their training process "
+    "however that ends, and no signal to its group ends them before",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.training.start",
+            "    fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)\n"
+            '    link, faults = open_link(state.device, settled.backend == "gloo")\n',
+            '    link, faults = open_link(state.device, settled.backend == "gloo")\n'
+            "    fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)\n",
+        ),
+        Edit(
+            "shoal.data.data_process",
+            "        signal.signal(number, signal.SIG_IGN)\n",
+            "        signal.signal(number, signal.SIG_DFL)\n",
+        ),
+        Edit(
+            "shoal.data.data_workers",
+            "            if worker.process.is_alive():\n"
+            "                worker.process.kill()\n"
+            "                worker.process.join()\n"
+            "            worker.process.close()\n",
+            "            if not worker.process.is_alive():\n                worker.process.close()\n",
+        ),
+    ],
+)
 def test_data_workers_are_started_before_there_is_a_link() -> None:
     """So that a fork copies no thread and no connection of the session."""
     children: list[str] = []
@@ -300,6 +365,7 @@ def test_a_dataset_that_has_another_length_now_is_refused(processes: int) -> Non
             fetcher.micro_batch(0, 1, 0)
 
 
+@holds("Data workers are started before the")
 def test_a_data_worker_that_was_killed_is_named_with_what_it_was_reading() -> None:
     with fetching(reading=Reading(processes=1)) as fetcher:
         fetcher.micro_batch(0, 0, 0)
@@ -352,6 +418,7 @@ class Stuck(Noisy):
         return {}
 
 
+@holds("Data workers are started before the")
 def test_the_dataloaders_timeout_is_kept_and_a_stuck_data_worker_ends_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -398,6 +465,7 @@ if __name__ == "__main__":
 """
 
 
+@holds("Data workers are started before the")
 @pytest.mark.parametrize("method", shortened(["fork", "spawn", "forkserver"], "forkserver"))
 def test_data_workers_end_with_a_training_process_that_is_killed(method: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(method=method))
@@ -412,6 +480,7 @@ def test_data_workers_end_with_a_training_process_that_is_killed(method: str, tm
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 
+@holds("Data workers are started before the")
 def test_ctrl_c_and_a_notice_of_preemption_do_not_reach_data_workers() -> None:
     with fetching(reading=Reading(processes=1)) as fetcher:
         assert fetcher._workers is not None

@@ -14,6 +14,7 @@ from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.deepspeed.client_state import saved_in
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, is_within
 from shoal.deepspeed.elastic_loader import ElasticLoader
@@ -118,6 +119,17 @@ def test_an_evaluation_between_epochs_as_scripts_write_it_changes_no_bit(stage: 
     assert seen["a"] == seen["c"]
 
 
+@rule(
+    "A pass over the loader of a script for DeepSpeed ends with a step of the job, its epoch's last one, and not "
+    "after so many batches of the worker's own: workers have different numbers of them, joiners come in the "
+    "middle, and whoever ran past the others' end would leave them waiting",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.training.training_loop",
+        "context.is_over or context.global_step >= end",
+        "context.is_over or context.global_step > end",
+    ),
+)
 def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_others() -> None:
     ends: dict[int, list[tuple[int, int]]] = {}
 
@@ -137,6 +149,7 @@ def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_ot
         assert ends[id(joiner.engine)][0][1] > 5, "nothing was left of the first epoch"
 
 
+@holds("A pass over the loader")
 def test_every_epoch_ends_at_its_last_step_also_where_the_job_goes_on_from_the_middle_of_one(tmp_path: Path) -> None:
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 7, "resume": "latest"}}
     options = {**OPTIONS, "shoal": place}

@@ -19,6 +19,7 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, task, with_model, without_values
 from matrices import shortened
 from reference import reference
+from rule import Edit, rule
 from safetensors.torch import load_file, save_file
 from shoal.blocks.residency import Residency
 from shoal.checkpoint.catalogue import resolve
@@ -72,6 +73,12 @@ def engine(one: Task) -> Engine:
         return engine_of(one, AloneLink(), Faults([]))
 
 
+@rule(
+    "First values of a model that was built without memory come from a seed of the module's name, whoever makes "
+    "them, when, and as often as it takes",
+    "A step",
+    broken_by=Edit("shoal.first_values.making", '    seed_from(f"{seed} {call.purpose} {call.name}")\n', ""),
+)
 @pytest.mark.parametrize("precision", shortened([{}, {"bf16": {"enabled": True}}], {}))
 @pytest.mark.parametrize(
     ("stage", "workers", "mirrors"),

@@ -20,6 +20,7 @@ from hard_units import WIDTH, Layers, task, with_model, without_values
 from integration.scripts import VOCABULARY
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from safetensors.torch import save_file
 from shoal.blocks.residency import Residency
 from shoal.core.units import unit_numbers
@@ -130,6 +131,7 @@ def filled(model: Callable[[], nn.Module], **given: Any) -> nn.Module:
         return engine_of(with_model(task(0), built(model, **given)), AloneLink(), Faults([])).module
 
 
+@holds("Tensors that one call of an init touches")
 def test_what_is_filled_from_above_is_filled_as_in_a_model_built_with_values() -> None:
     made, right = filled(lambda: FromAbove(0.0)).state_dict(), FromAbove(0.0).state_dict()
     right |= {f"inner.lift.{name}": torch.full_like(made[f"inner.lift.{name}"], value)
@@ -147,6 +149,14 @@ def walk(module: nn.Module) -> None:
             nn.init.normal_(parameter, 1.0, 0.1)
 
 
+@rule(
+    "Tensors that one call of an init touches are made together, by all calls that touch any of them, in the "
+    "order of `apply`: what else a worker makes changes no value",
+    "A step",
+    broken_by=Edit(
+        "shoal.first_values.inits", "            parent[top(other)] = top(first)\n", "            top(other)\n"
+    ),
+)
 @pytest.mark.parametrize(
     "model", [built(FromAbove), built(Layers, init=walk)], ids=["from above", "an init that walks"]
 )
@@ -378,6 +388,15 @@ def test_weights_of_a_models_body_are_those_of_the_body_and_the_other_way_round(
         assert torch.equal(*(one[next(n for n in one if n.endswith("layers.1.weight"))] for one in (made, content)))
 
 
+@rule(
+    "A worker that reads weights with another content than the job's is refused before it trains",
+    "A step",
+    broken_by=Edit(
+        "shoal.first_values.pretrained",
+        "                total.update(sample.contiguous().view(torch.uint8).numpy().tobytes())\n",
+        "                assert sample is not None\n",
+    ),
+)
 def test_a_worker_whose_weights_have_another_content_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(3)
     content = FromAbove().state_dict()

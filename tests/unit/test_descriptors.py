@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from forked_command import SHOAL
+from rule import holds
 from shoal_controller.descriptors import raise_descriptor_limit
 from tiers import check
 
@@ -24,6 +25,7 @@ def lowered():
     resource.setrlimit(LIMIT, (soft, hard))
 
 
+@holds("… and no address has more than half")
 def test_a_process_that_serves_may_open_as_many_as_its_user_can_grant(lowered):
     raise_descriptor_limit()
     assert resource.getrlimit(LIMIT) == (lowered, lowered)

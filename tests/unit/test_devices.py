@@ -10,6 +10,7 @@ import pytest
 import shoal
 import shoal.device
 import torch
+from rule import Edit, rule
 from shoal.device import HOST, HostDevice, device_of
 from shoal.exchange.norm import by_halves
 from shoal.first_values.building import meant_device
@@ -62,6 +63,22 @@ def test_a_local_worker_gets_the_device_that_fewest_have_and_a_job_may_say_anoth
     assert "CUDA_VISIBLE_DEVICES" not in WorkerEnvironment(lambda: ["h:1"]).of("w0", job)
 
 
+@rule(
+    "On an accelerator the norm's rows are added up element by element: the order of its kernel for sums depends "
+    "on the number of rows",
+    "Devices",
+    broken_by=Edit(
+        "shoal.exchange.norm",
+        "    while rows.shape[1] > 1:\n"
+        "        half = rows.shape[1] // 2\n"
+        "        rows = rows[:, :half] + rows[:, half:]\n"
+        "    return rows[:, 0]\n"
+        "\n"
+        "\n"
+        "def _tree_sum",
+        "    return rows.sum(1)\n\n\ndef _tree_sum",
+    ),
+)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_rows_are_added_up_by_halves_in_an_order_that_depends_on_nothing_else(rows: int) -> None:
     def plain(row: list[float]) -> float:

@@ -31,7 +31,7 @@ def test_every_link_within_the_repository_leads_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["phases", "events", "controller", "rest", "command"])
+@pytest.mark.parametrize("name", ["phases", "events", "controller", "rest", "command", "rules"])
 def test_a_page_that_is_made_from_the_code_is_current(name: str) -> None:
     assert (ROOT / f"docs/{name}.md").read_text() == tool(name).page(), "run `make docs`"
 

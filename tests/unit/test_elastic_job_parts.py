@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_driver import training
+from rule import holds
 from shoal_controller.core.machine.figures import Figures, series_key
 from shoal_controller.core.machine.spec import JobView, Phase
 from shoal_controller.elastic_jobs.deletion_steps import (
@@ -114,6 +115,7 @@ def test_a_patch_makes_one_status_of_the_other_and_none_of_the_same(before: Any,
     assert patch_between(after, after) == {}
 
 
+@holds("Statuses of resources are written 20 times")
 def test_for_how_long_it_has_been_so_is_no_news() -> None:
     before = {"reason": "0 of 2 workers ready; waiting for 9 s", "conditions": [{"message": "and 1.5 s so far"}]}
     later = {"reason": "0 of 2 workers ready; waiting for 14 s", "conditions": [{"message": "and 6.5 s so far"}]}
@@ -130,6 +132,7 @@ def view_of(phase: Phase, **fields: Any) -> JobView:
     return replace(training().view, phase=phase, **shape)
 
 
+@holds("A resource has its finalizer")
 def test_a_job_that_can_save_stops_saves_ends_and_is_forgotten_in_this_order() -> None:
     deletion = Deletion("run", 0.0)
     assert next_step(view_of(Phase.RUNNING), deletion, 3, 1.0) is DeletionStep.PAUSE
@@ -150,6 +153,7 @@ def test_what_cannot_be_saved_ends_at_once(fields: dict[str, Any]) -> None:
     assert next_step(view_of(Phase.RUNNING, **fields), Deletion("run", 0.0), 3, 1.0) is DeletionStep.CANCEL
 
 
+@holds("A resource has its finalizer")
 def test_no_wait_of_an_end_is_for_ever() -> None:
     deletion = Deletion("run", 0.0, asked_to_save=True)
     paused = view_of(Phase.PAUSED)

@@ -13,6 +13,7 @@ import pytest
 from api_server import RESOURCES
 from asynchronous import asynchronous
 from resource_place import hurry_resources, place
+from rule import Edit, holds, rule
 from shoal_controller.api import resource_rules
 from shoal_controller.callers import Caller, Role
 from shoal_controller.core.machine.events import Scale
@@ -33,6 +34,35 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry_resources(monkeypatch)
 
 
+@rule(
+    "A resource has its finalizer before its job is made, and loses it when the job is forgotten and its pods "
+    "are gone; a job that is to go saves first, and no wait of that is for ever; it goes with its resource where "
+    "another finalizer keeps that, too",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.elastic_jobs.owned_job",
+            "        if not has_finalizer(item):\n            item = await",
+            "        if False:\n            item = await",
+        ),
+        Edit(
+            "shoal_controller.elastic_jobs.owned_job",
+            "        if has_finalizer(item) and await self._pods_are_gone():\n",
+            "        if has_finalizer(item):\n",
+        ),
+        Edit(
+            "shoal_controller.elastic_jobs.owned_job",
+            "        if job is not None and job.resource == uid_of(item):\n            if self._deletion",
+            "        if has_finalizer(item) and job is not None and job.resource == uid_of(item):\n"
+            "            if self._deletion",
+        ),
+        Edit(
+            "shoal_controller.elastic_jobs.deletion_steps",
+            "    if not can_save or now - deletion.began > SAVE_SECONDS:\n",
+            "    if not can_save:\n",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_resource_becomes_a_job_whose_status_it_shows_and_goes_with_it(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():
@@ -67,6 +97,7 @@ async def test_scaling_the_resource_scales_the_job_whatever_the_cluster_answers(
         assert one.status()["observedGeneration"] == one.item()["metadata"]["generation"] == 3
 
 
+@holds("A size that goes to and fro")
 @asynchronous
 async def test_an_autoscaler_that_flaps_makes_few_changes_and_its_last_word_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +197,15 @@ async def test_what_cannot_be_followed_is_one_sentence_in_a_condition_and_an_eve
         assert "would compute something else" in one.condition("Accepted", "good")["message"]
 
 
+@rule(
+    "A resource that was deleted and made again is told of anew: nothing that was said of the first one counts for it",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.elastic_jobs.owned_job",
+        "if item is not None and uid_of(item) != self._uid:",
+        "if item is not None and not self._uid:",
+    ),
+)
 @asynchronous
 async def test_a_resource_that_was_deleted_and_made_again_is_told_of_anew(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():
@@ -227,6 +267,23 @@ async def test_a_definition_without_status_is_named_and_its_jobs_run(tmp_path: P
         await one.until(lambda: one.status().get("phase") == "waiting" and not found.trouble("train"), "the status")
 
 
+@rule(
+    "Statuses of resources are written 20 times a second at most, and all of them are gone through twice a "
+    "second, not after each look: a thousand cost what they must",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.elastic_jobs.owned_job",
+            "        return max(STATUS_SECONDS, self.count() / STATUSES_PER_SECOND)",
+            "        return STATUS_SECONDS",
+        ),
+        Edit(
+            "shoal_controller.elastic_jobs.resource_status",
+            '    return SECONDS.sub("", json.dumps(status, sort_keys=True))',
+            "    return json.dumps(status, sort_keys=True)",
+        ),
+    ],
+)
 @asynchronous
 async def test_many_resources_share_the_writes_of_their_statuses(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():
@@ -247,6 +304,7 @@ async def test_an_older_definition_is_named_with_what_it_drops(tmp_path: Path) -
         assert "it drops status.events" in one.notes("DefinitionOutdated")[0]
 
 
+@holds("A resource has its finalizer")
 @asynchronous
 async def test_a_deleted_resource_ends_its_job_though_another_finalizer_than_ours_keeps_it(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():
@@ -259,6 +317,7 @@ async def test_a_deleted_resource_ends_its_job_though_another_finalizer_than_our
         await one.give_up()
 
 
+@holds("A resource has its finalizer")
 @asynchronous
 async def test_pods_of_a_deleted_job_are_gone_before_its_resource(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term():

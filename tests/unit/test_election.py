@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.leadership import election
 from shoal_controller.leadership.election import LEADER, TERM, ControllerPlace
 from shoal_controller.leadership.fenced_store import FencedStore
@@ -15,6 +16,16 @@ from standing import Stander, standing
 from structlog.testing import capture_logs
 
 
+@rule(
+    "Of any number of controllers one leads at a time, and each term has a fence of its own: what a leader "
+    "writes is written only while nobody else was elected",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.leadership.fenced_store",
+        "transact([fence, *compares], operations)",
+        "transact(compares, operations)",
+    ),
+)
 @asynchronous
 async def test_one_leads_and_when_it_ends_another_one_does_and_all_know_who(tmp_path):
     async with standing(tmp_path, "a", "b", "c") as (store, (a, b, c)):
@@ -34,6 +45,15 @@ async def test_one_leads_and_when_it_ends_another_one_does_and_all_know_who(tmp_
         assert leader.terms[0].fence.modified == (await store.get(TERM)).modified
 
 
+@rule(
+    "A leader whose lease was lost leads on only where nobody was elected meanwhile",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.leadership.election",
+        "                guards = [leadership.fence, Compare(",
+        "                guards = [Compare(",
+    ),
+)
 @asynchronous
 async def test_a_leader_whose_lease_was_lost_leads_on_where_nobody_was_elected_meanwhile(tmp_path):
     async with standing(tmp_path, "a") as (store, (a,)):
@@ -45,6 +65,7 @@ async def test_a_leader_whose_lease_was_lost_leads_on_where_nobody_was_elected_m
         assert (await store.get(LEADER)).lease == leadership.lease.id
 
 
+@holds("A leader whose lease was lost")
 @asynchronous
 async def test_a_leader_whose_lease_was_lost_ends_its_term_where_another_one_was_elected(tmp_path):
     async with standing(tmp_path, "a") as (store, (a,)):
@@ -54,6 +75,16 @@ async def test_a_leader_whose_lease_was_lost_ends_its_term_where_another_one_was
         assert a.election.leader == ControllerPlace("x", "x:1", "x:2")
 
 
+@rule(
+    "A leader that is cut off from the store gives way as soon as a neighbour says that it leads: its workers "
+    "are needed there",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.leadership.election",
+        "                if await self._is_overtaken(leadership):\n",
+        "                if await self._is_overtaken(leadership) and False:\n",
+    ),
+)
 @asynchronous
 async def test_a_leader_that_is_cut_off_from_the_store_leads_until_a_neighbour_does(tmp_path, monkeypatch):
     monkeypatch.setattr(election, "PAUSE_SECONDS", 0.01)
@@ -77,6 +108,12 @@ async def test_a_leader_that_is_cut_off_from_the_store_leads_until_a_neighbour_d
         await a.until(lambda: not a.leads)
 
 
+@rule(
+    "A leader whose key in the store is gone, or another's, finds out though its lease lives: it writes the key "
+    "again where nobody was elected, else its term ends",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.leadership.election", "self._until_displaced(displaced))", "asyncio.sleep(3600))"),
+)
 @asynchronous
 async def test_a_leader_that_another_one_has_replaced_ends_its_term_though_its_lease_lives(tmp_path):
     """Where an operator has deleted the key, or restored the store from a backup."""
@@ -88,6 +125,7 @@ async def test_a_leader_that_another_one_has_replaced_ends_its_term_though_its_l
         await a.until(lambda: not a.leads)
 
 
+@holds("A leader whose key in the store")
 @asynchronous
 async def test_a_leader_whose_key_was_deleted_writes_it_again_where_nobody_was_elected(tmp_path):
     async with standing(tmp_path, "a") as (store, (a,)):
@@ -99,6 +137,15 @@ async def test_a_leader_whose_key_was_deleted_writes_it_again_where_nobody_was_e
         assert a.leads and len(a.terms) == 1 and found.lease == a.terms[0].lease.id
 
 
+@rule(
+    "A term whose lease is lost before it has begun begins anew: only one that has begun gets another lease",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.leadership.election",
+        "await _unless_lost(lease, ends.enter_async_context(lead(leadership)))",
+        "await ends.enter_async_context(lead(leadership))",
+    ),
+)
 @asynchronous
 async def test_a_term_whose_lease_is_lost_before_it_has_begun_begins_anew(tmp_path, monkeypatch):
     """What waits for the store in its beginning would wait for ever: only a term that has begun gets another lease."""
@@ -206,6 +253,7 @@ async def test_the_place_that_a_dead_controller_has_left_is_no_second_one_with_i
         assert not errors and not a.election.conflict
 
 
+@holds("Of any number of controllers one")
 @asynchronous
 async def test_a_leader_writes_only_while_nobody_else_was_elected_and_its_lease_lasts(tmp_path):
     async with standing(tmp_path, "a") as (store, (a,)):
@@ -226,6 +274,16 @@ async def test_a_leader_writes_only_while_nobody_else_was_elected_and_its_lease_
         assert (await store.get("/x")).value == b"1"
 
 
+@rule(
+    "What a leader has written counts as unknown where its lease ended before it heard of it: nothing is sent on "
+    "the strength of it",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.leadership.fenced_store",
+        "            raise UnknownOutcome(self._leadership.trouble)\n",
+        "            return outcome\n",
+    ),
+)
 @asynchronous
 async def test_what_is_written_at_the_end_of_a_lease_is_not_acted_on(tmp_path):
     """The process may have been frozen between the write and the answer."""

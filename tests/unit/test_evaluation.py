@@ -9,6 +9,7 @@ import torch
 from crew import Crew, Task, engine_of, undisturbed
 from integration.scripts import Samples
 from matrices import shortened
+from rule import holds
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -33,6 +34,7 @@ def alone(options: dict[str, Any]) -> Engine:
     return engine_of(Task(options), AloneLink(), Faults([]))
 
 
+@holds("… and a third time, from a separate")
 def test_at_the_top_of_the_loop_it_changes_no_bit() -> None:
     """Though it draws, and puts one part into training mode, so that buffers move."""
     with Crew("ab", Task(OPTIONS, in_loop=evaluate)) as crew:
@@ -116,6 +118,7 @@ def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
     assert means == [0.5, 0.5]
 
 
+@holds("The sum of an evaluation is")
 @pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "in_vote"))
 def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
     """Whoever survives gives its sums to the next vote; those of a vote that passed anywhere are in its record."""
@@ -138,6 +141,7 @@ def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
     assert [step for step, numbers in reports.items() if "seen" in numbers] == [3], reports
 
 
+@holds("The sum of an evaluation is")
 def test_a_mean_of_zero_is_a_number_too() -> None:
     """An exact sum of zero has no parts."""
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Note, Probe, Send
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived, Tick
@@ -97,6 +98,7 @@ def test_a_slow_worker_that_answers_is_never_suspected():
     assert world.states == [State.STARTING] * 3
 
 
+@holds("A silent worker is asked")
 def test_who_comes_back_and_falls_silent_again_is_asked_on_its_new_stream():
     world = Silence()
     world.last(2.8)
@@ -105,18 +107,61 @@ def test_who_comes_back_and_falls_silent_again_is_asked_on_its_new_stream():
     assert world.asked_on == [0, 3]
 
 
+@rule(
+    "The wait for a silent majority ends after `stall_seconds` if others can be heard: hosts that vanish refuse "
+    "no connection",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "    due = turn.now - turn.spec.stall_seconds\n",
+            "    due = 0.0\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "    if not silence.hears_somebody(turn.job, quiet):\n        return []\n",
+            "",
+            by="test_where_nobody_is_heard_nobody_is_evicted_however_long_that_lasts",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "if turn.record(worker).serves and silence.last_heard",
+            "if silence.last_heard",
+            by="test_of_a_silent_majority_that_is_gone_for_good_each_is_told_of_once",
+        ),
+    ],
+)
 def test_where_nobody_is_heard_nobody_is_evicted_however_long_that_lasts():
     world = Silence(stall_seconds=20.0)
     world.last(60.0, beating=())
     assert [record.standing for record in world.job.durable.roster.values()] == [Standing.HERE] * 3
 
 
+@holds("The wait for a silent")
 def test_of_a_silent_majority_that_is_gone_for_good_each_is_told_of_once():
     world = Silence(stall_seconds=20.0)
     world.last(60.0, beating=(2,))
     assert [kind for _, kind in world.happened] == ["joined", "lost"]
 
 
+@rule(
+    "A silent worker is asked on the stream that it has now, and has its time to answer, before it is evicted",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "if turn.job.listening.uncut - process.ping.at >= PING_SECONDS:",
+            "if True:",
+            by="test_nobody_is_evicted_before_a_ping_had_its_time",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.admission",
+            "            ping=None,\n",
+            "",
+            by="test_who_comes_back_and_falls_silent_again_is_asked_on_its_new_stream",
+        ),
+    ],
+)
 def test_nobody_is_evicted_before_a_ping_had_its_time():
     world = Silence(heartbeat_seconds=0.2)
     world.last(0.5)
@@ -134,6 +179,15 @@ def test_healthy_workers_are_not_asked():
     assert world.happened == [(0.0, "joined")]
 
 
+@rule(
+    "Silence of more than half of the members evicts nobody",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.silence",
+        "    return bool(silent) and 2 * len(silent) > len(_counting(job))\n",
+        "    return False\n",
+    ),
+)
 def test_a_silent_majority_is_neither_suspected_nor_evicted_and_the_job_says_why_it_waits():
     world = Silence(stall_seconds=100.0)
     world.last(6.0, beating=(2,))
@@ -159,6 +213,14 @@ def test_of_a_silent_majority_that_was_evicted_the_job_does_not_say_that_it_wait
     assert "Waiting until one of them is heard" in says
 
 
+@rule(
+    "… and the time during which the controller was cut off counts as nobody's silence",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.silence", "uncut if is_cut_off(job) else uncut + passed", "uncut + passed"
+    ),
+    after="Silence is counted in the",
+)
 def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
     world = Silence()
     world.last(20.0, beating=())
@@ -169,6 +231,15 @@ def test_as_most_are_heard_again_the_time_of_the_cut_is_nobodys_silence():
     assert "silent" not in view(world.job, world.now).reason
 
 
+@rule(
+    "… and who lost its stream meanwhile has `reconnect_seconds` from when others come back, as after a "
+    "controller's start: each looks for a controller at its own pace",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failure_detector", " and not silence.may_be_on_its_way(turn):\n", ":\n"
+    ),
+    after="… and the time during",
+)
 def test_after_a_cut_that_broke_all_streams_who_comes_back_last_has_as_long_as_after_a_start():
     """Each looks for a controller at its own pace: the others are back, and it is on its way."""
     for returns in (True, False):
@@ -187,6 +258,16 @@ def test_after_a_cut_that_broke_all_streams_who_comes_back_last_has_as_long_as_a
         assert ("lost" in dict(world.happened).values()) is not returns
 
 
+@rule(
+    "Silence is counted in the controller's own running time: a tick comes after everything in the inbox, and "
+    "adds at most one heartbeat interval",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.silence",
+        "    passed = min(turn.now - since, turn.spec.heartbeat_seconds)\n",
+        "    passed = turn.now - since\n",
+    ),
+)
 def test_a_controller_that_was_stopped_evicts_nobody_for_its_own_absence():
     world = Silence()
     world.last(1.0, beating=(0, 1, 2))
@@ -196,6 +277,7 @@ def test_a_controller_that_was_stopped_evicts_nobody_for_its_own_absence():
     assert world.happened == [(0.0, "joined")]
 
 
+@holds("Silence is counted in the")
 def test_a_controller_whose_every_tick_is_late_still_evicts_a_frozen_worker():
     world = Silence()
     for _ in range(4):

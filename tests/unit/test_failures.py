@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from machine_driver import MADE_OF, Driver
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
@@ -80,6 +81,23 @@ def lives(job: Driver, steps: int, end: object) -> int:
 # ---- how often
 
 
+@rule(
+    "Two worlds in which all members fail in the same way at the same step end a job; who fails before it has "
+    "built the world of those who are left is a member of it all the same",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "    if world is None or worker not in world.workers:\n",
+            "    if world is None or _generation(turn, worker) != world.generation:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "    if common_fault and common_fault == failures.common_fault:\n",
+            "    if False:\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(("fault", "worlds"), [(None, 4), (OUTAGE, 4), (FAULT, 2)])
 def test_a_script_that_always_fails_at_one_step_is_given_up(workers: int, fault: Fault | None, worlds: int) -> None:
@@ -118,6 +136,7 @@ def test_the_same_fault_at_another_step_or_not_in_all_members_is_tried_again() -
     assert lives(job, 10, end) == 4
 
 
+@holds("Two worlds in which all members")
 def test_a_member_that_fails_before_it_has_built_the_world_of_those_who_are_left_counts_as_in_it() -> None:
     def end(here: list[str]) -> None:
         first, second = here
@@ -143,6 +162,14 @@ def test_a_job_fails_at_the_step_that_its_workers_say_they_have_made_not_at_the_
     assert job.counted("shoal_job_lost_steps_total") == 2
 
 
+@rule(
+    "Deaths by an unexplained signal end a job only after ten times `max_restarts`: kills that come faster than "
+    "steps are not the script's fault",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failures", "DEATHS_PER_RESTART = 10\n", "DEATHS_PER_RESTART = 1\n"
+    ),
+)
 def test_workers_that_are_killed_at_the_same_step_again_and_again_are_given_up_after_ten_times_as_many() -> None:
     job = job_of(2)
     assert lives(job, 10, lambda here: kill(job, here)) == 31
@@ -165,6 +192,24 @@ def test_joiners_that_die_of_a_signal_before_any_world_are_given_up_too_with_a_b
     assert [later - at for at, later in pairwise(died)][:7] == [0, 1, 2, 4, 8, 16, 30]
 
 
+@rule(
+    "All failures within one generation count once",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "    return _generation(turn, record.worker) > failures.generation or record.join_order >= "
+            "failures.join_order\n",
+            "    return True\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "min(2.0 ** (failures.times - 2), LONGEST_BACKOFF)",
+            "2.0 ** (failures.times - 2)",
+            by="test_workers_that_fail_again_and_again_are_replaced_later_and_later_up_to_half_a_minute",
+        ),
+    ],
+)
 def test_all_that_fails_in_one_generation_counts_once() -> None:
     job = job_of(4, max_restarts=1)
     raise_in(job, live(job, 10), 10, None)
@@ -175,6 +220,13 @@ def test_all_that_fails_in_one_generation_counts_once() -> None:
 # ---- what forgives, and what is no failure
 
 
+@rule(
+    "A failure is forgiven only by a committed step above the one at which it happened, never by a fresh start",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failures", " and status.step > turn.durable.failures.step:\n", ":\n"
+    ),
+)
 def test_only_a_committed_step_above_the_one_of_the_failure_forgives_it() -> None:
     job = job_of(2)
     raise_in(job, live(job, 10), 10, None)

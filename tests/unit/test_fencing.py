@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Attempt, Job, Process
 from shoal_controller.core.machine.phases.fencing import may_still_train as first_that_may_train
@@ -32,17 +33,29 @@ def may_still_train(
     return first_that_may_train(Turn(Job(durable, 0.0, processes=processes, attempt=attempt), 0.0))
 
 
+@rule(
+    "No generation opens before, in every world that may still train, one living member has answered or all "
+    "members are confirmed dead",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.fencing",
+        "    return next((plan for plan in worlds(turn) if not _has_stopped(turn, plan)), None)",
+        "    return None",
+    ),
+)
 def test_one_answer_of_a_world_stops_it_because_a_vote_needs_all():
     assert may_still_train("c", plans=()) is None
     assert may_still_train("", plans=()) is CURRENT
 
 
+@holds("No generation opens before, in")
 def test_a_planned_world_that_may_have_begun_must_have_stopped_too():
     assert may_still_train("c") is PLANNED
     assert may_still_train("a") is None
     assert may_still_train("cd") is None
 
 
+@holds("No generation opens before, in")
 def test_a_world_whose_members_are_all_confirmed_dead_trains_no_more():
     assert may_still_train("c", dead="abd") is None
     assert may_still_train("c", dead="ab") is PLANNED

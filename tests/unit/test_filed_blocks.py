@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_file import LateFile
 from matrices import examples
+from rule import Edit, holds, rule
 from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.held_weights import HeldWeights
@@ -121,6 +122,19 @@ def test_every_elementwise_optimizer_has_the_same_state_in_a_file(
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*(w.flats for w in weights), strict=True))
 
 
+@rule(
+    "Every piece has the numbers that its blocks share for itself: an update adds to them in place, once for "
+    "each piece",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.offload.piece_store",
+            "{key: value.clone() for key, value in state.items() if not value.dim()}",
+            "{key: value for key, value in state.items() if not value.dim()}",
+        ),
+        Edit("shoal.offload.piece_store", "piece.part(stretch).with_own_numbers()", "piece.part(stretch)"),
+    ],
+)
 @given(st.data(), st.booleans())
 @settings(max_examples=examples(25), deadline=None)
 def test_whatever_is_held_filled_and_dropped_the_file_has_what_memory_has(data: st.DataObject, sharded: bool) -> None:
@@ -170,6 +184,7 @@ def test_what_fills_bring_grows_together_and_moves_nothing(folder: str) -> None:
     assert_equal(filed, source)
 
 
+@holds("A buffer of optimizer state is")
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_nothing_is_read_or_used_before_it_is_there_and_nothing_changes_while_it_is_written(
     half: torch.dtype | None, folder: str
@@ -206,6 +221,7 @@ def test_any_number_of_buffers_carries_the_same(buffers: int, folder: str) -> No
     assert_equal(filed, kept)
 
 
+@holds("A buffer of optimizer state is")
 def test_a_pass_that_is_given_up_harms_no_later_one(folder: str) -> None:
     layout, filed, kept, _ = pair_of(LateFile(folder))
     for held in (filed, kept):
@@ -219,6 +235,7 @@ def test_a_pass_that_is_given_up_harms_no_later_one(folder: str) -> None:
     assert_equal(filed, kept)
 
 
+@holds("Every piece has the numbers")
 def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 4 * 4096)
     layout, filed, kept, _ = pair_of(StateFile(folder))
@@ -265,6 +282,23 @@ def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str
 # ---- the file
 
 
+@rule(
+    "The space for all that a worker holds, or is to be filled with, is reserved before it is updated or "
+    "received, state that the optimizer makes later included: a full disk is named before step 1",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.offload.filed_blocks",
+            "        self._join_where(lie_together)\n        self._reserve()\n",
+            "        self._join_where(lie_together)\n",
+        ),
+        Edit(
+            "shoal.offload.filed_blocks",
+            "sum(value.dtype.itemsize for value in state.values() if value.dim())",
+            "0 * len(state)",
+        ),
+    ],
+)
 def test_space_is_reserved_before_the_first_update_and_for_what_is_to_be_filled(folder: str) -> None:
     layout, filed, _, _ = pair_of(StateFile(folder))
     first = every(layout.blocks).first(6)
@@ -280,6 +314,7 @@ def test_space_is_reserved_before_the_first_update_and_for_what_is_to_be_filled(
     assert filed.store.file.reserved_bytes == reserved
 
 
+@holds("The space for all that")
 @pytest.mark.parametrize("is_gone", [False, True], ids=["there", "a folder that is gone by now"])
 @pytest.mark.parametrize(
     ("number", "found", "remedy"),

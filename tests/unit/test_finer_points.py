@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from machine_driver import MADE_OF, NEW, Driver, cut, notes, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Send
 from shoal_controller.core.machine.events import Disconnected, DrainWorker
 from shoal_protos.activity import StepPhase
@@ -26,6 +27,30 @@ def quarantined(job: Driver) -> list[str]:
 # ---- the progress watch
 
 
+@rule(
+    "… and a chain that ends in user code is a straggler: it is named, and evicted only if its code has made no "
+    "progress for `stall_seconds`, and not after it has sent its digests",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "process is None or process.status.done or not record.serves",
+            "process is None or not record.serves",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "    return max(process.moved_at, _last_vote_at(job))\n",
+            "    return _last_vote_at(job)\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            ", named_stragglers=frozenset())",
+            ")",
+            by="test_a_straggler_is_told_of_each_time_that_it_holds_the_others_up",
+        ),
+    ],
+    after="… and what a worker did while it",
+)
 def test_a_straggler_is_told_of_each_time_that_it_holds_the_others_up() -> None:
     job = training(workers=2)
     for boundary in (2, 3):
@@ -37,6 +62,7 @@ def test_a_straggler_is_told_of_each_time_that_it_holds_the_others_up() -> None:
         job.wait(1)
 
 
+@holds("When no vote passes although")
 def test_links_that_are_nearly_as_old_count_too_so_that_who_is_on_most_of_them_goes() -> None:
     job = training(workers=4)
     job.does("w0", 2, VOTE, "w1", "w2")
@@ -50,6 +76,7 @@ def test_links_that_are_nearly_as_old_count_too_so_that_who_is_on_most_of_them_g
     assert quarantined(job) == ["w0"]
 
 
+@holds("When no vote passes although")
 def test_nobody_is_judged_while_a_members_stream_is_away() -> None:
     job = training()
     cut(job, "w0", "w1")
@@ -60,6 +87,7 @@ def test_nobody_is_judged_while_a_members_stream_is_away() -> None:
     assert job.job.attempt is not None
 
 
+@holds("… the same applies while")
 def test_a_joiner_that_waits_for_its_first_message_in_a_world_that_has_begun_is_one_end_of_a_broken_link() -> None:
     job = training(workers=2)
     job.hello("w2")
@@ -73,6 +101,7 @@ def test_a_joiner_that_waits_for_its_first_message_in_a_world_that_has_begun_is_
     assert "w0 and w2 cannot reach each other" in why or "w2 and w0 cannot reach each other" in why
 
 
+@holds("… the same applies while")
 def test_where_pieces_are_slow_the_building_of_a_group_has_more_time() -> None:
     job = training(workers=4, mirrors=2)
     job.die("w3")
@@ -86,6 +115,7 @@ def test_where_pieces_are_slow_the_building_of_a_group_has_more_time() -> None:
     assert notes(job.wait(5), "prepare")
 
 
+@holds("When no vote passes although")
 def test_of_a_broken_link_whose_one_end_has_died_meanwhile_the_other_stays() -> None:
     job = training(workers=4, mirrors=2)
     cut(job, "w1", "w2")
@@ -111,6 +141,7 @@ def with_one_quarantined() -> Driver:
     return job
 
 
+@holds("When the same pair has")
 def test_a_back_off_of_an_address_where_nobody_is_any_more_is_forgotten_when_it_is_over_as_long_as_it_lasted() -> None:
     job = with_one_quarantined()
     job.die("w1")
@@ -121,6 +152,7 @@ def test_a_back_off_of_an_address_where_nobody_is_any_more_is_forgotten_when_it_
     assert not job.job.durable.backoff_counts and not job.job.durable.backoff_until
 
 
+@holds("When the same pair has")
 def test_a_clock_that_was_set_back_makes_no_back_off_longer() -> None:
     job = with_one_quarantined()
     job.now -= 1000.0
@@ -128,6 +160,7 @@ def test_a_clock_that_was_set_back_makes_no_back_off_longer() -> None:
     assert all(until <= job.now + 10.0 for until in job.job.durable.backoff_until.values())
 
 
+@holds("When the same pair has")
 def test_who_is_stuck_in_the_world_before_may_blame_one_that_is_not_in_the_new_one() -> None:
     job = training(mirrors=2)
     job.feed(DrainWorker("w1", 30.0))
@@ -142,6 +175,7 @@ def test_who_is_stuck_in_the_world_before_may_blame_one_that_is_not_in_the_new_o
 # ---- what is believed
 
 
+@holds("A claim is checked before")
 def test_a_process_that_is_known_may_not_leap_in_a_later_hello() -> None:
     job = training()
     job.feed(Disconnected(job.connections.pop("w1"), "cut"))
@@ -151,12 +185,14 @@ def test_a_process_that_is_known_may_not_leap_in_a_later_hello() -> None:
     assert job.job.durable.last_generation < leaping.promised
 
 
+@holds("… results count only from")
 def test_a_job_that_cannot_save_has_no_checkpoint_whatever_a_worker_says() -> None:
     job = training()
     job.beat("w0", checkpoint=CheckpointRef(1, 1, "/elsewhere/step-1"))
     assert job.job.durable.checkpoints == ()
 
 
+@holds("A claim is checked before")
 def test_a_step_may_be_as_high_as_a_checkpoint_that_is_known_before_its_world_has_begun() -> None:
     job = Driver(wanted=1, made_of=replace(MADE_OF, can_checkpoint=True))
     beyond = CheckpointRef(3, MADE_OF.max_steps + 50, "/saves/of-a-longer-run")

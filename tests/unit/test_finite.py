@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
+from rule import Edit, holds, rule
 from shoal.core.layout import Trainable, lay_out
 from shoal.exchange import canonical, round_reduction
 from shoal.exchange.ballot import Request
@@ -58,6 +59,27 @@ def is_lane(engine: Engine, lane: int) -> bool:
     return engine.global_step == 2 and engine.context.loop.lanes != () and engine.context.loop.lane == lane
 
 
+@rule(
+    "A step whose loss, gradient or norm is not finite is made by nobody, unless `stop_on_nan` is false: the "
+    "vote carries what an owner found",
+    "A step",
+    broken_by=[
+        Edit("shoal.exchange.canonical", "self._watch.look(of, start, mean, culprit)", "assert culprit"),
+        Edit(
+            "shoal.exchange.finite", "self._kept.append(_Range(bucket, start, mean, mean.sum(), lanes))", "assert lanes"
+        ),
+        Edit(
+            "shoal.training.update",
+            "            if context.config.stop_on_nan:\n"
+            "                stop_where_not_finite(record, copies)\n"
+            "            stop_where_nothing_scales(record, context.state.loss_scale)\n"
+            "            context.state.commit(record, generation, on_updated)\n",
+            "            context.state.commit(record, generation, on_updated)\n"
+            "            if context.config.stop_on_nan:\n"
+            "                stop_where_not_finite(record, copies)\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("clipping", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("body", "sentence"),
@@ -94,6 +116,34 @@ def watch_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reduction, "FiniteWatch", lambda at_once: FiniteWatch(at_once and False))
 
 
+@rule(
+    "A step that is not finite ends the job only after the copies of all blocks were compared; where they "
+    "differ, all go back or pause before the step instead of failing, or the reason names the block",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal.training.step", "self._boundary.look_for_corruption(record)", "None"),
+        Edit("shoal.training.boundary", "            self._await_return()\n", ""),
+        Edit(
+            "shoal.training.boundary",
+            "on_corruption is OnCorruption.CONTINUE:",
+            "on_corruption is not OnCorruption.RESTORE or context.config.checkpoint.path is None:",
+            by="test_before_such_a_loss_a_job_that_does_not_go_back_pauses_and_goes_on_once_the_bad_copy_is_gone",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.running",
+            "        recovery.pause(turn, turn.durable.paused_because)\n        return True\n",
+            "        pass\n",
+            by="test_before_such_a_loss_a_job_that_does_not_go_back_pauses_and_goes_on_once_the_bad_copy_is_gone",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.corruption",
+            "    if turn.durable.paused_because:\n        return\n",
+            "    if turn.durable.paused:\n        return\n",
+            by="test_before_such_a_loss_a_job_that_does_not_go_back_pauses_and_goes_on_once_the_bad_copy_is_gone",
+        ),
+    ],
+)
+@holds("A step whose loss, gradient")
 @pytest.mark.parametrize(
     ("stage", "workers", "where", "is_device"),
     [
@@ -119,6 +169,7 @@ def test_all_members_stop_alike_and_name_the_lanes(
         assert all(worker.engine.global_step == 2 for worker in crew.workers.values())
 
 
+@holds("A step whose loss, gradient")
 def test_who_must_roll_such_a_step_forward_does_not_make_it_either() -> None:
     with Crew("abc", Task(OPTIONS, body=bad_loss)) as crew:
         crew.train_to(1)
@@ -130,6 +181,7 @@ def test_who_must_roll_such_a_step_forward_does_not_make_it_either() -> None:
         assert crew.workers["b"].engine.global_step == crew.workers["c"].engine.global_step == 2
 
 
+@holds("A step whose loss, gradient")
 @pytest.mark.parametrize("workers", ["ab", "abcd"])
 def test_a_job_that_goes_on_regardless_tells_of_it(workers: str) -> None:
     def often(engine: Engine, batch: Any) -> None:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.api import stream
 from shoal_controller.api.event_filter import EventFilter
 from shoal_controller.api.stream import Follower
@@ -15,6 +16,20 @@ from small_machine import SPEC, running
 ALL = EventFilter(frozenset(), None)
 
 
+@rule(
+    "A worker's log stays bounded while its process writes; so does the number of clients that follow events, "
+    "which leaves connections for others",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.launchers.process_record", "        os.truncate(log, 0)\n", ""),
+        Edit(
+            "shoal_controller.api.stream",
+            "        if readers.total() >= MOST_FOLLOWERS:\n",
+            "        if len(readers) < 0:\n",
+        ),
+    ],
+)
+@holds("A stream of events ends when")
 @pytest.mark.parametrize(
     ("bound", "sentence"),
     [
@@ -44,6 +59,25 @@ async def test_one_follower_too_many_is_told_so_until_another_one_goes(tmp_path,
         assert not followers
 
 
+@rule(
+    "A stream of events ends when its reader's token opens nothing any more, and no token takes the places of "
+    "all readers",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.api.stream",
+            "                if not follower.is_let_in():\n"
+            "                    return\n"
+            "                if event is None:\n",
+            "                if event is None:\n",
+        ),
+        Edit(
+            "shoal_controller.api.stream",
+            "        if readers[token] >= MOST_OF_TOKEN:\n",
+            "        if readers[token] > MOST_FOLLOWERS:\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("act", ["revoked", "rotated"])
 @asynchronous
 async def test_a_stream_ends_when_its_readers_token_opens_nothing_any_more(tmp_path, monkeypatch, act):

@@ -9,6 +9,7 @@ import pytest
 import shoal
 import torch
 from matrices import shortened
+from rule import holds
 from shoal.core.stream_position import StreamOrder
 from shoal.data.stream_source import STATE_EVERY, StreamSamples
 from shoal_protos.errors import UserError
@@ -54,6 +55,7 @@ def test_a_dict_of_splits_is_refused() -> None:
         job(datasets.DatasetDict({"train": ROWS, "test": ROWS}))
 
 
+@holds("A stream is shared by lane,")
 @pytest.mark.parametrize("shards", [1, 3, 4, 8])
 def test_lanes_share_a_stream_of_hugging_face_however_many_shards_it_has(shards: int) -> None:
     stream = ROWS.to_iterable_dataset(num_shards=shards)
@@ -65,6 +67,7 @@ def test_a_stream_of_hugging_face_has_the_same_bits_with_data_workers() -> None:
     assert job(stream) == job(DataLoader(stream, MICRO, num_workers=2))
 
 
+@holds("A lane of a stream goes")
 @pytest.mark.parametrize("shuffles", shortened([False, True], True))
 @pytest.mark.parametrize("shards", shortened([3, 4], 3))
 def test_a_stream_of_hugging_face_goes_on_elsewhere_with_the_same_samples(shuffles: bool, shards: int) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import NotFound, StoreError
@@ -55,6 +56,17 @@ async def begun(directory):
     return store, world
 
 
+@rule(
+    "A job may be forgotten, or run again, after an attempt to forget it has failed anywhere, also where the "
+    "store had done it all the same",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.job_repository", "if found is None and self._may_be_gone:", "if found is None and False:"
+        ),
+        Edit("shoal_controller.job_repository", 'broken="", forgotten=False, state', 'broken="", state'),
+    ],
+)
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("manner", MANNERS)
 @asynchronous
@@ -72,6 +84,7 @@ async def test_whatever_write_fails_a_job_is_forgotten_at_the_next_attempt(tmp_p
     await store.close()
 
 
+@holds("A job may be forgotten, or run")
 @pytest.mark.parametrize("number", range(1, 5))
 @pytest.mark.parametrize("manner", MANNERS)
 @asynchronous
@@ -88,6 +101,15 @@ async def test_a_new_run_of_a_job_that_was_half_forgotten_lives_on_with_the_next
     await store.close()
 
 
+@rule(
+    "A job that is slow to be forgotten keeps nobody from making, stopping or forgetting others",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.named_locks",
+        "self._locks.setdefault(name, asyncio.Lock())",
+        'self._locks.setdefault("", asyncio.Lock())',
+    ),
+)
 @asynchronous
 async def test_a_job_that_is_slow_to_be_forgotten_keeps_nobody_from_others_and_its_name_is_free_afterwards(tmp_path):
     store, world = await begun(tmp_path)

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from crew import Crew, Task, engine_of, undisturbed
+from rule import Edit, holds, rule
 from shoal.data.forward_seed import HOOK
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -71,6 +72,15 @@ def call(module: nn.Module, **batch: Tensor) -> Tensor:
     return module(**batch)  # type: ignore[no-any-return]
 
 
+@rule(
+    "… and a third time, from a separate seed, when the micro-batch's first forward begins, however the module "
+    "is called, so that what one worker's loop draws before it shifts nothing; not within `evaluating()`",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.data.forward_seed", '            seed_everything(self._seed, *self._place, purpose="forward")\n', ""
+    ),
+    after="torch, `random` and numpy are",
+)
 @pytest.mark.parametrize("before", [draw, evaluate_by_hand])
 @pytest.mark.parametrize("forward", [call, by_parts])
 def test_what_the_body_draws_before_the_forward_changes_no_bit(
@@ -90,6 +100,7 @@ def test_a_forward_without_gradients_is_seeded_too() -> None:
     assert fingerprint(Plain, forward, draw) == fingerprint(Plain, forward, lambda _: None)
 
 
+@holds("… and a third time, from a separate")
 def test_draws_on_one_rank_alone_change_no_bit() -> None:
     task = Task(TASK.options, in_loop=lambda engine: draw(engine) if engine.rank == 0 else None)
     with Crew("abc", task) as crew:
@@ -150,6 +161,7 @@ def test_a_module_can_be_copied_and_pickled_while_the_hook_is_there() -> None:
         assert not any(HOOK in part._forward_pre_hooks for part in [kept])
 
 
+@holds("… and a third time, from a separate")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("way", ["before", "after", "in place", "a function"])
 def test_compiled_modules_are_seeded_before_their_graph(way: str) -> None:

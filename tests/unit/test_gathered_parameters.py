@@ -20,6 +20,7 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from hard_units import STEPS, WIDTH, Layers, and_train, of, task, with_model
 from matrices import shortened
 from reference import reference
+from rule import holds
 from safetensors.torch import load_file
 from shoal.blocks.unit_flats import Presence
 from shoal.faults import Faults
@@ -206,6 +207,7 @@ def test_rank_0_evaluates_and_averages_weights_after_every_step_through_a_loss(p
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@holds("A forward that loses a peer")
 def test_no_model_swallows_the_loss_of_a_peer_while_rank_0_alone_evaluates() -> None:
     """Nobody else is in that forward, and nothing that comes after would make it again."""
 
@@ -235,6 +237,7 @@ def test_no_model_swallows_the_loss_of_a_peer_while_rank_0_alone_evaluates() -> 
     assert scores == right_scores and len(scores) == STEPS
 
 
+@holds("A request for a unit names")
 def test_a_forward_that_is_given_up_leaves_nothing_for_the_next_step() -> None:
     def body(engine: Engine, batch: Any) -> None:
         loss = engine.module(**batch)
@@ -249,6 +252,7 @@ def test_a_forward_that_is_given_up_leaves_nothing_for_the_next_step() -> None:
         assert crew.finish() == right
 
 
+@holds("What autograd has saved of a unit")
 def test_a_unit_on_its_way_is_not_freed() -> None:
     with ONE_AT_A_TIME:
         engine = engine_of(of(task()), AloneLink(), Faults([]))
@@ -401,6 +405,8 @@ class Clamping(Layers):
         return super().forward(tokens, targets)
 
 
+@holds("Only the engine writes parameters")
+@holds("Parameters that others see in their owner's memory")
 def test_a_write_past_autograd_in_a_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.blocks.unit_flats, "POISON", False)
     with pytest.raises(UserError, match=r"parameter .*was changed by the script or the model's forward"):

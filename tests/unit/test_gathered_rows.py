@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from integration.scripts import Samples
 from lightning_utilities.core.imports import RequirementCache
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.core.exact_sum import MOST_PARTS, add, total
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -52,6 +53,35 @@ def same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@rule(
+    "Rows that an evaluation gathers are those of its newest evaluation, one for each sample, in the order of "
+    "the samples",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit("shoal.training.gathered_rows", "for sample in sorted(places)]", "for sample in places]"),
+        Edit("shoal.training.gathered_rows", "            if step == newest and size\n", "            if size\n"),
+        Edit(
+            "shoal.training.gathered_rows",
+            "    order = torch.tensor([places[sample] for sample in sorted(places)], dtype=torch.int64)\n",
+            "    order = torch.argsort(joined[SAMPLE], stable=True) if places else joined[SAMPLE]\n",
+        ),
+        Edit(
+            "shoal.training.gathered_rows",
+            "            self._step, self._mine, self._bytes = self._context.state.step, [], 0\n",
+            "            self._step = self._context.state.step\n",
+        ),
+    ],
+)
+@rule(
+    "Rows that no exchange has carried are exchanged at the boundary after the next vote, again where the world "
+    "broke, and after the last step too",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit("shoal.training.evaluation", " or self.rows.is_pending)", ")"),
+        Edit("shoal.training.requests", "        if self._rows.is_pending:\n            mine.append(GATHER)\n", ""),
+    ],
+)
+@holds("The sum of an evaluation is")
 @pytest.mark.parametrize("names", ["ab", "abc"])
 def test_all_members_get_the_rows_and_numbers_of_a_world_of_one(names: str) -> None:
     """Those of the evaluation after the last step too."""
@@ -69,6 +99,7 @@ def test_all_members_get_the_rows_and_numbers_of_a_world_of_one(names: str) -> N
     assert [step for step in seen if seen[step]] == [3, 4], "callbacks of the next step find them"
 
 
+@holds("Rows that no exchange has carried")
 def test_rows_arrive_though_no_step_and_no_number_follows() -> None:
     engine = alone(Engine.step)
     with engine.evaluating():
@@ -77,6 +108,7 @@ def test_rows_arrive_though_no_step_and_no_number_follows() -> None:
     assert engine.gathers["sample"].tolist() == list(range(22)) and engine.reports == {}
 
 
+@holds("Rows that no exchange has carried")
 @pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "in_vote"))
 def test_rows_of_survivors_are_not_lost_where_the_world_breaks(point: str) -> None:
     """And all have the same ones, those of the dead if they were exchanged."""
@@ -97,6 +129,7 @@ def test_rows_of_survivors_are_not_lost_where_the_world_breaks(point: str) -> No
     assert len(mine) >= 10 and mine.items() <= right.items()
 
 
+@holds("Rows that an evaluation gathers are")
 def test_rows_of_an_older_evaluation_and_of_a_lane_that_ran_twice_count_once() -> None:
     def step(engine: Engine) -> None:
         if not engine.step() or engine.global_step not in (2, 4):
@@ -119,6 +152,7 @@ def test_rows_of_an_older_evaluation_and_of_a_lane_that_ran_twice_count_once() -
     assert {value % 10 for value in one["second"].tolist()} == {1}, "what came later counts"
 
 
+@holds("Rows that an evaluation gathers are")
 def test_torchmetrics_of_gathered_rows_are_those_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     check = RequirementCache._check_requirement
 
@@ -214,6 +248,34 @@ def test_rows_that_differ_between_members_fail_all_of_them_in_one_sentence() -> 
         assert "pad rows to one shape for all batches" in crew.job.durable.reason
 
 
+@rule(
+    "The sum of an evaluation is exact, and one sum has one form, so its mean has the same bits whoever "
+    "evaluated which lane; one of zero is a number too",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.core.exact_sum",
+            "    while len(parts) < MOST_PARTS and (largest := math.fsum(rest)):\n",
+            "    while len(parts) < MOST_PARTS and (largest := sum(rest)):\n",
+        ),
+        Edit("shoal.core.exact_sum", "    while len(parts) < MOST_PARTS and", "    while len(parts) < 1 and"),
+        Edit(
+            "shoal.core.exact_sum",
+            "    if not math.isfinite(rounded := sum(rest)):\n",
+            "    if rest == (rounded := 0.0):\n",
+        ),
+        Edit(
+            "shoal.exchange.vote",
+            "total(sums.get(name, [])) / lanes for name, lanes in counts.items() if lanes",
+            "total(sums[name]) / counts[name] for name in sums if counts[name]",
+        ),
+        Edit(
+            "shoal.training.evaluation",
+            "        self._arrived = {}\n        return self._in_vote\n",
+            "        self._in_vote, self._arrived = self._arrived, {}\n        return self._in_vote\n",
+        ),
+    ],
+)
 @given(st.lists(st.floats(0.5, 1.0), max_size=40), st.randoms())
 def test_a_sum_has_the_same_bits_in_any_order_and_grouping(values: list[float], chance: random.Random) -> None:
     """Of numbers of one kind; and it is the exact sum, rounded once."""
@@ -235,6 +297,7 @@ def test_a_sum_has_the_same_bits_in_any_order_and_grouping(values: list[float], 
     assert len(first) <= MOST_PARTS
 
 
+@holds("The sum of an evaluation is")
 def test_a_sum_with_what_is_not_finite_is_not_finite() -> None:
     parts: list[float] = []
     for value in (1.0, math.inf, 2.0):

@@ -16,6 +16,7 @@ from late_device import LateDevice
 from memory_group import MemoryGroup, Wire
 from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
+from rule import Edit, holds, rule
 from shoal.group import host_peers, shared_memory
 from shoal.group.group import Group, WorldChanged
 from shoal.group.ordered import OrderedGroup
@@ -105,6 +106,24 @@ def values(rank: int, peer: int, number: int, count: int = 1000) -> Tensor:
     return torch.arange(count, dtype=torch.float32) + 10_000 * (100 * rank + 10 * peer + number)
 
 
+@rule(
+    "Whoever waits in a group has posted all that he sends, and what lands while he is elsewhere is posted by a "
+    "thread: a peer may wait for it",
+    "Devices",
+    broken_by=[
+        Edit(
+            "shoal.group.staged",
+            "                on_request(peer, message)\n            self.post_all()\n",
+            "                on_request(peer, message)\n",
+        ),
+        Edit(
+            "shoal.group.staged",
+            "        if work.posted is None and self._posts_beside:\n",
+            "        if work.posted is None and self._posts_beside and copy is LANDED:\n",
+        ),
+    ],
+)
+@holds("A message leaves a device")
 @every_group
 def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(run: Run) -> None:
     def act(group: Group) -> None:
@@ -124,6 +143,18 @@ def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(run: Run) -> N
     run(SIZE, act)
 
 
+@rule(
+    "Pinned memory serves others only when the message in it has left",
+    "Devices",
+    broken_by=Edit(
+        "shoal.group.staged",
+        "            self.posted = below.send(self._message, self._to, self._tag)\n",
+        "            self.posted = below.send(self._message, self._to, self._tag)\n"
+        "            if self.copy is not LANDED:\n"
+        "                self._group.device.give_back(self._message)\n"
+        "                self.copy = LANDED\n",
+    ),
+)
 @every_group
 def test_any_dtype_and_size_arrives(run: Run) -> None:
     messages = [
@@ -211,6 +242,7 @@ def test_a_message_of_the_host_keeps_its_place_among_those_of_the_device(run: Ru
     run(2, act)
 
 
+@holds("Whoever waits in a group has")
 @every_group
 def test_whoever_serves_answers_beside_what_it_does_itself(run: Run) -> None:
     answered = threading.Barrier(2)
@@ -276,6 +308,7 @@ def test_an_abort_ends_what_waits_and_all_that_comes_later(run: Run) -> None:
         run(2, act)
 
 
+@holds("Whoever waits in a group has")
 def test_what_lands_while_nobody_calls_the_group_leaves_by_a_thread() -> None:
     arrived = threading.Barrier(2)
 

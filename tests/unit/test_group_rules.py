@@ -14,6 +14,7 @@ import pytest
 import shoal
 import torch
 from over_gloo import over_gloos
+from rule import Edit, holds, rule
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group
@@ -24,6 +25,11 @@ from shoal.session.groups import Built, Groups
 from worlds import recovery
 
 
+@rule(
+    "A group's own time-out is a day, and no wait in it has a limit: when such a limit expires, the group is closed",
+    "Groups",
+    broken_by=Edit("shoal.group.gloo", "FOREVER = timedelta(days=1)", "FOREVER = timedelta(minutes=30)"),
+)
 def test_a_groups_own_timeout_is_a_day_because_its_expiry_would_close_the_group() -> None:
     servers = [RendezvousServer("127.0.0.1") for _ in range(2)]
     addresses = tuple(server.address for server in servers)
@@ -54,6 +60,7 @@ class Recorded:
         return True
 
 
+@holds("A group's own time-out is")
 def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_group() -> None:
     gloo = Recorded()
     group = GlooGroup(gloo, 0, 3, GroupProgress())
@@ -64,6 +71,11 @@ def test_no_wait_of_an_exchange_has_a_limit_because_its_expiry_would_close_the_g
     assert gloo.waits == [()] * 6
 
 
+@rule(
+    "A group that is closed with operations in flight is aborted first, whatever a destructor would do with them",
+    "Groups",
+    broken_by=Edit("shoal.group.gloo", "        if self.in_flight or self._servers:\n            self.abort()\n", ""),
+)
 def test_a_group_that_is_closed_with_operations_in_flight_is_aborted_first() -> None:
     """Whether destroying it would wait for them is gloo's affair, and its time-out is a day."""
     finished, interrupted = Recorded(), Recorded()
@@ -100,6 +112,15 @@ def test_threads_that_serve_have_ended_when_their_group_is_closed() -> None:
     over_gloos(2, 1, lambda groups: act(groups[0]))
 
 
+@rule(
+    "The training thread never waits while a group is built, and no TCPStore is used",
+    "Groups",
+    broken_by=Edit(
+        "shoal.session.groups",
+        'self._start(f"shoal-group-{plan.generation}", self._build, building)',
+        "self._build(building)",
+    ),
+)
 def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     """The session's thread hears the plan, the training thread trains: the building waits on a thread of its own."""
     go, builders, outcomes, lock = threading.Event(), [], SimpleQueue(), threading.RLock()
@@ -119,6 +140,7 @@ def test_whoever_asks_for_a_group_does_not_wait_for_it() -> None:
     groups.close()
 
 
+@holds("Building a group can be")
 def test_the_building_of_a_group_that_is_not_wanted_any_more_is_cancelled_at_once() -> None:
     go, begun, lock = threading.Event(), SimpleQueue[Cancellation](), threading.RLock()
 
@@ -162,6 +184,7 @@ def test_only_so_many_groups_are_built_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert asked.empty()
 
 
+@holds("The training thread never waits")
 def test_nobody_waits_in_a_store_that_cannot_be_cancelled() -> None:
     """A TCPStore's client blocks for as long as its host is frozen; Shoal meets over a server of its own."""
     source = Path(shoal.__file__).parent

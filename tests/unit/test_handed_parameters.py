@@ -24,6 +24,7 @@ from matrices import examples, shortened
 from random_modules import RandomModel
 from random_modules import optimizer_of as optimizer_of_random
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.blocks.released import Arriving
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker
@@ -41,6 +42,29 @@ def coming(engine: Engine) -> int:
     return sum(isinstance(one, Arriving) for one in engine.module.parameters())
 
 
+@rule(
+    "A parameter whose bucket is still being handed out is waited for by whatever uses it, in a forward or "
+    "outside; where a script keeps views of parameters nothing is handed out beside the forward",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal.training.handed_parameters",
+            "            release(self._by_bucket[bucket], self._on_touch, Arriving)\n",
+            "            pass\n",
+        ),
+        Edit(
+            "shoal.training.handed_parameters",
+            "        self._has_views = self._can_be_guarded and self._are_viewed()\n",
+            "        self._has_views = False\n",
+        ),
+        Edit(
+            "shoal.blocks.released",
+            "    _transforms_ask()\n",
+            "",
+            by="test_whatever_uses_a_parameter_between_steps_finds_the_new_values",
+        ),
+    ],
+)
 @pytest.mark.parametrize("stage", shortened([0, 1, 2], 1, 2))
 @pytest.mark.parametrize("precision", shortened([{}, {"bf16": {"enabled": True}}], {"bf16": {"enabled": True}}))
 @pytest.mark.parametrize(("workers", "mirrors"), shortened([("ab", 0), ("abc", 1), ("abcd", 2)], ("abcd", 2)))
@@ -104,6 +128,7 @@ USES: list[Callable[[nn.Module], object]] = [
 ]
 
 
+@holds("A parameter whose bucket")
 @pytest.mark.parametrize("use", shortened(range(len(USES)), 0, 4, 8))
 def test_whatever_uses_a_parameter_between_steps_finds_the_new_values(use: int) -> None:
     """In the loop's body a loss is taken part in where the parameter is used, and nothing is raised."""
@@ -199,6 +224,25 @@ def test_an_average_of_the_weights_after_every_step_has_the_same_bits() -> None:
     assert torch.equal(alone[STEPS], several[STEPS])
 
 
+@rule(
+    "Requests, evaluations, a planned change and the states that a script has registered find all parameters in "
+    "place; a save copies what its worker owns",
+    "A change of the world",
+    broken_by=[
+        Edit("shoal.training.training_loop", "        self._parts.step.parameters.before_evaluating()\n", ""),
+        Edit(
+            "shoal.training.resize",
+            "        self._step.parameters.before_leaving(old)\n",
+            '        getattr(self._step.parameters, "units", None) and self._step.parameters.before_leaving(old)\n',
+        ),
+        Edit(
+            "shoal.training.checkpoint_saving",
+            "            if state.registered or not is_made_of_numbers(state.scheduler):\n"
+            "                self._parameters.settle()  # a state of the user's may be one of parameters\n",
+            "",
+        ),
+    ],
+)
 def test_callbacks_evaluations_and_gathered_weights_find_all_parameters() -> None:
     found: list[float] = []
 
@@ -221,6 +265,7 @@ def test_callbacks_evaluations_and_gathered_weights_find_all_parameters() -> Non
     assert found == alone
 
 
+@holds("Requests, evaluations, a planned change")
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_a_save_copies_what_its_worker_owns_while_the_rest_is_still_to_come(
     precision: dict[str, Any], tmp_path: Path
@@ -243,6 +288,7 @@ def test_a_save_copies_what_its_worker_owns_while_the_rest_is_still_to_come(
     assert undisturbed(of(task(0, **here, shoal=on))) == right
 
 
+@holds("Requests, evaluations, a planned change")
 def test_a_registered_state_finds_all_parameters_when_it_is_saved(tmp_path: Path) -> None:
     late: list[int] = []
 
@@ -293,6 +339,7 @@ def test_a_schedule_whose_state_is_made_of_parameters_finds_all_of_them_when_it_
     assert late and max(late) == 0
 
 
+@holds("Requests, evaluations, a planned change")
 def test_an_evaluation_that_the_loop_begins_finds_all_parameters() -> None:
     late: list[tuple[int, int]] = []
 
@@ -307,6 +354,7 @@ def test_an_evaluation_that_the_loop_begins_finds_all_parameters() -> None:
     assert max(before for before, _ in late) > 0 and max(within for _, within in late) == 0
 
 
+@holds("Rank 0 tells the others")
 def test_each_step_has_its_callback_once_where_rank_0_dies_before_its_hand_out() -> None:
     steps: list[int] = []
 
@@ -321,6 +369,7 @@ def test_each_step_has_its_callback_once_where_rank_0_dies_before_its_hand_out()
         assert steps == list(range(1, STEPS + 1)), point
 
 
+@holds("A parameter whose bucket")
 def test_views_that_a_script_keeps_are_never_read_too_early() -> None:
     """No class guards them, so with them nothing comes late."""
     views: dict[int, list[Tensor]] = {}
@@ -350,6 +399,7 @@ def test_a_write_in_the_forward_is_refused_though_its_parameter_has_just_come() 
         crew.until("a refusal", lambda: any("was changed by the script" in w.failure for w in crew.workers.values()))
 
 
+@holds("Requests, evaluations, a planned change")
 def test_a_drained_worker_leaves_all_parameters_behind() -> None:
     with Crew("abc", of(task(1, mirrors=0))) as crew:
         crew.train_to(2)

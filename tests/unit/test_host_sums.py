@@ -7,6 +7,7 @@ from collections import Counter
 from crew import Crew, Task
 from hypothesis import given
 from hypothesis import strategies as st
+from rule import Edit, holds, rule
 from shoal.core.tree import fold_up, subtrees
 from shoal.exchange.host_sums import HostSums
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes
@@ -45,6 +46,16 @@ def lanes_in(spans: list[Span]) -> Counter[int]:
     return Counter(lane for start, stop in spans for lane in range(start, stop))
 
 
+@rule(
+    "Where the lanes of a host's workers are fewer subtrees together than apart, one of them adds up what goes "
+    "to an owner elsewhere, in the order of the one tree; every lane reaches every owner once",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.exchange.host_sums",
+        "                found += [(span, adder) for span in self._joint[host]]\n",
+        "                found += [(span, adder) for rank in crew for span in self.lane_spans[rank]]\n",
+    ),
+)
 @given(cases())
 def test_every_lane_reaches_every_owner_once_and_the_tree_can_be_finished(case: Case) -> None:
     for owner in case.owners:
@@ -53,6 +64,7 @@ def test_every_lane_reaches_every_owner_once_and_the_tree_can_be_finished(case: 
         assert len(fold_up(spans, case.lanes)[1]) == 1
 
 
+@holds("Where the lanes of a host's workers")
 @given(cases())
 def test_who_adds_up_for_an_owner_gets_all_lanes_of_its_host_and_sends_whole_subtrees(case: Case) -> None:
     for owner in case.owners:

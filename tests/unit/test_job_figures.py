@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
+from rule import Edit, holds, rule
 from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.messages import MemberState, Result, Telemetry
 from shoal_protos.runs import NO_BLOCKS
@@ -53,6 +54,7 @@ def test_goodput_falls_while_nothing_is_trained_and_stands_still_when_the_job_is
     assert job.view.goodput_ratio == ended > 0.5
 
 
+@holds("No counter of a job goes down over")
 def test_a_restarted_controller_shows_no_samples_before_it_knows_them_and_never_fewer() -> None:
     job = job_of(2)
     trained(job, 37, "w0", "w1")
@@ -87,6 +89,16 @@ def test_a_restarted_controller_does_not_take_a_workers_whole_past_for_its_lates
     assert 0.2 < job.view.goodput_ratio < 0.4
 
 
+@rule(
+    "No counter of a job goes down over a controller's restart, even if nobody is left to report the latest steps",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.step_figures",
+        "    steps = figures.steps if turn.job.figures_known else max(figures.steps, "
+        "turn.durable.figures.steps_bound)\n",
+        "    steps = figures.steps\n",
+    ),
+)
 def test_samples_never_go_down_though_nobody_is_left_to_tell_of_the_latest_steps() -> None:
     job = Driver(wanted=1, launcher="local", made_of=replace(MADE_OF, samples_per_step=PER_STEP, max_steps=1000))
     job.start(1)

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 from machine_driver import MADE_OF, Driver, training
+from rule import holds
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Pause, Resume, Scale
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.errors import Conflict
 
 
+@holds("Of two changes that name one version")
+@holds("A change with `If-Match` is held")
 def test_a_version_grows_with_what_is_asked_and_not_with_what_happens() -> None:
     job = training(3)
     begin = job.view.version
@@ -36,6 +39,7 @@ def test_a_version_grows_with_what_is_asked_and_not_with_what_happens() -> None:
     assert job.view.version == begin + 5, "asked to end, and over"
 
 
+@holds("A change with `If-Match` is held")
 def test_a_drain_that_is_asked_for_is_another_version_too() -> None:
     """Though neither the job's size nor its phase says so."""
     job = training(3)
@@ -44,6 +48,7 @@ def test_a_drain_that_is_asked_for_is_another_version_too() -> None:
     assert job.view.version == begin + 1
 
 
+@holds("A change with `If-Match` is held")
 def test_a_pause_that_nobody_has_asked_for_is_another_version_too() -> None:
     job = training(2, made_of=replace(MADE_OF, on_corruption=OnCorruption.PAUSE))
     begin = job.view.version

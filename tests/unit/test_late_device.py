@@ -21,6 +21,7 @@ from integration.scripts import Adapted
 from late_device import LateDevice
 from matrices import shortened
 from memory_group import MemoryGroup
+from rule import Edit, holds, rule
 from shoal.blocks.held import Segment
 from shoal.device import HOST, Device, DeviceCopy
 from shoal.exchange.unit_fetch import UnitFetch
@@ -76,6 +77,40 @@ def through_a_loss_and_a_join(task: Task, point: str = "") -> None:
         assert all(device.copies > 0 for device in devices if isinstance(device, LateDevice))
 
 
+@rule(
+    "A message leaves a device only when its copy has landed on the host, and in the order in which it was sent",
+    "Devices",
+    broken_by=[
+        Edit(
+            "shoal.group.staged",
+            "                work.copy.wait()\n                work.post(self.below)\n",
+            "                work.post(self.below)\n",
+        ),
+        Edit(
+            "shoal.group.staged",
+            "            while self._leaving:\n                work = self._leaving.popleft()\n",
+            "            while self._leaving:\n                work = self._leaving.pop()\n",
+        ),
+    ],
+)
+@rule(
+    "What a device does with a message that has come waits for the copy of it",
+    "Devices",
+    broken_by=Edit(
+        "shoal.group.staged",
+        "device.to_device(message, self._target, self._promised).join()\n            device.give_back(message)\n",
+        "device.to_device(message, self._target, self._promised)\n",
+    ),
+)
+@rule(
+    "Before it votes the host has waited for all that the device was given",
+    "Devices",
+    broken_by=Edit(
+        "shoal.training.step",
+        "        self._context.state.device.settle()\n        self._note_pending()\n",
+        "        self._note_pending()\n",
+    ),
+)
 @pytest.mark.parametrize("stage", shortened([0, 1, 2, 3], 1, 3))
 def test_a_loss_and_a_join_change_no_bit(stage: int) -> None:
     through_a_loss_and_a_join(late({"stage": stage}))
@@ -95,6 +130,24 @@ def test_fills_that_take_several_steps_change_no_bit() -> None:
     through_a_loss_and_a_join(late({"stage": 1, "max_steps": 12, "shoal": {"fill_bytes_per_step": 100_000}}))
 
 
+@rule(
+    "State on the host is updated when gradients and parameters have come down, and a device reads no parameter "
+    "before it has come up",
+    "Devices",
+    broken_by=[
+        Edit(
+            "shoal.offload.filed_device_blocks",
+            "        for copy in coming.copies:\n            copy.wait()\n",
+            "        assert coming.copies\n",
+        ),
+        Edit(
+            "shoal.offload.host_blocks",
+            "            for copy in copies:\n                copy.wait()\n        groups",
+            "            assert copies\n        groups",
+        ),
+        Edit("shoal.offload.updated_parameters", "    copy.join()\n", ""),
+    ],
+)
 @pytest.mark.parametrize(
     ("stage", "precision"), shortened([(1, {}), (2, BF16), (3, {}), (3, BF16)], (1, {}), (3, BF16))
 )
@@ -109,6 +162,24 @@ def test_state_in_host_memory_has_the_same_bits(stage: int, precision: dict[str,
 PARAMETERS_TOO: dict[str, Any] = {"stage": 3, "offload": "cpu", "offload_param": True}
 
 
+@rule(
+    "What is copied up to a unit from host memory has landed before the unit is used, or its memory goes",
+    "Devices",
+    broken_by=[
+        Edit(
+            "shoal.exchange.unit_fetch",
+            "            copy.join()\n        del self._coming[unit.number]\n",
+            "            assert copy\n        del self._coming[unit.number]\n",
+            by="test_parameters_in_host_memory_have_the_same_bits",
+        ),
+        Edit(
+            "shoal.exchange.unit_fetch",
+            "                copy.join()\n\n\nclass First",
+            "                assert copy\n\n\nclass First",
+            by="test_what_was_copied_up_to_a_unit_has_landed_when_the_unit_is_given_up",
+        ),
+    ],
+)
 @pytest.mark.parametrize("precision", [{}, BF16])
 def test_parameters_in_host_memory_have_the_same_bits(precision: dict[str, Any]) -> None:
     def look(engine: Engine) -> None:
@@ -191,6 +262,7 @@ def test_an_update_on_the_host_copies_gradients_down_and_units_up_and_nothing_mo
     assert all(held[0] <= up <= 3 * held[0] for _, up in steps)
 
 
+@holds("What is copied up to a unit")
 def test_what_was_copied_up_to_a_unit_has_landed_when_the_unit_is_given_up() -> None:
     device, there = LateDevice(), torch.zeros(4)
     here = device.pinned(4, torch.float32).fill_(3.0)
@@ -222,6 +294,11 @@ def test_workers_may_differ_in_where_they_keep_state() -> None:
             assert crew.finish() == right(beside)
 
 
+@rule(
+    "A snapshot is whole when training goes on",
+    "Devices",
+    broken_by=Edit("shoal.checkpoint.snapshot", "    arena.settle()\n    return snapshot\n", "    return snapshot\n"),
+)
 @pytest.mark.parametrize("more", shortened([{"stage": 1}, {"stage": 3}, PARAMETERS_TOO], {"stage": 1}, PARAMETERS_TOO))
 def test_a_checkpoint_goes_on_with_and_without_a_device(more: dict[str, Any], tmp_path: Path) -> None:
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 3}}

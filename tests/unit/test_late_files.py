@@ -12,6 +12,7 @@ import pytest
 import torch
 from crew import Crew, Killed, Task, undisturbed
 from late_device import LateDevice
+from rule import holds
 from shoal.blocks.state_home import WEIGHTS
 from shoal.device import HOST
 from shoal.offload.filed_device_blocks import FiledDeviceBlocks
@@ -66,6 +67,7 @@ def right(task: Task) -> str:
     )
 
 
+@holds("State on the host is updated")
 @pytest.mark.parametrize(("stage", "precision"), [(1, {}), (2, BF16), (3, {}), (3, BF16)])
 def test_a_loss_a_join_and_a_fill_change_no_bit(stage: int, precision: dict[str, Any], tmp_path: Path) -> None:
     through_a_loss_and_a_join(late(tmp_path, stage, precision=precision))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from planning import World
+from rule import Edit, holds, rule
 from shoal.core.layout import Layout, Stretch, Trainable, lay_out, overlaps
 from shoal.core.units import unit_numbers
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
@@ -33,6 +34,16 @@ def layout_of(*blocks: int) -> Layout:
 layouts = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(lambda blocks: layout_of(*blocks))
 
 
+@rule(
+    "Blocks are numbered across the buckets: by their relative place in their bucket, then by bucket; so whoever "
+    "owns long runs has its share of every bucket",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.core.layout",
+        "            ((position + 0.5) / bucket.blocks, bucket.index, position)",
+        "            (0.0, bucket.index, position)",
+    ),
+)
 @given(layouts)
 def test_blocks_are_numbered_by_their_relative_place_in_their_bucket_and_then_by_bucket(layout: Layout) -> None:
     places = [(bucket.index, position) for bucket in layout.buckets for position in range(bucket.blocks)]
@@ -104,6 +115,7 @@ def start_of(layout: Layout, workers: int) -> Plan:
     )
 
 
+@holds("Blocks are numbered across the buckets")
 @pytest.mark.parametrize("workers", [3, 4, 7, 8, 16, 64])
 @pytest.mark.parametrize("model", MODELS)
 def test_of_every_bucket_an_owner_has_one_slice_and_its_share_to_within_a_block(model: str, workers: int) -> None:
@@ -222,6 +234,18 @@ def test_a_compiled_model_has_the_units_of_the_plain_one() -> None:
     assert [[name.removeprefix("_orig_mod.") for name in names] for names in compiled] == plain
 
 
+@rule(
+    "A bucket ends where a unit ends, in every stage; the layout's version and its buckets are in the fingerprint",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal.core.layout",
+            "kind = (parameter.group, parameter.dtype, parameter.unit)",
+            "kind = (parameter.group, parameter.dtype, 0)",
+        ),
+        Edit("shoal.core.layout", 'lines = [f"layout {VERSION}", f"block_elements', 'lines = [f"block_elements'),
+    ],
+)
 @given(st.lists(st.integers(1, 3_000), min_size=1, max_size=12), st.data())
 @settings(max_examples=examples(50))
 def test_a_bucket_ends_where_a_unit_ends(sizes: list[int], data: st.DataObject) -> None:
@@ -231,6 +255,7 @@ def test_a_bucket_ends_where_a_unit_ends(sizes: list[int], data: st.DataObject) 
         assert len({slot.parameter.unit for slot in bucket.slots}) == 1
 
 
+@holds("A bucket ends where a unit ends")
 def test_the_layouts_version_and_its_units_are_in_its_digest() -> None:
     one, other = layout_of(1, 1), lay_out([Trainable(f"p{n}", (1, BLOCK), torch.float32, 0) for n in range(2)])
     assert one.text().startswith("layout 2\n")

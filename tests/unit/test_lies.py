@@ -17,6 +17,7 @@ import pytest
 from lies import lies
 from machine_driver import MADE_OF, NEW, RUN, Driver, stored, through_the_store
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Dialogue, ProcessInfo
 from shoal_controller.api.answers import CheckpointAnswer, JobAnswer, ReportAnswer, WorkerAnswer
@@ -134,6 +135,11 @@ def is_sound(job: Driver, loop: asyncio.Runner) -> None:
     assert not [line for line in counted if line.endswith(("Inf", "NaN"))]
 
 
+@rule(
+    "Whatever a field of a message contains, the result is an error sentence or a state that can be stored and shown",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_protos.wire.controller", "resume=_read_resume(message.resume)", "resume=message.resume"),
+)
 @pytest.mark.parametrize("job", shortened([trains, recovers], recovers), ids=lambda job: job.__name__)
 def test_no_field_of_a_workers_message_harms_the_controller(job: Callable[[], Driver]) -> None:
     there = job()
@@ -172,6 +178,7 @@ SAID_BY_A_CONTROLLER: tuple[ToWorker, ...] = (
 )  # fmt: skip
 
 
+@holds("Whatever a field of a")
 def test_no_field_of_a_controllers_message_ends_a_worker_by_anything_but_a_sentence() -> None:
     dialogue = Dialogue(Membership("w0", "i0"), ProcessInfo("job", "host", 1, "", "h:1"), MODEL, NEW)
     dialogue.on_message(WELCOME)

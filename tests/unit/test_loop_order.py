@@ -12,6 +12,7 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -109,6 +110,35 @@ def export_to_a_nul(engine: Engine, batch: Any) -> None:
     engine.export("a\0b")
 
 
+@rule(
+    "Each micro-batch has exactly one `engine.backward` and one `engine.step`; any other order is refused before "
+    "anything has changed",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.training.training_loop", "        loop.prepare_backward(loss, state, more)\n", ""),
+)
+@rule(
+    "The sums of lanes, finished or not, are nobody's but the engine's: a script that has kept tensors of "
+    "`.grad` and writes to them is refused before its next backward or before its lane joins, and once more "
+    "before the step",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal.blocks.lane_sums",
+            "if self._stack and self._versions_now() != self._versions:",
+            "if self._stack and not self._versions:",
+        ),
+        Edit(
+            "shoal.blocks.lane_sums",
+            "if versions(self.live.flats) != self._live_versions:",
+            "if not self._live_versions:",
+        ),
+        Edit(
+            "shoal.blocks.lane_sums",
+            "        if is_last:\n            self._refuse_changed()\n",
+            "        if is_last:\n            pass\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -134,6 +164,7 @@ def test_a_call_out_of_order_is_one_sentence(body: Body, sentence: str) -> None:
     assert sentence in str(refused.value)
 
 
+@holds("Each micro-batch has exactly one")
 @pytest.mark.parametrize("body", [backward_by_the_script, backward_twice, step_twice, a_number, without_a_graph])
 def test_a_script_that_swallows_the_sentence_gets_the_right_bits_or_another_one(body: Body) -> None:
     """A refusal comes before anything is changed."""
@@ -150,6 +181,7 @@ def test_a_script_that_swallows_the_sentence_gets_the_right_bits_or_another_one(
         assert "without engine.step" in str(refused)
 
 
+@holds("Each micro-batch has exactly one")
 def test_a_second_backward_that_is_refused_and_swallowed_counts_nothing_twice() -> None:
     def stubborn(engine: Engine, batch: Any) -> None:
         plain_loss, other = engine.module(**batch), engine.module(**batch)
@@ -179,6 +211,7 @@ class Torn(torch.autograd.Function):
         raise ArithmeticError("no gradient")
 
 
+@holds("Each micro-batch has exactly one")
 @pytest.mark.parametrize("batch_number", [1, 4, 8])
 def test_an_error_of_backward_that_the_script_swallows_ends_it_in_one_sentence(batch_number: int) -> None:
     """In the middle of a lane, at its end, and in the step's last backward, whose buckets have begun to leave."""
@@ -215,6 +248,16 @@ def step_and_look_at_gradients(engine: Engine) -> None:
     engine.module.head.weight.square().sum().backward()
 
 
+@rule(
+    "Outside of backward and step, `.grad` is None: otherwise a script that zeroes gradients in place would "
+    "erase lanes that are already summed",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.training.lane_loop",
+        "        self._order.begin(self._where(state))\n        drop_gradients(state.parameters)\n",
+        "        self._order.begin(self._where(state))\n",
+    ),
+)
 @pytest.mark.parametrize("workers", ["", "ab", "abcd"])
 @pytest.mark.parametrize(
     "task",
@@ -255,6 +298,7 @@ def changing_what_it_keeps(moment: str) -> Body:
     return body
 
 
+@holds("The sums of lanes, finished")
 @pytest.mark.parametrize(
     ("moment", "lanes", "micro_batches"),
     [("before engine.backward", 1, 1), ("before engine.step", 3, 1), ("after engine.step", 1, 2)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rule import holds
 from shoal.core.loss_scale import LossScale, LossScaleRule, after, first_loss_scale
 from shoal_protos.errors import UserError
 
@@ -60,6 +61,7 @@ rules = st.builds(
 )
 
 
+@holds("A gradient that overflows")
 @given(rules, st.lists(st.booleans(), max_size=60))
 def test_it_is_deepspeeds_rule(rule: LossScaleRule, overflows: list[bool]) -> None:
     state, twin = first_loss_scale(rule), Transcribed(rule)
@@ -83,6 +85,7 @@ def test_it_is_doubled_one_step_after_each_full_window() -> None:
     assert scales(RULE, "ooooooo") == [16, 16, 16, 32, 32, 32, 64]
 
 
+@holds("A gradient that overflows")
 def test_the_first_overflow_only_uses_up_hysteresis() -> None:
     assert scales(RULE, "xx") == [16, 8]
 

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Close, Persist, Send
 from shoal_controller.core.machine.events import (
     Cancel,
@@ -131,6 +132,7 @@ def test_a_number_exceeds_every_hello_and_the_manifest_of_a_checkpoint() -> None
     assert job.messages_to("w0")[-1] == Prepare(42)
 
 
+@holds("A generation's number exceeds those")
 def test_a_number_exceeds_all_saves_in_the_folder_but_no_name_there_takes_the_numbers_to_their_end() -> None:
     job = Driver(wanted=2)
     job.hello("w0", status=replace(NEW, highest_saved=41))
@@ -229,6 +231,7 @@ def test_a_worker_is_where_its_launcher_says_whatever_its_own_system_calls_its_p
     assert (worker.host, worker.pid, worker.log) == ("host", None, "")
 
 
+@holds("A living member keeps its")
 def test_a_process_that_says_hello_twice_with_a_dead_workers_id_has_one_new_id() -> None:
     job = Driver(wanted=2)
     job.start(2)
@@ -463,6 +466,7 @@ def test_a_member_that_is_stuck_in_the_world_before_is_heard() -> None:
     assert "worker w1 says that its connection to w2 broke" in job.view.reason
 
 
+@holds("A number, a plan or a world is")
 def test_what_is_durable_is_written_before_anything_else_of_its_event_goes_out() -> None:
     job = Driver(wanted=2, launcher="local")
     assert [type(effect).__name__ for effect in job.effects].count("Persist") == 1
@@ -474,6 +478,16 @@ def test_what_is_durable_is_written_before_anything_else_of_its_event_goes_out()
             assert not any(isinstance(effect, Persist) for effect in job.effects[1:])
 
 
+@rule(
+    "… and a checkpoint that could not be read is not named again",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.checkpoints",
+        "    if claimed is None or claimed.path in turn.durable.unreadable_checkpoints or",
+        "    if claimed is None or",
+    ),
+    after="… what was saved after",
+)
 def test_a_checkpoint_that_could_not_be_read_does_not_come_back_by_another_workers_word() -> None:
     job = Driver(wanted=2, made_of=replace(MADE_OF, can_checkpoint=True))
     job.start(2)

@@ -13,6 +13,7 @@ import pytest
 from api_server import PODS
 from asynchronous import asynchronous
 from pod_team import SPEC, Team, hurry, team
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes import pod_writer
@@ -44,6 +45,23 @@ def running(one: Team) -> int:
     return sum(pod["status"]["phase"] == "Running" for pod in one.cluster.pods().values())
 
 
+@rule(
+    "Pods are adopted by one list of the new term, however many jobs have them; twenty are made and twenty "
+    "deleted at a time, with one request each, and an old one is asked to go once",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_writer",
+            "            async with self._makes:",
+            "            async with asyncio.Semaphore(1000):",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_launcher",
+            "        if self._leaving.get(name) != uid:",
+            "        if uid:",
+        ),
+    ],
+)
 @asynchronous
 async def test_many_pods_are_made_adopted_by_one_list_and_deleted_with_one_request_each(tmp_path: Path) -> None:
     async with team(tmp_path) as one:
@@ -69,6 +87,7 @@ async def test_many_pods_are_made_adopted_by_one_list_and_deleted_with_one_reque
         assert sum(method == "DELETE" for method, _ in one.cluster.requests) == MANY
 
 
+@holds("Pods are adopted by one list")
 @asynchronous
 async def test_twenty_pods_are_made_and_twenty_deleted_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from integration.scripts import Model
 from matrices import examples
+from rule import Edit, holds, rule
 from shoal.exchange import module_buffers
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
 from shoal.group.solo import SoloGroup
@@ -41,6 +42,14 @@ def tree_sum(values: list[Tensor]) -> Tensor:
     return values[0]
 
 
+@rule(
+    "Buffers are averaged over all lanes in the wider of float32 and their dtype; a buffer that no lane changed "
+    "stays as it is; a large one is read only if its version counter moved, or if the counter has proved unreliable",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.exchange.module_buffers", "name: torch.promote_types(value.dtype, torch.float32)", "name: torch.float32"
+    ),
+)
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.randoms(use_true_random=False))
 @settings(max_examples=examples(200), deadline=None)
 def test_the_mean_is_that_of_all_lanes_whichever_of_them_changed_a_buffer(changes: list[bool], random: Any) -> None:
@@ -58,6 +67,7 @@ def test_the_mean_is_that_of_all_lanes_whichever_of_them_changed_a_buffer(change
         assert pending["value"].tolist() == (tree_sum(after) / lanes).tolist()
 
 
+@holds("Buffers are averaged over all")
 def test_a_float64_buffer_keeps_its_bits_in_the_mean() -> None:
     """In float32 a counter at 2^24 would stay there."""
 
@@ -113,6 +123,7 @@ def test_a_large_buffer_that_is_written_is_noticed_in_its_lane() -> None:
     assert exchanged(buffers, 4)["table"][5] == 1.0
 
 
+@holds("Buffers are averaged over all")
 def test_a_large_buffer_that_is_written_past_its_version_counter_is_compared_in_every_lane() -> None:
     module = module_with(table=torch.zeros(LARGE_ELEMENTS + 1), other=torch.zeros(LARGE_ELEMENTS + 1))
     buffers = ModuleBuffers(module, 4)
@@ -195,6 +206,16 @@ ADDED, GONE = r'buffer "cache" was added since shoal\.initialize', r'buffer "cac
 GREW = r'buffer "cache" has shape \(8,\) and torch\.float32; at shoal\.initialize it had \(2,\)'
 
 
+@rule(
+    "Persistent buffers keep the names, shapes and dtypes that they had at the start; any change is refused, and "
+    "the buffer is named",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.exchange.module_buffers",
+        "if value.shape != before.shape or value.dtype != before.dtype:",
+        "if value.dtype != before.dtype:",
+    ),
+)
 @pytest.mark.parametrize("kind", [Odd, Bare])
 @pytest.mark.parametrize(
     ("change", "cache", "sentence"),
@@ -213,6 +234,7 @@ def test_a_buffer_that_appears_grows_or_vanishes_is_refused_by_its_name(
         undisturbed(Task({"max_steps": 2}, model=lambda: kind(change, cache=cache)))
 
 
+@holds("Persistent buffers keep the names")
 def test_an_expanded_buffer_is_refused_by_its_name_before_anything_is_built() -> None:
     with pytest.raises(UserError, match=r'buffer "pos" is expanded: .*\.contiguous\(\), or with persistent=False'):
         ModuleBuffers(module_with(pos=torch.arange(4).expand(3, -1)), 4)

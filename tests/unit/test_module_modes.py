@@ -9,6 +9,7 @@ import pytest
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 
@@ -30,6 +31,14 @@ def evaluates_after_step_2(engine: Engine) -> None:
         engine.module.eval()
 
 
+@rule(
+    "… and a mode that was changed between `engine.step` and the next batch never reaches a backward",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.module_modes", "            if mode == given != before:\n", "            if False:\n"
+    ),
+    after="All members train in the same modes",
+)
 def test_an_evaluation_that_forgets_to_put_the_module_back_is_refused_in_any_world() -> None:
     task = replace(TASK, step=evaluates_after_step_2)
     with pytest.raises(
@@ -53,11 +62,20 @@ def test_a_part_that_is_left_in_another_mode_is_named() -> None:
         undisturbed(replace(TASK, step=step))
 
 
+@holds("… and a mode that was changed")
 def test_a_body_that_begins_with_train_may_evaluate_at_its_end() -> None:
     task = replace(TASK, step=evaluates_after_step_2, in_loop=lambda engine: engine.module.train())
     assert undisturbed(task) == undisturbed(TASK)
 
 
+@rule(
+    "All members train in the same modes (`module.train()`, `module.eval()`): joiners, members without lanes and "
+    "resuming workers adopt them; any other difference fails the job, and the module is named",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.module_modes", "            part.training = name not in evaluating\n", "            del part\n"
+    ),
+)
 @pytest.mark.parametrize("step", shortened([0, 1, 2, 4], 2))
 def test_a_joiner_trains_in_the_modes_that_the_job_has_come_to(step: int) -> None:
     """Also where the modes change while it is a member without lanes, whose body does not run."""
@@ -69,6 +87,7 @@ def test_a_joiner_trains_in_the_modes_that_the_job_has_come_to(step: int) -> Non
         assert crew.finish() == expected
 
 
+@holds("All members train in the same modes")
 def test_a_job_goes_on_from_a_checkpoint_in_its_modes(tmp_path: Path) -> None:
     options = {**FREEZING.options, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 4}}}
     with Crew("ab", replace(FREEZING, options=options)) as crew:
@@ -79,6 +98,7 @@ def test_a_job_goes_on_from_a_checkpoint_in_its_modes(tmp_path: Path) -> None:
         assert crew.job.durable.history[0].from_step == 4
 
 
+@holds("All members train in the same modes")
 def test_modes_that_differ_fail_the_job_naming_the_part() -> None:
     with Crew("abc", TASK, {"c": FREEZING}) as crew:
         crew.allow()

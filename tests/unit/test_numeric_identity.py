@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Note, Send
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.machine import new_job, step, view
@@ -28,6 +29,14 @@ def hellos(*descriptions: Description):
     return messages, notes, view(job, 0.0)
 
 
+@rule(
+    "A worker with another numeric identity is refused, and the difference is named; with `mixed_numerics` it "
+    "may join, and the job is shown as not bit-exact",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal_protos.description", "(None if jobs.mixed_numerics else numerics_differ(worker, theirs, jobs))", "None"
+    ),
+)
 def test_a_worker_with_another_numeric_identity_is_refused_by_its_name():
     for name, value in NUMERICS.items():
         other = replace(MADE_OF, numerics={**NUMERICS, name: "another"})
@@ -55,6 +64,7 @@ def test_a_variable_that_only_one_of_them_has_is_a_difference():
     assert "MKL_CBWR is AVX2, the job's is not set" in messages[1].sentence
 
 
+@holds("A worker with another numeric")
 def test_with_mixed_numerics_it_may_take_part_and_the_job_is_shown_as_not_bit_exact():
     mixed = replace(MADE_OF, mixed_numerics=True)
     messages, notes, shown = hellos(mixed, mixed, replace(mixed, numerics={**NUMERICS, "threads": "2"}))

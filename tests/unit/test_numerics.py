@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Task, undisturbed
+from rule import holds, rule
 from shoal.numerics import identity, make_exact
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
@@ -38,6 +39,7 @@ def test_it_names_versions_device_and_processor() -> None:
     assert identity(environ={}) == found
 
 
+@holds("A worker's hello contains its")
 def test_it_tells_threads_denormals_determinism_and_precision() -> None:
     make_exact(exact=True, torch_threads=1)
     before = identity(environ={})
@@ -68,6 +70,12 @@ def test_without_cuda_nothing_but_the_threads_is_touched(monkeypatch: pytest.Mon
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@rule(
+    "… on CUDA: deterministic algorithms, no autotuning, a fixed cuBLAS workspace",
+    "Arithmetic and layout",
+    needs="CUDA",
+    after="A worker with another numeric",
+)
 def test_on_cuda_algorithms_are_deterministic_unless_told_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.launchers.kubernetes import object_watch
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterRefusal, WatchNews
 from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
@@ -53,6 +54,28 @@ def copy(api: Any = None) -> tuple[ObjectWatch, list[tuple[str, str]]]:
     return watch, seen
 
 
+@rule(
+    "Of a cluster's objects an older sight never replaces a newer one, nor what this process has written or seen "
+    "deleted since",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.object_watch",
+            "        if known is not None and not _is_newer(item, known):\n            return\n",
+            "",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.object_watch",
+            '        if metadata["uid"] in self._gone:\n            return\n',
+            "",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.object_watch",
+            " not in there and not _is_younger(known, version):",
+            " not in there:",
+        ),
+    ],
+)
 def test_an_older_or_equal_sight_of_an_object_changes_nothing() -> None:
     watch, seen = copy()
     watch.learn(item(5))
@@ -65,6 +88,7 @@ def test_an_older_or_equal_sight_of_an_object_changes_nothing() -> None:
     assert seen == [("a", "5"), ("a", "6"), ("a", "7")]
 
 
+@holds("Of a cluster's objects an")
 def test_what_is_gone_does_not_come_back_in_news_that_are_late() -> None:
     watch, seen = copy()
     watch.learn(item(5))
@@ -76,6 +100,7 @@ def test_what_is_gone_does_not_come_back_in_news_that_are_late() -> None:
     assert watch.items["a"]["metadata"]["uid"] == "v", "another one has the name by now"
 
 
+@holds("Of a cluster's objects an")
 def test_a_list_that_is_older_than_what_was_written_takes_nothing_away() -> None:
     watch, seen = copy(Listed(6, item(3, uid="w", name="b")))
     watch.learn(item(5, name="old", uid="o"))
@@ -84,6 +109,23 @@ def test_a_list_that_is_older_than_what_was_written_takes_nothing_away() -> None
     assert sorted(watch.items) == ["a", "b"] and ("old", "gone") in seen and ("a", "gone") not in seen
 
 
+@rule(
+    "A server that ends each watch as soon as it has begun is not asked without end, and a node that nobody "
+    "could be asked for is asked for again",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.object_watch",
+            "time() - began < AGAIN_SECONDS:",
+            "time() - began < 0:",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_launcher",
+            '            tracked.looked_for = ""  # it is',
+            "            tracked.looked_for = name  # it is",
+        ),
+    ],
+)
 @pytest.mark.parametrize("refuses", [False, True])
 @asynchronous
 async def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_end(

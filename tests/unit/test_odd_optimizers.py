@@ -9,6 +9,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from hard_units import Layer, Layers, of, task
 from matrices import shortened
+from rule import Edit, rule
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
@@ -43,6 +44,15 @@ def by(kind: type[Writing], stage: int, **more: Any) -> Task:
     return Task(options, model=Layers, optimizer=lambda model: kind(model.parameters()))
 
 
+@rule(
+    "What an optimizer assigns to `.data` is written to where the parameter lies",
+    "A step",
+    broken_by=Edit(
+        "shoal.blocks.held",
+        "        if segment.parameter.data_ptr() != memory.data_ptr():\n",
+        "        if segment.parameter.data_ptr() == 0:\n",
+    ),
+)
 @pytest.mark.parametrize("precision", [{}, {"precision": {"bf16": {"enabled": True}}}])
 @pytest.mark.parametrize("stage", shortened([0, 1, 2, 3], 1, 3))
 def test_an_optimizer_that_assigns_data_trains_as_one_that_writes(stage: int, precision: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from machine_driver import MADE_OF, Driver, training
+from rule import Edit, rule
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import (
@@ -114,6 +115,19 @@ def test_the_last_worker_may_go_when_a_joiner_is_ready() -> None:
     assert job.view.workers[0].state is State.DRAINING
 
 
+@rule(
+    "… or at once, when an operator says who is dead",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.operator_requests",
+        "    failure_detector.confirm_death(\n"
+        '        turn, record.worker, "an operator confirmed that its process is gone", noticed_by="an '
+        'operator"\n'
+        "    )",
+        '    turn.note(EventKind.LOST, "an operator confirmed that its process is gone", record.worker)',
+    ),
+    after="The wait for a silent",
+)
 def test_an_operators_word_ends_the_wait_for_a_silent_majority_at_once() -> None:
     job = Driver(wanted=3)
     job.start(3)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from crew import PATIENCE_SECONDS, Crew, Task, undisturbed
+from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.saver import Saver, SaveResult, SaveTask
@@ -78,6 +79,19 @@ def all_done(crew: Crew) -> bool:
     return all(worker.engine.global_step == STEPS for worker in crew.members())
 
 
+@rule(
+    "A job that has succeeded has the last checkpoint that was due, or a later one: what was skipped, lost or "
+    "failed is saved at its end, and nobody has ended before; where that fails, so does the job",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal.training.checkpoint_saving",
+            "return not (self.busy or self._saving.asked_at is not None or (self._saver and self._saving.is_owed))",
+            "return not self.busy",
+        ),
+        Edit("shoal.failure", "JobFailed | ExportFailed | SaveFailed", "JobFailed | ExportFailed"),
+    ],
+)
 def test_a_save_that_was_due_with_a_dead_member_is_made_though_its_first_try_outlasts_the_last_step(
     disk: Disk, tmp_path: Path
 ) -> None:
@@ -95,6 +109,7 @@ def test_a_save_that_was_due_with_a_dead_member_is_made_though_its_first_try_out
     assert made(tmp_path) == [STEPS]
 
 
+@holds("A job that has succeeded has the last checkpoint")
 def test_a_save_that_was_skipped_because_of_the_one_before_is_made_at_the_end(disk: Disk, tmp_path: Path) -> None:
     disk.slow = {2}
     task = Task({"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}})
@@ -119,6 +134,7 @@ def test_nothing_is_saved_at_the_end_where_all_that_was_due_is_there(disk: Disk,
     assert made(tmp_path) == [3]
 
 
+@holds("A job that has succeeded has the last checkpoint")
 def test_a_job_whose_last_save_fails_again_at_its_end_fails_and_names_where_it_would_go_on(
     disk: Disk, tmp_path: Path
 ) -> None:
@@ -131,6 +147,7 @@ def test_a_job_whose_last_save_fails_again_at_its_end_fails_and_names_where_it_w
     assert missing in ending and ending.endswith("Started again, the job begins anew.")
 
 
+@holds("A job that has succeeded has the last checkpoint")
 def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails_the_job(
     disk: Disk, tmp_path: Path
 ) -> None:

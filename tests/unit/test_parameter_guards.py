@@ -14,6 +14,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from integration.scripts import Model
 from late_device import LateDevice
+from rule import Edit, holds, rule
 from shoal.device import HOST, Device
 from shoal.exchange import traffic
 from shoal.exchange.pieces import Extent
@@ -109,6 +110,15 @@ STRUCTURE = [
 ]
 
 
+@rule(
+    "A module that no longer uses its flats (parameters replaced, moved, added, removed, frozen or unfrozen) is "
+    "refused at the next step, and the parameter is named",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.training.parameter_guards", "!= self._places:", "== []:"),
+        Edit("shoal.training.parameter_guards", "not all(map(is_, now, known))", "not known"),
+    ],
+)
 @pytest.mark.parametrize(("action", "sentence"), STRUCTURE)
 @pytest.mark.parametrize("when", ["before the loop", "in the loop", "after a step"])
 def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameters_name(
@@ -127,6 +137,41 @@ def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameter
         undisturbed(task)
 
 
+@rule(
+    "Only the engine writes parameters: any other write, whether version counters show it or not, is refused "
+    "before the next commit; an evaluation may write if it restores them",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal.training.parameter_guards",
+            'self._comparisons.expect_equal(self._content[1], self._checksum(), f"a parameter {CHANGED}")',
+            "return",
+        ),
+        Edit(
+            "shoal.training.parameter_guards",
+            "if self._flats and self._versions and self.whole() == before:",
+            "if self._versions:",
+        ),
+        Edit(
+            "shoal.training.unit_watch",
+            "self._checksum() == self._content",
+            "self._content is not None",
+            by="test_a_write_past_autograd_in_a_forward_is_refused",
+        ),
+        Edit(
+            "shoal.training.comparisons",
+            "            if not are_equal:\n",
+            "            if not are_equal and not otherwise:\n",
+            by="test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit",
+        ),
+        Edit(
+            "shoal.training.step",
+            "        context.state.comparisons.refuse()  # of a step that broke before its vote\n",
+            "",
+            by="test_what_a_device_has_found_late_is_refused_before_a_vote_without_a_step",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("action", "sentence"),
     [
@@ -183,6 +228,7 @@ def test_a_script_that_swallows_what_a_device_has_found_late_gets_no_further() -
     assert found[0].startswith("a parameter was changed by the script")
 
 
+@holds("Only the engine writes parameters")
 def test_what_a_device_has_found_late_is_refused_before_a_vote_without_a_step() -> None:
     """A save that it carries, or a joiner's blocks, would have the script's values."""
 
@@ -209,6 +255,7 @@ class Renormalizing(Model):
         return super().forward(tokens, targets)
 
 
+@holds("Only the engine writes parameters")
 def test_a_forward_that_changes_a_parameter_is_refused() -> None:
     with pytest.raises(UserError, match=r'parameter "up\.weight" was changed by .* the model\'s forward'):
         undisturbed(Task(OPTIONS, model=lambda: Renormalizing(0.1, True)))
@@ -234,6 +281,14 @@ def zero_in_place(engine: Engine) -> None:
     engine.module.zero_grad(set_to_none=False)
 
 
+@rule(
+    "Between `engine.backward` and `engine.step` nobody writes gradients: some are already being sent",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.training.parameter_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
+        Edit("shoal.training.parameter_guards", " or not made.gradients.are_in_place(parameters):", ":"),
+    ],
+)
 @pytest.mark.parametrize("action", [clip, scale_data, replace_gradients, zero_in_place])
 @pytest.mark.parametrize("calls", [1, 2, 8])
 def test_gradients_that_are_changed_between_backward_and_step_are_refused(action: At, calls: int) -> None:
@@ -281,6 +336,7 @@ def look_and_step(engine: Engine) -> None:
         swap(engine)
 
 
+@holds("Only the engine writes parameters")
 @pytest.mark.parametrize("workers", ["", "ab", "abcd"])
 def test_who_only_looks_or_puts_back_what_it_changed_gets_the_same_bits(workers: str) -> None:
     task = Task(OPTIONS, step=look_and_step)
@@ -319,6 +375,7 @@ def test_what_others_send_while_the_script_holds_its_gradients_is_not_taken_for_
     assert arrived
 
 
+@holds("Only the engine writes parameters")
 def test_weights_that_an_evaluation_does_not_put_back_are_refused() -> None:
     @torch.no_grad()
     def forget(engine: Engine) -> None:
@@ -330,6 +387,7 @@ def test_weights_that_an_evaluation_does_not_put_back_are_refused() -> None:
         undisturbed(Task(OPTIONS, step=forget))
 
 
+@holds("Only the engine writes parameters")
 def test_the_windows_pass_over_every_element() -> None:
     flats = [torch.zeros(3 * WINDOW_ELEMENTS + 5), torch.zeros(7)]
     windows = Windows(flats)

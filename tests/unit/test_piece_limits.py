@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import World
+from rule import holds
 from shoal.core.layout import Trainable, lay_out
 from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import PieceLimits, cut_into_pieces, piece_limits, windows
@@ -43,6 +44,7 @@ def test_pieces_are_large_where_no_link_waits_for_them_above_all_where_gradients
     assert [len(pieces) for pieces in found] == [count]
 
 
+@holds("An exchange goes by pieces")
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(0, 60))
 def test_messages_are_posted_for_so_many_bytes_beyond_the_piece_that_is_waited_for(
     sizes: list[int], in_flight: int

@@ -14,6 +14,7 @@ from matrices import examples
 from over_gloo import over_gloo
 from planning import World
 from random_modules import RandomModel, optimizer_of
+from rule import Edit, rule
 from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
@@ -65,6 +66,12 @@ def seen_by(times: FillTimes, filling: Sequence[int]) -> None:
     times.end_lane()
 
 
+@rule(
+    "Sharded gradients leave in one order on all members: by the latest time at which any lane of the world has "
+    "filled a bucket",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.exchange.piece_order", "rows.amax(0)", "rows.amin(0)"),
+)
 def test_the_order_goes_by_the_latest_lane_of_all_members_so_far() -> None:
     mine, theirs = FillTimes(pieces_of(0, 1, 2, 3)), FillTimes(pieces_of(0, 1, 2, 3))
     assert mine.order.pieces == (0, 1, 2, 3)

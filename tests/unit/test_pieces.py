@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from planning import World
+from rule import Edit, holds, rule
 from shoal.blocks.flat import empty_flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.values import WholeValues
@@ -118,6 +119,7 @@ def test_a_processor_computes_in_parts_that_its_cache_has(
     assert list(cached(extents, on_host=False)) == extents
 
 
+@holds("An exchange goes by pieces")
 @given(owners(), st.sampled_from([LIMITS, PieceLimits(MOST, MOST)]))
 @settings(max_examples=examples(60))
 def test_no_member_holds_more_for_a_piece_than_its_limit(
@@ -224,6 +226,7 @@ def with_joint(traffic: Traffic) -> PieceTraffic:
     return PieceTraffic(tuple(sends), traffic.partials.receives)
 
 
+@holds("Where the lanes of a host's workers")
 @pytest.mark.parametrize("lanes", [4, 8, 6])
 def test_a_host_sends_one_message_of_a_piece_to_an_owner_elsewhere(lanes: int) -> None:
     terms = Terms(lanes=lanes, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7)
@@ -359,6 +362,15 @@ def test_what_has_come_is_reduced_and_mirrored_while_the_last_backward_still_run
     assert group.in_flight == 0
 
 
+@rule(
+    "An exchange goes by pieces, in each of which every owner has its part, and posts so many bytes beyond the "
+    "piece that it waits for: buffers are bounded whatever the size of a parameter",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.exchange.pieces", "        parts = max(1, -(-size // limits.cut))\n", "        parts = 1\n"),
+        Edit("shoal.exchange.pieces", "(stop <= index + 1 or ahead + pieces[stop].bytes <= in_flight)", "True"),
+    ],
+)
 def test_what_an_exchange_has_in_flight_is_bounded_whatever_the_size_of_a_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -456,6 +468,15 @@ class Overlooker(CountingGroup):
             self.leaving = {kept: tensor for kept, tensor in self.leaving.items() if kept is not work}
 
 
+@rule(
+    "What is mirrored is received once the sum that lay there has left for its owner",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.exchange.canonical",
+        "works += [work for one in self._leaving for work, _ in self._flight[one].sends]",
+        "works += []",
+    ),
+)
 def test_what_is_mirrored_is_received_where_a_sum_lay_that_has_left() -> None:
     plan = World(
         Terms(lanes=4, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=7), "abcd"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rule import Edit, holds, rule
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -48,6 +49,7 @@ def test_sound_plans_pass() -> None:
     check_plan(AFTER_A_LOSS)
 
 
+@holds("On a shard lanes are added")
 @pytest.mark.parametrize(
     ("plan", "broken"),
     [
@@ -168,6 +170,11 @@ def test_the_receiver_replays_what_travels_beside_the_vote_too(plan: Plan, bound
     assert plan.replays(0, boundaries) == every(plan.blocks)
 
 
+@rule(
+    "No slice of a fill travels at the first boundary after a loss; all of them travel after it",
+    "A change of the world",
+    broken_by=Edit("shoal_protos.plan", "        return int(self.recovery is not None)\n", "        return 0\n"),
+)
 @given(filling())
 def test_no_slice_travels_at_the_first_boundary_after_a_loss_and_all_the_others_follow(plan: Plan) -> None:
     recovery = Recovery(7, b"", (True,) * 3, (NO_BLOCKS,) * 3)

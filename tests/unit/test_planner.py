@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from planning import World, candidate, transfers
+from rule import holds
 from shoal_controller.core.planning.planner import (
     BlocksLost,
     PlanRequest,
@@ -68,6 +69,7 @@ def test_ranks_are_in_the_order_of_joining() -> None:
 # ---- a loss
 
 
+@holds("Only a worker that holds")
 def test_mirrors_are_promoted_without_moving_a_byte_each_survivor_for_its_share() -> None:
     abcd = world("abcd")
     lost = abcd.plan.shares[3]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.phases.planner_inputs import kept_blocks, usable_blocks
 from shoal_protos.messages import Inventory, MemberState, Status
 from shoal_protos.plan import Fill, Plan
@@ -23,6 +24,15 @@ def base() -> Plan:
     return replace(recovery(1, "ab"), fills=(Fill(1, 0, Runs.of([3, 4])),))
 
 
+@rule(
+    "A planned change relies only on blocks that the plan before it keeps or has filled",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.planner_inputs",
+        "    return status.holds & (world.shares[rank].keeps | world.filled(rank, status.boundaries))",
+        "    return status.holds",
+    ),
+)
 def test_a_planned_change_counts_on_what_its_base_keeps_or_has_filled_and_on_nothing_that_it_releases():
     keeps = base().shares[0].keeps
     assert kept_blocks(base(), 0, status(EVERYTHING, boundaries=0)) == keeps
@@ -43,6 +53,7 @@ def test_who_stands_where_the_recovery_begins_is_worth_what_it_holds():
     assert usable_blocks(inventory(7, Runs.of([1, 2]), NO_BLOCKS), 7) == (Runs.of([1, 2]), EVERYTHING)
 
 
+@holds("Only blocks whose next gradient")
 def test_who_is_one_step_behind_is_worth_the_blocks_whose_gradient_is_in():
     rolled = Runs.of([2])
     assert usable_blocks(inventory(6, Runs.of([1, 2]), Runs.of([2, 3])), 7) == (rolled, rolled)

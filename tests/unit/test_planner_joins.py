@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from planning import partners_of, transfers
+from rule import holds
 from shoal_controller.core.planning.planner import (
     BlocksLost,
     Candidate,
@@ -134,6 +135,7 @@ def _live(crowd: Crowd, acts: Sequence[tuple[str, int, float]]) -> None:
         crowd.fill(part)
 
 
+@holds("The mirrors of a joiner's")
 @settings(max_examples=examples(40), deadline=None)
 @given(st.integers(2, 100), st.integers(1, 500), st.sampled_from((1, 1, 2)), st.integers(2, 5), HOSTS, ACTS)
 def test_a_world_of_any_size_is_at_rest_a_few_plans_after_the_last_join(
@@ -156,6 +158,7 @@ def test_a_join_moves_the_joiners_shares_and_their_mirrors_and_no_more(workers: 
     assert crowd.moved <= 2 * joiners * share + workers + joiners
 
 
+@holds("The mirrors of a joiner's")
 def test_workers_that_join_one_after_another_have_their_mirrors_moved_once() -> None:
     """Not anew for every other one, though each joins in a change of its own."""
     crowd = Crowd.of(40, 2442, 1, 4, 1)

@@ -9,6 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rule import holds
 from shoal.core import tree
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes
 from shoal_protos.runs import Runs
@@ -93,6 +94,7 @@ def test_hosts_change_neither_evenness_nor_lanes_in_flight(lanes: int, trainers:
             assert lane in given_out[trainer]
 
 
+@holds("Where the lanes of a host's workers")
 @given(st.integers(1, 64), st.lists(st.integers(0, 3), min_size=1, max_size=30))
 def test_the_workers_of_a_host_have_lanes_of_aligned_subtrees_together(lanes: int, hosts: list[int]) -> None:
     """As few as the binary digits of their number say, and each of them alone too."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller import planner_process
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.events import Event, PlannerAnswered, PlannerFailed, Save
@@ -141,6 +142,42 @@ async def test_a_question_is_taken_up_when_those_before_it_are_answered() -> Non
         assert order == [f"{number} {act}" for number in range(1, 4) for act in ("begins", "is answered")]
 
 
+@rule(
+    "A question without an answer is asked again, but not while it only stands in line behind those of other "
+    "jobs; the planner's process is started again when it has died, or sends no beat while it should plan, and "
+    "this process has run to hear it",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.planner_process",
+            "timeout=seconds / LOOKS",
+            "timeout=None",
+            by="test_a_planner_that_stands_still_is_ended_and_started_again",
+        ),
+        Edit(
+            "shoal_controller.planner_process",
+            "LOOKS = 5\n",
+            "LOOKS = 1\n",
+            by="test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_stood_still",
+        ),
+        Edit(
+            "shoal_controller.planner_main",
+            "            with _beating(replies):\n",
+            "            if True:\n",
+            by="test_a_planner_that_is_at_work_is_given_its_time_and_no_more",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.planner_questions",
+            "    elif turn.now - planner.begun_at > turn.spec.progress_seconds:\n",
+            "    elif turn.now - planner.begun_at > 1e9 * turn.spec.progress_seconds:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.planner_questions",
+            "    if planner.begun_at is None:\n        if turn.now - planner.asked_at > turn.spec.stall_seconds:\n",
+            "    if planner.begun_at is None:\n        if turn.now - planner.asked_at > turn.spec.progress_seconds:\n",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_planner_that_was_killed_says_so_and_is_started_again() -> None:
     async with another_process() as planner:
@@ -154,6 +191,7 @@ async def test_a_planner_that_was_killed_says_so_and_is_started_again() -> None:
         assert planner.pid not in (None, killed)
 
 
+@holds("A question without an answer")
 @asynchronous
 async def test_a_planner_that_stands_still_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with another_process() as planner:
@@ -182,6 +220,7 @@ async def test_a_planner_that_is_frozen_before_it_is_ready_is_ended_and_started_
         assert await planner.answer(start()) == answer(start())
 
 
+@holds("A question without an answer")
 @asynchronous
 async def test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_stood_still(
     begin_with: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
@@ -198,6 +237,7 @@ async def test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_st
             await asked
 
 
+@holds("A question without an answer")
 @asynchronous
 async def test_a_planner_that_is_at_work_is_given_its_time_and_no_more(
     begin_with: Callable[[str], None], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from machine_driver import MADE_OF, Driver, notes, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAnswered, PlannerBegan, PlannerFailed
 from shoal_controller.core.machine.job import AttemptPhase
@@ -61,6 +62,35 @@ def test_a_recovery_waits_for_its_plan_and_asks_for_it_once() -> None:
     assert [member.worker for member in job.planned().members] == ["w0", "w1"]
 
 
+@rule(
+    "One question to the planner is out at a time, and its answer is used unless it would be wrong now: another "
+    "base generation, number or attempt, a member that has gone, an unsound plan, or one that begins elsewhere "
+    "than was asked; then it is asked again",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.planner_questions",
+            "    return any(member.worker not in roster or not roster[member.worker].serves for member in "
+            "plan.members)\n",
+            "    return any(member.worker not in roster for member in plan.members)\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.planned_changes",
+            "    next_one = plan.base == world.generation and plan.generation == turn.durable.last_generation + 1\n",
+            "    next_one = plan.generation > turn.durable.last_generation\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.planner_questions",
+            "        check_answer(event.asked.question, event.answer)\n",
+            "        pass\n",
+        ),
+        Edit(
+            "shoal_controller.core.planning.question",
+            "        if begins not in expected:\n",
+            "        if not begins:\n",
+        ),
+    ],
+)
 def test_a_recovery_asks_again_where_a_member_of_the_answer_has_gone_meanwhile() -> None:
     job = trains_with_a_slow_planner(4, mirrors=2)
     first = lose(job, "w3")
@@ -74,6 +104,7 @@ def test_a_recovery_asks_again_where_a_member_of_the_answer_has_gone_meanwhile()
     assert [member.worker for member in job.planned().members] == ["w0", "w1"]
 
 
+@holds("One question to the planner")
 def test_who_comes_while_a_change_is_being_planned_is_the_next_question() -> None:
     job = trains_with_a_slow_planner(2)
     job.hello("w2")
@@ -86,6 +117,7 @@ def test_who_comes_while_a_change_is_being_planned_is_the_next_question() -> Non
     assert sorted(job.job.durable.planned[-1].workers) == ["w0", "w1", "w2", "w3"]
 
 
+@holds("One question to the planner")
 def test_a_planned_change_whose_joiner_has_gone_meanwhile_is_dropped_and_asked_for_again() -> None:
     job = trains_with_a_slow_planner(2)
     job.hello("w2")
@@ -112,6 +144,7 @@ def test_a_planned_change_of_a_world_that_broke_meanwhile_is_dropped_and_the_rec
     assert [member.worker for member in job.planned().members] == ["w0", "w1"]
 
 
+@holds("One question to the planner")
 def test_a_planned_change_of_another_base_generation_is_dropped() -> None:
     job = training(2)
     job.hello("w2")
@@ -127,6 +160,7 @@ def test_a_planned_change_of_another_base_generation_is_dropped() -> None:
     assert job.questions[-1].question.request.generation == plan.generation + 1
 
 
+@holds("A question without an answer")
 def test_a_question_over_which_the_planner_died_is_asked_again_after_a_pause_that_doubles() -> None:
     job = trains_with_a_slow_planner()
     lose(job, "w2")
@@ -145,6 +179,7 @@ def test_a_question_over_which_the_planner_died_is_asked_again_after_a_pause_tha
     assert job.planned().world_size == 2
 
 
+@holds("A question without an answer")
 def test_a_lost_answer_is_waited_for_as_long_as_a_change_may_stand_still_and_used_though_it_is_late() -> None:
     job = trains_with_a_slow_planner()
     first = lose(job, "w2")
@@ -158,6 +193,7 @@ def test_a_lost_answer_is_waited_for_as_long_as_a_change_may_stand_still_and_use
     assert job.planned() is plan, "the second answer comes too late"
 
 
+@holds("A question without an answer")
 def test_a_question_that_stands_in_line_behind_other_jobs_is_not_called_failed() -> None:
     job = trains_with_a_slow_planner()
     job.planner_begins = False
@@ -342,6 +378,7 @@ def wrong_answers(asked: AskPlanner) -> dict[str, Plan]:
     }
 
 
+@holds("One question to the planner")
 @pytest.mark.parametrize("field", ["step", "record", "checkpoint", "counted"])
 def test_an_answer_that_has_all_begin_elsewhere_is_dropped_and_the_question_asked_again(field: str) -> None:
     job = trains_with_a_slow_planner(3)
@@ -401,6 +438,7 @@ def test_who_does_not_count_holds_nothing_that_a_plan_may_have_it_keep() -> None
         check_answer(replace(question, candidates=tuple(candidates)), plan)
 
 
+@holds("One question to the planner")
 @pytest.mark.parametrize("wrong", range(4))
 def test_a_wrong_answer_is_dropped_said_and_the_question_asked_again(wrong: int) -> None:
     job = trains_with_a_slow_planner(3)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import World
+from rule import Edit, holds, rule
 from shoal.core.rounds import first_rounds, rounds, shard_tree
 from shoal.core.tree import subtrees
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, share_rounds
@@ -33,6 +34,23 @@ def waiting(shares: Shares, lanes: int) -> list[int]:
     return counts
 
 
+@rule(
+    "Lanes of a round are consecutive where gradients are sharded, and a lane in flight stays with its worker",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.planning.planner",
+            "share = share_rounds if terms.rounds else share_lanes",
+            "share = share_lanes",
+            by="test_a_plan_for_shards_has_rounds_of_consecutive_lanes",
+        ),
+        Edit(
+            "shoal_controller.core.planning.lanes",
+            "for trainer in line if start <= flights[trainer] < stop}",
+            "for trainer in line if start > flights[trainer] > stop}",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("lanes", "workers", "by_subtrees", "by_rounds"),
     [
@@ -92,6 +110,7 @@ def test_no_order_of_any_rounds_needs_fewer_copies(lanes: int, trainers: int) ->
 crowds = st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 45)), min_size=1, max_size=50)
 
 
+@holds("Lanes of a round are consecutive")
 @given(st.integers(1, 40), crowds)
 def test_rounds_are_consecutive_and_a_lane_in_flight_stays(lanes: int, trainers: list[tuple[int, int]]) -> None:
     hosts, flights = [host for host, _ in trainers], [lane for _, lane in trainers]
@@ -123,6 +142,7 @@ def rounds_terms(lanes: int) -> Terms:
     return Terms(lanes, blocks=24, mirrors=1, mirror_partners=4, fill_blocks_per_step=4, rounds=True)
 
 
+@holds("Lanes of a round are consecutive")
 def test_a_plan_for_shards_has_rounds_of_consecutive_lanes() -> None:
     world = World(rounds_terms(8), "abc")
     assert rounds(world.plan) == [(0, 1, 2), (3, 4, 5), (6, 7, -1)]
@@ -130,6 +150,7 @@ def test_a_plan_for_shards_has_rounds_of_consecutive_lanes() -> None:
     assert rounds(world.plan) == first_rounds(world.plan) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
+@holds("On a shard lanes are added")
 def test_after_a_loss_all_begin_with_the_lane_that_they_had_in_flight() -> None:
     world = World(rounds_terms(8), "abcd")
     plan = world.kill("b", lanes={"a": 4, "d": 7})

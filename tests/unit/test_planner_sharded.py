@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from machine_driver import MADE_OF, training
 from matrices import examples
 from planning import World, candidate
+from rule import Edit, holds, rule
 from shoal_controller.core.planning.planner import PlanRequest, Terms, plan_recovery, plan_start
 from shoal_protos.description import Description
 from shoal_protos.messages import MemberState
@@ -40,6 +41,19 @@ def test_in_a_recovery_who_has_nothing_is_handed_nothing_and_trains() -> None:
     assert plan.fills, "the blocks that it is to keep"
 
 
+@rule(
+    "Where parameters are sharded nothing is handed out when a world opens, and whoever joins trains, and is "
+    "filled, in its first world",
+    "A change of the world",
+    broken_by=[
+        Edit("shoal_controller.core.planning.planner", "    if terms.sharded:\n", "    if not terms.lanes:\n"),
+        Edit(
+            "shoal_controller.core.machine.phases.planner_inputs",
+            "    return turn.durable.description is not None and turn.durable.description.shards_parameters\n",
+            "    return turn.durable.description is None\n",
+        ),
+    ],
+)
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), st.data())
 def test_no_recovery_ever_hands_anything_out(workers: int, lost: int, data: st.DataObject) -> None:
@@ -62,6 +76,7 @@ def made_of(stage: int) -> Description:
     return replace(MADE_OF, stage=stage)
 
 
+@holds("Lanes of a round are consecutive")
 @pytest.mark.parametrize(
     ("stage", "rounds", "sharded"), [(0, False, False), (1, False, False), (2, True, False), (3, True, True)]
 )
@@ -71,6 +86,7 @@ def test_the_jobs_stage_is_in_the_terms_of_every_plan(stage: int, rounds: bool, 
     assert (terms.rounds, terms.sharded) == (rounds, sharded)
 
 
+@holds("Where parameters are sharded")
 @pytest.mark.parametrize(("stage", "trains"), [(1, False), (2, False), (3, True)])
 def test_a_joiner_has_lanes_in_its_first_world_where_parameters_are_gathered(stage: int, trains: bool) -> None:
     job = training(2, made_of=made_of(stage), max_workers=3)
@@ -83,6 +99,7 @@ def test_a_joiner_has_lanes_in_its_first_world_where_parameters_are_gathered(sta
     assert any(fill.target == 2 for fill in plan.fills) == trains
 
 
+@holds("Where parameters are sharded")
 def test_who_has_joined_is_not_planned_for_again_before_it_has_said_so() -> None:
     """Its last status was a joiner's; where parameters are gathered that says nothing of whether it trains."""
     job = training(2, made_of=made_of(3), max_workers=3)

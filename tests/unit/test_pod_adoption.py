@@ -9,6 +9,7 @@ import pytest
 from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SPEC, TOKENS, hurry, team
+from rule import holds
 from shoal_controller import background
 from shoal_controller.background import BackgroundWork
 from shoal_controller.core.machine.effects import Adopt, Spawn
@@ -107,6 +108,7 @@ async def test_another_controller_adopts_what_lives_and_hears_of_what_ended(tmp_
         assert one.runs == {SPEC.run}, "a later run of the job hears nothing of it"
 
 
+@holds("A pod that exists already")
 @asynchronous
 async def test_the_pods_of_an_earlier_run_are_deleted_and_not_adopted(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b") as one:
@@ -121,6 +123,7 @@ async def test_the_pods_of_an_earlier_run_are_deleted_and_not_adopted(tmp_path: 
         assert token == TOKENS.join("demo", "e5f6")
 
 
+@holds("A pod that exists already")
 @asynchronous
 async def test_a_pod_of_an_earlier_run_that_has_the_name_makes_way(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b") as one:
@@ -133,6 +136,7 @@ async def test_a_pod_of_an_earlier_run_that_has_the_name_makes_way(tmp_path: Pat
         await one.until(lambda: one.run_of("demo-w0") == "e5f6", "a pod of the new run")
 
 
+@holds("A launcher that does not answer at take-over")
 @asynchronous
 async def test_pods_are_adopted_late_where_the_cluster_was_away_when_a_controller_took_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import pytest
 from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SECTION, SPEC, TOKENS, hurry, team
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Exited, Spawned, Waiting
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.place import Place
@@ -109,6 +110,22 @@ async def test_what_the_cluster_refuses_for_good_is_hopeless_and_says_what_to_do
         assert refused.hopeless and 'cannot use resource "pods"' in refused.why and "service account" in refused.why
 
 
+@rule(
+    "A pod that exists already is ours if job, run and worker are: an answer that was lost makes no second one",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_writer",
+            "        if labels.get(JOB) != tracked.spec.job or labels.get(WORKER) != tracked.worker:\n",
+            "        if not found:\n",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_writer",
+            "        if labels.get(RUN) != run_label(tracked.spec.run) or is_terminating(found):\n",
+            "        if is_terminating(found):\n",
+        ),
+    ],
+)
 @asynchronous
 async def test_an_answer_that_is_lost_makes_no_second_pod(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -132,6 +149,16 @@ async def test_429_and_500_are_tried_again_and_retry_after_is_heeded(tmp_path: P
         assert [method for method, path in one.cluster.requests if path == PODS].count("POST") == 4
 
 
+@rule(
+    "A `Retry-After` that is longer than a request is tried is heeded by whoever asks again: until then nothing "
+    "is sent",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.launchers.kubernetes.cluster_api",
+        "        if until > loop.time():\n",
+        "        if until > loop.time() + 1e9:\n",
+    ),
+)
 @asynchronous
 async def test_a_retry_after_beyond_the_patience_of_a_request_is_heeded_by_whoever_asks_again(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -156,6 +183,7 @@ async def test_a_server_that_is_away_is_what_a_worker_waits_for(tmp_path: Path) 
         await one.hears(Spawned)
 
 
+@holds("A pod that exists already")
 @asynchronous
 async def test_a_name_that_another_pod_has_is_waited_for_where_it_ends_and_named_where_it_stays(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -192,6 +220,23 @@ async def test_ends_are_told_with_status_signal_and_last_words(tmp_path: Path) -
         }
 
 
+@rule(
+    "A killed pod has ended when it is gone or its containers have, and it is deleted by force only where its "
+    "node does not answer: until then its process may live",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_writer",
+            'MOMENT = {"gracePeriodSeconds": 1}',
+            'MOMENT = {"gracePeriodSeconds": 0}',
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_launcher",
+            "by_force = tracked.end is not None or not await",
+            "by_force = tracked.end is not None and not await",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_killed_pod_has_ended_when_it_is_gone_and_not_before(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -208,6 +253,22 @@ async def test_a_killed_pod_has_ended_when_it_is_gone_and_not_before(tmp_path: P
         assert (await one.hears(Exited))[0].worker == "w0"
 
 
+@rule(
+    "A conflict (409) is read and tried again: only another uid makes a pod another's",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_writer",
+            "            if await self._uid_of(path) != uid:",
+            "            if path:",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.world_annotations",
+            "if error.code == 409 and",
+            "if error.code == 410 and",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_conflict_is_looked_at_before_a_pod_is_taken_for_anothers(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -221,6 +282,7 @@ async def test_a_conflict_is_looked_at_before_a_pod_is_taken_for_anothers(tmp_pa
         assert not one.count(Exited), "its process lives"
 
 
+@holds("A killed pod has ended")
 @asynchronous
 async def test_a_pod_on_a_node_that_does_not_answer_is_killed_by_force(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -236,6 +298,7 @@ async def test_a_pod_on_a_node_that_does_not_answer_is_killed_by_force(tmp_path:
         assert one.cluster.pods() == {}
 
 
+@holds("That a node is gone, or out")
 @asynchronous
 async def test_a_node_that_is_gone_or_out_of_service_proves_a_death(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b") as one:
@@ -252,6 +315,7 @@ async def test_a_node_that_is_gone_or_out_of_service_proves_a_death(tmp_path: Pa
         await one.until(lambda: one.cluster.pods() == {}, "the pods of both are deleted by force")
 
 
+@holds("A server that ends each watch")
 @asynchronous
 async def test_a_node_that_could_not_be_asked_for_is_asked_for_again(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -268,6 +332,11 @@ async def test_a_node_that_could_not_be_asked_for_is_asked_for_again(tmp_path: P
         assert (await one.hears(Exited))[0].why == "its node a is not there any more"
 
 
+@rule(
+    "A pod is known by its uid: one that somebody made again under its name is another one, and the worker is dead",
+    "A change of the world",
+    broken_by=Edit("shoal_controller.launchers.kubernetes.pod_writer", ', "preconditions": {"uid": uid}}', "}"),
+)
 @asynchronous
 async def test_a_pod_that_was_deleted_and_made_again_is_not_ours(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -280,6 +349,7 @@ async def test_a_pod_that_was_deleted_and_made_again_is_not_ours(tmp_path: Path)
         assert (await one.hears(Exited))[0] == Exited("w0", None, "its pod demo-w0 was deleted")
 
 
+@holds("A pod is known by its uid")
 @asynchronous
 async def test_a_kill_spares_a_pod_of_another_uid_that_is_not_seen_yet(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -379,6 +449,7 @@ async def test_of_the_ended_pods_of_a_job_a_few_stay_for_their_logs(
         await one.until(lambda: list(one.cluster.pods()) == ["demo-w2"], "the newest stays")
 
 
+@holds("Pods are adopted by one list")
 @asynchronous
 async def test_an_old_pod_is_deleted_once_however_many_end_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

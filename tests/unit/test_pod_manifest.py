@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from api_server import check_fields
 from pydantic import ValidationError
+from rule import Edit, holds, rule
 from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret, section_of
@@ -69,6 +70,7 @@ def test_a_pod_has_what_every_pod_must_have() -> None:
     assert (container["image"], container["command"]) == ("registry/train:1", ["python", "train.py"])
 
 
+@holds("What every pod must have is")
 def test_a_worker_is_told_who_it_is_where_it_is_and_how_long_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the controller's own")
     variables = {one["name"]: one for one in made(grace_seconds=120)["spec"]["containers"][0]["env"]}
@@ -107,6 +109,23 @@ def test_the_section_reaches_the_pod() -> None:
     assert found["metadata"]["labels"]["team"] == "a" and found["metadata"]["annotations"] == {"note": "b"}
 
 
+@rule(
+    "What every pod must have is set over whatever the job says: SIGTERM reaches Python, the failure domain is "
+    "the node's name, nobody becomes root",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_manifest",
+            '        "shareProcessNamespace": True,',
+            '        "shareProcessNamespace": False,',
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_manifest",
+            '"SHOAL_FAILURE_DOMAIN": "spec.nodeName"',
+            '"SHOAL_FAILURE_DOMAIN": "metadata.name"',
+        ),
+    ],
+)
 def test_a_patch_adds_what_is_not_in_the_section_and_changes_nothing_that_must_be() -> None:
     found = made(pod_template={
         "metadata": {"labels": {"shoal.dev/job": "other"}},

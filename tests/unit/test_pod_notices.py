@@ -8,6 +8,7 @@ import pytest
 from api_server import NODES, PODS
 from asynchronous import asynchronous
 from pod_team import SPEC, hurry, team
+from rule import Edit, rule
 from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned
 from shoal_controller.core.machine.pending import Notice
 
@@ -39,6 +40,29 @@ async def test_a_taint_announces_a_drain_and_its_end_takes_it_back(tmp_path: Pat
         assert one.count(Preempted) == 2
 
 
+@rule(
+    "… and a drain whose notice is taken back is cancelled only while every world that may train has the worker; "
+    "a node that is not known has taken nothing back",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.preemption",
+            "bool(worlds) and all(is_member(",
+            "bool(worlds) and any(is_member(",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.tracked_pod",
+            " and before is not None and self.sees_node:",
+            " and before is not None:",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.preemption",
+            " and record.leaving is Leaving.PREEMPTION:",
+            " and record.leaving:",
+        ),
+    ],
+    after="Several notices that a worker",
+)
 @asynchronous
 async def test_a_node_that_goes_with_its_taint_has_taken_nothing_back(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:

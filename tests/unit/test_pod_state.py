@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rule import Edit, rule
 from shoal_controller.core.machine.events import Exited, Preempted, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.place import Place
@@ -82,6 +83,23 @@ def test_how_a_pod_has_ended(found: dict[str, Any], expected: Exited) -> None:
     assert state_of(found, None, (), NOON).end == expected
 
 
+@rule(
+    "That a node is gone, or out of service, proves the death of its pods; that it is not ready proves nothing",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_state",
+            "    if running and node is not None and OUT_OF_SERVICE in _taints(node):  # of a pod just placed "
+            "its node is older news\n",
+            "    if node is not None and not node:\n",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.pod_launcher",
+            "*self._nodes.items) and self._nodes.synced.is_set():",
+            "*self._nodes.items) and not tracked.uid:",
+        ),
+    ],
+)
 def test_a_node_that_is_out_of_service_proves_a_death_and_one_that_is_not_ready_does_not() -> None:
     assert state_of(pod(), node("node.kubernetes.io/out-of-service"), (), NOON).end is not None
     unreachable = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from machine_driver import MADE_OF, Driver, notes, stored, through_the_store, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Leaving, WorkerRecord
 from shoal_controller.core.machine.effects import Kill, Spawn
@@ -51,6 +52,16 @@ def no_image(worker: str) -> Waiting:
 # ---- waiting to start
 
 
+@rule(
+    "Time in which a pod waits to start counts neither towards `stall_seconds` nor `max_restarts`, over a "
+    "controller's restart too",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.starts",
+        '    turn.drop("spawned_at", event.worker)  # ●',
+        '    turn.drop("probed_at", event.worker)  # ●',
+    ),
+)
 def test_time_in_which_a_pod_waits_to_start_is_nobodys_failure_and_its_time_begins_when_it_has_started() -> None:
     job = pods(wanted=1, stall_seconds=20.0)
     asked_for(job, "w0")
@@ -112,6 +123,7 @@ def test_a_pod_that_waits_is_taken_back_when_the_job_is_scaled_down() -> None:
     assert job.view.pending == {} and job.job.durable.failures.times == 0
 
 
+@holds("Time in which a pod waits")
 def test_another_controller_gives_a_pod_its_time_again_until_the_cluster_has_spoken() -> None:
     job = pods(stall_seconds=20.0)
     asked_for(job, "w0", "w1")
@@ -127,6 +139,27 @@ def test_another_controller_gives_a_pod_its_time_again_until_the_cluster_has_spo
 # ---- what cannot start
 
 
+@rule(
+    "… what the cluster cannot start however long one waits fails a job that trains nothing after three attempts "
+    "in a row, and is tried later and later in one that trains",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.starts", " and turn.world is None and turn.job.attempt is None:", ":"
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.starts",
+            "    if record.join_order >= turn.durable.unstartable_before:  #",
+            "    if record.join_order >= 0:  #",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.starts",
+            "    if turn.durable.unstartable:\n        turn.keep(unstartable=0)\n",
+            "",
+        ),
+    ],
+    after="Time in which a pod waits",
+)
 def test_what_the_cluster_cannot_start_fails_a_job_that_trains_nothing_after_three_attempts() -> None:
     job = pods(wanted=2, max_restarts=0)
     for pair in (("w0", "w1"), ("w2", "w3")):
@@ -142,6 +175,7 @@ def test_what_the_cluster_cannot_start_fails_a_job_that_trains_nothing_after_thr
     assert job.view.reason == f"no worker could be started in 3 attempts; worker w4: {NO_IMAGE}; {advice}"
 
 
+@holds("… what the cluster cannot start")
 def test_one_that_starts_ends_the_count_of_attempts() -> None:
     job = pods(wanted=1)
     for attempt in range(2):
@@ -155,6 +189,7 @@ def test_one_that_starts_ends_the_count_of_attempts() -> None:
     assert not job.job.durable.phase.is_over
 
 
+@holds("… what the cluster cannot start")
 def test_a_world_that_trains_is_not_failed_by_newcomers_that_cannot_start_and_tries_later_and_later() -> None:
     job = training(2, launcher="kubernetes", max_restarts=0)
     job.feed(Scale(3))
@@ -173,6 +208,23 @@ def test_a_world_that_trains_is_not_failed_by_newcomers_that_cannot_start_and_tr
 # ---- who is told to go
 
 
+@rule(
+    "Several notices that a worker is to go are one drain, with the shortest of their graces; one that comes "
+    "after they were taken back counts alone",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.preemption",
+            "    if record.spared or at < record.leaves_at:",
+            "    if record.spared or at < 0:",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.preemption",
+            "    if record.spared or at < record.leaves_at:",
+            "    if at < record.leaves_at:",
+        ),
+    ],
+)
 def test_a_notice_drains_at_once_and_a_second_one_is_the_same_drain_with_the_shorter_grace() -> None:
     job = training(3, launcher="kubernetes")
     job.feed(Preempted("w1", Notice.TAINTED, TAINT, 30.0))
@@ -196,6 +248,7 @@ def test_the_last_one_is_not_refused_its_drain() -> None:
     assert job.job.durable.roster["w0"].leaving is Leaving.PREEMPTION
 
 
+@holds("… and a drain whose notice")
 def test_a_notice_that_is_taken_back_cancels_the_drain_while_no_world_without_the_worker_is_planned() -> None:
     job = training(3, launcher="kubernetes")
     job.planner_answers = False
@@ -208,6 +261,7 @@ def test_a_notice_that_is_taken_back_cancels_the_drain_while_no_world_without_th
     assert job.killed == ["w3"], "nobody is needed in its place any more"
 
 
+@holds("… and a drain whose notice")
 def test_a_drain_whose_world_is_planned_goes_on_though_its_notice_is_taken_back() -> None:
     job = training(3, mirrors=2, launcher="kubernetes")
     job.feed(Preempted("w1", Notice.TAINTED, TAINT, 30.0))
@@ -216,6 +270,7 @@ def test_a_drain_whose_world_is_planned_goes_on_though_its_notice_is_taken_back(
     assert job.job.durable.roster["w1"].leaving is Leaving.PREEMPTION
 
 
+@holds("Several notices that a worker")
 def test_a_notice_that_comes_after_one_was_taken_back_counts_alone() -> None:
     job = training(3, mirrors=2, launcher="kubernetes")
     job.feed(Preempted("w1", Notice.TAINTED, TAINT, 30.0))
@@ -226,6 +281,7 @@ def test_a_notice_that_comes_after_one_was_taken_back_counts_alone() -> None:
     assert (record.leaves_at - job.now, record.leaving_because, record.spared) == (30.0, TAINT, False)
 
 
+@holds("… and a drain whose notice")
 def test_an_operators_drain_is_not_cancelled_by_a_cluster_and_says_why() -> None:
     job = training(3, launcher="kubernetes")
     job.planner_answers = False
@@ -235,6 +291,13 @@ def test_an_operators_drain_is_not_cancelled_by_a_cluster_and_says_why() -> None
     assert job.job.durable.roster["w1"].leaving is Leaving.DRAIN
 
 
+@rule(
+    "The last members of a job save within the shortest of their graces",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.final_drain", "        if any(_half_gone(", "        if all(_half_gone("
+    ),
+)
 def test_the_last_ones_save_within_the_shortest_of_their_graces() -> None:
     job = training(2, made_of=replace(MADE_OF, can_checkpoint=True), launcher="kubernetes")
     job.planner_answers = False
@@ -280,6 +343,21 @@ def test_that_its_node_is_gone_confirms_a_death_while_most_are_silent() -> None:
     assert job.job.attempt is not None
 
 
+@rule(
+    "An evicted worker's pod is deleted once a world without it has committed a step, and not before: its blocks "
+    "may be the only ones",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.scaling",
+            "turn.world is None or turn.durable.committed_in < turn.world.generation:",
+            "turn.world is None:",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.scaling", '    if turn.spec.launcher != "kubernetes" or ', "    if "
+        ),
+    ],
+)
 def test_the_pod_of_an_evicted_worker_is_deleted_once_a_world_without_it_has_committed_a_step() -> None:
     job = training(4, launcher="kubernetes")
     job.connections.pop("w3")
@@ -299,6 +377,7 @@ def test_the_pod_of_an_evicted_worker_is_deleted_once_a_world_without_it_has_com
     assert [effect for effect in job.wait(61) if isinstance(effect, Kill)] == [Kill("w3")], "and again, if it stays"
 
 
+@holds("An evicted worker's pod is")
 def test_a_frozen_process_of_this_machine_may_thaw() -> None:
     job = training(4, launcher="local")
     job.connections.pop("w3")

@@ -13,6 +13,7 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model, optimizer_of
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.blocks.held import State
 from shoal.checkpoint.catalogue import checkpoints
@@ -53,6 +54,20 @@ def alone(task: Task) -> Engine:
         return engine
 
 
+@rule(
+    "A lane's gradient travels in half precision only where it is of one micro-batch and was made in half "
+    "precision: a gradient that autograd makes in two parts is refused; all sums are float32",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal.training.resize",
+            "narrow, residency = state.one_micro_batch, state.residency\n",
+            "narrow, residency = True, state.residency\n",
+        ),
+        Edit("shoal.core.tree", "    return all(stop - start == 1 for start, stop in spans)\n", "    return True\n"),
+    ],
+)
+@holds("A gradient that overflows")
 @pytest.mark.parametrize("micro_batches", shortened([1, 2], 2))
 @pytest.mark.parametrize(
     "precision",
@@ -98,6 +113,13 @@ def test_fp16_in_stage_3_goes_through_a_kill_with_its_overflows_and_its_scale(po
     assert engine.context.state.scale != 2.0**18, "the scale never changed"
 
 
+@rule(
+    "Master weights are a part of a block's state, and begin with the script's values from before they were rounded",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.blocks.originals", "before[name].to(bucket.wide_dtype)", "parameter.data.to(bucket.wide_dtype)"
+    ),
+)
 def test_masters_begin_with_the_scripts_own_values_and_parameters_are_these_rounded() -> None:
     with ONE_AT_A_TIME:
         torch.manual_seed(0)
@@ -130,6 +152,7 @@ def test_a_half_precision_model_without_the_section_is_one_sentence() -> None:
         engine_of(Task(options({}), model=lambda: Model(0.1, True).bfloat16()), AloneLink(), Faults([]))
 
 
+@holds("A lane's gradient travels in half")
 def test_a_lanes_gradient_and_a_handed_out_parameter_travel_in_half_precision() -> None:
     def sent(precision: dict[str, Any], lanes: int) -> int:
         with Crew("ab", Task(options(precision, lanes=lanes, mirrors=0, gradient_clipping=0.0, buffers=False))) as crew:
@@ -144,6 +167,7 @@ def test_a_lanes_gradient_and_a_handed_out_parameter_travel_in_half_precision() 
     assert one_lane < sent(BF16, 4) < exact  # a sum of two lanes travels in float32
 
 
+@holds("A gradient that overflows")
 def test_a_step_that_overflows_updates_nothing_and_halves_the_scale() -> None:
     state = alone(Task(options(FP16))).context.state
     assert state.loss_scale is not None and state.scheduler is not None
@@ -188,6 +212,7 @@ def test_the_forward_runs_under_autocast_and_the_rest_of_the_loop_does_not() -> 
     assert set(seen) == {(torch.bfloat16, False, torch.float32)}
 
 
+@holds("Master weights are a part of")
 def test_a_checkpoint_in_half_precision_goes_on_in_any_world_and_is_exported_exactly(tmp_path: Path) -> None:
     right = undisturbed(Task(options(FP16)))
     place = {"checkpoint": {"path": str(tmp_path / "saves"), "every_steps": 4}}
@@ -260,6 +285,16 @@ def without_masters(state: TrainingState) -> dict[Stretch, State]:
     }
 
 
+@rule(
+    "Blocks whose state comes from a checkpoint or a peer have whole float32 master weights where the update "
+    "needs them, and a loss scale is above 0; else they are refused before anything is taken",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.exchange.fill_slices", "        check_masters(held.layout, states)\n", ""),
+        Edit("shoal.checkpoint.restore", "        check_masters(state.layout, states)\n", "        assert states\n"),
+        Edit("shoal.core.loss_scale", '            or not position["scale"]\n', ""),
+    ],
+)
 @pytest.mark.parametrize(
     ("master", "found"),
     [
@@ -307,6 +342,7 @@ def test_a_state_of_an_optimizers_own_that_is_called_master_is_no_master_weight(
         assert crew.finish() == undisturbed(task)
 
 
+@holds("Blocks whose state comes from")
 @pytest.mark.parametrize(
     "position",
     [

@@ -6,6 +6,7 @@ import socket
 import pytest
 from asynchronous import asynchronous
 from ports import free_port
+from rule import holds
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal_controller.probes import PROBE_SECONDS, ProbeResult, probe
 from shoal_protos.rendezvous import INCARNATION, entry
@@ -34,6 +35,7 @@ async def test_a_worker_is_reached_where_it_says_who_it_is(soon):
     assert await probe(server.address, "i") == ProbeResult(reached=False, refused=True)
 
 
+@holds("A refused connection proves a")
 @pytest.mark.parametrize(
     "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", entry("i", b"i"), entry(INCARNATION, b"j"), b"\xff" * 6, b"\0"]
 )

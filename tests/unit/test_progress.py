@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from rule import Edit, holds, rule
 from shoal.group import group_progress, reach
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
@@ -47,6 +48,7 @@ def test_positions_only_grow_through_the_building_of_a_group_and_the_steps_in_it
     assert positions == sorted(set(positions))
 
 
+@holds("… only waits older than")
 def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
     time, seen = Time(monkeypatch), GroupProgress()
     seen.wait_for(2)
@@ -59,6 +61,7 @@ def test_a_wait_begins_anew_when_a_piece_is_complete(monkeypatch) -> None:
     assert seen.activity(name).waits_for == ()
 
 
+@holds("… only waits older than")
 @pytest.mark.parametrize(
     "move",
     [
@@ -74,6 +77,7 @@ def test_whatever_it_does_it_has_done_for_no_time_yet(monkeypatch, move) -> None
     assert seen.activity(name).seconds == 0.0
 
 
+@holds("… only waits older than")
 def test_who_goes_on_waiting_for_fewer_has_waited_as_long_as_before(monkeypatch) -> None:
     time, seen = Time(monkeypatch), GroupProgress()
     seen.wait_for(1, 2, 3)
@@ -169,6 +173,16 @@ def test_of_messages_that_are_waited_for_together_only_the_peer_whose_turn_it_is
     group.close()
 
 
+@rule(
+    "Of the probes of a slow peer's connection only the last is kept, and they become rarer: gloo frees a posted "
+    "receive only when the group ends",
+    "Groups",
+    broken_by=Edit(
+        "shoal.group.wait_threads",
+        "        self.pause_seconds = min(2 * self.pause_seconds, LONGEST_LOOK_SECONDS)\n",
+        "",
+    ),
+)
 def test_of_all_looks_at_a_peer_only_the_last_is_kept_and_they_become_rarer() -> None:
     posted = Posted()
     group = GlooGroup(posted, 0, 2, GroupProgress())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from machine_driver import Driver, cut, notes, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Pause
 from shoal_protos.activity import StepPhase
 from shoal_protos.messages import Ending, Prepare, Shutdown, Telemetry
@@ -12,6 +13,48 @@ from shoal_protos.messages import Ending, Prepare, Shutdown, Telemetry
 VOTE, LANES, REDUCTION = StepPhase.VOTE, StepPhase.LANES, StepPhase.REDUCTION
 
 
+@rule(
+    "When no vote passes although all members are heard, the world is examined after the limit; two members that "
+    "cannot reach each other break it at once, and the one with the most broken links is evicted (in a tie, the "
+    "younger)",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.broken_links",
+            "turn.record(worker).join_order), reverse=True)",
+            "turn.record(worker).join_order))",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.running",
+            "    links = progress_watch.judge_training(turn, world) or planned_changes.judge_building(turn, world)\n",
+            "    links = planned_changes.judge_building(turn, world)\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "max(limit / 2, limit - 2 * turn.spec.heartbeat_seconds)",
+            "limit",
+            by="test_links_that_are_nearly_as_old_count_too_so_that_who_is_on_most_of_them_goes",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "p is not None and p.connection is not None and now",
+            "p is not None and now",
+            by="test_nobody_is_judged_while_a_members_stream_is_away",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.broken_links",
+            "[link for link in attempt.links if are_recent and all(turn.record(end).serves for end in link.ends)]",
+            "list(attempt.links)",
+            by="test_of_a_broken_link_whose_one_end_has_died_meanwhile_the_other_stays",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "min(SLOW * (step_seconds_median(job) or 0.0), job.spec.stall_seconds)",
+            "SLOW * (step_seconds_median(job) or 0.0)",
+            by="test_steps_that_are_said_to_take_for_ever_do_not_switch_the_watch_off_either",
+        ),
+    ],
+)
 def test_a_pair_that_cannot_reach_each_other_breaks_the_generation_within_five_seconds_of_the_limit() -> None:
     job = training()
     cut(job, "w0", "w1")
@@ -21,6 +64,7 @@ def test_a_pair_that_cannot_reach_each_other_breaks_the_generation_within_five_s
     assert "has waited for" in why and "vote" in why
 
 
+@holds("When no vote passes although")
 def test_of_the_pair_the_younger_goes_and_training_goes_on_without_it() -> None:
     job = training()
     cut(job, "w0", "w1")
@@ -31,6 +75,17 @@ def test_of_the_pair_the_younger_goes_and_training_goes_on_without_it() -> None:
     assert job.view.phase.value == "running"
 
 
+@rule(
+    "… and links seen longer ago than `progress_seconds`, because another worker was slow to stop, evict nobody: "
+    "they are tried once more",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.broken_links",
+        "    are_recent = turn.now - attempt.links_seen_at <= turn.spec.progress_seconds\n",
+        "    are_recent = True\n",
+    ),
+    after="… only waits older than",
+)
 def test_a_pair_whose_links_were_seen_long_before_all_had_stopped_is_tried_once_more() -> None:
     job = training()
     cut(job, "w0", "w1")
@@ -41,6 +96,7 @@ def test_a_pair_whose_links_were_seen_long_before_all_had_stopped_is_tried_once_
     assert not any(record.quarantined for record in job.job.durable.roster.values())
 
 
+@holds("When no vote passes although")
 def test_the_worker_on_most_broken_links_goes_though_it_is_the_eldest() -> None:
     job = training(workers=4)
     job.does("w0", 2, VOTE, "w1")
@@ -53,6 +109,7 @@ def test_the_worker_on_most_broken_links_goes_though_it_is_the_eldest() -> None:
     assert [member.worker for member in job.job.durable.current.members] == ["w1", "w2", "w3"]
 
 
+@holds("… only waits older than")
 def test_a_step_that_is_slow_as_ever_is_not_looked_into() -> None:
     job = training()
     for worker in job.connections:
@@ -65,6 +122,7 @@ def test_a_step_that_is_slow_as_ever_is_not_looked_into() -> None:
     assert job.job.attempt is None
 
 
+@holds("… and a chain that ends in user")
 def test_a_straggler_is_named_and_never_evicted_by_it() -> None:
     job = training(stall_seconds=600)
     job.does("w0", 2, REDUCTION, "w1")
@@ -92,6 +150,7 @@ def test_the_reason_is_empty_again_when_a_vote_has_passed() -> None:
     assert job.view.reason == ""
 
 
+@holds("… and a chain that ends in user")
 def test_user_code_that_comes_no_further_ends_after_stall_seconds_and_is_named_before() -> None:
     job = training(stall_seconds=60)
     job.does("w0", 2, REDUCTION, "w1")
@@ -114,6 +173,7 @@ def test_a_launched_worker_whose_code_is_stuck_is_killed_because_it_would_not_he
     assert job.killed == ["w1"] and job.spawned == ["w3"]
 
 
+@holds("… and a chain that ends in user")
 def test_user_code_that_goes_on_micro_batch_by_micro_batch_is_not_stuck() -> None:
     job = training(stall_seconds=60)
     job.does("w0", 2, REDUCTION, "w1")
@@ -126,6 +186,7 @@ def test_user_code_that_goes_on_micro_batch_by_micro_batch_is_not_stuck() -> Non
         assert notes(effects, "dismissed") == []
 
 
+@holds("… and a chain that ends in user")
 def test_after_its_digests_a_worker_is_only_named_however_long_its_script_takes_to_end() -> None:
     job = training(stall_seconds=60)
     job.beat("w1", done=True)
@@ -169,6 +230,41 @@ def recovering(job: Driver) -> int:
     return job.planned().generation
 
 
+@rule(
+    "… the same applies while a world is being built, and a planned change is void if its joiner cannot be reached",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.recovery",
+            "    links = progress_watch.broken_links_in_building(turn, plan, attempt.planned_at)\n",
+            "    links: tuple[BrokenLink, ...] = ()\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.broken_links",
+            "        seconds = link_faults.back_off(turn, joiners[0])\n",
+            "        seconds = 0.0\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "= not process.status.generation",
+            "= False",
+            by="test_a_joiner_that_waits_for_its_first_message_in_a_world_that_has_begun_is_one_end_of_a_broken_link",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.progress_watch",
+            "    limit = building_limit_seconds(turn.job)\n",
+            "    limit = turn.spec.progress_seconds\n",
+            by="test_where_pieces_are_slow_the_building_of_a_group_has_more_time",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.broken_links",
+            "    if joiners and not link_faults.is_backing_off(turn, joiners[0]):\n",
+            "    if joiners:\n",
+            by="test_a_joiner_is_kept_out_once_while_its_back_off_lasts_though_no_other_plan_can_be_made",
+        ),
+    ],
+    after="… and a chain that ends in user",
+)
 def test_a_pair_that_cannot_reach_each_other_while_a_world_is_made_anew_is_parted_at_once() -> None:
     job = training(workers=4, mirrors=2)
     generation = recovering(job)
@@ -183,6 +279,16 @@ def test_a_pair_that_cannot_reach_each_other_while_a_world_is_made_anew_is_parte
     assert [member.worker for member in job.planned().members] == ["w0", "w1"]
 
 
+@rule(
+    "… and if neither can be spared the job is stalled, names the pair and tries again",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.broken_links",
+        "for worker in blamed if can_be_spared(worker)), None)",
+        "for worker in blamed), None)",
+    ),
+    after="… the same applies while",
+)
 def test_where_neither_can_be_spared_the_job_is_stalled_names_the_pair_and_tries_again() -> None:
     job = training(workers=2, stall_seconds=100)
     for worker in job.connections:
@@ -203,6 +309,7 @@ def test_where_neither_can_be_spared_the_job_is_stalled_names_the_pair_and_tries
     assert job.planned().generation > first and job.view.phase.value == "stalled"
 
 
+@holds("… the same applies while")
 def test_a_start_goes_on_without_one_of_a_pair_that_cannot_reach_each_other() -> None:
     job = Driver(wanted=3)
     for worker in ("w0", "w1", "w2"):
@@ -222,6 +329,7 @@ def test_a_start_goes_on_without_one_of_a_pair_that_cannot_reach_each_other() ->
 # ---- planned changes
 
 
+@holds("… the same applies while")
 def test_a_planned_change_whose_joiner_cannot_be_reached_is_void_and_the_joiner_backs_off() -> None:
     job = training(workers=2)
     job.hello("w2")
@@ -240,6 +348,7 @@ def test_a_planned_change_whose_joiner_cannot_be_reached_is_void_and_the_joiner_
     assert job.job.attempt is None, "nobody else is disturbed"
 
 
+@holds("… the same applies while")
 def test_a_joiner_is_kept_out_once_while_its_back_off_lasts_though_no_other_plan_can_be_made() -> None:
     """Two changes wait for a vote that takes long: as many as there may be."""
     job = training(workers=2)
@@ -283,6 +392,16 @@ def test_ended_workers_are_told_so() -> None:
     assert any(isinstance(getattr(effect, "message", None), Prepare) for effect in effects)
 
 
+@rule(
+    "… and what a worker did while it was not heard does not count, because it may have been frozen",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.worker_messages",
+        "    steady_since = turn.now if gap else known.steady_since\n",
+        "    steady_since = known.steady_since\n",
+    ),
+    after="… and links seen longer ago",
+)
 def test_what_a_worker_did_while_it_was_not_heard_does_not_count_because_it_may_have_been_frozen() -> None:
     job = training()
     cut(job, "w0", "w1")
@@ -294,6 +413,7 @@ def test_what_a_worker_did_while_it_was_not_heard_does_not_count_because_it_may_
     assert notes(job.wait(4), "prepare")
 
 
+@holds("… the same applies while")
 def test_who_builds_a_planned_group_beside_a_slow_step_is_not_blamed_for_those_who_wait_for_the_step() -> None:
     """w0 has voted and hears of no other plan until the vote is over; w1, which it waits for, builds one meanwhile."""
     job = training(workers=2)
@@ -328,6 +448,7 @@ def test_no_worker_switches_the_watch_off_by_what_it_tells_of_its_pace() -> None
     assert "cannot reach each other" in why
 
 
+@holds("When no vote passes although")
 def test_steps_that_are_said_to_take_for_ever_do_not_switch_the_watch_off_either() -> None:
     job, messages = training(stall_seconds=40), []
     cut(job, "w0", "w1")

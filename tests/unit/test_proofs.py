@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver, notes, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Close, Effect, Send
 from shoal_controller.core.machine.events import Cancel, Connected, Disconnected
 from shoal_controller.core.machine.proof import Proof
@@ -41,6 +42,29 @@ def test_a_join_token_of_the_run_lets_a_new_process_in() -> None:
     assert answer(job, 2, hello(incarnation="new"), JOIN).worker not in ("", "w0")
 
 
+@rule(
+    "A join token is valid for its run, and opens no session of a process that has its stream or was sent a "
+    "plan; a session token opens the session of its own process only",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.core.machine.phases.proofs", "    if proof.run != spec.run:\n", "    if False:\n"),
+        Edit(
+            "shoal_controller.core.machine.phases.proofs",
+            "        if (proof.worker, proof.incarnation) == (hello.worker, hello.incarnation):\n",
+            "        if proof.worker == hello.worker:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.proofs",
+            "    return worker if has_stream or was_sent_a_plan else None\n",
+            "    return worker if has_stream else None\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.proofs",
+            "    return worker if has_stream or was_sent_a_plan else None\n",
+            "    return worker if was_sent_a_plan else None\n",
+        ),
+    ],
+)
 def test_a_token_of_another_run_is_refused_in_one_sentence_also_when_the_job_is_over() -> None:
     job = Driver()
     sentence = (
@@ -54,6 +78,7 @@ def test_a_token_of_another_run_is_refused_in_one_sentence_also_when_the_job_is_
     assert isinstance(answer(job, 3, hello("w0"), JOIN), Shutdown)
 
 
+@holds("A join token is valid")
 def test_a_session_token_opens_the_session_of_its_own_process_only() -> None:
     job = Driver()
     answer(job, 1, hello("w0"), JOIN)
@@ -67,6 +92,7 @@ def test_a_session_token_opens_the_session_of_its_own_process_only() -> None:
     assert isinstance(answer(job, 4, hello("w0", run=RUN), own("w0")), Welcome)
 
 
+@holds("A join token is valid")
 @pytest.mark.parametrize("worker", ["w0", ""])
 def test_a_join_token_takes_no_session_from_a_process_that_has_its_stream(worker: str) -> None:
     job = Driver()
@@ -81,6 +107,7 @@ def test_a_join_token_takes_no_session_from_a_process_that_has_its_stream(worker
     assert job.job.processes["w0"].connection == 1
 
 
+@holds("A join token is valid")
 def test_a_join_token_takes_no_session_from_a_member_that_was_cut_off_nor_after_a_controllers_restart() -> None:
     job = training(2)
     job.feed(Disconnected(job.connections["w0"], "its stream ended"))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from rule import Edit, holds, rule
 from shoal_controller import record_set
 from shoal_controller.record_set import RecordSet, Write, records_of
 from shoal_controller.records import Unreadable, record_key
@@ -53,6 +54,25 @@ class Store:
         return records_of("job", self.keys, self.number, self.since)
 
 
+@rule(
+    "A change that needs several transactions is true when the last one, which has the head, is stored: records "
+    "with a higher number than the head's do not count, and are removed before the next change",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.record_set", "        if at > number:\n", "        if at > 1 << 60:\n"),
+        Edit(
+            "shoal_controller.record_set",
+            "_batches([*map(Delete, self.undone), *ahead], room)",
+            "_batches(ahead, room)",
+        ),
+        Edit(
+            "shoal_controller.record_set",
+            "        hidden = self._leftovers_of(removed)\n",
+            "        hidden: set[str] = set()\n",
+        ),
+    ],
+)
+@holds("What is deleted from the")
 @example([(THREE, 6, None, False), (THREE, 1, None, False), ({"spec": None}, 1, None, False)])
 @example([(THREE, 6, None, False), (dict.fromkeys(THREE), 2, None, False), ({}, 1, None, False)])
 @given(ACTS)
@@ -95,6 +115,7 @@ def check_tidied(store: Store, records: RecordSet, expected: dict[str, bytes]) -
     assert set(store.keys) == {key for keys in records.keys.values() for key in keys}
 
 
+@holds("A change that needs several")
 def test_an_attempt_that_was_given_up_is_undone_before_the_next_change_is_true() -> None:
     store = Store()
     write = RecordSet("job").write({"a": b"1", "b": b"2", "c": b"3"}, room=2)
@@ -117,6 +138,14 @@ def test_a_change_that_fits_is_one_transaction_and_leaves_nothing_behind() -> No
     assert list(store.keys.values()) == [b"3"]
 
 
+@rule(
+    "A transaction is bounded in bytes and operations; anything larger is split, with the head last",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.job_repository", "EVENT_BYTES = 256 << 10", "EVENT_BYTES = 256 << 20"),
+        Edit("shoal_controller.record_set", "RECORD_BYTES = 512 << 10", "RECORD_BYTES = 512 << 20"),
+    ],
+)
 def test_no_transaction_of_a_change_is_larger_than_a_store_takes() -> None:
     changed = {f"workers/w{number}": bytes(10_000) for number in range(1000)} | {"plans/1": bytes(3_000_000)}
     write = RecordSet("job").write(changed, ROOM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from machine_driver import Driver
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.events import Disconnected, Probed, Spawned, Tick
@@ -50,6 +51,24 @@ def test_a_refusal_proves_a_death_where_that_very_process_was_reached() -> None:
     assert dead(job) == ["w1", "w2"]
 
 
+@rule(
+    "A refused connection proves a death only if this life of the controller has reached that very process at "
+    "that address",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "        and bool(process.reachable)\n        and process.connection",
+            "        and process.connection",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "    if record is None or process is None or record.incarnation != event.incarnation:\n",
+            "    if record is None or process is None:\n",
+            by="test_a_refusal_that_was_meant_for_an_earlier_process_proves_nothing",
+        ),
+    ],
+)
 def test_a_refusal_proves_nothing_where_nobody_was_reached_and_the_history_says_so() -> None:
     job = Driver(wanted=3)
     job.start(3)
@@ -66,6 +85,7 @@ def test_a_refusal_proves_nothing_where_nobody_was_reached_and_the_history_says_
     assert job.job.durable.roster["w1"].standing is Standing.LOST, "silent like any other"
 
 
+@holds("A refused connection proves a")
 def test_who_was_reached_at_another_place_was_not_reached() -> None:
     job = training()
     job.hello("w1", address="w1:2", status=job.statuses["w1"])
@@ -87,6 +107,16 @@ def test_who_could_not_be_reached_is_tried_again() -> None:
     assert dead(job) == ["w1"]
 
 
+@rule(
+    "… and never within `reconnect_seconds` of a controller's start",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failure_detector",
+        "    if not refused or silence.may_be_reconnecting(turn):\n        return\n    patience",
+        "    patience",
+    ),
+    after="A refused connection proves a",
+)
 def test_no_refusal_counts_just_after_a_controllers_start() -> None:
     job = training()
     statuses = dict(job.statuses)
@@ -101,6 +131,7 @@ def test_no_refusal_counts_just_after_a_controllers_start() -> None:
     assert dead(job) == ["w1"]
 
 
+@holds("A refused connection proves a")
 def test_a_controllers_earlier_life_has_reached_nobody_for_this_one() -> None:
     job = training()
     job.restart()
@@ -109,6 +140,41 @@ def test_a_controllers_earlier_life_has_reached_nobody_for_this_one() -> None:
     assert dead(job) == []
 
 
+@rule(
+    "… and for more than half of the members only after `reconnect_seconds`",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0",
+            "0.0",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "and turn.now - process.refused_since >= patience",
+            "and patience == 0.0",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "since = turn.now if process.refused_since is None else process.refused_since",
+            "since = turn.now",
+            by="test_refusals_of_most_members_count_in_the_end_from_the_first_of_them",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "refused_since=since if event.refused else None",
+            "refused_since=since if event.refused else process.refused_since",
+            by="test_who_has_come_back_or_does_not_refuse_any_more_has_its_time_anew",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.admission",
+            "            refused_since=None,\n",
+            "",
+            by="test_who_has_come_back_or_does_not_refuse_any_more_has_its_time_anew",
+        ),
+    ],
+    after="… and not if the launcher sees",
+)
 def test_refusals_of_most_members_count_only_when_they_had_time_to_come_back() -> None:
     job = training()
     statuses = dict(job.statuses)
@@ -121,6 +187,7 @@ def test_refusals_of_most_members_count_only_when_they_had_time_to_come_back() -
     assert dead(job) == ["w0", "w1"]
 
 
+@holds("… and for more than half of the")
 def test_refusals_of_most_members_count_in_the_end_from_the_first_of_them() -> None:
     job = training()
     refuse(job, "w0", "w1", "w2")
@@ -131,6 +198,7 @@ def test_refusals_of_most_members_count_in_the_end_from_the_first_of_them() -> N
     assert dead(job) == ["w0", "w1", "w2"]
 
 
+@holds("… and for more than half of the")
 def test_who_has_come_back_or_does_not_refuse_any_more_has_its_time_anew() -> None:
     job = training()
     statuses = dict(job.statuses)
@@ -147,6 +215,7 @@ def test_who_has_come_back_or_does_not_refuse_any_more_has_its_time_anew() -> No
     assert dead(job) == ["w0", "w1", "w2"]
 
 
+@holds("A refused connection proves a")
 def test_a_refusal_that_was_meant_for_an_earlier_process_proves_nothing() -> None:
     job = training()
     job.feed(Disconnected(job.connections.pop("w1"), "reset"))
@@ -154,6 +223,7 @@ def test_a_refusal_that_was_meant_for_an_earlier_process_proves_nothing() -> Non
     assert dead(job) == []
 
 
+@holds("… and for more than half of the")
 def test_who_refuses_one_after_the_other_counts_towards_most() -> None:
     job = training()
     refuse(job, "w0")
@@ -162,6 +232,16 @@ def test_who_refuses_one_after_the_other_counts_towards_most() -> None:
     assert dead(job) == ["w0", "w1"]
 
 
+@rule(
+    "… and not if the launcher sees the process alive",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failure_detector",
+        " and process.worker not in turn.job.live_processes\n",
+        "\n",
+    ),
+    after="… and never within `reconnect_seconds`",
+)
 def test_where_the_launcher_sees_the_process_no_refusal_proves_anything() -> None:
     job = Driver(wanted=3, launcher="local", command=("python", "train.py"))
     for worker in ("w0", "w1", "w2"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from rule import Edit, holds, rule
 from shoal.group import rendezvous_client, rendezvous_server
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
@@ -77,6 +78,13 @@ def test_rooms_do_not_hear_each_other_and_leave_nothing_behind(server: Rendezvou
     other.close()
 
 
+@rule(
+    "Building a group can be cancelled, whoever is dead or frozen",
+    "Groups",
+    broken_by=Edit(
+        "shoal.session.groups", "            building.cancellation.cancel()\n", "            assert building\n"
+    ),
+)
 def test_a_wait_ends_when_it_is_cancelled(server: RendezvousServer, away: Callable[..., Future[object]]) -> None:
     cancellation = Cancellation()
     client = RendezvousClient(GroupSpec(1, 0, (server.address,) * 2, 0), cancellation)
@@ -157,6 +165,19 @@ def test_garbage_on_the_port_harms_no_room(server: RendezvousServer, noise: byte
     client.close()
 
 
+@rule(
+    "Strangers on a rendezvous port take only so many descriptors, and keep no member out: whoever has said "
+    "nothing for longest makes room",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal.group.rendezvous_server",
+            "            oldest = next(iter(self._waiting))\n",
+            "            oldest = next(reversed(self._waiting))\n",
+        ),
+        Edit("shoal.group.rendezvous_server", "        self._make_room()\n", ""),
+    ],
+)
 def test_strangers_that_say_nothing_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_server, "MOST_CONNECTIONS", 8)
     monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", 10 * PATIENCE_SECONDS)
@@ -177,6 +198,7 @@ def test_strangers_that_say_nothing_make_room_for_a_member(monkeypatch: pytest.M
         client.close()
 
 
+@holds("Strangers on a rendezvous port take only so many")
 def test_a_limit_of_descriptors_is_one_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_server.resource, "getrlimit", lambda _: (64, 64))
     with contextlib.closing(RendezvousServer("127.0.0.1")) as server:
@@ -190,6 +212,7 @@ def _received(stranger: socket.socket) -> bytes:
         return b""
 
 
+@holds("A group is built only")
 def test_a_stranger_that_enters_a_room_by_its_generation_with_another_size_keeps_nobody_from_meeting(
     away: Callable[..., Future[object]],
 ) -> None:
@@ -206,6 +229,15 @@ def test_a_stranger_that_enters_a_room_by_its_generation_with_another_size_keeps
                 client.close()
 
 
+@rule(
+    "A group is built only with the very processes that the plan names: a process that got the port of a dead "
+    "member, even a worker of another job, learns nothing",
+    "Groups",
+    broken_by=[
+        Edit("shoal.group.rendezvous_client", "            self._check_server()\n", ""),
+        Edit("shoal.group.rendezvous_server", "return is_greeted(stream.read, incarnation)", "return True"),
+    ],
+)
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", entry(INCARNATION, b"another"), b"\xff" * 9])
 def test_who_has_got_the_port_of_a_dead_member_is_not_taken_for_it(
     away: Callable[..., Future[object]], says: bytes
@@ -225,6 +257,7 @@ def test_who_has_got_the_port_of_a_dead_member_is_not_taken_for_it(
                 assert _received(connection) == b"", "nothing is said to whoever it is"
 
 
+@holds("A group is built only")
 def test_a_worker_of_another_job_with_a_dead_members_port_and_a_room_of_that_name_gets_no_client(
     away: Callable[..., Future[object]],
 ) -> None:
@@ -241,6 +274,7 @@ def test_a_worker_of_another_job_with_a_dead_members_port_and_a_room_of_that_nam
             client.close()
 
 
+@holds("A group is built only")
 def test_who_is_too_busy_to_say_who_it_is_is_within_reach() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert reachable(f"127.0.0.1:{listener.getsockname()[1]}", "busy", seconds=0.05)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Adopt, Effect, Kill, Note, Spawn
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
@@ -46,6 +47,15 @@ def training(workers: int = 2, **spec: object) -> Driver:
 # ---- leaving
 
 
+@rule(
+    "Besides numbers, a controller's restart changes nothing: a drain's grace period goes on",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.scaling",
+        "leaves_at=min(record.leaves_at, turn.now + record.grace_seconds))",
+        "leaves_at=turn.now + record.grace_seconds)",
+    ),
+)
 def test_a_drains_grace_goes_on() -> None:
     job = training(workers=1, made_of=SAVING)
     job.feed(DrainWorker("w0", 100.0))
@@ -84,6 +94,16 @@ def test_the_last_ones_state_is_saved_though_the_controller_dies_while_no_steps_
 # ---- saves
 
 
+@rule(
+    "… a save that was accepted is made",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.checkpoints",
+        "        turn.keep(saves_requested=number, save=replace(turn.durable.save, number=number))\n",
+        "        turn.keep(saves_requested=number, save=None)\n",
+    ),
+    after="Besides numbers, a controller's restart",
+)
 def test_a_save_that_was_accepted_is_asked_for_again_by_a_number_of_its_own() -> None:
     job = training(made_of=SAVING)
     job.feed(Save())
@@ -120,6 +140,7 @@ def test_a_save_that_was_told_is_not_told_or_counted_again_after_a_restart() -> 
     assert job.job.figures.counters[series_key("shoal_checkpoints_skipped_total", {})] == 2
 
 
+@holds("… a save that was accepted is made")
 def test_a_failure_that_may_have_been_before_the_request_does_not_answer_it_after_a_restart() -> None:
     job = training(made_of=SAVING)
     failed = SaveReport(1, job.statuses["w0"].step, SaveOutcome.FAILED, why="the disk is full")
@@ -135,6 +156,33 @@ def test_a_failure_that_may_have_been_before_the_request_does_not_answer_it_afte
 # ---- processes
 
 
+@rule(
+    "… a process that was told to end is killed if it does not, and a job that is being cancelled ends, also "
+    "where the clock was set back",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.scaling",
+            "ending_since=min(record.ending_since, turn.now)",
+            "ending_since=record.ending_since",
+            by="test_a_process_that_does_not_end_is_killed_though_the_clock_was_set_back",
+        ),
+        Edit(
+            "shoal_controller.core.machine.turn",
+            "ended_at=min(self.durable.ended_at, self.now)",
+            "ended_at=self.durable.ended_at",
+            by="test_a_job_is_cancelled_though_its_workers_are_silent_and_the_clock_was_set_back",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.scaling",
+            "        turn.do(Adopt((*unheard, *turn.durable.ending_since)))\n",
+            "        turn.do(Adopt(tuple(unheard)))\n"
+            "        for worker in turn.durable.roster:\n"
+            "            turn.mark(worker, ending_since=None)\n",
+        ),
+    ],
+    after="… a save that was accepted is made",
+)
 def test_a_process_that_failed_and_does_not_end_is_killed_by_the_next_controller() -> None:
     job = training(**LAUNCHED)
     job.say("w0", Result(3, failure="boom"))
@@ -144,6 +192,7 @@ def test_a_process_that_failed_and_does_not_end_is_killed_by_the_next_controller
     assert Kill("w0") in job.wait(2, beating=False)
 
 
+@holds("… a process that was told to end")
 def test_a_process_that_does_not_end_is_killed_though_the_clock_was_set_back() -> None:
     job = training(**LAUNCHED)
     job.say("w0", Result(3, failure="boom"))
@@ -164,6 +213,24 @@ def failed_six_times() -> Driver:
     return job
 
 
+@rule(
+    "… the back-off after failures goes on",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.scaling",
+            "    turn.keep(spawn_after=min(turn.durable.spawn_after, turn.now + LONGEST_BACKOFF))\n",
+            "    turn.keep(spawn_after=0.0)\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.scaling",
+            "min(turn.durable.spawn_after, turn.now + LONGEST_BACKOFF)",
+            "turn.durable.spawn_after",
+            by="test_a_clock_that_was_set_back_makes_the_back_off_after_failures_no_longer_than_half_a_minute",
+        ),
+    ],
+    after="… a worker that was about to be",
+)
 def test_the_back_off_after_failures_goes_on() -> None:
     job = failed_six_times()
     seconds = job.job.durable.spawn_after - job.now
@@ -173,6 +240,7 @@ def test_the_back_off_after_failures_goes_on() -> None:
     assert Spawn("w6") in job.wait(2)
 
 
+@holds("… the back-off after failures")
 def test_a_clock_that_was_set_back_makes_the_back_off_after_failures_no_longer_than_half_a_minute() -> None:
     job = failed_six_times()
     job.now -= 1000.0
@@ -180,6 +248,16 @@ def test_a_clock_that_was_set_back_makes_the_back_off_after_failures_no_longer_t
     assert Spawn("w6") in job.wait(31)
 
 
+@rule(
+    "… a worker that was about to be started is started, under its id; one that was already started is found",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.scaling",
+        "        turn.do(Adopt((*unheard, *turn.durable.ending_since)))\n",
+        "        turn.do(Adopt(tuple(turn.durable.ending_since)))\n",
+    ),
+    after="… a process that was told to end",
+)
 def test_whoever_was_being_started_is_asked_about_and_started_if_it_never_was() -> None:
     job = Driver(wanted=2, **LAUNCHED)
     job.hello("w1")
@@ -230,6 +308,7 @@ def test_workers_have_two_steps_to_stop_in_when_a_job_is_cancelled() -> None:
     assert job.job.durable.phase is Phase.CANCELLED
 
 
+@holds("… a process that was told to end")
 def test_a_job_is_cancelled_though_its_workers_are_silent_and_the_clock_was_set_back() -> None:
     job = training()
     job.now += 1000.0
@@ -243,6 +322,7 @@ def test_a_job_is_cancelled_though_its_workers_are_silent_and_the_clock_was_set_
 # ---- a clock that was set back
 
 
+@holds("… a process that was told to end")
 def test_a_job_that_ended_in_what_is_now_the_future_ended_by_now_and_is_forgotten_in_time() -> None:
     job = training()
     job.now += 1e8

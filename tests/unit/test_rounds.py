@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from rule import Edit, holds, rule
 from shoal.core.rounds import NO_LANE, Round, ShardTree, first_rounds, rounds, shard_tree
 from shoal_protos.plan import Plan, Recovery, Share, check_plan
 from worlds import recovery
@@ -60,6 +61,21 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan
 
 
+@rule(
+    "On a shard lanes are added up in the order of the one tree, round by round, whoever trains which; all know "
+    "which lane comes from whom: the plan says who begins its first step with the lane that it had in flight",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.core.rounds", "key=lambda lane: lane != first", "key=lambda lane: lane"),
+        Edit(
+            "shoal.core.rounds",
+            "found, left = fold_up(list(spans.values()), lanes, range(len(waiting)))",
+            "found, left = fold_up([(n, n + 1) for n in range(len(spans))], len(spans))",
+        ),
+        Edit("shoal_controller.core.planning.planner", "    if not terms.rounds:\n", "    if terms.rounds:\n"),
+        Edit("shoal_protos.plan", "if lane != -1 and lane not in share.lanes:", "if lane < -1:"),
+    ],
+)
 @given(plans(), st.integers(0, 2**32 - 1))
 def test_any_rounds_give_the_bits_of_the_plain_tree(plan: Plan, seed: int) -> None:
     chance = np.random.default_rng(seed)
@@ -89,6 +105,7 @@ def test_every_lane_is_trained_once_and_by_who_has_it(plan: Plan) -> None:
         assert [len(one) for one in step] == [plan.world_size] * len(step)
 
 
+@holds("On a shard lanes are added")
 @given(plans())
 def test_who_has_begun_a_lane_begins_with_it_and_goes_on_in_order(plan: Plan) -> None:
     assert plan.recovery is not None

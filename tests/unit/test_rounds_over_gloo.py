@@ -9,6 +9,7 @@ import torch
 from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
 from planning import World
+from rule import Edit, holds, rule
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
@@ -104,6 +105,32 @@ def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tu
     return sums, most
 
 
+@rule(
+    "Sharded gradients are added up by the one tree whatever the rounds, 0 is added to what is taken, or to "
+    "their sum (−0.0 becomes +0.0), a gradient is copied at once where its memory has other uses, and is a "
+    "bucket's memory where it fills it, a parameter without one counts as zeros, and a bucket's memory serves "
+    "again once all of it has left",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.exchange.round_reduction", ", out=mean).add_(0.0)\n", ", out=mean)\n"),
+        Edit("shoal.blocks.leaves", "        if bucket in self._lent:\n", "        if False:\n"),
+        Edit("shoal.blocks.leaves", "                view.zero_()\n", ""),
+        Edit("shoal.blocks.leaves", " and not _is_shared(gradient):\n", ":\n"),
+        Edit(
+            "shoal.blocks.leaves", ", OF_ITS_OWN)) or not gradient.untyped_storage().resizable()\n", ", OF_ITS_OWN))\n"
+        ),
+        Edit(
+            "shoal.blocks.flat",
+            "    view.add_(gradient if is_added_at_once(gradient, view) else gradient.to(view.dtype))\n",
+            "    view.add_((gradient.to_dense() if gradient.is_sparse else gradient).to(view.dtype))\n",
+        ),
+        Edit(
+            "shoal.exchange.round_reduction",
+            "        if place + 1 < self._pieces and until[place + 1] == until[place]:\n            return\n",
+            "",
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("piece", [100_000, 8 << 20])
@@ -138,6 +165,7 @@ def has_the_bits(number: int, dtype: torch.dtype, run: Callable[[int, Callable[[
     run(plan.world_size, member)
 
 
+@holds("Sharded gradients are added up")
 def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(1 << 18))
     layout = lay_out([Trainable(f"p{n}", (16, BLOCK), torch.float32, 0, n) for n in range(40)])
@@ -152,6 +180,13 @@ def test_of_the_gradients_only_what_is_in_flight_is_there_at_one_time(monkeypatc
     over_gloo(plan.world_size, member)
 
 
+@rule(
+    "By the end of a lane's backward its round is over on this member, and its position is that of the first "
+    "piece that it has not sent: a peer that waits for a piece does not seem to wait in vain for one that is in "
+    "user code",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.exchange.round_reduction", "        self._settle_up_to(self._lane * self._pieces)\n", ""),
+)
 def test_positions_only_grow_and_stand_at_the_next_lane_in_user_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.exchange.traffic.piece_limits", limits_of(100_000))
     layout = layout_of(torch.float32)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import origin, trained
+from rule import holds
 from shoal.checkpoint import saver as module
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
 from shoal.checkpoint.draft import draft_of
@@ -207,6 +208,7 @@ def test_a_member_that_has_left_with_its_part_written_is_not_missed(tmp_path: Pa
         assert whole(tmp_path) == [2]
 
 
+@holds("A failed save removes what it wrote")
 def test_the_part_of_a_member_that_left_by_a_planned_change_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_the_part_of_a_member_that_left_by_a_planned_change_is_waited_for(
         assert whole(tmp_path) == [2]
 
 
+@holds("A failed save removes what it wrote")
 def test_the_part_of_a_member_that_died_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 30)
     with world(tmp_path) as three:
@@ -231,6 +234,7 @@ def test_the_part_of_a_member_that_died_is_not_waited_for(tmp_path: Path, monkey
         assert whole(tmp_path) == []
 
 
+@holds("A failed save removes what it wrote")
 def test_at_the_end_of_a_job_the_leader_waits_for_those_who_still_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +326,7 @@ def failed_save(three: World, *writers: int) -> None:
         saver.join()
 
 
+@holds("A failed save removes what it wrote")
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_failed_save_leaves_nothing_on_the_disk(tmp_path: Path, failing: int) -> None:
     with world(tmp_path, failing) as three:
@@ -339,6 +344,7 @@ def test_a_save_whose_manifest_finds_no_room_leaves_nothing_on_the_disk(tmp_path
         assert files(tmp_path) == []
 
 
+@holds("A failed save removes what it wrote")
 def test_nobody_is_given_up_on_while_another_one_still_writes(tmp_path: Path) -> None:
     with world(tmp_path, failing=1) as three:
         three.begin()
@@ -351,6 +357,7 @@ def test_nobody_is_given_up_on_while_another_one_still_writes(tmp_path: Path) ->
         assert files(tmp_path) == []
 
 
+@holds("A failed save removes what it wrote")
 @pytest.mark.parametrize("short_of_room", [0, 1])
 def test_a_save_without_room_deletes_what_older_ones_left_and_is_tried_once_more(
     tmp_path: Path, short_of_room: int

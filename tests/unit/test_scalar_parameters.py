@@ -8,6 +8,7 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from integration.scripts import Model
+from rule import Edit, holds, rule
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.values import WholeValues
@@ -31,6 +32,7 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adagrad([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
+@holds("Optimizer state that exists before")
 @pytest.mark.parametrize("workers", ["ab", "abcd"])
 def test_adagrad_trains_a_scalar_parameter_the_same_in_every_world(workers: str) -> None:
     task = Task({"max_steps": 4}, model=Scaled, optimizer=adagrad)
@@ -40,6 +42,12 @@ def test_adagrad_trains_a_scalar_parameter_the_same_in_every_world(workers: str)
         assert crew.finish() == undisturbed(task)
 
 
+@rule(
+    "Optimizer state that exists before the start counts as per-element where the optimizer keeps one value per "
+    "element, also for a parameter without dimensions",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.blocks.loaded_state", " or key in shared)", ")"),
+)
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.ASGD, torch.optim.SGD])
 @pytest.mark.parametrize("only_scalars", [False, True])
 def test_state_that_an_optimizer_brings_along_goes_on_as_in_the_plain_optimizer(kind: Any, only_scalars: bool) -> None:

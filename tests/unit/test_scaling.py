@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Leaving, Standing
 from shoal_controller.core.machine.effects import Kill, Note, Persist, Send
 from shoal_controller.core.machine.events import DrainWorker, Scale, Spawned
@@ -32,6 +33,7 @@ def test_a_lost_worker_is_replaced_at_once_with_a_new_id() -> None:
     assert job.view.phase is Phase.RESIZING
 
 
+@holds("All failures within one generation")
 def test_workers_that_fail_again_and_again_are_replaced_later_and_later_up_to_half_a_minute() -> None:
     job = Driver(wanted=1, launcher="local", max_restarts=9)
     times = []
@@ -103,6 +105,30 @@ def test_a_default_of_more_workers_than_lanes_is_lowered_and_an_asked_number_ref
         assert job.view.wanted == 3 and job.welcomed == set()
 
 
+@rule(
+    "A process that has not said hello is killed when its job is over, and a launched process that is in no "
+    "world exits when its controller stays away",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.ending",
+            "    send_all_if_due(turn)\n    _kill_the_unheard(turn)\n",
+            "    send_all_if_due(turn)\n",
+        ),
+        Edit(
+            "shoal.session.driver",
+            "shared.settings.launcher and in_no_world and seconds",
+            "shared.settings.launcher and seconds",
+            by="test_who_has_nothing_to_lose_waits_only_so_long_for_a_controller",
+        ),
+        Edit(
+            "shoal.session.driver",
+            "shared.dialogue.script_has_ended and seconds > REPORT_SECONDS",
+            "False",
+            by="test_who_has_nothing_to_lose_waits_only_so_long_for_a_controller",
+        ),
+    ],
+)
 def test_a_process_that_has_not_said_hello_is_killed_as_soon_as_its_job_is_over() -> None:
     job = Driver(wanted=2, launcher="local")
     job.start(2)
@@ -171,6 +197,7 @@ def test_scaling_down_lets_the_youngest_go() -> None:
     assert not job.spawned
 
 
+@holds("A size that goes to and fro")
 def test_a_size_that_goes_to_and_fro_costs_no_member_and_no_step() -> None:
     job = training(2, launcher="kubernetes")
     before = job.view.generation

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from rule import Edit, holds, rule
 from shoal.core.sampler import Sampler
 from shoal.data.fetch import Fetcher, to_device
 from shoal.data.seeds import RandomState, seed_everything
@@ -52,6 +53,12 @@ def test_neighbours_have_nothing_in_common() -> None:
     assert len(seen) == 21
 
 
+@rule(
+    "… and so are CUDA's generators",
+    "Arithmetic and layout",
+    needs="CUDA",
+    after="What activation checkpointing makes again",
+)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_has_the_same_numbers_too() -> None:
     seed_everything(0, 3, 1, 2)
@@ -90,6 +97,7 @@ def fetcher(dataset: Any, collate: Any = None) -> Fetcher:
     return Fetcher(NumberedSamples(dataset, collate, Sampler(len(dataset), 4, 2, 2, 0), 0), collate, 0, "cpu")
 
 
+@holds("torch, `random` and numpy are")
 def test_a_micro_batch_is_the_same_whatever_came_before() -> None:
     one, other = fetcher(Noisy()), fetcher(Noisy())
     other.micro_batch(1, 3, 0)
@@ -99,6 +107,7 @@ def test_a_micro_batch_is_the_same_whatever_came_before() -> None:
     assert torch.equal(mine["index"], its["index"]) and torch.equal(mine["noise"], its["noise"])
 
 
+@holds("torch, `random` and numpy are")
 def test_the_model_starts_from_the_seed_however_much_reading_drew() -> None:
     fetcher(Noisy()).micro_batch(2, 1, 0)
     after_reading = drawn()
@@ -106,6 +115,16 @@ def test_the_model_starts_from_the_seed_however_much_reading_drew() -> None:
     assert drawn() == after_reading
 
 
+@rule(
+    "torch, `random` and numpy are seeded by (seed, step, lane, micro-batch) before a batch is read and "
+    "collated, and again before the loop gets it",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.data.fetch",
+        "        moved = self._moved(read.batch)\n        seed_everything(self._seed, *place)\n",
+        "        moved = self._moved(read.batch)\n",
+    ),
+)
 def test_collating_runs_under_the_lanes_seed() -> None:
     def collate(items: list[Any]) -> tuple[float, float, float]:
         return drawn()

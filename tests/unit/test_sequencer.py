@@ -15,6 +15,7 @@ from late_device import LateDevice
 from matrices import examples
 from ordered_wire import BULK, GlooWire, ordered_over_gloo
 from over_gloo import over_gloos
+from rule import Edit, rule
 from shoal.device import HOST
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
@@ -44,6 +45,11 @@ def random_posts(random: Random, members: int, messages: int) -> list[list[Post]
     return posts
 
 
+@rule(
+    "A wire without tags carries what both ends have posted, and all members carry it in one order",
+    "Devices",
+    broken_by=Edit("shoal.group.sequencer", "            if self._alone[key] * step < 0:\n", "            if sends:\n"),
+)
 @given(st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 200))
 @RANDOM
 def test_all_carry_the_same_batches_and_every_message_once(number: int, members: int, messages: int) -> None:
@@ -191,6 +197,15 @@ def built(announced: Sequence[bytes]) -> list[type]:
     return found
 
 
+@rule(
+    "Members take the same kind of group because each has heard what all have said where they met",
+    "Devices",
+    broken_by=Edit(
+        "shoal.group.rendezvous_client",
+        '                self._read_until(f"{HERE}{rank}")  # everybody may be here before all have said so\n',
+        '                self._entries.setdefault(f"{HERE}{rank}", b"")\n',
+    ),
+)
 def test_members_of_a_group_agree_by_what_each_has_said_where_they_met() -> None:
     assert built([b"one", b"two"]) == [OrderedGroup] * 2
     assert built([b"one", b"one"]) == [StagedGroup] * 2

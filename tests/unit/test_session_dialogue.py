@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from rule import Edit, holds, rule
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, ProcessInfo
 from shoal.session.inbox import MOST_ASKED, Inbox
@@ -55,6 +56,7 @@ def dialogue_of(worker: str = "a") -> Dialogue:
     return dialogue
 
 
+@holds("A hello names the model by a digest")
 def test_a_hello_names_its_parameters_and_tells_them_when_it_is_asked() -> None:
     whole = replace(DESCRIPTION, parameters=(Parameter("weight", (4096, BLOCKS), "torch.float32", 0),))
     dialogue = Dialogue(Membership("a", "a.1"), ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1"), whole, NEW)
@@ -80,6 +82,24 @@ def test_every_hello_after_the_welcome_names_the_run_and_one_of_a_launched_proce
 REFUSED = Refusal("there is no job job", cluster="other")
 
 
+@rule(
+    "For a worker that is in a world a refusal is final only if it comes from the store that welcomed it, and "
+    "only if its run is over or replaced, or another process has its id",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal.session.dialogue",
+            "    return refusal.ends_members and bool(cluster) and refusal.cluster == cluster\n",
+            "    return refusal.final\n",
+        ),
+        Edit("shoal.session.dialogue", " and bool(cluster) and refusal.cluster == cluster\n", "\n"),
+        Edit(
+            "shoal_controller.core.machine.phases.claims",
+            "Refusal(sentence, ends_members=bool(event.hello.run))",
+            "Refusal(sentence)",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("refusal", "ends"),
     [
@@ -113,6 +133,16 @@ def test_a_joiner_ends_by_a_final_refusal_whoever_gives_it() -> None:
     assert dialogue.on_message(REFUSED) == [Deliver(Ended(Ending.FAILED, "there is no job job")), Abort()]
 
 
+@rule(
+    "A worker that was launched or welcomed for a job does not end because a controller does not know that job: "
+    "its status would be taken for that of a script that cannot run as started",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.session.dialogue",
+        "        return refusal.final and not (refusal.unknown_job and run)\n",
+        "        return refusal.final\n",
+    ),
+)
 def test_a_worker_that_was_launched_for_a_job_does_not_believe_that_there_is_none() -> None:
     """It would end with the status of a script that cannot run as started, and the right controller fail the job."""
     launched = ProcessInfo("job", "host", 1, "rack", "127.0.0.1:1", run="run-1")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from rule import Edit, rule
 from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
 from shoal.session.link_choice import open_link
@@ -54,6 +55,13 @@ def test_an_environment_that_cannot_work_is_told_so_in_one_sentence(environment:
     assert sentence in str(refused.value)
 
 
+@rule(
+    "N processes that another launcher started without a controller do not train N models",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.session.link_choice", "        _refuse_other_launchers(environment)\n", "        assert STARTERS\n"
+    ),
+)
 @pytest.mark.parametrize(
     ("variable", "starter"), [("WORLD_SIZE", "torchrun"), ("SLURM_NTASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")]
 )

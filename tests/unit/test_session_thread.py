@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from certificates import authority
+from rule import Edit, holds, rule
 from shoal.session import thread
 from shoal.session.controller_addresses import ControllerAddresses
 from shoal.session.dialogue import RECONNECT_SECONDS
@@ -78,6 +79,7 @@ class Certified(SessionThread):
         self._tokens = ShownTokens(None)
 
 
+@holds("Certificates are read again when")
 def test_a_worker_reads_its_certificates_again_for_every_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,12 @@ def test_attempts_to_reach_a_controller_become_rarer_until_a_stream_lasts(monkey
     assert streams.pauses == [0.1, 0.2, 0.4, 0.8, *[LONGEST_PAUSE_SECONDS] * 3, 0.05, 0.1]
 
 
+@rule(
+    "A worker gives up a connection that is not made in 4 s: the time of two frozen controllers is less than "
+    "`reconnect_seconds`",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.session.thread", "CONNECT_SECONDS = 4.0", "CONNECT_SECONDS = 10.0"),
+)
 def test_a_controller_that_is_frozen_is_left_in_time_for_others_though_its_machine_takes_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -140,6 +148,16 @@ class EndedChannel:
         self.cancelled = True
 
 
+@rule(
+    "A stream that ends just as something is to be written on it ends no session: its worker looks for the next "
+    "controller",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.session.thread",
+        "            except asyncio.InvalidStateError:  #",
+        "            except asyncio.IncompleteReadError:  #",
+    ),
+)
 def test_a_stream_that_ends_just_before_something_is_written_on_it_does_not_end_the_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,6 +182,12 @@ def test_a_controller_is_away_since_it_was_last_heard(monkeypatch: pytest.Monkey
     assert streams.unreachable == pytest.approx([0.0, 0.1, 0.05, 0.15])
 
 
+@rule(
+    "A worker tries the leader that another controller names at once, and knows all controllers that its own has "
+    "told it of",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.session.controller_addresses", "            self._leader = leader\n", ""),
+)
 def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others_when_that_one_is_gone() -> None:
     addresses = ControllerAddresses(["a:1", "b:1"])
     assert addresses.on_failure("c:1") and addresses.current == "c:1"
@@ -172,6 +196,12 @@ def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others
     assert addresses.current == "a:1"
 
 
+@rule(
+    "A worker that one controller sends to another, and that one to a third, pauses in between: two may name "
+    "each other",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.session.controller_addresses", "return not was_named", "return True"),
+)
 def test_two_controllers_that_name_each_other_are_not_asked_without_a_pause() -> None:
     addresses = ControllerAddresses(["a:1", "b:1"])
     assert addresses.on_failure("b:1"), "the first one that is named is asked at once"
@@ -180,6 +210,7 @@ def test_two_controllers_that_name_each_other_are_not_asked_without_a_pause() ->
     assert not addresses.on_failure() and addresses.current == "b:1", "the others get their turn"
 
 
+@holds("A worker tries the leader that")
 def test_a_worker_knows_all_controllers_that_it_was_given_and_told_of() -> None:
     addresses = ControllerAddresses(["service:1"])
     addresses.on_welcome(["a:1", "service:1", "b:1"])
@@ -189,6 +220,7 @@ def test_a_worker_knows_all_controllers_that_it_was_given_and_told_of() -> None:
     assert addresses.current == "service:1", "whoever is gone from the store is forgotten, whoever was given is not"
 
 
+@holds("A process that has not said hello is killed")
 @pytest.mark.parametrize(
     ("script_has_ended", "launcher", "in_a_world", "ends_after"),
     [(True, "", True, 60.0), (False, "local", False, 70.0), (False, "local", True, None), (False, "", False, None)],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from rule import Edit, rule
 from shoal_controller import logs
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_protos.addresses import join_address, split_address
@@ -81,6 +82,15 @@ OPEN_DOOR = (
 )
 
 
+@rule(
+    "A port that can be reached from other machines requires a token, unless it was opened on purpose",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.settings",
+        "            if not is_here(split_address(address)[0]):\n",
+        "            if False:\n",
+    ),
+)
 @pytest.mark.parametrize("address", ["0.0.0.0:7070", "[::]:0", "10.0.0.7:1", "node7:7070", "128.0.0.1:1"])
 @pytest.mark.parametrize("door", ["http", "grpc"])
 def test_what_is_reached_from_elsewhere_asks_for_a_token_or_is_open_on_purpose(door, address):

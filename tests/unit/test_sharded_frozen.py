@@ -20,6 +20,7 @@ from hard_units import WIDTH, and_train, of, task
 from integration.scripts import VOCABULARY
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.blocks.state_home import WEIGHTS, BesideParameters
 from shoal.blocks.unit_flats import Presence
@@ -82,6 +83,26 @@ def adapters(stage: int = 3, model: Any = Adapters, **more: Any) -> Task:
     return Task(**{**vars(of(task(stage, **more))), "model": model})
 
 
+@rule(
+    "Frozen blocks count in no sum, norm or fingerprint: all of that goes by the numbers without them, which are "
+    "the same in every stage",
+    "A step",
+    broken_by=Edit(
+        "shoal.core.layout",
+        "        numbers, spans = self._trained_blocks, list[Span]()\n",
+        "        return runs\n        numbers, spans = self._trained_blocks, list[Span]()\n",
+    ),
+)
+@rule(
+    "A backward frees a unit with frozen parameters when no node still to run has saved anything of it: no "
+    "gradient tells",
+    "A step",
+    broken_by=Edit(
+        "shoal.training.gathered_units",
+        "            if unit.has_frozen and not is_needed and not self.is_awaited(unit):\n",
+        "            if unit.has_frozen and not is_needed and not self.is_awaited(unit) and False:\n",
+    ),
+)
 @pytest.mark.parametrize(
     "more",
     shortened(
@@ -221,6 +242,7 @@ def test_an_export_and_a_deferred_model_have_them(tmp_path: Path) -> None:
 # ---- memory, numbers
 
 
+@holds("A backward frees a unit with frozen parameters")
 def test_a_worker_keeps_its_share_and_a_backward_gathers_few_units() -> None:
     most: list[int] = []
     shares: set[int] = set()
@@ -277,6 +299,7 @@ def test_the_report_of_memory_counts_them_as_the_estimate_does(stage: int, capsy
     assert report["measured_bytes"] == pytest.approx(report["estimated_bytes"], rel=0.02)
 
 
+@holds("Frozen blocks count in no sum")
 def test_blocks_of_what_is_trained_have_the_same_order_and_content_with_frozen_ones_and_without() -> None:
     trained = [Trainable(f"t{index}", (5_000 * (index + 1),), torch.float32, index % 2, index) for index in range(5)]
     frozen = [Trainable(f"f{index}", (90_000,), torch.bfloat16, FROZEN, index) for index in range(5)]

@@ -14,6 +14,7 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
 from matrices import shortened
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.blocks.leaves import Leaves
 from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.taken_gradients import TakenGradient
@@ -43,6 +44,7 @@ def test_stages_1_and_2_have_the_same_bits_in_every_world(micro_batches: int) ->
             assert crew.finish() == right, (workers, mirrors)
 
 
+@holds("Where gradients are sharded a broken")
 @pytest.mark.parametrize(
     "point",
     shortened(
@@ -60,6 +62,19 @@ def test_a_loss_anywhere_in_a_step_costs_this_step_at_most_and_no_bit(point: str
         assert crew.finish() == reference(Task(options(stage=1)))
 
 
+@rule(
+    "Where gradients are sharded a broken step is run again from its first lane, and its reduction is forgotten "
+    "with its world: what was sent lies with owners that may be dead",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal.training.resize",
+            "        keeps_lanes = at_same_step and context.state.residency.gradients\n",
+            "        keeps_lanes = at_same_step\n",
+        ),
+        Edit("shoal.training.resize", "        self._step.reducing.forget()\n", ""),
+    ],
+)
 @pytest.mark.parametrize("point", ["forward", "backward"])
 @pytest.mark.parametrize("lane", shortened(range(LANES), LANES - 1))
 def test_a_loss_at_any_lane_of_a_step_runs_the_whole_step_again(lane: int, point: str) -> None:
@@ -196,6 +211,7 @@ def test_sums_that_are_flushed_to_zero_have_the_same_bits_in_all_stages() -> Non
     assert len(found) == 1
 
 
+@holds("Sharded gradients are added up")
 @pytest.mark.parametrize("shape", [(4, 4_096), (3, 4_000)])
 def test_a_gradient_that_fills_a_bucket_is_its_memory_and_another_is_copied(shape: tuple[int, int]) -> None:
     leaves = Leaves(lay_out([Trainable("p", shape, torch.float32, 0)]), are_narrow=True)
@@ -212,6 +228,7 @@ def test_a_gradient_that_fills_a_bucket_is_its_memory_and_another_is_copied(shap
     assert (leaves.bytes == 0) is fills, "memory that is a gradient's goes with it; other memory serves the next bucket"
 
 
+@holds("Sharded gradients are added up")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("keeps_storage", [False, True])
 def test_a_gradient_that_a_hook_has_kept_stays_as_it_was(micro_batches: int, keeps_storage: bool) -> None:
@@ -261,6 +278,23 @@ def in_between(action: Callable[[Engine, torch.Tensor], object]) -> Callable[[En
     return body
 
 
+@rule(
+    "Where gradients were taken already (sharded, or in half precision), whatever a script does with a `.grad` "
+    "before `engine.step` is refused: with None there, `clip_grad_norm_` would do nothing and say nothing",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit(
+            "shoal.training.parameter_guards",
+            "        self._taken.put_in_place(self._parameters)\n",
+            "        assert self._parameters\n",
+        ),
+        Edit(
+            "shoal.training.parameter_guards",
+            "        if not self._taken.are_in_place(parameters):\n",
+            "        if not parameters:\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("more", [{}, {"stage": 0, **HALF}], ids=["stage 2", "bf16"])
 @pytest.mark.parametrize(
     ("action", "sentence"),
@@ -300,6 +334,20 @@ def hook_on(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+@rule(
+    "A script has no hook on accumulated gradients (`register_post_accumulate_grad_hook`): it would find a "
+    "lane's gradient in one world and a sum in another, before it has left or after; it is looked for before it "
+    "runs, wherever a gradient is made",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.blocks.flat", "        refuse_hooks(name, parameter, own=0)\n", ""),
+        Edit(
+            "shoal.blocks.bucket_hooks",
+            "            refuse_hooks(self._names[number], parameter, OWN_HOOKS)\n",
+            "            pass\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize(
     "task",
@@ -323,6 +371,7 @@ class Sparse(Model):
         return super().forward(tokens, targets) + self.rows(tokens % 5).square().mean()
 
 
+@holds("Sharded gradients are added up")
 @pytest.mark.parametrize(
     "more", [{}, HALF, {"micro_batches_per_lane": 2}], ids=["float32", "bf16", "two micro-batches"]
 )
@@ -365,6 +414,7 @@ class Reusing(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@holds("Sharded gradients are added up")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     "buffer",

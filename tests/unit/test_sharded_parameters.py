@@ -20,6 +20,7 @@ from matrices import examples, shortened
 from random_modules import PRECISIONS, RandomModel
 from random_modules import optimizer_of as optimizer_of_random
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.blocks.released import Released
 from shoal.blocks.unit_flats import Presence, Unit
 from shoal.training.engine import Engine
@@ -37,6 +38,42 @@ def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(shoal.blocks.sharded_memory, "can_lie_in_pages", lambda _: False)
 
 
+@rule(
+    "A request for a unit names the vote that it is as of: one for a vote to which the owner has not come waits "
+    "there, and nobody votes while a unit is on its way to it",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.exchange.unit_server",
+            "        if key > self._key:\n"
+            "            self._early.append((key, peer, unit))\n"
+            "        elif key == self._key:\n",
+            "        if key[1] >= 0 <= self._key[1]:\n",
+        ),
+        Edit(
+            "shoal.training.sharded_parameters",
+            "    def before_vote(self) -> None:\n        self.units.settle()\n        self.units.free_all()\n",
+            "    def before_vote(self) -> None:\n",
+        ),
+    ],
+)
+@rule(
+    "What autograd has saved of a unit brings the unit back before it is read, and a unit with receives in "
+    "flight is not freed in a group that is open",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.training.sharded_parameters",
+            "        unit, saved = packed\n        self._get(unit)\n",
+            "        unit, saved = packed\n",
+        ),
+        Edit(
+            "shoal.training.gathered_units",
+            "        if unit.presence is Presence.HERE:\n            self.watch",
+            "        if unit.presence is not Presence.OUT:\n            self.watch",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "precision",
     shortened(
@@ -84,6 +121,7 @@ def test_a_loss_anywhere_in_a_step_changes_no_bit(point: str) -> None:
         assert crew.finish() == reference(of(task(0)))
 
 
+@holds("What autograd has saved of a unit")
 @pytest.mark.parametrize("gathers", shortened(range(0, 40, 3), 3, 27))
 def test_a_loss_at_any_gather_of_a_step_changes_no_bit(gathers: int) -> None:
     """Within the forward, within the backward: of those that wait for the dead one, some are in each."""
@@ -101,6 +139,19 @@ def test_a_loss_at_any_gather_of_a_step_changes_no_bit(gathers: int) -> None:
         assert crew.finish() == reference(of(task(0)))
 
 
+@rule(
+    "A forward that loses a peer takes part in the change and runs again in its outermost call; no `except "
+    "Exception` of a model stops that",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.training.sharded_parameters",
+            "            except WorldChanged:\n                self._end_call()\n",
+            "            except ZeroDivisionError:\n                self._end_call()\n",
+        ),
+        Edit("shoal.group.group", "class WorldChanged(BaseException):", "class WorldChanged(Exception):"),
+    ],
+)
 def test_a_forward_that_loses_a_peer_runs_again_by_itself() -> None:
     """The script sees one call that takes longer."""
     calls: list[int] = []
@@ -116,6 +167,7 @@ def test_a_forward_that_loses_a_peer_runs_again_by_itself() -> None:
     assert len(calls) <= LANES * (STEPS + 2)
 
 
+@holds("A request for a unit names")
 def test_an_owner_that_is_behind_answers_when_it_has_come_so_far() -> None:
     """One worker goes on to the next forward while another has not made the update yet."""
 

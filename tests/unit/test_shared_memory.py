@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from over_gloo import over_gloo, over_gloos
+from rule import Edit, holds, rule
 from shoal.group import host_peers, shared_memory
 from shoal.group.gloo import GlooGroup
 from shoal.group.group import Group, WorldChanged
@@ -96,6 +97,7 @@ def test_room_is_given_back_as_messages_are_taken() -> None:
     over_gloo(2, act)
 
 
+@holds("Memory that members of one host")
 def test_what_finds_no_room_is_sent_after_all_and_may_be_awaited_in_any_order() -> None:
     count = PLACES * PLACE_BYTES // LARGE + 3
 
@@ -148,6 +150,7 @@ def _refused(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@holds("Memory that members of one host")
 @pytest.mark.parametrize(
     "name", ["os.memfd_create", "shoal.group.shared_memory.open_at", "shoal.group.shared_memory.reserve"]
 )
@@ -204,6 +207,33 @@ def test_one_member_that_can_have_no_memory_keeps_the_others_from_nothing(monkey
     over_gloo(3, act)
 
 
+@rule(
+    "Memory that members of one host share belongs to one group, and only a message of the group says that bytes "
+    "in it are whole; who has not opened it, and who finds no room, is sent the bytes; no other file is opened "
+    "in its place, not even one that was just made",
+    "Groups",
+    broken_by=[
+        Edit(
+            "shoal.group.shared_memory",
+            "            _copy(self._memory.content(place, target.numel()), target)\n"
+            "            self._memory.mark(place, count, FREE)\n",
+            "            self._memory.mark(place, count, FREE)\n"
+            "            _copy(self._memory.content(place, target.numel()), target)\n",
+        ),
+        Edit(
+            "shoal.unnamed_memory",
+            "        if os.pread(descriptor, TOKEN_BYTES, 0) != address.token:\n",
+            "        if not address.token:\n",
+        ),
+        Edit(
+            "shoal.unnamed_memory",
+            "        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & ~SEALED_BY_THE_SYSTEM != _seals():\n",
+            "        if descriptor < 0:\n",
+        ),
+        Edit("shoal.group.shared_memory", "not memory.is_open(reader) or ", ""),
+        Edit("shoal.group.shared_memory", "            memory.mark(place, count, TAKEN)\n", ""),
+    ],
+)
 @pytest.mark.parametrize("kind", ["a file", "a new file", "memory of others", "a pipe", "another memory", "nothing"])
 def test_a_descriptor_that_is_something_else_by_now_is_not_opened_and_not_written(tmp_path: Path, kind: str) -> None:
     own = SharedMemory(2)
@@ -251,6 +281,7 @@ def test_a_number_of_a_place_that_is_none_is_refused() -> None:
     assert own.put(torch.zeros(LARGE, dtype=torch.uint8), 1) is None
 
 
+@holds("Memory that members of one host")
 def test_places_are_given_back_when_what_lay_there_is_copied_and_not_before() -> None:
     """The sender may put something else there at once."""
     own = SharedMemory(2)
@@ -351,6 +382,7 @@ Posts = list[tuple[int, int, int, int]]
 """Sender, receiver, tag, bytes."""
 
 
+@holds("Memory that members of one host")
 @settings(max_examples=examples(25), deadline=None)
 @given(
     posts=st.lists(

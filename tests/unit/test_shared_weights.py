@@ -14,6 +14,7 @@ import torch
 from crew import Crew
 from hard_units import and_train, of, task
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.mapped_flats import MappedFlats, Part
 from shoal.blocks.sharded_memory import ShardedMemory, TorchMemory
@@ -80,6 +81,35 @@ def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> No
     assert weights.part(Stretch(0, 24, 26)).view(2, -1)[:, 0].tolist() == [0, 1]
 
 
+@rule(
+    "Parameters that others see in their owner's memory are read as of one vote: the owner says so at its head "
+    "until they change, and whoever reads looks there when a unit comes and after what it reads outside of "
+    "lanes; a fill changes nothing that others read; what a script writes where others' memory is shown goes to "
+    "nobody and is found",
+    "Groups",
+    broken_by=[
+        Edit(
+            "shoal.blocks.held",
+            "        self._begin_change()\n        take_over_hyper_parameters(self._twin, self._user)\n",
+            "        take_over_hyper_parameters(self._twin, self._user)\n",
+        ),
+        Edit(
+            "shoal.blocks.held",
+            "        self._keep_only(self.runs - taken)\n",
+            "        self.keep_only(self.runs - taken)\n",
+        ),
+        Edit(
+            "shoal.exchange.seen_units", "            if not one.stand_at(self._key):\n", "            if rank < 0:\n"
+        ),
+        Edit(
+            "shoal.blocks.mapped_flats",
+            "        flags = mmap.MAP_PRIVATE | MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)\n",
+            "        flags = MAP_FIXED | (mmap.MAP_SHARED if descriptor is not None else mmap.MAP_PRIVATE | "
+            "mmap.MAP_ANONYMOUS)\n",
+        ),
+        Edit("shoal.training.unit_watch", "        if element is not None:\n", "        if element == -1:\n"),
+    ],
+)
 def test_who_sees_them_sees_as_of_which_vote_they_are(shared: tuple[SharedWeights, SharedWeights]) -> None:
     first, _ = shared
     seen = SeenWeights(first.address)
@@ -90,6 +120,7 @@ def test_who_sees_them_sees_as_of_which_vote_they_are(shared: tuple[SharedWeight
     assert not seen.stand_at((4, 7))
 
 
+@holds("Parameters that others see in their owner's memory")
 def test_an_update_and_a_release_are_changes_and_a_fill_is_none() -> None:
     parameter = torch.nn.Parameter(torch.ones(5 * BLOCK))
     layout = layout_of(5)
@@ -124,6 +155,7 @@ def test_flats_show_each_block_where_its_owner_keeps_it(shared: tuple[SharedWeig
     assert mapped.flats[0].view(3, -1).mean(1).tolist() == [1, 2, 5]
 
 
+@holds("Parameters that others see in their owner's memory")
 def test_what_is_written_where_others_memory_is_shown_is_seen_by_nobody_else_and_is_found(
     shared: tuple[SharedWeights, SharedWeights],
 ) -> None:
@@ -265,6 +297,7 @@ def test_one_that_others_cannot_see_is_copied_from_and_the_rest_changes_no_bit(
         assert crew.finish() == reference(of(task(0)))
 
 
+@holds("Parameters that others see in their owner's memory")
 def test_what_is_read_while_an_owner_goes_on_is_not_taken_for_read(shared: tuple[SharedWeights, SharedWeights]) -> None:
     first, other = shared
     key = (3, 5)

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from asynchronous import asynchronous
+from rule import holds
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
 from shoal_controller.core.machine.events import MOST_AT_ONCE, Cancel, Exited, Pause, Probed, Resume, Save, Scale, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
@@ -48,6 +49,7 @@ async def test_effects_are_carried_out_in_order_and_after_what_must_be_durable(t
         assert [event.message for event in await world.shell.events("train")] == ["first", "second"]
 
 
+@holds("A number, a plan or a world is")
 @asynchronous
 async def test_nothing_goes_out_when_what_must_be_durable_is_not(tmp_path):
     async with running(tmp_path) as world:
@@ -85,6 +87,7 @@ async def test_a_refused_wish_raises_its_sentence_and_changes_nothing(tmp_path):
         assert [event.message for event in await world.shell.events("train")] == ["scaled to 4"]
 
 
+@holds("Every run of a job has a uid; a")
 @asynchronous
 async def test_a_run_has_a_name_of_its_own_that_a_restart_keeps_and_a_new_run_of_the_job_does_not_have(tmp_path):
     async with running(tmp_path) as world:
@@ -115,6 +118,7 @@ async def test_a_run_hears_nothing_of_an_earlier_runs_workers_which_have_the_nam
         assert world.events().count("Exited") == 2
 
 
+@holds("For a worker that is")
 @asynchronous
 async def test_a_store_has_an_id_of_its_own_that_every_welcome_and_refusal_tells(tmp_path):
     clusters = []
@@ -188,6 +192,7 @@ DAMAGED = [
 ]  # fmt: skip
 
 
+@holds("A record that cannot be")
 @pytest.mark.parametrize("value", DAMAGED, ids=range(len(DAMAGED)))
 @asynchronous
 async def test_an_event_that_cannot_be_read_says_so_in_its_place(tmp_path, value):
@@ -315,6 +320,7 @@ async def test_a_tick_never_overtakes_what_was_heard_before_it(tmp_path):
         assert order == ["save"] * 6 + ["tick"]
 
 
+@holds("Silence is counted in the")
 @asynchronous
 async def test_a_tick_that_comes_late_is_handled_after_all_that_was_heard_meanwhile(tmp_path):
     order, ticked = [], asyncio.Event()
@@ -332,6 +338,7 @@ async def test_a_tick_that_comes_late_is_handled_after_all_that_was_heard_meanwh
         assert order[:6] == ["save"] * 5 + ["tick"]
 
 
+@holds("Silence is counted in the")
 @asynchronous
 async def test_what_lies_in_the_inbox_is_one_batch_but_for_an_operators_request(tmp_path):
     async with running(tmp_path) as world:
@@ -394,6 +401,7 @@ async def test_of_two_that_create_one_job_at_once_one_is_refused(tmp_path):
         assert [type(outcome).__name__ for outcome in outcomes] == ["JobView", "Conflict"]
 
 
+@holds("A finished job is forgotten")
 @asynchronous
 async def test_a_job_that_is_deleted_twice_is_forgotten_with_its_events_and_logs(tmp_path):
     async with running(tmp_path) as world:
@@ -409,6 +417,7 @@ async def test_a_job_that_is_deleted_twice_is_forgotten_with_its_events_and_logs
         assert world.shell.view("train").phase is Phase.WAITING
 
 
+@holds("A finished job is forgotten")
 @asynchronous
 async def test_a_job_is_forgotten_a_while_after_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.shell.FORGET_LOOK_SECONDS", 0.01)

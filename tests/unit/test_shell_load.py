@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import MOST_AT_ONCE, MessageReceived, Probed, Save, Scale, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.store.store import Put
@@ -13,6 +14,23 @@ from shoal_protos.messages import Heartbeat, MemberState, Status, Telemetry
 from small_machine import SPEC, SmallMachine, running
 
 
+@rule(
+    "A batch is bounded, and other jobs have their turn between two",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.events",
+            "    size = min(next(requests, len(line)), MOST_AT_ONCE) or 1\n",
+            "    size = next(requests, len(line)) or 1\n",
+        ),
+        Edit(
+            "shoal_controller.runner",
+            "            await asyncio.sleep(0)  # a line that is not empty is no wait: other jobs come before "
+            "its next batch\n",
+            "",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_crowd_is_heard_in_batches_between_which_others_have_their_turn_and_time_comes_last(tmp_path):
     async with running(tmp_path) as world:
@@ -59,6 +77,19 @@ async def test_what_is_no_news_is_heard_before_the_next_tick_the_latest_of_each_
         assert "Tick" in world.machine.batches["train"][before + 1]
 
 
+@rule(
+    "A heartbeat with nothing new in it waits for the next tick, which hears it first; with anything new it does "
+    "not wait, nor do those that were said before it",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.sessions.dialogue",
+            "        self.routine = isinstance(message, Heartbeat) and message.status.position == self._position\n",
+            "        self.routine = isinstance(message, Heartbeat)\n",
+        ),
+        Edit("shoal_controller.runner", "            self._inbox.keep(event)\n", "            pass\n"),
+    ],
+)
 @asynchronous
 async def test_what_is_news_takes_with_it_what_was_said_before_it(tmp_path):
     order = []
@@ -105,6 +136,7 @@ async def test_a_controller_that_was_overtaken_writes_no_last_steps(tmp_path):
         assert (await world.store.get("/jobs/train")).value == head.value
 
 
+@holds("In a calm job (a world trains")
 @asynchronous
 async def test_a_calm_job_is_ticked_four_times_a_heartbeat_and_any_other_one_each_time(tmp_path, monkeypatch):
     ticks, now, calm = [], [10.0], [True]
@@ -123,6 +155,7 @@ async def test_a_calm_job_is_ticked_four_times_a_heartbeat_and_any_other_one_eac
         assert sorted(set(ticks)) == [10.26, 10.4, 10.45]
 
 
+@holds("… one that waits has its next tick")
 @asynchronous
 async def test_a_job_that_rests_is_ticked_when_its_rest_is_over_and_after_a_clock_that_went_back(tmp_path, monkeypatch):
     ticks, now, until = [], [10.0], [12.0]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import (
     Connected,
     Disconnected,
@@ -59,6 +60,7 @@ class Shaky:
         return getattr(self.store, name)
 
 
+@holds("While the store fails the")
 @pytest.mark.parametrize("fail", [["before"], ["after"], ["before", "after", "before"], ["after", "after"]])
 @asynchronous
 async def test_a_store_that_fails_for_a_moment_is_asked_again_and_written_once(tmp_path, fail):
@@ -90,6 +92,14 @@ async def test_the_time_that_a_write_took_to_fail_is_part_of_that_without_a_writ
     await store.close()
 
 
+@rule(
+    "While the store fails the controller waits and training goes on: nothing is decided, streams are read, "
+    "operators get an answer at once",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.runner", "            return self._inbox.keep(event)\n", "            return None\n"
+    ),
+)
 @asynchronous
 async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard(tmp_path):
     events = []
@@ -124,6 +134,16 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     await store.close()
 
 
+@rule(
+    "While its lease has lapsed a leader decides nothing, though it hears streams and answers reads; what was "
+    "said is heard when it has another one",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.runner",
+        "            if self._life.lapsed():\n",
+        "            if self._life.lapsed() and False:\n",
+    ),
+)
 @asynchronous
 async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it_is_sure_and_forgets_nothing(tmp_path):
     events, why = [], ["its lease is over"]
@@ -153,6 +173,19 @@ async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it
     await store.close()
 
 
+@rule(
+    "How a script ended, and that a process ended, is heard by whoever decides next though nothing was decided "
+    "when it was said: nobody says it again",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.backlog", "key[1] != event.connection or key in lasting", "key[1] != event.connection"),
+        Edit(
+            "shoal_controller.leadership.controller_state",
+            '        if shell.trouble:\n            raise StoreError(f"nothing',
+            '        if shell.trouble and False:\n            raise StoreError(f"nothing',
+        ),
+    ],
+)
 @asynchronous
 async def test_how_a_script_ended_is_not_forgotten_though_its_stream_ended_while_the_store_was_away(tmp_path):
     """Its worker says so once, and the end of the stream tells it that it was heard."""
@@ -174,6 +207,7 @@ async def test_how_a_script_ended_is_not_forgotten_though_its_stream_ended_while
     await store.close()
 
 
+@holds("How a script ended, and that")
 @asynchronous
 async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided(tmp_path):
     why = [""]
@@ -194,6 +228,7 @@ async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided
     await store.close()
 
 
+@holds("A change that may have been made")
 @asynchronous
 async def test_however_many_wait_for_a_place_in_the_inbox_all_hear_at_once_that_the_controller_stops(
     tmp_path, monkeypatch
@@ -264,6 +299,7 @@ async def test_a_full_disk_is_named_in_sentences_with_one_end_each(tmp_path, mon
     await store.close()
 
 
+@holds("While the store fails the")
 @asynchronous
 async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.runner.REQUEST_SECONDS", 0.2)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
+from rule import Edit, rule
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Effect, Persist
 from shoal_controller.core.machine.events import Cancel, DrainWorker, Tick
@@ -42,6 +43,24 @@ def passing_steps(job: Driver, seconds: float) -> Iterator[tuple[float, list[Eff
         yield job.now, effects
 
 
+@rule(
+    "… the shown step goes back by a minute at most, and only until the members have said theirs: it is stored "
+    "with all else, and with the figures of its steps once a minute",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.step_figures",
+        "    due = turn.now - turn.job.figures_written_at >= KEEP_SECONDS\n",
+        "    due = False\n",
+    ),
+    after="… the back-off after failures",
+)
+@rule(
+    "A job that only trains is written once a minute, however fast its steps are",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.turn", 'or after != replaced(before, {"step": after.step})', "or after != before"
+    ),
+)
 def test_a_job_that_only_trains_is_written_once_a_minute_and_another_life_shows_a_step_no_older() -> None:
     job = training()
     stored = {job.now: job.view.step}

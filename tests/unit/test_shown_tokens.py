@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rule import holds
 from shoal.session.shown_tokens import ShownTokens
 from shoal_protos.channel import SESSION_TOKEN
 from shoal_protos.messages import SessionToken
@@ -11,6 +12,7 @@ OWN = ("authorization", "Bearer own")
 BESIDE = (SESSION_TOKEN, "own")
 
 
+@holds("A session token ends")
 def test_a_fresh_session_token_is_shown_alone_and_an_old_one_beside_the_join_token() -> None:
     tokens = ShownTokens("join")
     assert tokens.headers("a", 0.0) == (JOIN,)

@@ -10,6 +10,7 @@ import pytest
 from crew import Crew, undisturbed
 from hard_units import LANES, Layers, and_train, of, task, with_model
 from reference import reference
+from rule import holds
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from tiers import check
@@ -37,6 +38,7 @@ def trained_halving(body: Callable[[Engine, Any, type[Layers]], None]) -> str:
     return alone(lambda engine, batch: body(engine, batch, Halving), Halving)
 
 
+@holds("Only the engine writes parameters")
 def test_a_write_past_autograd_is_refused_in_the_step_in_which_it_is_made() -> None:
     steps: list[int] = []
 
@@ -62,6 +64,7 @@ def test_what_a_forward_writes_past_autograd_and_puts_back_is_no_change() -> Non
     assert alone(and_train, Putting) == reference(of(task(0)))
 
 
+@holds("Only the engine writes parameters")
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_an_evaluation_writes_past_autograd_is_gone_when_it_is_over(is_first: bool) -> None:
     def body(engine: Engine, batch: Any, halving: type[Layers]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rule import Edit, rule
 from shoal_controller.elastic_jobs.size_settling import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
@@ -24,6 +25,22 @@ def changes(sizes: list[tuple[float, int]], until: float, wanted: int = 2) -> li
     return found
 
 
+@rule(
+    "A size that goes to and fro is followed less and less often, and the newest counts in the end",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.elastic_jobs.owned_job",
+            "        if change is not None and due <= now:",
+            "        if change is not None:",
+        ),
+        Edit(
+            "shoal_controller.elastic_jobs.size_settling",
+            "            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)",
+            "            self._pause = FIRST_PAUSE_SECONDS",
+        ),
+    ],
+)
 @pytest.mark.parametrize("period", [0.5, 1.0, 15.0, 30.0])
 def test_an_hour_of_flapping_is_a_dozen_or_two_of_changes(period: float) -> None:
     sizes = [(number * period, 4 - 2 * (number % 2)) for number in range(round(3600 / period))]

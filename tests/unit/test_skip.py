@@ -8,6 +8,7 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
+from rule import Edit, holds, rule
 from shoal.core.tree import fold_numbers
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
@@ -42,6 +43,20 @@ def counted(options: dict[str, Any], body: Any, **more: Any) -> tuple[str, Engin
         return str(engine.fingerprint()), engine
 
 
+@rule(
+    "A skipped micro-batch has a gradient of zero and leaves no trace in buffers, reports or the loss; the "
+    "gradient's mean is still over all micro-batches; a step in which all are skipped updates nothing",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.training.lane_loop", "        state.buffers.undo_micro_batch()\n", ""),
+        Edit("shoal.training.state", "        if record.updates:\n", "        if record is not None:\n"),
+        Edit(
+            "shoal.training.reducing",
+            "            self._sums.push(self._context.loop.lane)\n",
+            "            self._sums.begin_lane()\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("workers", ["ab", "abcd"])
 def test_what_is_skipped_counts_nowhere_whatever_the_world(workers: str, micro_batches: int) -> None:
@@ -60,6 +75,7 @@ def test_what_is_skipped_counts_nowhere_whatever_the_world(workers: str, micro_b
     assert (record.loss, record.reports) == (expected.loss, expected.reports)
 
 
+@holds("A skipped micro-batch has a")
 def test_a_skipped_micro_batch_has_a_gradient_of_zero_and_the_mean_stays_over_all() -> None:
     def zeroed(engine: Engine, batch: Any) -> None:
         loss = engine.module(**batch)
@@ -70,6 +86,7 @@ def test_a_skipped_micro_batch_has_a_gradient_of_zero_and_the_mean_stays_over_al
     assert counted(OPTIONS, skipping, **without_buffers)[0] == counted(OPTIONS, zeroed, **without_buffers)[0]
 
 
+@holds("A skipped micro-batch has a")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_skipped_micro_batch_leaves_no_trace_of_its_forward(micro_batches: int) -> None:
     """Neither in the running means of batch normalization nor in what is reported."""
@@ -87,6 +104,7 @@ def test_a_skipped_micro_batch_leaves_no_trace_of_its_forward(micro_batches: int
     assert (mine, after.reports) == (right, before.reports)
 
 
+@holds("A skipped micro-batch has a")
 def test_buffers_are_then_those_that_the_micro_batch_started_from() -> None:
     looked = 0
 
@@ -108,6 +126,7 @@ def test_buffers_are_then_those_that_the_micro_batch_started_from() -> None:
     assert looked > 5
 
 
+@holds("A skipped micro-batch has a")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_loss_and_reports_are_the_means_over_what_was_not_skipped(micro_batches: int) -> None:
     lanes: dict[int, list[float]] = {lane: [0.0, 0.0] for lane in range(4)}
@@ -131,6 +150,7 @@ def test_the_loss_and_reports_are_the_means_over_what_was_not_skipped(micro_batc
     assert engine.reports == {"loss": engine.loss}
 
 
+@holds("A skipped micro-batch has a")
 def test_a_step_in_which_all_are_skipped_updates_nothing_and_the_job_goes_on() -> None:
     seen: dict[int, tuple[str, float, int]] = {}
 
@@ -159,6 +179,15 @@ def test_a_step_in_which_all_are_skipped_updates_nothing_and_the_job_goes_on() -
         assert crew.finish() == right
 
 
+@rule(
+    "A skipped step is also followed by a hand-out",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.step",
+        "        coming = self.parameters.on_updated(hand_out)\n",
+        "        coming = self.parameters.on_updated(hand_out) if context.state.record.updates else ()\n",
+    ),
+)
 def test_a_hand_out_is_made_after_a_skipped_step_too() -> None:
     """A joiner has no parameters before one, and trains no lane."""
 

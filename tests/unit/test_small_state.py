@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from crew import Crew, Task, undisturbed
+from rule import Edit, holds, rule
 from shoal.training.small_state import FIELDS, pack, unpack
 from shoal.training.start import check_joiners_can_be_given
 from shoal.training.state import Limits, TrainingState
@@ -49,6 +50,15 @@ class Bomb:
         return os.mkdir, (str(Path.cwd() / "executed"),)
 
 
+@rule(
+    "What a joiner receives from a peer cannot run code: it has the plain form of checkpoints and is never a pickle",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.training.small_state",
+        "        content = decode(tree, safetensors.torch.load(message[LENGTH.size + length :]))\n",
+        "        content = __import__('pickle').loads(message)\n",
+    ),
+)
 def test_a_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     bomb = pickle.dumps({**CONTENT, "scheduler": Bomb()})
@@ -85,6 +95,7 @@ def test_what_is_no_small_state_is_refused_in_one_sentence(message: bytes, sente
     assert str(refused.value).startswith(f"the small state that another worker sent {sentence}")
 
 
+@holds("What a joiner receives from")
 def test_a_joiner_with_a_registered_state_gets_it_without_a_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a pickle was read or written")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rule import Edit, holds, rule
 from shoal.offload import transfers
 from shoal.offload.state_file import StateFile
 from shoal_protos.errors import UserError
@@ -56,6 +57,7 @@ class GatedFile:
             self.landed.set()
 
 
+@holds("A buffer of optimizer state is")
 def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again() -> None:
     file = GatedFile(2)
     passes = transfers.Transfers(file)  # type: ignore[arg-type]
@@ -73,6 +75,41 @@ def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again
     opener.join()
 
 
+@rule(
+    "A buffer of optimizer state is used, or written, or read, one at a time: nothing is read into what is still "
+    "being written, nothing is used before it is there, and a pass that was given up is waited for, but not what "
+    "of it has not begun",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.offload.transfers",
+            "            buffer.end_turn(self._file.folder)\n            yield buffer\n",
+            "            yield buffer\n",
+        ),
+        Edit(
+            "shoal.offload.transfers",
+            "        for at, start, count in writes:\n"
+            "            file.write(at, memory[start : start + count])\n"
+            "        for at, start, count in reads:\n"
+            "            file.read(at, memory[start : start + count])\n",
+            "        for at, start, count in reads:\n"
+            "            file.read(at, memory[start : start + count])\n"
+            "        for at, start, count in writes:\n"
+            "            file.write(at, memory[start : start + count])\n",
+        ),
+        Edit(
+            "shoal.offload.transfers",
+            "            buffer.settle()\n",
+            "            buffer.to_write = ()\n",
+            by="test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again",
+        ),
+        Edit(
+            "shoal.offload.transfers",
+            "        if self._turn is not None and not self._turn.cancel():\n",
+            "        if self._turn is not None:\n",
+        ),
+    ],
+)
 def test_what_a_pass_that_is_given_up_has_not_begun_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a save fails that streams: an update stood still for two minutes."""
 
@@ -94,6 +131,16 @@ def test_what_a_pass_that_is_given_up_has_not_begun_is_not_waited_for(monkeypatc
     assert found == [[5] * 8] * 4
 
 
+@rule(
+    "A file of optimizer state has no name from its first moment on: no other process, this worker's next one "
+    "included, finds what is in it",
+    "A step",
+    broken_by=Edit(
+        "shoal.offload.state_file",
+        '        with tempfile.TemporaryFile(dir=folder, prefix="shoal-", buffering=0) as file:\n',
+        '        with (Path(folder) / "state").open("a+b", buffering=0) as file:\n',
+    ),
+)
 def test_a_file_has_no_name_and_is_gone_with_its_process(folder: str) -> None:
     left, right = StateFile(folder), StateFile(folder)
     assert list(Path(folder).iterdir()) == []

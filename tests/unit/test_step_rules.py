@@ -15,6 +15,7 @@ import pytest
 import torch
 from crew import Crew, Task, Worker, undisturbed
 from integration.scripts import optimizer_of
+from rule import Edit, holds, rule
 from shoal.blocks.flat import TAKEN_BYTES, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.host_memory import tensor_bytes
@@ -42,6 +43,20 @@ def first_gradients(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", request.param)
 
 
+@rule(
+    "The first gradient of a lane is added to zeros, or taken from its parameter as 0 + g, whatever lay in the "
+    "copy before; later ones are added to it, in views that are put back before every backward; a parameter "
+    "without one has zeros. `zero_grad()` drops the views, and a gradient that autograd assigns instead of "
+    "adding can be −0.0",
+    "Arithmetic and layout",
+    broken_by=[
+        Edit("shoal.training.lane_loop", "        state.sums.live.put_back(state.parameters)\n", ""),
+        Edit("shoal.blocks.flat", "        torch.add(gradient, 0.0, out=view)\n", "        view.copy_(gradient)\n"),
+        Edit("shoal.blocks.flat", "            put_first(gradient, view)\n", "            view.add_(gradient)\n"),
+        Edit("shoal.blocks.lane_sums", "        self.live.complete()\n        while", "        while"),
+        Edit("shoal.blocks.lane_sums", "        self.live.begin()\n", ""),
+    ],
+)
 @pytest.mark.usefixtures("first_gradients")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_loop_that_drops_every_gradient_gets_the_same_bits(micro_batches: int) -> None:
@@ -54,6 +69,7 @@ def test_a_loop_that_drops_every_gradient_gets_the_same_bits(micro_batches: int)
     assert undisturbed(Task(options, in_loop=zero_grad)) == undisturbed(Task(options))
 
 
+@holds("The first gradient of a lane is added")
 def test_large_and_small_gradients_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_steps": 3, "micro_batches_per_lane": 2}
     cleared = undisturbed(Task(options))
@@ -61,6 +77,7 @@ def test_large_and_small_gradients_have_the_same_bits(monkeypatch: pytest.Monkey
     assert undisturbed(Task(options)) == cleared
 
 
+@holds("The first gradient of a lane is added")
 def test_what_lay_in_a_gradient_copy_before_a_lane_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.blocks.flat.TAKEN_BYTES", 1)
 
@@ -81,6 +98,11 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@rule(
+    "The norm sums rows of 4,096 elements: longer rows give other bits with two threads",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.exchange.norm", "ROW = 4_096", "ROW = 8_192"),
+)
 @pytest.mark.parametrize("block", [1 << 16, 1 << 18])
 def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_is(block: int) -> None:
     blocks = 32
@@ -97,6 +119,7 @@ def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_i
     assert found[0] == found[1] == found[2]
 
 
+@holds("The norm sums rows of")
 def test_the_norm_sums_rows_of_4096_elements_and_then_pairs() -> None:
     """Rows of another length give other bits, and so another fingerprint of every run that clips."""
     blocks, block = 4, 16_384
@@ -113,6 +136,11 @@ def test_the_norm_sums_rows_of_4096_elements_and_then_pairs() -> None:
     assert len({summed(row) for row in (2048, 4096, 8192, 16_384)}) == 4
 
 
+@rule(
+    "An optimizer's kernel runs on whole blocks: a fused kernel gives other bits on other slices",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.core.layout", "SMALLEST_BLOCK = 4_096", "SMALLEST_BLOCK = 4_099"),
+)
 def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole_tensor() -> None:
     """On slices that are cut elsewhere, one update in some hundreds of a slice's last elements comes out otherwise."""
     generator, size = torch.Generator().manual_seed(0), 256 * 4096
@@ -134,6 +162,15 @@ def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole
     assert torch.equal(mine.weight, theirs.weight)
 
 
+@rule(
+    "A worker's hello contains its numeric identity",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.training.start",
+        "numerics=identity(state.device.kind, updates_on_host=config.updates_on_host)",
+        "numerics={}",
+    ),
+)
 def test_a_worker_whose_kernels_are_steered_otherwise_says_so_in_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     def steered() -> nn.Module:
         monkeypatch.setenv("MKL_CBWR", "AVX2")
@@ -158,6 +195,11 @@ def everything(state: TrainingState) -> str:
     return total.hexdigest()
 
 
+@rule(
+    "Every member has the next step's buffers before it votes",
+    "Arithmetic and layout",
+    broken_by=Edit("shoal.training.step", "        self._exchange_buffers()\n", ""),
+)
 def test_every_member_has_the_next_buffers_before_it_votes() -> None:
     entered: dict[int, list[dict[str, list[float]]]] = {}
 
@@ -174,6 +216,16 @@ def test_every_member_has_the_next_buffers_before_it_votes() -> None:
         assert len(buffers) == 3 and buffers[0] and buffers.count(buffers[0]) == 3
 
 
+@rule(
+    "Nothing that writes parameters, optimizer state or the next pending gradients is posted or run before the "
+    "vote has passed",
+    "A step",
+    broken_by=Edit(
+        "shoal.training.step",
+        "        record = self._vote(bad_gradient, norms)  # past this line the step is committed\n",
+        "        self._begin_hand_out().finish()\n        record = self._vote(bad_gradient, norms)\n",
+    ),
+)
 def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_the_vote_has_passed() -> None:
     state_of: dict[tuple[str, int], str] = {}
     posts_of: dict[str, int] = {}
@@ -201,6 +253,23 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
     assert looked == 3 * 6
 
 
+@rule(
+    "A member enters a vote only after waiting for everything that it posted: the last hand-out's sends, sends "
+    "to mirrors, fills",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.exchange.canonical",
+            "works += [work for one in self._leaving for work, _ in self._flight[one].sends]",
+            "works += []",
+        ),
+        Edit(
+            "shoal.training.step",
+            "        wait_for(sends, self._world.group)\n        bad_gradient",
+            "        bad_gradient",
+        ),
+    ],
+)
 @pytest.mark.parametrize("options", [{}, {"shoal": {"fill_bytes_per_step": 100_000}}], ids=["plain", "fills"])
 def test_who_enters_a_vote_has_waited_for_all_that_it_posted(options: dict[str, Any]) -> None:
     looked, filled = 0, 0
@@ -241,6 +310,11 @@ def test_a_report_of_several_numbers_is_refused_by_its_name() -> None:
 # ---- hyper-parameters and the optimizer
 
 
+@rule(
+    "Hyper-parameters that differ between members fail the job, and the error names group and key",
+    "A step",
+    broken_by=Edit("shoal.training.agreed_hyper", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
+)
 @pytest.mark.parametrize("note", ["short", "long " * 10_000])
 def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: str) -> None:
     def with_a_note(model: nn.Module) -> torch.optim.Optimizer:
@@ -293,11 +367,17 @@ def stubborn_step(engine: Engine) -> None:
         return  # a user's loop that swallows every error
 
 
+@holds("A worker whose optimizer raises")
 def test_a_script_that_swallows_the_error_of_its_optimizer_cannot_go_on_with_torn_state() -> None:
     with pytest.raises(UserError, match="left the job because its update failed: ArithmeticError: no more"):
         undisturbed(replace(TASK, optimizer=failing_here, step=stubborn_step))
 
 
+@rule(
+    "A worker whose optimizer raises counts as dead, whatever its script does with the error",
+    "A step",
+    broken_by=Edit("shoal.training.update", "            self._torn, context.leaving = result.failure, True\n", ""),
+)
 @pytest.mark.parametrize("step", [Engine.step, stubborn_step])
 def test_a_worker_whose_optimizer_fails_counts_as_dead_whatever_its_script_does_then(step: Any) -> None:
     task = replace(TASK, optimizer=failing)

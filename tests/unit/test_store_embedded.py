@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from asynchronous import asynchronous
+from rule import Edit, rule
 from shoal_controller.store.database import FORMAT, HISTORY_REVISIONS, Database
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Change, Compacted, Delete, Put
@@ -55,6 +56,15 @@ async def test_what_was_written_outlives_kill_9_and_what_was_not_leaves_no_half(
         assert number.value == twin.value and number.modified == twin.modified
 
 
+@rule(
+    "The end of a lease that the embedded store could not write is tried again",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.store.embedded",
+        "            self._expiry[lease] = self._loop.time() + AGAIN_SECONDS\n",
+        "            self._expiry.pop(lease, None)\n",
+    ),
+)
 @asynchronous
 async def test_the_end_of_a_lease_that_the_disk_does_not_take_is_tried_again(tmp_path, monkeypatch):
     """Or its keys would stay, and the store be of no use to anybody until it is opened again."""
@@ -152,6 +162,18 @@ def bytes_on_disk(directory) -> int:
     return sum(file.stat().st_size for file in directory.glob("store.db*"))
 
 
+@rule(
+    "What is deleted from the store leaves the disk, parts of unfinished changes included",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.store.database", "PRAGMA auto_vacuum=FULL", "PRAGMA auto_vacuum=NONE"),
+        Edit(
+            "shoal_controller.record_set",
+            "        swept = leftovers[: room - len(last)]\n",
+            "        swept = leftovers[:0]\n",
+        ),
+    ],
+)
 @asynchronous
 async def test_what_is_deleted_is_given_back_to_the_disk(tmp_path):
     store = await open_store(f"embedded:{tmp_path}")

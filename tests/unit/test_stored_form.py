@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from machine_driver import MADE_OF, stored, through_the_store, training
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase
@@ -39,6 +40,16 @@ def large_job() -> Durable:
     )  # fmt: skip
 
 
+@rule(
+    "A change writes the records that it changes and no others; what is written each time is below 4 KiB, "
+    "whatever the size of the job",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.core.machine.stored_form",
+        "        if name not in before or _differs(value, before[name]):\n            yield",
+        "        if before is not after:\n            yield",
+    ),
+)
 def test_a_change_of_one_worker_of_a_thousand_writes_that_worker_and_the_small_state() -> None:
     before = large_job()
     lost = replace(before.roster["w7"], standing=Standing.LOST, why="it has not answered")
@@ -48,6 +59,7 @@ def test_a_change_of_one_worker_of_a_thousand_writes_that_worker_and_the_small_s
     assert sum(map(len, changed.values())) < 1000
 
 
+@holds("A change writes the records")
 def test_the_state_of_a_job_of_a_thousand_workers_is_below_4_kib() -> None:
     state, records = stored(large_job())
     assert len(state) < 4096 < sum(map(len, records.values()))
@@ -110,6 +122,46 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
 }  # fmt: skip
 
 
+@rule(
+    "A record that cannot be read, or does not fit the others, is left unchanged, and the other jobs are served",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.codec",
+            "        if unknown := [name for name in _checked(value, dict) if name not in readers]:\n",
+            "        if unknown := []:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.stored_form",
+            "            check_plan(plan)\n            if",
+            "            if",
+            by="test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them",
+        ),
+        Edit(
+            "shoal_controller.core.machine.stored_form",
+            "        if record.worker != name:",
+            "        if False:",
+            by="test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them",
+        ),
+        Edit(
+            "shoal_controller.core.machine.stored_form",
+            "if strangers := plan.workers - durable.roster.keys():",
+            "if strangers := frozenset():",
+            by="test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them",
+        ),
+        Edit(
+            "shoal_controller.core.machine.stored_form",
+            '    if plan["generation"] != generation:',
+            "    if False:",
+            by="test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them",
+        ),
+        Edit(
+            "shoal_controller.job_repository",
+            "    if len(packed_texts) != head.records:\n",
+            "    if len(packed_texts) > head.records:\n",
+        ),
+    ],
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them(damage: str) -> None:
     name, change, sentence = DAMAGES[damage]

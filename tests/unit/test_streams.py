@@ -21,6 +21,7 @@ from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from integration.scripts import Samples
 from matrices import shortened
+from rule import Edit, holds, rule
 from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.stream_source import STATE_EVERY, StreamSamples
@@ -108,6 +109,15 @@ def expected(lane: int, count: int) -> list[list[int]]:
 # ---- what a lane reads
 
 
+@rule(
+    "A stream is shared by lane, never by worker: a lane's samples follow from the lane and the number of lanes alone",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit("shoal.data.opened_stream", "offset % self._lanes == self._lane", "offset % self._lanes == 0"),
+        Edit("shoal.data.opened_stream", "        return self._lane\n", "        return 0 * self._lane\n"),
+        Edit("shoal.data.opened_stream", "rank=lane, world_size=lanes", "rank=0, world_size=lanes"),
+    ],
+)
 @pytest.mark.parametrize("kind", [Numbers, Shares, Remembers])
 def test_a_lane_reads_its_part_of_the_stream_again_and_again(kind: type[Numbers]) -> None:
     source = samples(kind())
@@ -115,6 +125,41 @@ def test_a_lane_reads_its_part_of_the_stream_again_and_again(kind: type[Numbers]
         assert [source.read((step, lane, 0)).batch for step in range(12)] == expected(lane, 12)
 
 
+@rule(
+    "A lane of a stream goes on elsewhere with the same samples: a micro-batch is read under its own seed, a "
+    "pass begins under its own, and what lies between a bookmark and the micro-batch is read through",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.data.stream_source",
+            "        seed_everything(self._seed, step, lane, micro)\n        return step",
+            "        return step",
+        ),
+        Edit("shoal.data.stream_source", "        self._source.seed_pass(self._lane, self._passes)\n", ""),
+        Edit(
+            "shoal.data.stream_source",
+            "            self._read_samples(self._size - self._taken % self._size)\n",
+            "            self._size += 0\n",
+        ),
+        Edit(
+            "shoal.data.stream_source",
+            "        while self._taken < number * self._size:\n",
+            "        while self._taken < 0:\n",
+        ),
+        Edit(
+            "shoal.data.stream_source",
+            "        if self._stream is None or is_ahead or",
+            "        if self._stream is None or",
+        ),
+        Edit("shoal.core.stream_position", "found is not None and found.batches <= batches", "found is not None"),
+        Edit(
+            "shoal.data.opened_stream",
+            "and not _is_lossy(own)\n",
+            "\n",
+            by="test_a_stream_of_hugging_face_goes_on_elsewhere_with_the_same_samples",
+        ),
+    ],
+)
 @pytest.mark.parametrize("kind", [Numbers, Shares, Shuffles, Remembers])
 @pytest.mark.parametrize("lane", [0, 3])
 def test_a_lane_goes_on_elsewhere_with_the_same_samples_from_any_bookmark(kind: type[Numbers], lane: int) -> None:
@@ -140,6 +185,7 @@ def test_a_bookmark_saves_reading_what_lies_before_its_pass_or_with_a_state_befo
     assert read_from(Remembers, 3 * STATE_EVERY) == MICRO
 
 
+@holds("A lane of a stream goes")
 def test_a_lane_that_is_run_again_reads_nothing_again_and_gets_unchanged_samples() -> None:
     source = StreamSamples(Numbers(), list, ORDER, 5, Reading(processes=1, ahead=1))
     first = [source.read((step, 0, 0)).batch for step in range(3)]
@@ -152,6 +198,7 @@ def test_a_lane_that_is_run_again_reads_nothing_again_and_gets_unchanged_samples
     assert Numbers.read > 8
 
 
+@holds("A lane of a stream goes")
 def test_a_lane_that_others_have_trained_meanwhile_is_opened_at_a_state_and_else_read_through() -> None:
     source = samples(Remembers())
     source.read((0, 2, 0))
@@ -166,6 +213,8 @@ def test_a_lane_that_others_have_trained_meanwhile_is_opened_at_a_state_and_else
 # ---- what all know
 
 
+@holds("A lane of a stream goes")
+@holds("Where lanes stand in their streams")
 def test_votes_carry_the_bookmark_by_which_most_reading_is_saved() -> None:
     positions = StreamPositions()
     mine = [Bookmark(lane, 5, 0, 0, 40) for lane in range(3)]
@@ -180,6 +229,7 @@ def test_votes_carry_the_bookmark_by_which_most_reading_is_saved() -> None:
     assert other.to_texts() == positions.to_texts()
 
 
+@holds("Where lanes stand in their streams")
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '[0,0,0,0,-1,""]', "[0,0,0,0,0,1]", '[true,0,0,0,0,""]', "[" * 5000])
 def test_what_is_no_bookmark_is_refused_and_changes_nothing(text: str) -> None:
     positions = StreamPositions()
@@ -210,12 +260,14 @@ def alone() -> str:
     return undisturbed(STREAM)
 
 
+@holds("A stream is shared by lane,")
 @pytest.mark.parametrize("workers", shortened(["a", "ab", "abc", "abcd"], "abc"))
 def test_worlds_of_any_size_end_with_the_same_bits(workers: str, alone: str) -> None:
     with Crew(workers, STREAM) as crew:
         assert crew.finish() == alone
 
 
+@holds("A lane of a stream goes")
 @pytest.mark.parametrize("instant", shortened(["forward", "backward", "exchange", "vote", "in_vote"], "exchange"))
 @pytest.mark.parametrize("stage", shortened([0, 1, 2, 3], 1, 3))
 def test_a_kill_at_any_instant_changes_no_bit(instant: str, stage: int, alone: str) -> None:
@@ -226,6 +278,25 @@ def test_a_kill_at_any_instant_changes_no_bit(instant: str, stage: int, alone: s
         assert crew.finish() == alone
 
 
+@rule(
+    "Where lanes stand in their streams is known to all by the votes, given to joiners, and in checkpoints",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit("shoal.training.state", "        self.stream_positions.learn(record.streams)\n", ""),
+        Edit(
+            "shoal.core.stream_position",
+            "(one.batches - self._batches(one.lane), -one.lane, one)",
+            "(one.batches, -one.lane, one)",
+        ),
+        Edit("shoal.checkpoint.draft", "tuple(state.stream_positions.to_texts())", "()"),
+        Edit(
+            "shoal.core.stream_position",
+            "        found = [Bookmark.from_text(text) for text in texts]\n"
+            "        self._known = {one.lane: one for one in found}\n",
+            "        self._known = {}\n        self.learn(texts)\n",
+        ),
+    ],
+)
 def test_joins_and_drains_change_no_bit_and_a_joiner_does_not_read_from_the_beginning(alone: str) -> None:
     with Crew("ab", replace(STREAM, options={"max_steps": STEPS})) as crew:
         crew.train_to(3)
@@ -237,6 +308,7 @@ def test_joins_and_drains_change_no_bit_and_a_joiner_does_not_read_from_the_begi
         assert crew.finish() == alone
 
 
+@holds("Where lanes stand in their streams")
 def test_positions_are_in_checkpoints_and_another_world_goes_on_from_them(alone: str, tmp_path: Path) -> None:
     options = {"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 6}}}
     task = replace(STREAM, options=options)
@@ -268,6 +340,7 @@ def job(dataset: Any, processes: int | None, **options: Any) -> str:
     return digest
 
 
+@holds("A stream is shared by lane,")
 @pytest.mark.parametrize("kind", [Numbers, Shuffles, Remembers])
 def test_data_workers_read_streams_with_the_same_bits(kind: type[Numbers]) -> None:
     assert job(kind(), None) == job(kind(), 0) == job(kind(), 2) == job(kind(), 1, prefetch_factor=4)
@@ -313,6 +386,12 @@ def test_a_stream_that_gives_a_lane_nothing_is_refused(processes: int | None) ->
         job(Shares(3), processes)
 
 
+@rule(
+    "A stream that ends before where it stood, in the pass that a bookmark is of, is refused: a job goes on with "
+    "the data that it began with",
+    "Data, evaluations and the doors",
+    broken_by=Edit("shoal.data.stream_source", "            self._least = bookmark.offset\n", ""),
+)
 @pytest.mark.parametrize("kind", [Numbers, Shares])
 def test_a_stream_that_is_shorter_than_when_it_was_read_is_refused(kind: type[Numbers]) -> None:
     """As where files were deleted between two runs. One that ends later is read on."""

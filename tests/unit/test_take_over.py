@@ -10,6 +10,7 @@ import pytest
 import torch
 from crew import Task, undisturbed
 from integration.scripts import scheduler_of
+from rule import Edit, holds, rule
 from shoal.training.arguments import check_given
 from shoal.training.engine import Engine
 from shoal.training.start import initialize
@@ -38,6 +39,16 @@ CALLS: list[tuple[Callable[[Engine], Any], str]] = [
 ]
 
 
+@rule(
+    "Only the engine calls the optimizer and the scheduler, once per step; a script that calls them, or reads "
+    "state that is kept in blocks, gets an error that says so",
+    "A step",
+    broken_by=Edit(
+        "shoal.optim.take_over",
+        "    if scheduler is not None and not isinstance(scheduler, _Taken):\n",
+        "    if scheduler is None:\n",
+    ),
+)
 @pytest.mark.parametrize(("call", "sentence"), CALLS)
 @pytest.mark.parametrize("place", ["in_loop", "step"])
 def test_what_the_engine_does_itself_is_refused_to_the_script(call: Any, sentence: str, place: str) -> None:
@@ -45,6 +56,7 @@ def test_what_the_engine_does_itself_is_refused_to_the_script(call: Any, sentenc
         undisturbed(Task(OPTIONS, **{place: call}))
 
 
+@holds("Only the engine calls the")
 @pytest.mark.parametrize("name", ["StepLR", "CosineAnnealingLR", "OneCycleLR", "ReduceLROnPlateau"])
 def test_a_scheduler_in_the_engines_hands_stays_what_it_was(name: str) -> None:
     """Its kind, its state and its rates: those of the same scheduler that a plain loop steps."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from asynchronous import asynchronous
+from rule import holds
 from shoal_controller.callers import Caller, Role, Unauthorized
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put, Store
@@ -56,6 +57,7 @@ async def test_a_token_is_found_again_by_its_secret_and_by_nothing_near_it(tmp_p
     await store.close()
 
 
+@holds("A token opens what its")
 @asynchronous
 async def test_the_store_has_a_digest_and_no_secret(tmp_path: Path) -> None:
     store = await open_store(f"embedded:{tmp_path}")

@@ -11,6 +11,7 @@ from fills import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
+from rule import holds
 from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
@@ -99,6 +100,7 @@ def test_the_subtree_stack_gives_the_bits_of_a_plain_recursive_sum(lanes: int, d
         assert torch.equal(partial, summed(*span))
 
 
+@holds("The first gradient of a lane is added")
 @pytest.mark.parametrize("taken_bytes", [1, 1_000])
 def test_a_lane_without_a_gradient_adds_zeros_whatever_its_copy_held(
     taken_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +259,7 @@ def test_the_probed_state_size_is_what_a_block_takes() -> None:
     assert held.state_bytes() == 0
 
 
+@holds("The first gradient of a lane is added")
 @pytest.mark.parametrize("taken_bytes", [1, 1_000, 1_000_000])
 @pytest.mark.parametrize("backwards", [1, 2])
 def test_a_gradient_has_the_bits_of_an_accumulation_into_zeros_though_zero_grad_dropped_it(

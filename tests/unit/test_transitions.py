@@ -7,6 +7,7 @@ from itertools import product
 from typing import get_args
 
 import pytest
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.job import new_job
 from shoal_controller.core.machine.machine import SETTLE
 from shoal_controller.core.machine.phases.worker_messages import MESSAGES
@@ -21,6 +22,23 @@ def turn_in(phase: Phase) -> Turn:
     return Turn(replace(job, durable=replace(job.durable, phase=phase)), 1.0)
 
 
+@rule(
+    "A job's phase changes only along the arrows of `core/machine/transitions.py`, and only `Turn.enter` sets it",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.turn",
+            "        assert phase is before or (before, phase) in ALLOWED",
+            "        assert phase in Phase",
+        ),
+        Edit(
+            "shoal_controller.core.machine.transitions",
+            "    (Phase.RUNNING, Phase.STALLED): ",
+            '    (Phase.WAITING, Phase.RESIZING): "nothing",\n    (Phase.RUNNING, Phase.STALLED): ',
+            by="test_every_arrow_of_the_phases_is_taken_by_a_scenario",
+        ),
+    ],
+)
 @pytest.mark.parametrize(("before", "after"), sorted(product(SETTLE, SETTLE)))
 def test_a_phase_is_entered_only_where_the_table_has_an_arrow(before: Phase, after: Phase) -> None:
     turn = turn_in(before)
@@ -32,6 +50,7 @@ def test_a_phase_is_entered_only_where_the_table_has_an_arrow(before: Phase, aft
             turn.enter(after)
 
 
+@holds("A job's phase changes only")
 def test_nothing_else_sets_a_phase() -> None:
     with pytest.raises(AssertionError, match="a phase is entered"):
         turn_in(Phase.RUNNING).keep(phase=Phase.WAITING)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
+from rule import Edit, holds, rule
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -66,6 +67,27 @@ def gan(stage: int, **options: Any) -> Task:
     return Task({"max_steps": 7, "stage": stage, **options}, model=Gan, optimizer=optimizer_of, body=body)
 
 
+@rule(
+    "An update is one of the groups whose turn it is: the others keep parameters and state, in memory and in "
+    "files, and their gradients are in no norm",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.blocks.held",
+            "        if not bucket.is_frozen and turns[bucket.group]\n",
+            "        if not bucket.is_frozen or turns is None\n",
+        ),
+        Edit("shoal.offload.filed_blocks", " and turns[one.stretch.bucket]\n", "\n"),
+        Edit(
+            "shoal.training.step", "        self._forget_gradients_without_a_turn()\n        return", "        return"
+        ),
+        Edit(
+            "shoal.optim.turns",
+            "        group[TURN] = group.get(NAME) in names\n",
+            "        group[TURN] = group.get(TURN, False) or group.get(NAME) in names\n",
+        ),
+    ],
+)
 def test_only_the_group_whose_turn_it_is_changes() -> None:
     """A step of the generator leaves the discriminator and its momentum alone, though its gradient runs through it; and
     that gradient is in no norm.
@@ -91,6 +113,7 @@ def test_only_the_group_whose_turn_it_is_changes() -> None:
     assert seen == [("discriminator", False, True), ("discriminator", False, True), ("generator", True, False)]
 
 
+@holds("An update is one of the")
 def test_it_trains_as_two_optimizers_do() -> None:
     """Against torch itself, each network with its own optimizer and its own norm."""
     batches: list[Tensor] = []
@@ -118,6 +141,13 @@ def test_it_trains_as_two_optimizers_do() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@rule(
+    "Whose turn it is, is a hyper-parameter: who runs no body takes it over before the vote, and joiners and "
+    "checkpoints have it",
+    "Data, evaluations and the doors",
+    broken_by=Edit("shoal.optim.hyper", '        if key != "params"\n', '        if key not in ("params", "turn")\n'),
+)
+@holds("An update is one of the")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_world_ends_as_one_worker(stage: int) -> None:
     """Through a kill before the generator has any state, and a joiner after it."""
@@ -130,6 +160,7 @@ def test_every_world_ends_as_one_worker(stage: int) -> None:
         assert crew.finish() == right
 
 
+@holds("Whose turn it is, is a")
 def test_a_turn_reaches_a_joiner_that_replays_and_one_that_differs_fails_the_job() -> None:
     task = gan(1, max_steps=12)
     with Crew("abc", task) as crew:
@@ -151,6 +182,12 @@ def test_a_turn_reaches_a_joiner_that_replays_and_one_that_differs_fails_the_job
         assert "turn of optimizer group 0 is true here and false there" in crew.job.durable.reason
 
 
+@rule(
+    "A vote without a step compares no hyper-parameters: where the world broke, some members are in the next "
+    "step's body, which has set its own, and others have not begun it",
+    "Data, evaluations and the doors",
+    broken_by=Edit("shoal.training.voting", "        if step > context.state.step:  #", "        if step >= 0:  #"),
+)
 def test_values_of_the_next_body_are_not_compared_in_a_vote_without_a_step() -> None:
     """Where the world breaks between two steps, a vote settles what the last one has left, and some members may have
     begun the next body, which has set its turn or its rate, and others not.
@@ -167,6 +204,7 @@ def test_values_of_the_next_body_are_not_compared_in_a_vote_without_a_step() -> 
         assert crew.finish() == undisturbed(gan(1))
 
 
+@holds("An update is one of the")
 def test_state_in_files_stays_as_it_is_where_it_is_not_its_turn(tmp_path: Path) -> None:
     """With updates that carry it through buffers, in another stage."""
     with Crew("ab", gan(2, offload=tmp_path)) as crew:

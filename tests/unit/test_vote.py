@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rule import Edit, rule
 from shoal.core.exact_sum import MOST_PARTS
 from shoal.core.layout import SMALLEST_BLOCK, Trainable, lay_out
 from shoal.exchange.ballot import Ballot, Request
@@ -34,6 +35,11 @@ LAYOUT = lay_out([Trainable("weight", (BLOCKS * SMALLEST_BLOCK,), torch.float32,
 TRAFFIC = Traffic(recovery(1, "a"), 0, LAYOUT)
 
 
+@rule(
+    "The vote runs on CPU tensors",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.exchange.vote", 'device="cpu"', "device=None"),
+)
 def test_the_vote_runs_on_the_cpu_whatever_the_default_device_is() -> None:
     rows: list[Tensor] = []
 
@@ -131,6 +137,28 @@ def test_the_record_survives_its_bytes() -> None:
     assert Record.from_bytes(record.to_bytes()) == record
 
 
+@rule(
+    "A gradient that overflows at the loss scale makes the step a skipped one for all alike, and is no reason to "
+    "stop; the scale moves at the commit alone, by DeepSpeed's rule; joiners and checkpoints have it",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.training.state",
+            '            self.loss_scale = self.loss_scale.at(given["loss_scale"])\n',
+            "            pass\n",
+        ),
+        Edit(
+            "shoal.exchange.vote",
+            "updates=bool(counted) and not overflow and not halts(ballots),",
+            "updates=bool(counted),",
+        ),
+        Edit(
+            "shoal.core.loss_scale",
+            "state.hysteresis_left > 1 and rule.hysteresis != 1:",
+            "state.hysteresis_left > 1 and rule.consecutive_hysteresis:",
+        ),
+    ],
+)
 def test_an_overflow_of_one_makes_the_step_a_skipped_one_for_all() -> None:
     traffic = Traffic(recovery(1, "ab"), 0, LAYOUT)
     rows: list[Tensor] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.wait_graph import Activities, broken_links, stragglers
 from shoal_protos.activity import Activity, StepPhase
 
@@ -44,11 +45,42 @@ def test_a_chain_that_ends_in_user_code_has_no_broken_link_but_a_straggler() -> 
     assert stragglers(slow) == {"c": 30.0}
 
 
+@rule(
+    "… only waits older than the limit count, on both sides: slow is not broken, and workers' reports are not of "
+    "the same instant",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.wait_graph",
+            "            if peer in old and _in_vain(worker, activity, old[peer]):\n",
+            "            if peer in activities and _in_vain(worker, activity, activities[peer]):\n",
+        ),
+        Edit(
+            "shoal.group.group_progress",
+            "        self._pieces += 1\n        self._moved = now\n",
+            "        self._pieces += 1\n",
+        ),
+        Edit(
+            "shoal.group.group_progress",
+            "        self._state = (boundary, phase, bucket, tuple(peers), since)\n",
+            "        self._state = (boundary, phase, bucket, tuple(peers), time.monotonic())\n",
+            by="test_who_goes_on_waiting_for_fewer_has_waited_as_long_as_before",
+        ),
+        Edit(
+            "shoal.group.group_progress",
+            "        self._state = (self._state[0], phase, bucket, (), time.monotonic())\n",
+            "        self._state = (self._state[0], phase, bucket, (), self._state[4])\n",
+            by="test_whatever_it_does_it_has_done_for_no_time_yet",
+        ),
+    ],
+    after="When no vote passes although",
+)
 def test_a_wait_that_is_younger_than_the_limit_does_not_count() -> None:
     assert pairs({"a": at(VOTE, "b"), "b": at(VOTE, "a", seconds=9.0)}) == set()
     assert pairs({"a": at(VOTE, "b", seconds=9.0), "b": at(HAND_OUT, "c"), "c": at(LANES)}) == set()
 
 
+@holds("… only waits older than")
 def test_who_has_just_come_beyond_is_not_blamed_because_what_workers_say_is_not_of_one_instant() -> None:
     """b was a straggler for a minute, and has now sent what a waits for: a's last heartbeat does not know."""
     assert pairs({"a": at(VOTE, "b", seconds=60.0), "b": at(LANES, boundary=6, seconds=0.1)}) == set()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from crew import Crew, Task, engine_of, train
 from reference import reference
+from rule import Edit, holds, rule
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
@@ -19,6 +20,15 @@ from shoal_protos.wire.controller import decode_controller, encode_controller
 TASK = Task({"max_steps": 8})
 
 
+@rule(
+    "… during which requests of the loop's body are ignored and `rank` is -1: otherwise a joiner could write "
+    "untrained weights over a running job's",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.training.training_loop", "        if context.loop.is_warming_up:\n            return None\n", ""
+    ),
+    after="A joiner warms up on",
+)
 def test_a_joiners_body_sees_the_jobs_step_and_loss_and_no_rank() -> None:
     seen: list[tuple[int, int, float, bool]] = []
 
@@ -41,6 +51,7 @@ def test_a_joiners_body_sees_the_jobs_step_and_loss_and_no_rank() -> None:
         assert crew.finish() == reference(TASK)
 
 
+@holds("… during which requests of")
 def test_requests_of_a_warm_up_are_ignored(tmp_path: Path) -> None:
     """Whoever asks there is not in the job yet: the job must not end, and no untrained weights be written."""
     file, asked = tmp_path / "model.safetensors", []

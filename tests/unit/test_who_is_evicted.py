@@ -6,6 +6,7 @@ What a whole job makes of it is told by the simulation's scenarios (`link_fault`
 from dataclasses import replace
 
 import pytest
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.events import Connected, Exited, Tick
 from shoal_controller.core.machine.job import Attempt, Job
@@ -44,6 +45,47 @@ def evicted(job: Job) -> list[str]:
     return [record.worker for record in job.durable.roster.values() if record.quarantined]
 
 
+@rule(
+    "When the same pair has broken two generations, the one named most often is evicted, in a tie the younger; "
+    "its back-off doubles each time",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.link_faults",
+            "        if fault.times >= PATIENCE:\n",
+            "        if fault.times > PATIENCE:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.link_faults",
+            "(fault.blame_counts.get(worker, 0), roster[worker].join_order)",
+            "(fault.blame_counts.get(worker, 0), -roster[worker].join_order)",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.link_faults",
+            "    if not durable.backoff_counts:\n        return\n",
+            "    return\n",
+            by="test_a_back_off_of_an_address_where_nobody_is_any_more_is_forgotten_when_it_is_over_as_long_as_it_lasted",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.link_faults",
+            "min(at, turn.now + _backoff_seconds(times[address]))",
+            "at",
+            by="test_a_clock_that_was_set_back_makes_no_back_off_longer",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.link_faults",
+            "if behind or is_member(plan, peer)",
+            "if is_member(plan, peer)",
+            by="test_who_is_stuck_in_the_world_before_may_blame_one_that_is_not_in_the_new_one",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.link_faults",
+            "min(FIRST_BACKOFF * 2.0 ** (times - 1), LONGEST_BACKOFF)",
+            "FIRST_BACKOFF * 2.0 ** (times - 1)",
+            by="test_the_back_off_of_a_worker_that_is_evicted_again_doubles_up_to_an_hour",
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     ("reports", "blamed"),
     [
@@ -62,6 +104,16 @@ def test_two_generations_broken_by_different_pairs_count_nobody_out():
     assert evicted(broken(broken(job_of_three(), ("a", "b")), ("a", "c"))) == []
 
 
+@rule(
+    "… and a generation in which somebody was lost blames nobody",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.link_faults",
+        "        return  # ● someone was lost: an abort breaks its peers' connections too\n",
+        "        assert True\n",
+    ),
+    after="When the same pair has",
+)
 def test_a_generation_in_which_someone_was_lost_blames_nobody():
     job = job_of_three()
     roster = {**job.durable.roster, "c": replace(job.durable.roster["c"], standing=Standing.DEAD)}
@@ -69,6 +121,7 @@ def test_a_generation_in_which_someone_was_lost_blames_nobody():
     assert evicted(broken(broken(job, ("a", "b")), ("a", "b"))) == []
 
 
+@holds("When the same pair has")
 def test_the_back_off_of_a_worker_that_is_evicted_again_doubles_up_to_an_hour():
     job, waits, now = job_of_three(), [], 0.0
     for _ in range(11):
@@ -79,6 +132,18 @@ def test_the_back_off_of_a_worker_that_is_evicted_again_doubles_up_to_an_hour():
     assert waits == [10.0 * 2**times for times in range(9)] + [3600.0] * 2
 
 
+@rule(
+    "… unless the launcher confirms the death",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.failure_detector",
+        "    if _has_died(record, event.code):\n",
+        "    if _has_died(record, event.code) and silence.is_cut_off(turn.job):\n"
+        "        return None\n"
+        "    if _has_died(record, event.code):\n",
+    ),
+    after="Within `reconnect_seconds` of a controller's",
+)
 def test_a_death_that_the_launcher_confirms_counts_though_everybody_is_silent():
     job, now = new_job(JobSpec("job", 3, launcher="local"), 0.0), 0.0
     job = replace(job, durable=job_of_three().durable)

@@ -18,6 +18,7 @@ from google.protobuf import text_format
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrices import examples
+from rule import holds
 from shoal_protos import session_pb2 as pb
 from shoal_protos import wire
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
@@ -229,6 +230,7 @@ def test_a_message_with_some_bytes_changed_gets_a_sentence_and_nothing_else(data
         _hears_a_sentence(read, bytes(garbled[:cut]))
 
 
+@holds("Whatever a field of a")
 @pytest.mark.parametrize("path", ATTACKS, ids=lambda path: path.stem)
 def test_an_attack_gets_its_sentence(path: Path) -> None:
     side, message, sentence = (part.strip() for part in path.read_text().split("---"))

@@ -6,6 +6,7 @@ import asyncio
 import re
 
 import pytest
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.sessions.door import Door, TokenExpired
 from shoal_controller.worker_tokens import ShownToken, WorkerTokens, is_for_workers
@@ -33,6 +34,7 @@ def test_every_controller_with_the_same_secret_makes_and_reads_the_same_tokens()
     assert WorkerTokens("another").join("train", "run-1") != JOIN != TOKENS.join("train", "run-2")
 
 
+@holds("A worker's token opens sessions")
 @pytest.mark.parametrize(
     "shown",
     [
@@ -65,6 +67,28 @@ def test_the_operators_token_opens_every_session_and_each_other_what_it_proves()
     assert asyncio.run(Door(None).proof_of({}, "")) is None, "where no token is asked for, none is read"
 
 
+@rule(
+    "A session token ends, and is renewed before; later it opens nothing by itself, and says whose it is beside "
+    "a join token of its run, so that a worker outlives any outage",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.sessions.door",
+            "            if shown.expires <= self._clock():\n",
+            "            if False:\n",
+        ),
+        Edit(
+            "shoal_controller.sessions.streams",
+            "                if stream.renewed <= due:\n",
+            "                if False:\n",
+        ),
+        Edit(
+            "shoal.session.shown_tokens",
+            "        if token and (self._given is None or now < self._fresh_until):\n",
+            "        if token:\n",
+        ),
+    ],
+)
 def test_a_session_token_whose_time_is_over_opens_nothing_alone_and_says_whose_it_is_beside_a_join_token() -> None:
     with pytest.raises(TokenExpired, match="the session token of worker w0 of job train has expired; expected the"):
         opened(bearer=SESSION, now=1000.0)

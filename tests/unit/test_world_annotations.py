@@ -12,6 +12,7 @@ import pytest
 from api_server import PODS
 from asynchronous import asynchronous
 from pod_team import SPEC, Team, hurry, team
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import WorkerRecord
 from shoal_controller.core.machine.effects import Effect, Persist
 from shoal_controller.core.machine.events import Event, Exited, Save, Scale, Spawned
@@ -56,6 +57,33 @@ async def started(one: Team, *workers: str) -> None:
     one.cluster.requests.clear()
 
 
+@rule(
+    "Annotations of pods hold up nothing: one patch a pod and world, of the newest world, to this very pod and "
+    "run, a moment after it has begun",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.launchers.kubernetes.world_annotations",
+            "            await asyncio.sleep(SETTLE_SECONDS)\n            self._came.clear()\n",
+            "            self._came.clear()\n",
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.world_annotations",
+            '{"uid": tracked.uid, "annotations": dict(wanted)}',
+            '{"annotations": dict(wanted)}',
+        ),
+        Edit(
+            "shoal_controller.launchers.kubernetes.world_annotations",
+            "world is None or world.run != tracked.spec.run or not tracked.uid",
+            "world is None or not tracked.uid",
+        ),
+        Edit(
+            "shoal_controller.background",
+            "world is None or world.generation == self._shown_generation",
+            "world is None",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_pod_tells_generation_and_rank_one_patch_a_resize_and_a_joiner_tells_none(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b", "c") as one:
@@ -71,6 +99,7 @@ async def test_a_pod_tells_generation_and_rank_one_patch_a_resize_and_a_joiner_t
         assert patches(one) == {"w0": 1, "w1": 2, "w2": 1}
 
 
+@holds("Annotations of pods hold up")
 @asynchronous
 async def test_of_worlds_that_follow_each_other_quickly_only_the_last_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -86,6 +115,7 @@ async def test_of_worlds_that_follow_each_other_quickly_only_the_last_one_is_wri
         assert patches(one) == {"w0": 1, "w1": 1}
 
 
+@holds("Annotations of pods hold up")
 @asynchronous
 async def test_whoever_changes_the_annotations_is_left_alone_until_the_next_world(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -99,6 +129,7 @@ async def test_whoever_changes_the_annotations_is_left_alone_until_the_next_worl
         await one.until(lambda: says(one, "w0") == mark(2, 0), "world 2")
 
 
+@holds("Annotations of pods hold up")
 @asynchronous
 async def test_a_pod_that_is_gone_or_anothers_is_left_alone(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b", "c") as one:
@@ -117,6 +148,7 @@ async def test_a_pod_that_is_gone_or_anothers_is_left_alone(tmp_path: Path) -> N
         assert not says(one, "w1") and "w0" not in patches(one) and patches(one)["w1"] == 1
 
 
+@holds("A conflict (409) is read")
 @asynchronous
 async def test_a_conflict_is_read_and_tried_again_unless_the_pod_is_another(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
@@ -174,6 +206,7 @@ async def test_another_controller_writes_what_is_missing_and_nothing_else(tmp_pa
         assert patches(one) == {"w1": 1}
 
 
+@holds("Annotations of pods hold up")
 @asynchronous
 async def test_the_pods_of_a_new_run_tell_nothing_of_the_old_runs_worlds(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b") as one:
@@ -195,6 +228,7 @@ class Opening(SmallMachine):
         return replace(job, durable=replace(job.durable, current=after, roster=roster)), [Persist()]
 
 
+@holds("Annotations of pods hold up")
 @asynchronous
 async def test_a_launcher_is_told_each_world_once_and_the_present_one_by_the_next_controller(tmp_path: Path) -> None:
     async with running(tmp_path, Opening()) as one:
