@@ -67,6 +67,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python tests/mutants/check.py
+	$(BIN)/python tests/commits.py
 
 types: $(READY)
 	$(BIN)/mypy
