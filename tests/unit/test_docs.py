@@ -91,3 +91,9 @@ def test_every_command_of_a_scenario_is_on_its_page() -> None:
     commands = re.findall(r"def do_(\w+)", (ROOT / "tests/simulation/script.py").read_text())
     shown = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs/simulation.md").read_text()))
     assert [command for command in commands if not re.search(rf"\b{command}\b", shown)] == []
+
+
+def test_the_changelog_can_be_read_at_once() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert len(lines) <= 40, "edit entries in place; a fix of what nobody has had is no entry"
+    assert max(map(len, lines)) <= 120
