@@ -82,19 +82,19 @@ def _decorators() -> Iterator[tuple[str, Any]]:
                     names["RULES"] = ast.literal_eval(node.value)
                 for call in getattr(node, "decorator_list", ()):
                     if isinstance(call, ast.Call) and ast.unparse(call.func) in names:
-                        said = eval(compile(ast.Expression(call), file, "eval"), names)
-                        yield f"{file.relative_to(ROOT)}::{node.name}", said
+                        given = eval(compile(ast.Expression(call), file, "eval"), names)
+                        yield f"{file.relative_to(ROOT)}::{node.name}", given
 
 
 @cache
 def read() -> tuple[list[Rule], list[tuple[str, str]]]:
     """The rules as they stand at their own tests, and how the others begin that tests hold."""
     found, held = [], []
-    for test, said in _decorators():
-        if isinstance(said, Rule):
-            found.append(replace(said, tests=(f"{test}[{said.case}]" if said.case else test,)))
+    for test, given in _decorators():
+        if isinstance(given, Rule):
+            found.append(replace(given, tests=(f"{test}[{given.case}]" if given.case else test,)))
         else:
-            held += [(start, f"{test}[{case}]" if case else test) for case, start in said]
+            held += [(start, f"{test}[{case}]" if case else test) for case, start in given]
     return found, held
 
 

@@ -55,8 +55,8 @@ def test_all_that_tests_say_of_rules_fits() -> None:
     ],
 )
 def test_what_does_not_fit_is_named(found: list[Rule], held: list[tuple[str, str]], sentences: list[str]) -> None:
-    told = list(problems(found, held))
-    assert len(told) == len(sentences) and all(one in line for one, line in zip(sentences, told, strict=True)), told
+    named = list(problems(found, held))
+    assert len(named) == len(sentences) and all(one in line for one, line in zip(sentences, named, strict=True)), named
 
 
 def test_rules_go_by_section_and_sequels_follow_the_rule_that_they_go_on_from() -> None:
