@@ -15,20 +15,24 @@ import argparse
 import compileall
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from integration.warm import Warm
+from mutants.within import WARM_MODULES
 from rule import ROOT, Edit, Rule, rules
 
 LIMIT_SECONDS = 600
@@ -99,7 +103,7 @@ def copied_tree() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def verdict(mutant: Mutant, tree: Path) -> Verdict:
+def verdict(mutant: Mutant, tree: Path, warm: Warm) -> Verdict:
     """Breaks the rule in `tree`, and mends it again."""
     try:
         tests, broken = mutant.tests(), mutant.broken_text()
@@ -108,37 +112,49 @@ def verdict(mutant: Mutant, tree: Path) -> Verdict:
     began, file = time.monotonic(), tree / mutant.edit.file
     file.write_text(broken)
     try:
-        noticed, words = _run(tests, tree)
+        noticed, words = _run(tests, tree, warm)
     finally:
         shutil.copy2(ROOT / mutant.edit.file, file)
     return Verdict(noticed, words, time.monotonic() - began)
 
 
-def _run(tests: list[str], tree: Path) -> tuple[bool, str]:
+def _run(tests: list[str], tree: Path, warm: Warm) -> tuple[bool, str]:
     """Whether one of them fails as it should, and which one, or what is wrong."""
-    paths = [tree / name for name in PACKAGES]
+    paths = [str(tree / name) for name in PACKAGES]
     if any(test.startswith(WITH_MODELS) for test in tests):
-        paths += [ROOT / ".venv/models", tree / "tests/scripts/torchvision_without_cuda"]
-    packages = os.pathsep.join(map(str, paths))
+        paths += [str(ROOT / ".venv/models"), str(tree / "tests/scripts/torchvision_without_cuda")]
     # what is compiled anew is not kept: the next mutant of the file may be of the same size and second
-    own = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "SHOAL_EXAMPLES": "all"}
-    environment = {**os.environ, "PYTHONPATH": packages, **own}
-    try:
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=short", "-m", "", *tests],
-            cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+    own = {"PYTHONDONTWRITEBYTECODE": "1", "SHOAL_EXAMPLES": "all", "PYTHONPATH": os.pathsep.join(paths)}
+    log = tree / "pytest.log"
+    log.unlink(missing_ok=True)
+    arguments = ["-x", "-q", "--no-header", "--tb=short", "-m", "", *tests]
+    pid = warm.fork("mutants.within:run_tests", {"tree": str(tree), "paths": paths, "arguments": arguments}, own, log)
+    status = _end_of(pid, warm)
+    if status is None:
         return False, f"its tests did not end within {LIMIT_SECONDS} s"
-    lines = run.stdout.strip().splitlines() or run.stderr.strip().splitlines() or ["no output"]
-    if run.returncode == PASSED:
+    output = log.read_text(errors="replace")
+    lines = output.strip().splitlines() or ["no output"]
+    if status == PASSED:
         return False, "NOT NOTICED"
-    if run.returncode != FAILED:
+    if status != FAILED:
         return False, f"its tests did not run: {lines[-1]}"
-    if mistake := NO_PYTHON.search(run.stdout):
+    if mistake := NO_PYTHON.search(output):
         return False, f"fails of itself: {mistake[0]}"
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return True, failed[-1].split("::", 1)[-1].split(" - ")[0] if failed else lines[-1]
+
+
+def _end_of(pid: int, warm: Warm) -> int | None:
+    """A fork's exit status, or None once it was killed because it did not end in time."""
+    with suppress(ProcessLookupError):  # it has ended already
+        ending = os.pidfd_open(pid)
+        try:
+            if not select.select([ending], [], [], LIMIT_SECONDS)[0]:
+                os.killpg(pid, signal.SIGKILL)
+                return None
+        finally:
+            os.close(ending)
+    return warm.ended()[pid]
 
 
 def changed_since(revision: str) -> set[str]:
@@ -179,11 +195,12 @@ def main() -> int:
     def judge(mutant: Mutant) -> Verdict:
         tree = trees.get()
         try:
-            return verdict(mutant, tree)
+            return verdict(mutant, tree, warm)
         finally:
             trees.put(tree)
 
     with ExitStack() as copies, ThreadPoolExecutor(given.jobs) as pool:
+        warm = copies.enter_context(closing(Warm(WARM_MODULES)))
         for _ in range(given.jobs):
             trees.put(copies.enter_context(copied_tree()))
         for mutant, found in zip(mutants, pool.map(judge, mutants), strict=True):
