@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,76 @@ def test_the_table_has_a_row_for_each_stage_and_says_what_comes_on_top() -> None
     assert heading == "Bytes of a worker: 7,000,000,000 parameters in fp32, 8 workers, 8 lanes, 1 mirror"
     assert columns.split()[:3] == ["stage", "parameters", "gradients"]
     assert [row.split()[0] for row in rows[:4]] == ["0", "1", "2", "3"]
-    assert "70.0 GB" in rows[1]
-    assert rows[4:] == [
+    assert rows[1].split() == ["1", "28.0", "GB", "28.0", "GB", "–", "14.0", "GB", "–", "67.1", "MB"]
+    assert rows[-3:] == [
         "Activations, and what PyTorch needs itself, come on top.",
         "Largest unit: 218,750,000 parameters.",
         "A parameter above 8 MiB adds twice what it has above that in a step (--largest-parameter).",
     ]
+
+
+def totals(*arguments: str) -> list[list[str]]:
+    """The lines of the table with and without mirrors, in cells."""
+    status, output, errors = ran(*arguments)
+    assert (status, errors) == (0, "")
+    table = output.split("\n\n")[1].partition("Activations")[0]
+    return [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("mirrors", "columns", "at_rest"),
+    [
+        ([], ["without mirrors", "1 mirror"], ["10.5 GB", "21.0 GB", "10.5 GB"]),
+        (["--mirrors", "1"], ["without mirrors", "1 mirror"], ["10.5 GB", "21.0 GB", "10.5 GB"]),
+        (["--mirrors", "2"], ["without mirrors", "2 mirrors"], ["10.5 GB", "31.5 GB", "21.0 GB"]),
+        (["--mirrors", "0"], ["without mirrors", "1 mirror"], ["10.5 GB", "21.0 GB", "10.5 GB"]),
+    ],
+)
+def test_the_price_of_a_copy_is_shown_whatever_is_asked(
+    mirrors: list[str], columns: list[str], at_rest: list[str]
+) -> None:
+    heading, first, *_ = totals("--params", "7e9", "--workers", "8", "--stage", "3", *mirrors)
+    assert heading == ["stage", *columns, "for copies"]
+    assert first == ["3", "at rest", *at_rest]
+
+
+def test_a_worker_alone_is_told_of_no_copy() -> None:
+    assert totals("--params", "7e9", "--workers", "1", "--stage", "3")[:2] == [
+        ["stage", "without mirrors"],
+        ["3", "at rest", "84.0 GB"],
+    ]
+    [one] = stages("--params", "7e9", "--workers", "1", "--stage", "3").values()
+    assert [each["mirrors"] for each in one["by_mirrors"]] == [0]
+
+
+def test_what_is_on_the_host_and_in_files_is_told_by_mirrors_too() -> None:
+    asked = ("--params", "7e9", "--workers", "8", "--stage", "1", "--offload", "file")
+    assert [line[-4:] for line in totals(*asked)[3:]] == [
+        ["on the host", "25.2 MB", "25.2 MB", "–"],
+        ["in files", "7.0 GB", "14.0 GB", "7.0 GB"],
+    ]
+
+
+@pytest.mark.parametrize("mirrors", [[], ["--mirrors", "0"], ["--mirrors", "3"]])
+def test_json_has_the_sums_without_mirrors_and_with_them(mirrors: list[str]) -> None:
+    asked = ("--params", "7e9", "--workers", "8")
+    counts = [0, int(mirrors[1]) or 1] if mirrors else [0, 1]
+    for stage, one in stages(*asked, *mirrors).items():
+        alone = [stages(*asked, "--mirrors", str(count))[stage] for count in counts]
+        wanted = [
+            {"mirrors": count, "at_rest": each["at_rest"], "at_most": each["at_most"]}
+            for count, each in zip(counts, alone, strict=True)
+        ]
+        assert one["by_mirrors"] == wanted
+
+
+@pytest.mark.parametrize("offload", ["none", "host", "file"])
+def test_the_tables_fit_a_terminal_of_80_columns(offload: str) -> None:
+    asked = ("--params", "999e12", "--workers", "1000", "--mirrors", "100", "--lanes", "8000", "--precision", "bf16")
+    _, output, _ = ran(*asked, "--offload", offload, "--frozen", "1e12")
+    _, *lines = output.splitlines()
+    tables = lines[: next(at for at, line in enumerate(lines) if line.startswith("Activations"))]
+    assert max(len(line.rstrip()) for line in tables) <= 80
 
 
 def test_a_parameter_that_is_larger_than_a_bucket_can_be_said() -> None:

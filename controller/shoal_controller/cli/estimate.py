@@ -1,4 +1,4 @@
-"""`shoal estimate`: bytes that a worker needs, by stage. It talks to no controller.
+"""`shoal estimate`: bytes that a worker needs, by stage, with mirrors and without. It talks to no controller.
 
 The arithmetic is `shoal_protos.memory_estimate`; what a training config says is read in estimate_config.py.
 """
@@ -6,12 +6,13 @@ The arithmetic is `shoal_protos.memory_estimate`; what a training config says is
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
-from shoal_protos.memory_estimate import MOST, MOST_LANES, STAGES, MemoryEstimate, MemorySetup
+from shoal_protos.memory_estimate import MOST, MOST_LANES, STAGES, Location, MemoryEstimate, MemorySetup
 from shoal_protos.memory_estimate import estimate as bytes_of_a_worker
 
 from shoal_controller.cli.options import Form, Output
@@ -136,14 +137,29 @@ def _show(estimates: list[MemoryEstimate], form: Form) -> None:
 
 
 def _row(one: MemoryEstimate) -> dict[str, Any]:
-    """A stage as JSON."""
+    """A stage as JSON. `by_mirrors`: without mirrors and with them, whatever is asked."""
     items = [
         {"name": item.name, "bytes": item.bytes, "location": item.location, "in_step": item.in_step}
         for item in one.items
     ]
-    at_most = {location: one.at_most(location) for location in ("device", "host", "file")}
-    at_rest = {location: one.at_rest(location) for location in ("device", "host", "file")}
-    return {"stage": one.setup.stage, "built": one.built, "at_rest": at_rest, "at_most": at_most, "items": items}
+    compared = [{"mirrors": each.setup.mirrors, **_sums(each)} for each in _by_mirrors(one)]
+    return {"stage": one.setup.stage, "built": one.built, **_sums(one), "by_mirrors": compared, "items": items}
+
+
+def _sums(one: MemoryEstimate) -> dict[str, dict[str, int]]:
+    return {
+        "at_rest": {location: one.at_rest(location) for location in LOCATIONS},
+        "at_most": {location: one.at_most(location) for location in LOCATIONS},
+    }
+
+
+def _by_mirrors(one: MemoryEstimate) -> list[MemoryEstimate]:
+    """The same job without mirrors, and with those asked for, or one where that is none: the price of a copy is seen
+    whatever is asked. A worker alone can have no mirror.
+    """
+    setup = one.setup
+    with_copies = setup.mirrors or min(1, setup.workers - 1)
+    return [bytes_of_a_worker(replace(setup, mirrors=mirrors)) for mirrors in sorted({0, with_copies})]
 
 
 COLUMNS = {
@@ -155,6 +171,14 @@ COLUMNS = {
     "buffers": ("exchange buffers", "gathered units", "offload buffers"),
 }
 """Of the table, with the names of what they add up."""
+LOCATIONS: tuple[Location, ...] = ("device", "host", "file")
+TOTALS: tuple[tuple[str, Location, bool], ...] = (
+    ("at rest", "device", True),
+    ("in a step", "device", False),
+    ("on the host", "host", False),
+    ("in files", "file", False),
+)
+"""Rows of a stage: title, place, and whether it is what is held between two steps."""
 
 
 def _table(estimates: list[MemoryEstimate]) -> RenderableType:
@@ -162,15 +186,30 @@ def _table(estimates: list[MemoryEstimate]) -> RenderableType:
 
     from shoal_controller.cli.tables import amount, table_of
 
-    totals = ("at rest", "in a step", "on the host", "in files")
-    table = table_of("stage", *COLUMNS, *totals, numbers=("stage", *COLUMNS, *totals))
+    table = table_of("stage", *COLUMNS, numbers=("stage", *COLUMNS))
     for one in estimates:
         parts = (sum(item.bytes for item in one.items if item.name in names) for names in COLUMNS.values())
-        sums = (one.at_rest("device"), one.at_most("device"), one.at_most("host"), one.at_most("file"))
-        table.add_row(
-            f"{one.setup.stage}{'' if one.built else '*'}", *(amount(size or None) for size in (*parts, *sums))
-        )
-    return Group(_heading(estimates[0].setup), table, *_notes(estimates))
+        table.add_row(f"{one.setup.stage}{'' if one.built else '*'}", *(amount(size or None) for size in parts))
+    return Group(_heading(estimates[0].setup), table, "", _price(estimates), *_notes(estimates))
+
+
+def _price(estimates: list[MemoryEstimate]) -> RenderableType:
+    """What a worker holds in all, without mirrors and with them."""
+    from shoal_controller.cli.tables import amount, table_of
+
+    counts = [one.setup.mirrors for one in _by_mirrors(estimates[0])]
+    columns = [f"{count} mirror{'s'[: count != 1]}" if count else "without mirrors" for count in counts]
+    columns += ["for copies"] if len(counts) > 1 else []
+    table = table_of("stage", "", *columns, numbers=("stage", *columns))
+    for one in estimates:
+        by_mirrors, name = _by_mirrors(one), str(one.setup.stage)
+        for title, location, is_at_rest in TOTALS:
+            sizes = [each.at_rest(location) if is_at_rest else each.at_most(location) for each in by_mirrors]
+            sizes += [sizes[1] - sizes[0]] if len(sizes) > 1 else []
+            if any(sizes):
+                table.add_row(name, title, *(amount(size or None) for size in sizes))
+                name = ""
+    return table
 
 
 def _heading(setup: MemorySetup) -> str:
