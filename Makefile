@@ -18,6 +18,8 @@
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices; ARGS="--part 1/8"
+#   make bench      measure for half an hour on a quiet machine, and write the tables of benchmarks/README.md; ARGS="--only
+#                   memory" prints some
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make docs       regenerate pages of docs/ (phases, events, rules, controller, REST, command, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
@@ -41,7 +43,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants protos docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants bench protos docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -179,6 +181,9 @@ test-gpu: $(READY)
 
 mutants: $(MODELS)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)
+
+bench: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py $(ARGS)
 
 protos: $(READY)
 	$(BIN)/python protos/generate.py

@@ -25,7 +25,7 @@ from statistics import median
 from cluster import Cluster, Job, end_cleanly
 from model import SIZES
 from steps import Step
-from tables import show, spread, verdict
+from tables import Figure, note, show, spread, verdict
 
 MOST_LONGER_SECONDS = 0.1
 MOST_JOINER_SECONDS = 6.0
@@ -155,6 +155,23 @@ def longer(steps: Sequence[Step], at: int) -> list[float]:
     return [seconds - usual for seconds in took[at - 1 : at - 1 + AFFECTED]]
 
 
+def note_targets(size: str, workers: int, figures: Figures) -> None:
+    """What README.md judges."""
+    settings = f"{size}, {workers} workers"
+    for reason, longest in sorted(figures.longest.items()):
+        if longest:
+            measured = f"the longest step of a change, longer than usual by, s: {reason}"
+            note(Figure(measured, settings, longest, MOST_LONGER_SECONDS if reason != "none" else None))
+    note(
+        Figure(
+            "a joiner, from its start to its first lane, s", settings, figures.joiners, MOST_JOINER_SECONDS, digits=2
+        )
+    )
+    if figures.slower:
+        measured = "the others' steps while a joiner is filled, of those before"
+        note(Figure(measured, settings, figures.slower, MOST_SLOWER, digits=2))
+
+
 def main() -> None:
     end_cleanly()
     parser = argparse.ArgumentParser(description="What planned changes cost.")
@@ -165,6 +182,7 @@ def main() -> None:
     changes, joiners = [], []
     for size in given.sizes:
         figures = measure(size, given.rounds, given.workers)
+        note_targets(size, given.workers, figures)
         for reason, longest in sorted(figures.longest.items()):
             judged = verdict(median(longest), MOST_LONGER_SECONDS) if longest and reason != "none" else "–"
             changes.append([size, reason, spread(longest), judged, spread(figures.pauses[reason])])

@@ -30,7 +30,7 @@ from statistics import median
 import model
 from cluster import Cluster, Job, end_cleanly
 from sharded import state_bytes
-from tables import show, spread, verdict
+from tables import Figure, note, show, spread, verdict
 
 WORKERS = 4
 SMALLER = (3, 2)
@@ -48,8 +48,12 @@ TARGETS = (
     ("write", "DCP async_save, nice", 1.5),
 )
 """Figure, what it is compared with, and the greatest ratio."""
+NAMES = {"stall": "the stall", "longest": "the longest step", "cost": "the cost", "write": "the time to write"}
+"""Of figures, in README.md."""
 MOST_BYTES = 1.01
 """Of the state."""
+MOST_RESTORE = 1.0
+"""Of DCP's."""
 
 
 def measure(task: str, workers: int, mirrors: int, given: argparse.Namespace, folder: Path) -> Rounds:
@@ -74,11 +78,15 @@ def save_row(rounds: Rounds, way: str, state: int) -> list[str]:
     return [way, *seconds, work, write, f"{median(values(rounds, way, 'bytes')) / state:.4f}"]
 
 
-def judged(rounds: Rounds, figure: str, way: str, other: str, target: float) -> list[str]:
-    """A ratio of medians, beside it the median of the ratios of neighbouring rounds. The larger one is judged."""
+def compared(rounds: Rounds, figure: str, way: str, other: str) -> tuple[float, float]:
+    """A ratio of medians, and the median of the ratios of neighbouring rounds. The larger one is judged."""
     mine, theirs = values(rounds, way, figure), values(rounds, other, figure)
     ratio = median(mine) / median(theirs)
-    neighbours = median(a / b for a, b in zip(mine, theirs, strict=True))
+    return ratio, median(a / b for a, b in zip(mine, theirs, strict=True))
+
+
+def judged(rounds: Rounds, figure: str, way: str, other: str, target: float) -> list[str]:
+    ratio, neighbours = compared(rounds, figure, way, other)
     return [f"{figure} of {other}'s", f"{ratio:.3f}", f"{neighbours:.3f}", verdict(max(ratio, neighbours), target)]
 
 
@@ -91,13 +99,20 @@ def show_saves(rounds: Rounds, given: argparse.Namespace) -> None:
     share = median(values(rounds, "Shoal", "bytes")) / state
     rows.append(["bytes of the state", f"{share:.4f}", "–", verdict(share, MOST_BYTES)])
     show("Shoal's saves", ["", "ratio", "neighbours", "target"], rows)
+    settings = f"{given.size}, {WORKERS} workers"
+    for figure, other, target in TARGETS:
+        of = max(compared(rounds, figure, "Shoal", other))
+        note(Figure(f"a save: {NAMES[figure]}, of {other}'s", settings, [of], target, given.mirrors))
+    note(Figure("a save: bytes on the disk, of the state", settings, [share], MOST_BYTES, given.mirrors, digits=4))
 
 
-def show_restores(found: dict[int, Rounds], size: str) -> None:
+def show_restores(found: dict[int, Rounds], size: str, mirrors: int) -> None:
     rows = []
     for workers, rounds in found.items():
+        of, where = max(compared(rounds, "seconds", "Shoal", "DCP load")), f"{size}, {WORKERS} → {workers} workers"
+        note(Figure("a restore, of DCP load's", where, [of], MOST_RESTORE, mirrors))
         for way in rounds:
-            ratio = judged(rounds, "seconds", way, "DCP load", 1.0)[1:] if way == "Shoal" else ["", "", ""]
+            ratio = judged(rounds, "seconds", way, "DCP load", MOST_RESTORE)[1:] if way == "Shoal" else ["", "", ""]
             seconds, work = (spread(values(rounds, way, figure), 2) for figure in ("seconds", "processor"))
             rows.append([f"{WORKERS}→{workers}, {way}", seconds, work, *ratio])
     head = ["", "restore, s", "CPU, s", "of DCP's", "neighbours", "target"]
@@ -116,7 +131,7 @@ def main() -> None:
     try:
         show_saves(measure("save", WORKERS, given.mirrors, given, folder), given)
         restores = {workers: measure("restore", workers, given.mirrors, given, folder) for workers in SMALLER}
-        show_restores(restores, given.size)
+        show_restores(restores, given.size, given.mirrors)
     finally:
         shutil.rmtree(folder)
 

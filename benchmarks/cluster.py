@@ -122,7 +122,7 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if kind is not None and issubclass(kind, Exception):
             self._tell()
-        with contextlib.suppress(httpx.HTTPError):
+        with contextlib.suppress(httpx.HTTPError, RuntimeError):  # a controller that is ending refuses to tell
             for worker in self.workers().values():
                 if worker["pid"]:
                     _signal(worker["pid"], signal.SIGKILL)

@@ -29,7 +29,7 @@ from shoal_controller.planner_main import Reply, frame
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from simulated_workers import JobWorkers, start_job
-from tables import show, verdict
+from tables import Figure, note, show, verdict
 
 RACK = 100
 KILLED = 0.05
@@ -74,7 +74,7 @@ async def many_jobs(workers: int, given: argparse.Namespace) -> list[str]:
         began = there.cpu_seconds()
         every_job = await start_jobs(there, jobs, workers // jobs, given.blocks)
         started = there.cpu_seconds() - began
-        await asyncio.sleep(REST_SECONDS)
+        await asyncio.sleep(given.rest)
         there.held()
         share, writes = await _steady(there, given.seconds)
         steady_held = there.held()
@@ -83,6 +83,14 @@ async def many_jobs(workers: int, given: argparse.Namespace) -> list[str]:
         killing, took, other = await _kill_some(there, every_job)
         late, memory = welcomes[int(0.99 * len(welcomes))], there.memory_mb()
         await asyncio.gather(*(job.end() for job in every_job))
+        where = f"{workers:,} workers in {jobs} jobs, {given.store} store"
+        note(
+            Figure("a controller at a heartbeat a second, cores", where, [share], STEADY_CPU[given.store]),
+            Figure("a controller, MB", where, [memory], STEADY_MB, digits=0),
+            Figure("a controller, writes a minute and job", where, [60 * writes / jobs], WRITES_A_MINUTE, digits=2),
+            Figure("a controller, a welcome: p99, s", where, [late], WELCOME_SECONDS),
+            Figure("a controller, 5% killed: CPU s", where, [killing], COMMITTED_SECONDS, digits=2),
+        )
         return [
             str(workers), str(jobs), f"{started:.1f}", f"{share:.3f} ({verdict(share, STEADY_CPU[given.store])})",
             steady_held, f"{memory:.0f} ({verdict(memory, STEADY_MB)})",
@@ -142,6 +150,8 @@ async def one_job(workers: int, blocks: int, store: str) -> list[str]:
         job.commit(max(job.opened_at))
         await _until_handled(job)
         committed = there.cpu_seconds() - built
+        measured, where = "first commits after a recovery, CPU s", f"a job of {workers:,} workers"
+        note(Figure(measured, where, [committed], FIRST_COMMITS_SECONDS, digits=2))
         row = [
             str(workers), str(blocks), f"{started:.1f}", held, f"{built - before:.2f}", f"{opened - since:.2f}",
             f"{committed:.2f} ({verdict(committed, FIRST_COMMITS_SECONDS)})", there.held(), f"{there.memory_mb():.0f}",
@@ -204,6 +214,8 @@ def planner(workers: int, blocks: int) -> list[str]:
     change, _ = _seconds(lambda: plan_change(PlanRequest(terms, 3, Reason.BALANCE), ready, after))
     join, _ = _seconds(lambda: plan_change(PlanRequest(terms, 2, Reason.JOIN), joining, world))
     target = PLANNER_SECONDS.get((workers, blocks))
+    if target:
+        note(Figure("the planner after a loss, CPU s", f"{workers:,} workers, {blocks:,} blocks", [loss], target))
     judged = f"{loss:.3f} ({verdict(loss, target)})" if target else f"{loss:.3f}"
     return [f"{workers:,}", f"{blocks:,}", str(lost), judged, f"{beside:.3f}", f"{change:.3f}", f"{join:.3f}"]
 
@@ -246,6 +258,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=10)
     parser.add_argument("--blocks", type=int, default=4_096)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the steady state is watched")
+    parser.add_argument("--rest", type=float, default=REST_SECONDS, help="how long jobs train before that")
     parser.add_argument("--store", choices=STORES, default=STORES[0])
     parts = ("many", "one", "scrape", "planner")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)

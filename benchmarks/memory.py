@@ -4,7 +4,7 @@ Workers under a real controller, AdamW in float32, beside FSDP2 that frees param
 counter for both: the allocator's (tensor_bytes.py), so every tensor counts from its first moment to its last.
 Allowed: what `shoal estimate` says (docs/memory.md), and 5 % of that; at the peak of a step the activations come on
 top, as a plain model has them. The formula adds up what need not be there at one time, so a peak may be far below it.
-In stage 3 without mirrors the peak is at most that of FSDP2.
+In stage 3 without mirrors the peak is at most that of FSDP2. Noted for README.md: what a mirror costs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 import model
 from cluster import Cluster, Job, end_cleanly
 from shoal_protos.memory_estimate import MemoryEstimate, MemorySetup, estimate
-from tables import show, verdict
+from tables import Cell, Figure, note, show, verdict
 from tensor_bytes import preloaded
 
 MOST = 1.05
@@ -31,6 +32,9 @@ FLOAT32_BYTES = 4
 MIB = 1 << 20
 PATIENCE_SECONDS = 300.0
 HERE = Path(__file__).resolve().parent
+FSDP2 = "fsdp2 reshard"
+PEERS = {"ddp": "DDP", FSDP2: "FSDP2"}
+"""Ways of ddp.py that the price of a copy is told beside, and their names there."""
 
 
 def measure(size: str, workers: int, stage: int, lanes: int, mirrors: int) -> list[dict[str, Any]]:
@@ -42,35 +46,106 @@ def measure(size: str, workers: int, stage: int, lanes: int, mirrors: int) -> li
 
 
 @cache
-def fsdp2(size: str, workers: int, lanes: int) -> dict[str, int]:
-    """What its worker that holds most said."""
-    command = [sys.executable, str(HERE / "peer_bytes.py"), "--size", size, "--workers", str(workers)]
+def peer(way: str, size: str, workers: int, lanes: int) -> dict[str, int]:
+    """What the worker that holds most of one of PyTorch's ways said."""
+    command = [sys.executable, str(HERE / "peer_bytes.py"), "--way", way, "--size", size, "--workers", str(workers)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--lanes", str(lanes)], env=environment, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        [*command, "--lanes", str(lanes)], env=environment, stdout=subprocess.PIPE, check=True, timeout=PATIENCE_SECONDS
+    )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def allowed(worst: dict[str, int], workers: int, stage: int, lanes: int, mirrors: int) -> MemoryEstimate:
-    """By the design's formula."""
-    parameters = worst["parameters"] // FLOAT32_BYTES
-    return estimate(MemorySetup(parameters, workers, stage, lanes, mirrors, unit=worst["unit"]))
+@dataclass(frozen=True)
+class Found:
+    """Bytes of the worker that holds most, and what they are compared with."""
+
+    size: str
+    workers: int
+    stage: int
+    lanes_each: int
+    mirrors: int
+    worst: dict[str, int]
+
+    @property
+    def formula(self) -> MemoryEstimate:
+        """By the design."""
+        parameters, lanes = self.worst["parameters"] // FLOAT32_BYTES, self.workers * self.lanes_each
+        return estimate(MemorySetup(parameters, self.workers, self.stage, lanes, self.mirrors, unit=self.worst["unit"]))
+
+    @property
+    def fsdp2(self) -> dict[str, int]:
+        return peer(FSDP2, self.size, self.workers, self.workers * self.lanes_each)
+
+    @property
+    def rest(self) -> float:
+        """At rest, of the formula."""
+        return self.worst["rest"] / self.formula.at_rest("device")
+
+    @property
+    def peak(self) -> float:
+        """Of a step without its activations, of the formula."""
+        return (self.worst["most"] - self.worst["activations"]) / self.formula.at_most("device")
+
+    @property
+    def of_fsdp2(self) -> float:
+        """The peak of a step, of FSDP2's."""
+        return self.worst["most"] / self.fsdp2["most"]
+
+    @property
+    def most_of_fsdp2(self) -> float | None:
+        return 1.0 if self.stage == 3 and not self.mirrors else None
 
 
-def row(size: str, workers: int, stage: int, lanes_each: int, mirrors: int) -> list[str]:
-    lanes = workers * lanes_each
-    found = measure(size, workers, stage, lanes, mirrors)
-    worst = {key: max(one[key] for one in found) for key in found[0]}
-    formula = allowed(worst, workers, stage, lanes, mirrors)
-    rest = worst["rest"] / formula.at_rest("device")
-    peak = (worst["most"] - worst["activations"]) / formula.at_most("device")
-    theirs = fsdp2(size, workers, lanes)
-    of_fsdp2 = worst["most"] / theirs["most"]
-    in_mib = [formula.at_rest("device"), worst["rest"], theirs["rest"], worst["most"], theirs["most"]]
+def found(size: str, workers: int, stage: int, lanes_each: int, mirrors: int) -> Found:
+    of_workers = measure(size, workers, stage, workers * lanes_each, mirrors)
+    worst = {key: max(one[key] for one in of_workers) for key in of_workers[0]}
+    return Found(size, workers, stage, lanes_each, mirrors, worst)
+
+
+def row(one: Found) -> list[str]:
+    case = (one.size, one.workers, one.stage, one.lanes_each, one.mirrors)
+    worst, theirs = one.worst, one.fsdp2
+    in_mib = [one.formula.at_rest("device"), worst["rest"], theirs["rest"], worst["most"], theirs["most"]]
     return [
-        size, str(workers), str(stage), str(lanes_each), str(mirrors), *(f"{one / MIB:.1f}" for one in in_mib),
-        f"{rest:.3f}", verdict(rest, MOST), f"{peak:.3f}", verdict(peak, MOST),
-        f"{of_fsdp2:.3f}", verdict(of_fsdp2, 1.0) if stage == 3 and not mirrors else "",
+        *map(str, case), *(f"{each / MIB:.1f}" for each in in_mib),
+        f"{one.rest:.3f}", verdict(one.rest, MOST), f"{one.peak:.3f}", verdict(one.peak, MOST),
+        f"{one.of_fsdp2:.3f}", verdict(one.of_fsdp2, one.most_of_fsdp2) if one.most_of_fsdp2 else "",
     ]  # fmt: skip
+
+
+def note_targets(every: list[Found]) -> None:
+    """What README.md judges."""
+    settings = f"{len(every)} settings of workers, stages and mirrors"
+    note(
+        Figure("tensor bytes at rest, of the estimate: the most", settings, [max(one.rest for one in every)], MOST),
+        Figure("the same at the peak, without activations", settings, [max(one.peak for one in every)], MOST),
+    )
+    for one in every:
+        if one.stage == 3 and one.mirrors <= 1:
+            where = f"{one.size}, {one.workers} workers"
+            measured = "the peak of a step of stage 3, of FSDP2's"
+            note(Figure(measured, where, [one.of_fsdp2], one.most_of_fsdp2, one.mirrors))
+
+
+def note_price(every: list[Found]) -> None:
+    """What a copy costs, of the largest world."""
+    mine = [one for one in every if one.workers == max(each.workers for each in every)]
+    lanes = mine[0].workers * mine[0].lanes_each
+    for way, name in PEERS.items():
+        theirs = peer(way, mine[0].size, mine[0].workers, lanes)
+        note_bytes(name, None, theirs["rest"], theirs["most"])
+    for one in mine:
+        name = f"stage {one.stage}"
+        note_bytes(name, one.mirrors, one.worst["rest"], one.worst["most"])
+        note(Cell(name, one.mirrors, "peak of FSDP2's", [one.of_fsdp2], one.most_of_fsdp2))
+
+
+def note_bytes(way: str, mirrors: int | None, rest: int, most: int) -> None:
+    note(
+        Cell(way, mirrors, "at rest, MiB", [rest / MIB], digits=1),
+        Cell(way, mirrors, "peak, MiB", [most / MIB], digits=1),
+    )
 
 
 def main() -> None:
@@ -85,13 +160,15 @@ def main() -> None:
     head = ["model", "workers", "stage", "lanes each", "mirrors", "formula, MiB", "at rest", "FSDP2 at rest"]
     head += ["peak", "FSDP2's peak", "at rest of formula", "target", "peak − activations of formula", "target"]
     head += ["peak of FSDP2's", "target"]
-    rows = []
+    every = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(preloaded(Path(folder)))
         for case in product(given.sizes, given.workers, given.stages, given.lanes_each, given.mirrors):
-            rows.append(row(*case))
-            print(rows[-1], flush=True)
-    show("Tensor bytes of the worker that holds most", head, rows)
+            every.append(found(*case))
+            print(row(every[-1]), flush=True)
+        note_targets(every)
+        note_price(every)
+        show("Tensor bytes of the worker that holds most", head, [row(one) for one in every])
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from shoal.exchange.traffic import Traffic
 from shoal.group.group_progress import GroupProgress
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.plan import Member, Plan, Reason
-from tables import show
+from tables import Figure, note, show
 from torch import Tensor
 
 MODELS = {
@@ -119,10 +119,15 @@ def row(model: str, workers: int, per_host: int) -> list[str]:
     shares = [[elements_in(places) for places in piece.owned] for piece in traffic.pieces]
     large = [sizes for sizes in shares if sum(sizes) > workers * layout.block_elements]
     worst = max((workers * max(sizes) / sum(sizes) for sizes in large), default=0.0)
+    python_ms, where = 1e3 * python_seconds(layout, traffic), f"{model}, {workers} workers"
+    note(
+        Figure("Python of a step's exchange, CPU ms", where, [python_ms], digits=1),
+        Figure("MB sent in a step", where, [4 * sum(map(elements_in, sent)) / MB], digits=0),
+    )
     return [
         model, str(workers), str(len(layout.buckets)), str(len(traffic.pieces)), str(len(sent)), str(received),
         f"{4 * sum(map(elements_in, sent)) / MB:,.0f}", f"{4 * _leaving(plan, layout, per_host) / MB:,.0f}",
-        f"{worst:.3f}" if large else "–", f"{seconds:.3f}", f"{1e3 * python_seconds(layout, traffic):.1f}",
+        f"{worst:.3f}" if large else "–", f"{seconds:.3f}", f"{python_ms:.1f}",
     ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ normal step of that world (the median of its next steps). The early kill is the 
 flight. A frozen worker is told twice: from its suspicion, as the target is, and from SIGSTOP, which has the missed
 heartbeats in it, as has what is compared with torchrun. Then a fresh worker joins, and the next trial begins in the
 same job. Beside it, on the same model in the same run, torchrun's elastic restart (restart.py): of a worker as here,
-and of a node. Meanwhile the job is paused.
+and of a node. Meanwhile the job is paused. A job's first loss is a row of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
@@ -27,9 +27,11 @@ from cluster import Cluster, Job, end_cleanly
 from model import SIZES
 from restart import INTO_THE_STEP, STEPS_AFTER, NoWorld
 from steps import done, normal_step
-from tables import show, spread, verdict
+from tables import Figure, note, show, spread, verdict
 
 KILLED, ANYWHERE, FROZEN = KINDS = ("killed", "killed anywhere", "frozen")
+FIRST = ", the first loss of a job"
+"""After the kind of that loss."""
 RESTARTS = {"torchrun, a worker": False, "torchrun, a node": True}
 """Whether the agent dies too."""
 TARGET_SECONDS = 0.2
@@ -91,11 +93,11 @@ def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float) -> 
     )  # fmt: skip
 
 
-def shoal_trials(size: str) -> Iterator[tuple[str, Trial]]:
-    """For ever: one loss of each kind, each time another worker."""
+def shoal_trials(size: str, kinds: Sequence[str]) -> Iterator[tuple[str, Trial]]:
+    """For ever: one loss of each of these kinds, each time another worker."""
     instants = random.Random(size)
     with Cluster(Job(size=size, workers=WORKERS)) as cluster:
-        for kind in cycle(KINDS):
+        for kind in cycle(kinds):
             members = cluster.settle(WORKERS)
             victim = members[0] if kind == FROZEN else members[-1]
             number = signal.SIGSTOP if kind == FROZEN else signal.SIGKILL
@@ -107,17 +109,18 @@ def shoal_trials(size: str) -> Iterator[tuple[str, Trial]]:
             cluster.ask("POST", "/resume")
 
 
-def measure(size: str, trials: int, restarts: int) -> tuple[dict[str, list[Trial]], dict[str, str]]:
-    """Interleaved: one loss of each kind, a restart by torchrun of a worker and of a node, and again. With the trials:
-    why there is none of a kind.
+def measure(size: str, given: argparse.Namespace) -> tuple[dict[str, list[Trial]], dict[str, str]]:
+    """Interleaved: a loss of each kind asked for, a restart by torchrun of a worker and of a node, and again. With the
+    trials: why there is none of a kind.
     """
-    found: dict[str, list[Trial]] = {kind: [] for kind in (*KINDS, *RESTARTS)}
+    trials, restarts, first = given.trials, given.restarts, given.kinds[0] + FIRST
+    found: dict[str, list[Trial]] = {kind: [] for kind in (first, *given.kinds, *RESTARTS)}
     failed: dict[str, str] = {}
-    losses = shoal_trials(size)
+    losses = shoal_trials(size, given.kinds)
     for number in range(trials):
-        for _ in KINDS:
+        for _ in given.kinds:
             kind, trial = next(losses)
-            found[kind].append(trial)
+            found[kind if found[first] else first].append(trial)
             print(f"{size} {kind} {number + 1}/{trials}: {trial.sentence}", flush=True)
         for kind, node in RESTARTS.items() if number < restarts else ():
             try:
@@ -140,15 +143,23 @@ def rows(size: str, found: dict[str, list[Trial]], failed: dict[str, str]) -> li
             table += [[size, kind, f"none: {failed[kind]}", *6 * "–"]] if kind in failed else []
             continue
         elapsed, excess = [t.elapsed for t in trials], [t.excess for t in trials]
-        own, since_lost = kind in KINDS, [t.suspected + t.elapsed for t in trials]
+        own, since_lost = kind not in RESTARTS, [t.suspected + t.elapsed for t in trials]
         table.append(
             [size, kind, spread(elapsed), spread([t.normal for t in trials]), spread(excess),
-             spread([t.suspected + t.excess for t in trials]) if kind == FROZEN else "–",
+             spread([t.suspected + t.excess for t in trials]) if kind.startswith(FROZEN) else "–",
              spread([t.pause for t in trials]) if own else "–",
              verdict(median(excess), TARGET_SECONDS) if own else "–",
              f"{median(like) / median(since_lost):.1f}" if like else "–"]
         )  # fmt: skip
     return table
+
+
+def note_targets(size: str, found: dict[str, list[Trial]]) -> None:
+    """What README.md judges."""
+    for kind, trials in found.items():
+        if trials and kind not in RESTARTS:
+            measured = f"a worker {kind}: to the next step, beyond a usual one, s"
+            note(Figure(measured, f"{size}, {WORKERS} workers", [trial.excess for trial in trials], TARGET_SECONDS))
 
 
 def main() -> None:
@@ -157,6 +168,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["1M", "10M", "40M"])
     parser.add_argument("--trials", type=int, default=7, help="losses of each kind and size (default 7)")
     parser.add_argument("--restarts", type=int, default=3, help="restarts by torchrun for each size (default 3)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of losses")
     given = parser.parse_args()
     head = [
         "model",
@@ -169,7 +181,11 @@ def main() -> None:
         "target",
         "torchrun ÷",
     ]
-    lines = [line for size in given.sizes for line in rows(size, *measure(size, given.trials, given.restarts))]
+    lines = []
+    for size in given.sizes:
+        found, failed = measure(size, given)
+        note_targets(size, found)
+        lines += rows(size, found, failed)
     show("A lost worker: to the first step of the new world", head, lines)
 
 

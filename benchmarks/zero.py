@@ -8,9 +8,9 @@ ZeroRedundancyOptimizer, of FSDP2 (parameters kept between forward and backward,
 same time; with `--beside ddp` a row takes one to three minutes.
 
 Targets, by stage. 1: 1.01 of DDP. 2: 1.05 of stage 1. 3: 0.80 of FSDP2 that frees with four workers and 0.85 with two,
-1.20 of DDP at 10M and 1.00 at 85M. Each with one mirror: 1.05 of without. On links: 1.1 × (its bytes ÷ DDP's bytes) of
-DDP. Ratios are medians of the ratios of neighbouring rounds, also of two rows of Shoal. CPU seconds hardly depend on
-how busy the machine is.
+1.20 of DDP at 10M and 1.00 at 85M. Each with one mirror: 1.05 of without, so that stage 1 with one has 1.06 of DDP. On
+links: 1.1 × (its bytes ÷ DDP's bytes) of DDP. Ratios are medians of the ratios of neighbouring rounds, also of two rows
+of Shoal. CPU seconds hardly depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from statistics import median
 import model
 from cluster import Cluster, Hosts, Job, end_cleanly
 from ddp import WAYS
-from tables import show, spread, verdict
+from tables import Cell, Figure, note, show, spread
 from turns import Turns
 from wire import MB, QUEUE
 
@@ -40,6 +40,9 @@ OF_DDP = {"10M": 1.20, "85M": 1.00}
 OF_WITHOUT_MIRRORS = 1.05
 OF_BYTES = 1.1
 WALL, PROCESSOR, SENT = 0, 1, 2
+FSDP2 = "fsdp2 reshard"
+PEERS = {"ddp": "DDP", FSDP2: "FSDP2"}
+"""Ways of ddp.py that the price of a copy is told beside, and their names there."""
 
 Rounds = dict[str, list[tuple[float, float, float]]]
 """By way: (wall seconds, CPU seconds, bytes sent by the host that sends most) per step of each round."""
@@ -92,46 +95,69 @@ class World:
         return Cluster(job, hosts)
 
 
-def ratio(rounds: Rounds, way: str, index: int = WALL) -> float:
+def ratios(rounds: Rounds, way: str, index: int = WALL) -> list[float]:
     """Of Shoal's rounds to another way's, each with its neighbour."""
-    return median(mine[index] / theirs[index] for mine, theirs in zip(rounds["shoal"], rounds[way], strict=True))
+    return [mine[index] / theirs[index] for mine, theirs in zip(rounds["shoal"], rounds[way], strict=True)]
 
 
-def between(rounds: Rounds, other: Rounds) -> float:
+def between(rounds: Rounds, other: Rounds) -> list[float]:
     """Of Shoal's rounds in one cluster to those in another, each with the one whose turn was nearest."""
-    return median(mine[WALL] / theirs[WALL] for mine, theirs in zip(rounds["shoal"], other["shoal"], strict=True))
+    return [mine[WALL] / theirs[WALL] for mine, theirs in zip(rounds["shoal"], other["shoal"], strict=True)]
 
 
-def targets(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
-    """What is asked of a row, and whether it is so."""
-    rounds = found[stage, mirrors]
-    of_ddp = ratio(rounds, "ddp")
+def of_ddp_at_most(world: World, rounds: Rounds, stage: int, mirrors: int) -> float | None:
+    """None: nothing is asked. A mirror may cost a step of stage 1 what it may cost any."""
     if world.links:
-        most = OF_BYTES * ratio(rounds, "ddp", SENT)
-        return [f"{most:.3f} of DDP by its bytes: {verdict(of_ddp, round(most, 3))}"]
-    verdicts = []
-    if stage == 1 and not mirrors:
-        verdicts.append(f"DDP: {verdict(of_ddp, OF_DDP_BY_STAGE_1)}")
-    if stage == 2 and (1, mirrors) in found:
+        return round(OF_BYTES * median(ratios(rounds, "ddp", SENT)), 3)
+    if stage == 1 and mirrors <= 1:
+        return round(OF_DDP_BY_STAGE_1 * OF_WITHOUT_MIRRORS**mirrors, 3)
+    return OF_DDP.get(world.size) if stage == 3 else None
+
+
+def of_fsdp2_at_most(world: World, stage: int) -> float | None:
+    return OF_FSDP2.get(world.workers) if stage == 3 and not world.links else None
+
+
+def judged(world: World, found: Found, stage: int, mirrors: int) -> list[Figure]:
+    """What is asked of a row."""
+    rounds, settings = found[stage, mirrors], f"{world.size}, {world.workers} workers"
+    settings += f", {world.links} Mbit/s" if world.links else ""
+    step = f"a step of stage {stage}"
+    figures = []
+    if (most := of_ddp_at_most(world, rounds, stage, mirrors)) is not None:
+        figures.append(Figure(f"{step}, of DDP's", settings, ratios(rounds, "ddp"), most, mirrors))
+    if stage == 2 and (1, mirrors) in found and not world.links:
         of = between(rounds, found[1, mirrors])
-        verdicts.append(f"stage 1: {of:.3f}, {verdict(of, OF_STAGE_1_BY_STAGE_2)}")
-    if stage == 3 and world.size in OF_DDP:
-        verdicts.append(f"DDP: {verdict(of_ddp, OF_DDP[world.size])}")
-    if stage == 3 and world.workers in OF_FSDP2 and "fsdp2 reshard" in rounds:
-        verdicts.append(f"FSDP2: {verdict(ratio(rounds, 'fsdp2 reshard'), OF_FSDP2[world.workers])}")
-    if mirrors and (stage, 0) in found:
+        figures.append(Figure(f"{step}, of stage 1's", settings, of, OF_STAGE_1_BY_STAGE_2, mirrors))
+    if (most := of_fsdp2_at_most(world, stage)) is not None and FSDP2 in rounds:
+        figures.append(Figure(f"{step}, of FSDP2's", settings, ratios(rounds, FSDP2), most, mirrors))
+    if mirrors == 1 and (stage, 0) in found and not world.links:
         of = between(rounds, found[stage, 0])
-        verdicts.append(f"without mirrors: {of:.3f}, {verdict(of, OF_WITHOUT_MIRRORS)}")
-    return verdicts
+        figures.append(Figure(f"{step}, of one's without a mirror", settings, of, OF_WITHOUT_MIRRORS))
+    return figures
+
+
+def note_price(world: World, found: Found) -> None:
+    """What README.md says of what a copy costs."""
+    for (stage, mirrors), rounds in found.items():
+        for way in (one for one in PEERS if one in rounds):
+            note(Cell(PEERS[way], None, "step, s", [one[WALL] for one in rounds[way]]))
+        note(Cell(f"stage {stage}", mirrors, "step, s", [one[WALL] for one in rounds["shoal"]]))
+        most = {"ddp": of_ddp_at_most(world, rounds, stage, mirrors), FSDP2: of_fsdp2_at_most(world, stage)}
+        for way in (one for one in PEERS if one in rounds):
+            of = ratios(rounds, way)
+            note(Cell(f"stage {stage}", mirrors, f"step of {PEERS[way]}'s", of, most[way]))
 
 
 def row(world: World, found: Found, stage: int, mirrors: int) -> list[str]:
     rounds = found[stage, mirrors]
-    others = [f"{ratio(rounds, way):.3f} ({ratio(rounds, way, PROCESSOR):.3f})" for way in world.beside]
+    others = [
+        f"{median(ratios(rounds, way)):.3f} ({median(ratios(rounds, way, PROCESSOR)):.3f})" for way in world.beside
+    ]
     sent = [f"{median(one[SENT] for one in rounds['shoal']) / MB:.0f}"] if world.links else []
+    asked = (f"{one.measured}: {median(one.values):.3f}, {one.verdict}" for one in judged(world, found, stage, mirrors))
     return [
-        str(stage), str(mirrors), spread([one[WALL] for one in rounds["shoal"]]), *others, *sent,
-        "; ".join(targets(world, found, stage, mirrors)),
+        str(stage), str(mirrors), spread([one[WALL] for one in rounds["shoal"]]), *others, *sent, "; ".join(asked),
     ]  # fmt: skip
 
 
@@ -158,6 +184,8 @@ def main() -> None:
     found: Found = {}
     for together in [[case] for case in cases] if given.links else [cases]:
         found |= world.measure(together)
+    note(*(figure for case in found for figure in judged(world, found, *case)))
+    note_price(world, found)
     show(title, head, [row(world, found, *case) for case in found])
 
 

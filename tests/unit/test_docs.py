@@ -13,7 +13,7 @@ from shoal.session.settings import VARIABLES
 from shoal_controller.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def tool(name: str) -> ModuleType:

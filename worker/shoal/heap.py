@@ -2,7 +2,7 @@
 
 By default glibc gives memory back to the kernel wherever the end of its heap is free, which it is after each backward;
 so every step met new pages for its activations and for what it receives. A step of 10M parameters had 3,800 page faults
-and paid for them with 3 to 4 % of its time (benchmarks/README.md). The peak of a process is what it was; it is not
+and paid for them with 3 to 4 % of its time. The peak of a process is what it was; it is not
 given back between steps. Knows no tensors. See mallopt(3).
 """
 
