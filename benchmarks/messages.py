@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
-from shoal.exchange import canonical
+from shoal.exchange import finite
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import elements_in
@@ -88,7 +88,7 @@ def python_seconds(layout: Layout, traffic: Traffic) -> float:
     sums = SimpleNamespace(live=copy, last=copy, finished=[copy], merge=lambda bucket: None)
     group: Any = InstantGroup(traffic.plan.world_size)
     least = float("inf")
-    with patch.object(canonical, "is_finite", lambda values: True):  # there are no values to look at
+    with patch.object(finite, "is_finite", lambda values: True):  # there are no values to look at
         for _ in range(3):
             begun = time.process_time()
             CanonicalReduction(group, traffic, sums, 0, lambda: None).finish()

@@ -8,6 +8,7 @@ The variables of `tensor_bytes.preloaded` must be set. Printed is the worker tha
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import tempfile
 from multiprocessing.synchronize import Barrier
@@ -38,6 +39,8 @@ def _member(rank: int, place: str, given: argparse.Namespace, all_done: Barrier)
     result = {"rest": rest, "most": counter.most - before}
     (Path(place) / f"{rank}.json").write_text(json.dumps(result))
     all_done.wait(PATIENCE_SECONDS)  # see ddp.py
+    del step
+    gc.collect()
     dist.destroy_process_group()
 
 
