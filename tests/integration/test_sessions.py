@@ -37,6 +37,29 @@ def test_a_worker_says_hello_is_welcomed_and_goes() -> None:
     on_port(scene)
 
 
+def test_a_worker_that_hangs_up_under_the_first_message_hears_that_its_stream_ended() -> None:
+    async def scene(port: Port) -> None:
+        async def say_much(event: Event) -> None:
+            if isinstance(event, Connected):  # more than is carried unread
+                port.streams._open[event.connection].dialogue.say(b"x" * (1 << 22))
+                port.streams._open[event.connection].stir()
+
+        port.jobs.answer = say_much
+        async with port.worker() as worker:
+            await worker.send(HELLO)
+            connected = await port.jobs.next()
+            assert isinstance(connected, Connected)
+            await worker.call.done_writing()
+            gone = asyncio.create_task(port.jobs.next())
+            await asyncio.wait({gone}, timeout=0.2)  # it is noticed while the message waits
+            assert len(await worker.call.read()) == 1 << 22
+            assert await worker.receive() is None
+            assert await worker.code() is grpc.StatusCode.OK
+            assert await gone == Disconnected(connected.connection, "its stream ended")
+
+    on_port(scene)
+
+
 def test_every_stream_has_a_number_of_its_own_and_a_killed_client_is_noticed() -> None:
     async def scene(port: Port) -> None:
         numbers = []

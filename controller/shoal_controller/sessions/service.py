@@ -164,6 +164,9 @@ class SessionService:
             await asyncio.wait({reading, writing, stream.cut}, return_when=asyncio.FIRST_COMPLETED)
             if stream.dialogue.closing:
                 await _linger(stream, reading, writing)
+            elif reading.done():
+                stream.hang_up()
+                await _flush(stream, writing)
         finally:
             late.cancel()
             reading.cancel()
@@ -236,8 +239,13 @@ async def _linger(stream: Stream, reading: asyncio.Task[None], writing: asyncio.
 
     gRPC loses what a client has not read yet when the stream ends under a message that it is writing.
     """
-    for task, seconds in ((writing, FLUSH_SECONDS), (reading, LINGER_SECONDS)):
-        await asyncio.wait({task, stream.cut}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    await _flush(stream, writing)
+    await asyncio.wait({reading, stream.cut}, timeout=LINGER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _flush(stream: Stream, writing: asyncio.Task[None]) -> None:
+    """Let the writer come to its end: gRPC cannot end a stream under a message, and the worker would wait for that."""
+    await asyncio.wait({writing, stream.cut}, timeout=FLUSH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextmanager

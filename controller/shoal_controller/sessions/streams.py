@@ -43,6 +43,7 @@ class Stream:
         self.renewed = 0.0
         """When it was given, by the event loop's time."""
         self.cut = asyncio.get_running_loop().create_future()
+        self._hung_up = False
 
     def stir(self) -> None:
         """Look at the dialogue again: it has something to say, is closing, or is cut off."""
@@ -55,13 +56,18 @@ class Stream:
         if not self.cut.done():
             self.cut.set_result(None)
 
+    def hang_up(self) -> None:
+        """Say nothing more: the worker has hung up."""
+        self._hung_up = True
+        self.stirred.set()
+
     async def write(self) -> None:
-        """Carry out what is said until the dialogue closes."""
+        """Carry out what is said until the dialogue closes or the worker has hung up."""
         while True:
             self.stirred.clear()
-            while self.dialogue.outbox:
+            while self.dialogue.outbox and not self._hung_up:
                 await self.context.write(self.dialogue.outbox.popleft())
-            if self.dialogue.is_over:
+            if self.dialogue.is_over or self._hung_up:
                 return
             await self.stirred.wait()
 
