@@ -97,9 +97,9 @@ packages: $(READY)
 # process, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names, as two
 # long tests alone in a file would come last and leave a core idle; what is long and late by name is put first
 # (tests/integration/conftest.py).
-UNIT := --dist loadgroup tests/unit
-WHOLE := --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+UNIT := -n 2 --dist loadgroup tests/unit
+WHOLE := -n 3 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 MADE = --junitxml=$(VENV)/times/$@-$(1).xml
 
 test: $(READY) packages static
