@@ -113,6 +113,25 @@ def test_the_rest_of_an_older_save_goes_and_a_newer_one_is_left_alone(tmp_path: 
     assert saves(storage) == [done[2], done[1]]
 
 
+def test_folders_that_are_known_to_be_whole_are_not_looked_into_again(tmp_path: Path) -> None:
+    looked = []
+
+    class Counting(LocalStorage):
+        def list(self, folder: str = "") -> dict[str, int | None]:
+            looked.append(folder)
+            return super().list(folder)
+
+    storage, known = Counting(tmp_path), set[str]()
+    done = saved(storage, 4)
+    prune(storage, done[2], Keep(4, None), known=known)
+    assert known == {name.folder for name in done}
+    looked.clear()
+    prune(storage, done[3], Keep(4, None), known=known)
+    assert looked == [""]
+    prune(storage, done[3], Keep(2, None), known=known)
+    assert known == {name.folder for name in done[2:]}
+
+
 class Interrupted(LocalStorage):
     """A disk that fails at the n-th removal, as a kill would leave it."""
 

@@ -6,8 +6,10 @@ import errno
 import fcntl
 import os
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from shoal.blocks.host_memory import host_memory
-from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.catalogue import checkpoints, look_into
 from shoal.checkpoint.errors import StorageFailed, StorageFull
-from shoal.checkpoint.storage import LocalStorage, Storage, Target, open_storage
+from shoal.checkpoint.retrying_storage import TRIES, Chunks, RetryingStorage
+from shoal.checkpoint.storage import LocalStorage, ObjectStorage, Storage, Target, as_storage_error, open_storage
+from shoal.checkpoint.verify import verify
 from shoal_protos.errors import UserError
 
 
@@ -106,6 +110,101 @@ def test_what_breaks_off_in_the_middle_of_a_file_leaves_none(storage: Storage) -
     with pytest.raises(StorageFailed, match=r"^no more$"):
         storage.write("f", chunks())
     assert storage.list() == {}
+
+
+# ---- places that fail for a moment
+
+
+class Flaky(LocalStorage):
+    """Each operation fails for the first times that it is called, in the middle of what it does; `tells` says how."""
+
+    def __init__(self, root: Path, failures: int, tells: Exception) -> None:
+        super().__init__(root)
+        self.failures, self.tells, self.calls = failures, tells, Counter[str]()
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return found
+
+        def tried(*given: Any) -> Any:
+            self.calls[name] += 1
+            if self.calls[name] <= self.failures:
+                if name == "write":
+                    next(iter(given[1]))
+                with as_storage_error(name, self.url):
+                    raise self.tells
+            return found(*given)
+
+        return tried
+
+
+OPERATIONS = ("prepare", "write", "publish", "read", "read_ranges", "list", "remove", "remove_folder")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pauses between tries."""
+    monkeypatch.setattr("shoal.checkpoint.retrying_storage.FIRST_PAUSE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("tells", [OSError(errno.EIO, "input/output error"), OSError("slow down"), RuntimeError("503")])
+@pytest.mark.usefixtures("hasty")
+def test_each_operation_is_tried_again_by_itself(tmp_path: Path, tells: Exception) -> None:
+    flaky = Flaky(tmp_path, TRIES - 1, tells)
+    storage = RetryingStorage(flaky)
+    storage.prepare()
+    content = Chunks(lambda: iter([memoryview(b"abc"), memoryview(b"de")]))
+    assert storage.write("one/data", content) == 5
+    storage.publish("one/manifest", b"{}")
+    assert storage.list("one") == {"data": 5, "manifest": 2}
+    into = memoryview(bytearray(2))
+    storage.read_ranges("one/data", [(3, into)])
+    assert (bytes(into), storage.read("one/data", 9)) == (b"de", b"abcde")
+    for name in ("data", "manifest"):
+        storage.remove(f"one/{name}")
+    storage.remove_folder("one")
+    assert storage.list() == {} and flaky.calls.keys() == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("operation", ["prepare", "list"])
+@pytest.mark.usefixtures("hasty")
+def test_a_place_that_stays_away_is_told_after_the_last_try(tmp_path: Path, operation: str) -> None:
+    flaky = Flaky(tmp_path, 1 << 30, OSError(errno.EIO, "input/output error"))
+    with pytest.raises(StorageFailed, match="input/output error"):
+        getattr(RetryingStorage(flaky), operation)()
+    assert flaky.calls[operation] == TRIES
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.ENOTDIR, errno.EROFS])
+@pytest.mark.usefixtures("hasty")
+def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, number: int) -> None:
+    flaky = Flaky(tmp_path, 1 << 30, OSError(number, os.strerror(number)))
+    with pytest.raises(StorageFailed):
+        RetryingStorage(flaky).list()
+    assert flaky.calls["list"] == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_content_that_cannot_be_gone_through_again_is_written_once(tmp_path: Path) -> None:
+    flaky = Flaky(tmp_path, 1, OSError(errno.EIO, "input/output error"))
+    with pytest.raises(StorageFailed):
+        RetryingStorage(flaky).write("f", iter([memoryview(b"abc")]))
+    assert flaky.calls["write"] == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_save_succeeds_though_each_operation_on_its_place_fails_at_first(tmp_path: Path) -> None:
+    storage = RetryingStorage(Flaky(tmp_path, TRIES - 1, TimeoutError("timed out")))
+    name, _ = save(trained(1), storage)
+    assert [one.name for one in checkpoints(LocalStorage(tmp_path), pytest.fail)] == [name]
+    verify(look_into(storage, name).reader())
+
+
+def test_a_driver_that_tries_again_by_itself_is_not_wrapped(tmp_path: Path) -> None:
+    assert isinstance(open_storage(str(tmp_path)), RetryingStorage)
+    assert isinstance(open_storage("memory://x"), RetryingStorage)
+    assert isinstance(open_storage("s3://bucket/x"), ObjectStorage)
 
 
 # ---- places that cannot be used

@@ -4,7 +4,8 @@
     └── CheckpointDamaged   what lies there is not what was written: half, changed, or of a newer version
     ShoalError
     └── StorageFailed       the place cannot be read or written: forbidden, not there, out of reach
-        └── StorageFull     there is no room left
+        ├── StorageFull     there is no room left
+        └── TransientStorageFailure   it may work when it is tried again
 
 A damaged checkpoint is skipped for the one before; a failed save is counted and training goes on.
 """
@@ -27,3 +28,7 @@ class StorageFailed(ShoalError):
 
 class StorageFull(StorageFailed):
     """There is no room left: what is deleted makes some."""
+
+
+class TransientStorageFailure(StorageFailed):
+    """The place failed for a reason that may pass: out of reach, slow, busy."""

@@ -8,6 +8,7 @@ one after the other, twice: where they are sharded they come unit by unit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from shoal.checkpoint.checksum import checksum
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.checkpoint.manifest import FrozenEntry, TensorEntry, safe_name
 from shoal.checkpoint.retention import FROZEN
+from shoal.checkpoint.retrying_storage import Chunks
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import head_entry
 from shoal.model_export import Reading
@@ -39,7 +41,7 @@ def write_frozen(
     there = [name for name, found in storage.list().items() if name.startswith(stem) and found == size]
     file = there[0] if there else f"{stem}-{safe_name(incarnation)}.safetensors"
     if not there:
-        storage.write(file, _stream(head, named, reading))
+        storage.write(file, Chunks(partial(_stream, head, named, reading)))
     tensors = {
         region.name: TensorEntry(
             dtype=CODES[region.dtype],  # type: ignore[arg-type]

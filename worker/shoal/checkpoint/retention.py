@@ -56,14 +56,24 @@ def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str, lineage: Lin
     return gone
 
 
-def prune(storage: Storage, done: SaveName, keep: Keep, ours: Ours = Ours(), in_use: str = "") -> list[SaveName]:
-    """After the save `done`: deletes what may go, and never `done`; returns the checkpoints that went. Raises
-    `StorageFailed`.
+def prune(
+    storage: Storage,
+    done: SaveName,
+    keep: Keep,
+    ours: Ours = Ours(),
+    in_use: str = "",
+    known: set[str] | None = None,
+) -> list[SaveName]:
+    """After the save `done`: deletes what may go, and never `done`; returns the checkpoints that went. `known`: folders
+    that were seen to be whole, of which it makes all that are. Raises `StorageFailed`.
     """
-    whole, rests = _sorted_out(storage, done, ours)
+    known = set() if known is None else known
+    whole, rests = _sorted_out(storage, done, ours, known)
+    known &= {name.folder for name in whole}
     gone = [name for name in superfluous(whole, keep, in_use, ours.lineage) if name != done]
     for name in [*gone, *rests]:
         delete(storage, name.folder)
+        known.discard(name.folder)
     if gone:
         _delete_unused_frozen(storage)
     return gone
@@ -71,20 +81,23 @@ def prune(storage: Storage, done: SaveName, keep: Keep, ours: Ours = Ours(), in_
 
 def delete_rests(storage: Storage, before: SaveName, ours: Ours = Ours()) -> list[SaveName]:
     """Deletes what saves older than this one left when they were broken off; returns them. Raises `StorageFailed`."""
-    _, rests = _sorted_out(storage, before, ours)
+    _, rests = _sorted_out(storage, before, ours, set())
     for name in rests:
         delete(storage, name.folder)
     return rests
 
 
-def _sorted_out(storage: Storage, save: SaveName, ours: Ours) -> tuple[list[SaveName], list[SaveName]]:
-    """Our whole checkpoints, newest first, and rests of our saves older than this one."""
+def _sorted_out(storage: Storage, save: SaveName, ours: Ours, known: set[str]) -> tuple[list[SaveName], list[SaveName]]:
+    """Our whole checkpoints, newest first, and rests of our saves older than this one. Folders that are not `known` to
+    be whole are looked into.
+    """
     whole, rests, runs = [], [], ours.runs
     for name in saves(storage):
         if not name.is_of(runs):
             continue
-        if MANIFEST in storage.list(name.folder):
+        if name.folder in known or MANIFEST in storage.list(name.folder):
             whole.append(name)
+            known.add(name.folder)
         elif name < save:
             rests.append(name)
     return whole, rests

@@ -95,6 +95,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         """Around all calls of the part."""
+        self._whole: set[str] = set()
+        """Folders that were seen to be whole checkpoints."""
+        self._room = 0
+        """So many more saves can be made before an old one may go: the place need not be looked through for them."""
         self._frozen: FrozenEntry | None = None
         self._written_now: FrozenEntry | None = None
 
@@ -158,6 +162,7 @@ class Saver:
         self._expect(part, name)
 
     def _expect(self, part: SavePart, name: SaveName) -> SaveResult:
+        self._room = self._room if part.leads else 0  # another one leads, and knows better what is there
         self.outcome = self._fresh = SaveResult(part, name, f"{self.storage.url}/{name.folder}")
         return self.outcome
 
@@ -306,8 +311,13 @@ class Saver:
 
     def _prune(self, done: SaveName, ours: Ours, in_use: str) -> None:
         """What cannot be deleted does not make the save a failed one."""
+        self._whole.add(done.folder)
+        self._room -= 1
+        if self._room >= 0:
+            return
         try:
-            for gone in prune(self.storage, done, self._keep, ours, in_use):
+            for gone in prune(self.storage, done, self._keep, ours, in_use, self._whole):
                 log.info("checkpoint_deleted", step=gone.step, folder=gone.folder)
+            self._room = max(0, self._keep.newest - len(self._whole))
         except ShoalError as error:
             log.error("checkpoints_not_deleted", reason=str(error))

@@ -2,7 +2,8 @@
 
 Two kinds with one face. A folder is used through the operating system: files are created, never overwritten, flushed to
 the disk, and read by ranges straight into the memory they are meant for. Everything else goes through fsspec, whose
-libraries bring multi-part uploads and retries. Every failure is one sentence (`StorageFailed`).
+libraries bring multi-part uploads. Every failure is one sentence (`StorageFailed`); what may pass is tried again, by
+the driver or in retrying_storage.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, Protocol
 
 from shoal_protos.errors import ShoalError, UserError
 
-from shoal.checkpoint.errors import StorageFailed, StorageFull
+from shoal.checkpoint.errors import StorageFailed, StorageFull, TransientStorageFailure
+from shoal.checkpoint.retrying_storage import RetryingStorage
 
 Target = tuple[int, memoryview]
 """Where a range begins in the file, and the memory that it fills."""
@@ -33,6 +35,13 @@ MOST_BUFFERS = 512
 FETCH_BYTES = 256 << 20
 """What an object store's answers may take of memory before they are put in place."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+LASTING = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EFBIG),
+    *(errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE),
+)
+"""What the operating system says where the next try would fare alike."""
+MISTAKES = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
+"""What a driver raises where it is used or configured wrongly."""
 
 
 class Storage(Protocol):
@@ -44,7 +53,9 @@ class Storage(Protocol):
         """Sees to it that the place is there and may be written."""
 
     def write(self, name: str, chunks: Iterable[memoryview]) -> int:
-        """Creates a file; returns its bytes. It is whole when this returns, and gone when it raises."""
+        """Creates a file; returns its bytes. It is whole when this returns, and gone when it raises. `chunks`: `Chunks`
+        where another try may go through them again.
+        """
 
     def publish(self, name: str, content: bytes) -> None:
         """Creates a file that is whole or not there, whatever happens."""
@@ -68,9 +79,9 @@ class Storage(Protocol):
 def open_storage(url: str) -> Storage:
     """The storage of a path or URL. Raises `UserError` where no such kind is known."""
     if url.startswith("file://"):
-        return LocalStorage(Path(url.removeprefix("file://")).absolute())
+        return RetryingStorage(LocalStorage(Path(url.removeprefix("file://")).absolute()))
     if "://" not in url:
-        return LocalStorage(Path(url).expanduser().absolute())
+        return RetryingStorage(LocalStorage(Path(url).expanduser().absolute()))
     try:
         import fsspec
 
@@ -81,7 +92,9 @@ def open_storage(url: str) -> Storage:
         raise UserError(f"{kind}:// needs a library that is not installed: {hint} ({error}).") from None
     except ValueError as error:
         raise UserError(f"{url} is not a path or URL for checkpoints: {error}.") from None
-    return ObjectStorage(url.rstrip("/"), files, root)
+    storage = ObjectStorage(url.rstrip("/"), files, root)
+    tries_again = getattr(files, "retries", 0)  # s3fs and gcsfs do
+    return storage if tries_again else RetryingStorage(storage)
 
 
 @contextmanager
@@ -92,10 +105,17 @@ def as_storage_error(doing: str, url: str) -> Iterator[None]:
     except (FileNotFoundError, EOFError, ShoalError):
         raise
     except OSError as error:
-        kind = StorageFull if error.errno in NO_ROOM else StorageFailed
-        raise kind(f"cannot {doing} in {url}: {_meaning(error)}.") from error
+        raise _kind_of(error)(f"cannot {doing} in {url}: {_meaning(error)}.") from error
     except Exception as error:  # an object store's library has its own tree of errors
-        raise StorageFailed(f"cannot {doing} in {url}: {type(error).__name__}: {error}") from error
+        kind = StorageFailed if isinstance(error, MISTAKES) else TransientStorageFailure
+        raise kind(f"cannot {doing} in {url}: {type(error).__name__}: {error}") from error
+
+
+def _kind_of(error: OSError) -> type[StorageFailed]:
+    if error.errno in NO_ROOM:
+        return StorageFull
+    lasting = error.errno in LASTING or isinstance(error, PermissionError | FileExistsError | NotADirectoryError)
+    return StorageFailed if lasting else TransientStorageFailure
 
 
 def _meaning(error: OSError) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from shoal_protos.plan import Member
 
 from shoal.checkpoint.checksum import checksum
 from shoal.checkpoint.container import CODES, Region, header
 from shoal.checkpoint.manifest import FileEntry, HeadEntry, PieceEntry, StateEntry, TensorEntry, safe_name
+from shoal.checkpoint.retrying_storage import Chunks
 from shoal.checkpoint.snapshot import PARAMETERS, DataContent, Piece
 from shoal.checkpoint.storage import Storage
 
@@ -49,7 +51,7 @@ def write_content(storage: Storage, folder: str, step: int, author: Author, cont
     head = header(content.regions, {"format": "pt", "shoal": f"step {step}, a part; see manifest.json"})
     checksums: dict[str, list[bytes]] = {}
     name = author.file(step)
-    size = storage.write(f"{folder}/{name}", _stream(head, content, checksums))
+    size = storage.write(f"{folder}/{name}", Chunks(partial(_stream, head, content, checksums)))
     entry = FileEntry(
         name=name,
         bytes=size,
