@@ -156,7 +156,8 @@ def test_a_place_that_fails_is_told_and_training_is_unharmed(tmp_path: Path) -> 
 @holds("A job that has succeeded has the last checkpoint")
 def test_a_job_whose_last_checkpoint_cannot_be_saved_fails_and_says_why(tmp_path: Path) -> None:
     place = tmp_path / "place"
-    with Cluster(workers=2, options=options(place, every_steps=20), pace=PACE) as cluster:
+    spec = {"stall_seconds": 5.0}
+    with Cluster(workers=2, options=options(place, every_steps=20), pace=PACE, spec=spec) as cluster:
         step = cluster.wait_saved(20)
         place.rename(tmp_path / "away")
         place.write_text("in the way")

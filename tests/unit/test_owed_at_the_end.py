@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ def made(place: Path) -> list[int]:
 
 class Disk:
     """Of every saver: saves of the steps in `broken` fail, and those in `slow` wait until `free`. `dies`, by worker: it
-    writes nothing, and this says when its process is no more.
+    writes nothing, and this says when its process is no more. `failures`: so many more writes fail.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.broken: set[int] = set()
         self.slow: set[int] = set()
         self.dies: dict[str, Callable[[], bool]] = {}
+        self.failures = 0
         self.free, self._write = threading.Event(), Saver._write
         monkeypatch.setattr(Saver, "_write", lambda *called: self._turn(*called))
 
@@ -60,6 +62,9 @@ class Disk:
             assert self.free.wait(PATIENCE_SECONDS)
         if save.name.step in self.broken:
             raise StorageFailed("the disk is full.")
+        if self.failures:
+            self.failures -= 1
+            raise StorageFailed("the place is away.")
         self._write(saver, save, outcome)
 
 
@@ -73,6 +78,12 @@ def end(crew: Crew) -> str:
     crew.allow()
     crew.until("the end", lambda: crew.job.durable.phase.is_over)
     return f"{crew.job.durable.phase.value}: {crew.job.durable.reason}"
+
+
+def without_patience(crew: Crew) -> None:
+    """A save that fails is not tried again."""
+    for worker in crew.workers.values():
+        worker.link.dialogue.job = replace(worker.link.job, stall_seconds=0.0)
 
 
 def all_done(crew: Crew) -> bool:
@@ -140,6 +151,7 @@ def test_a_job_whose_last_save_fails_again_at_its_end_fails_and_names_where_it_w
 ) -> None:
     disk.broken = {3, STEPS}
     with Crew("ab", saving(tmp_path)) as crew:
+        without_patience(crew)
         ending = end(crew)
         assert crew.job.durable.step == STEPS
     assert ending.startswith("failed: worker ")
@@ -154,8 +166,41 @@ def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails
     disk.broken = {STEPS}
     task = Task({"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(tmp_path)}}}, script=_save_at_the_end)
     with Crew("ab", task) as crew:
+        without_patience(crew)
         ending = end(crew)
     assert ending.startswith("failed: worker ") and "the checkpoint of step 5 failed: " in ending
+
+
+@rule(
+    "A save that has failed is tried again, later and later, for `stall_seconds`; the end of the job gives the whole "
+    "time again: its workers hold the only copy",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.core.save_retries", "        if now - self._since >= patience_seconds:\n", "        if True:\n"
+    ),
+)
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_a_last_save_is_tried_again_until_the_place_is_back(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
+) -> None:
+    monkeypatch.setattr("shoal.core.save_retries.FIRST_PAUSE_SECONDS", 0.01)
+    with Crew(names, saving(tmp_path)) as crew:
+        disk.failures = 6
+        assert crew.finish() == undisturbed(Task({"max_steps": STEPS}))
+        assert [one.step for one in crew.job.durable.checkpoints] == [STEPS]
+    assert not disk.failures
+
+
+def test_a_save_that_failed_is_made_up_for_before_the_next_one_is_due(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.core.save_retries.FIRST_PAUSE_SECONDS", 0.0)
+    disk.broken = {3}
+    with Crew("ab", saving(tmp_path)) as crew:
+        crew.train_to(3)
+        crew.until("the failure", lambda: all(w.engine.parts.saving.status == "failed" for w in crew.members()))
+        crew.finish()
+        assert [one.step for one in crew.job.durable.checkpoints] == [4]
 
 
 def _save_at_the_end(engine: Engine, before: Any) -> None:
@@ -220,7 +265,7 @@ def test_an_export_that_failed_is_made_good_by_a_later_one_to_the_same_place(tmp
 
 
 ALONE = """
-import atexit, sys, threading
+import atexit, dataclasses, sys, threading
 from pathlib import Path
 import shoal, torch
 from torch.utils.data import TensorDataset
@@ -232,6 +277,7 @@ checkpoint = {"path": str(place), "every_steps": 2}
 config = {"train_micro_batch_size_per_gpu": 2, "shoal": {"lanes": 2, "max_steps": 4, "checkpoint": checkpoint}}
 data = TensorDataset(torch.randn(64, 8), torch.zeros(64).long())
 engine = shoal.initialize(model=model, dataset=data, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)
+engine.context.link.job = dataclasses.replace(engine.context.link.job, stall_seconds=0.0)
 atexit.register(print, "called late")
 place.rmdir()
 place.write_text("in the way")

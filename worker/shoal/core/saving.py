@@ -78,6 +78,11 @@ class Saving:
         """This member brings the request into its votes from now on. `over`: no step comes after this one."""
         self.asked_at = step + (0 if over else 1)
 
+    def ask_again(self, step: int) -> None:
+        """The save of that step has failed and is to be made up for, by one of that step or of a later one."""
+        if self.asked_at is None and not self.is_given_up:
+            self.asked_at = step
+
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved, self.is_given_up = step, True

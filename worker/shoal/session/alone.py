@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import secrets
+import time
 from collections.abc import Callable
 
 from shoal_protos.checkpoint import CheckpointRef
@@ -68,7 +69,7 @@ class AloneLink:
         return self._inbox.take(0.0)
 
     def pause(self, seconds: float) -> None:
-        """Nothing comes, so nothing is gained by waiting."""
+        time.sleep(seconds)
 
     def answer(self, inventory: Inventory) -> None:
         plan = self._plan(inventory)

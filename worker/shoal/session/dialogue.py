@@ -322,7 +322,10 @@ class Dialogue:
         self.membership.worker = welcome.worker
         self.heartbeat_seconds, self.reconnect_seconds = welcome.heartbeat_seconds, welcome.reconnect_seconds
         resume = json.loads(welcome.resume) if welcome.resume else None
-        self.job = JobInfo(self.job.name, welcome.run, resume, welcome.opened_generations, welcome.step, welcome.loss)
+        self.job = JobInfo(
+            self.job.name, welcome.run, resume, welcome.opened_generations, welcome.step, welcome.loss,
+            welcome.stall_seconds,
+        )  # fmt: skip
         self.cluster, self.welcomed = welcome.cluster, True
 
     def _on_prepare(self, generation: int) -> list[Effect]:

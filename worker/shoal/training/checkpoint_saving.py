@@ -29,6 +29,7 @@ from shoal.checkpoint.writer import Author
 from shoal.config.training import agreement
 from shoal.core.module_names import named_parameters
 from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, SharedSave
+from shoal.core.save_retries import SaveRetries
 from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal.exchange.ballot import Request
 from shoal.exchange.vote import Record
@@ -68,9 +69,10 @@ class CheckpointSaving:
         self._origin: Origin | None = None
         self._saving = Saving(self._config.every_steps)
         self._clock = time.monotonic()
+        self._retries = SaveRetries()
         self._failure: SaveFailed | None = None
-        """Why the last save that this worker asked for failed."""
-        self._has_asked_at_end = False
+        """Why the last save that this worker asked for failed, and is not tried again."""
+        self._has_come_to_end = False
 
     # ---- what the script and the controller ask
 
@@ -89,27 +91,34 @@ class CheckpointSaving:
         return replace(SAVE, step=self._saving.asked_at) if self._saving.asked_at is not None else None
 
     @property
+    def in_ballot(self) -> Request | None:
+        """`pending`, unless it has failed and its next try is still to wait."""
+        return None if self._retries.is_waiting(time.monotonic()) else self.pending
+
+    @property
     def is_settled(self) -> bool:
         """Whether no save is under way here, or still to begin: what the end of a job waits for."""
         return not (self.busy or self._saving.asked_at is not None or (self._saver and self._saving.is_owed))
 
     def ask_for_what_is_owed(self) -> None:
         """At the job's end, on rank 0 for all: a checkpoint that was due and is not there is saved now. Raises
-        `SaveFailed` where that has failed as well.
+        `SaveFailed` where that has failed for as long as it is tried.
         """
+        if not self._has_come_to_end:
+            self._has_come_to_end, self._failure = True, None
+            self._retries.on_end()
         self.take_in_outcome()
         saving = self._saving
         waits = self.busy or saving.is_under_way or saving.asked_at is not None
         if self._context.rank != 0 or waits or self.is_settled:
             return
         failure = self.take_failure()
-        if failure is not None and self._has_asked_at_end:
+        if failure is not None:
             before = f"goes on from step {self.saved}" if self.saved >= 0 else "begins anew"
             raise SaveFailed(
                 f"all steps are done, but the last checkpoint that was due is missing: {str(failure).rstrip('.')}. "
                 f"Started again, the job {before}."
             )
-        self._has_asked_at_end = True
         self.remember_request()
 
     def take_failure(self) -> SaveFailed | None:
@@ -267,6 +276,7 @@ class CheckpointSaving:
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self._saving.on_return_to(step)
+        self._has_come_to_end = False
 
     # ---- a save is over
 
@@ -282,10 +292,20 @@ class CheckpointSaving:
             self._loading.known.on_found(
                 CheckpointRef(name.generation, name.step, outcome.path, size, run, part.verified)
             )
-        if self._saving.on_over(part, _report(outcome), self._context.rank, self._context.generation):
-            self._failure = SaveFailed(f"the checkpoint of step {name.step} failed: {part.failure}")
-        elif not part.failure:
+        rank, generation = self._context.rank, self._context.generation
+        has_failed_asker = self._saving.on_over(part, _report(outcome), rank, generation)
+        if not part.failure:
             self._failure = None
+            self._retries.on_saved()
+        elif has_failed_asker or (rank == 0 and part.save.generation == generation):
+            self._try_again(part, has_failed_asker)
+
+    def _try_again(self, part: SavePart, has_failed_asker: bool) -> None:
+        """By whoever asked for the save that has failed, else by rank 0; not for ever."""
+        if self._retries.on_failed(time.monotonic(), self._context.link.job.stall_seconds):
+            self._saving.ask_again(part.save.step)
+        elif has_failed_asker:
+            self._failure = SaveFailed(f"the checkpoint of step {part.save.step} failed: {part.failure}")
 
     @property
     def saver_end(self) -> Callable[[], None]:

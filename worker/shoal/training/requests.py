@@ -95,7 +95,7 @@ class Requests:
     @property
     def pending(self) -> tuple[Request, ...]:
         """What this worker brings into its next vote."""
-        mine, save = list(self._mine), self._saving.pending
+        mine, save = list(self._mine), self._saving.in_ballot
         if self._context.is_over and not self._context.done and FINGERPRINT not in mine:
             mine.append(FINGERPRINT)
         if self._rows.is_pending:
