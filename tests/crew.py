@@ -129,7 +129,7 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     link.introduce(_description(settled, state, optimizer, source.sampler.samples), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)
     engine = Engine(settled, state, link, fetcher, faults)
-    engine.parts.loading.look()
+    engine.parts.loading.begin(engine.parts.status.publish)
     return engine
 
 

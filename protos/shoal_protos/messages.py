@@ -299,6 +299,8 @@ class Welcome:
     """The job's last loss, for the same purpose; None: none yet."""
     controllers: tuple[str, ...] = ()
     """`HOST:PORT` where workers reach the controllers of this store, the one that leads first."""
+    checkpoint: str = ""
+    """Path of the newest checkpoint that the store knows: one who finds none there does not begin at step 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1089,6 +1089,7 @@ class Welcome(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     CONTROLLERS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
@@ -1099,6 +1100,7 @@ class Welcome(_message.Message):
     step: _builtins.int
     loss: _builtins.float
     cluster: _builtins.str
+    checkpoint: _builtins.str
     @_builtins.property
     def opened_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1118,10 +1120,11 @@ class Welcome(_message.Message):
         loss: _builtins.float | None = ...,
         cluster: _builtins.str = ...,
         controllers: _abc.Iterable[_builtins.str] | None = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cluster", b"cluster", "controllers", b"controllers", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "checkpoint", b"checkpoint", "cluster", b"cluster", "controllers", b"controllers", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import Found, Own, SaveName, look_into, resolve
 from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import draft_of
-from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable
 from shoal.checkpoint.lineage import gone_on
 from shoal.checkpoint.manifest import MANIFEST, Manifest, sealed
 from shoal.checkpoint.restore import has_scheduler_of, load_blocks, load_small_state
@@ -216,6 +217,74 @@ def test_nothing_to_resume_from_is_no_error_for_latest(tmp_path: Path) -> None:
     assert resolve(str(tmp_path / "none"), "latest", print) is None
     assert resolve(None, "latest", print) is None
     assert resolve(str(tmp_path), False, print) is None
+
+
+# ---- absence of proof is no proof of absence
+
+
+def newer_version(folder: Path) -> None:
+    manifest = folder / MANIFEST
+    content = {"tomorrow": {"more": 1}, **json.loads(manifest.read_bytes()), "version": 9}
+    del content["layout"]["block_elements"]
+    manifest.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()))
+
+
+def unknown_key(folder: Path) -> None:
+    manifest = folder / MANIFEST
+    content = {"tomorrow": 1, **json.loads(manifest.read_bytes())}
+    manifest.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()))
+
+
+def changed_bit(folder: Path) -> None:
+    manifest = folder / MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"job":"job"', b'"job":"bob"', 1))
+
+
+def file_is_gone(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def manifest_is_empty(folder: Path) -> None:
+    (folder / MANIFEST).write_bytes(b"")
+
+
+SPOILS = [newer_version, unknown_key, changed_bit, file_is_gone, manifest_is_empty]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_checkpoints_of_which_none_can_be_read_are_not_the_same_as_none(
+    two: Two, spoil: Callable[[Path], None]
+) -> None:
+    storage, (first, newest) = two
+    spoil(Path(storage.url) / newest.folder)
+    assert latest(storage)[0] == 2, "one that can be read is enough"
+    spoil(Path(storage.url) / first.folder)
+    with pytest.raises(NoneReadable, match=rf"^there are checkpoints in \S+, and none can be read: \S+{newest.folder}"):
+        latest(storage)
+    assert resolve(storage.url, False, print) is None, "that is how somebody says so"
+
+
+def test_one_that_could_not_be_read_is_not_none_either(two: Two) -> None:
+    storage, both = two
+    paths = [f"{storage.url}/{name.folder}" for name in both]
+    with pytest.raises(NoneReadable, match="cannot be read"):
+        resolve(storage.url, "latest", print, unreadable=paths)
+
+
+def test_rests_of_saves_and_what_is_not_the_jobs_are_nothing_to_go_on_from(two: Two) -> None:
+    storage, both = two
+    step, lines = latest(storage, {9})
+    assert step is None and all("is of generation 1, which this job did not have." in line for line in lines)
+    for name in both:
+        (Path(storage.url) / name.folder / MANIFEST).unlink()
+    assert latest(storage)[0] is None
+
+
+def test_the_format_of_a_manifest_is_judged_before_its_keys(two: Two) -> None:
+    storage, (_, newest) = two
+    newer_version(Path(storage.url) / newest.folder)
+    with pytest.raises(CheckpointDamaged, match=r"manifest\.json has format version 9; this Shoal reads 2\. Use the v"):
+        look_into(storage, newest)
 
 
 # ---- what makes no checkpoint in the first place

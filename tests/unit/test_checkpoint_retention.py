@@ -113,6 +113,23 @@ def test_the_rest_of_an_older_save_goes_and_a_newer_one_is_left_alone(tmp_path: 
     assert saves(storage) == [done[2], done[1]]
 
 
+@rule(
+    "Retention never deletes what it cannot read",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.checkpoint.retention", " if _is_readable(storage, name)]", "]"),
+)
+@pytest.mark.parametrize("content", [b'{"format":"shoal checkpoint","version":9}', b"", b"{"])
+def test_what_cannot_be_read_is_never_deleted(content: bytes, tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    done = saved(storage, 5)
+    for name in done[:2]:
+        (tmp_path / name.folder / MANIFEST).write_bytes(content)
+    there = {file: file.read_bytes() for name in done[:2] for file in (tmp_path / name.folder).iterdir()}
+    assert prune(storage, done[-1], Keep(1, None)) == [done[3], done[2]]
+    assert saves(storage) == [done[4], done[1], done[0]]
+    assert {file: file.read_bytes() for file in there} == there
+
+
 def test_folders_that_are_known_to_be_whole_are_not_looked_into_again(tmp_path: Path) -> None:
     looked = []
 

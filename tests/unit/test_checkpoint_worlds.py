@@ -405,7 +405,7 @@ def test_a_job_whose_only_checkpoint_cannot_be_read_says_so_and_does_not_begin_a
         crew.allow()
         crew.until("the end", lambda: crew.job.durable.phase.is_over)
         assert crew.job.durable.phase.value == "failed"
-        assert "cannot be read, and there is no other checkpoint to resume from" in crew.job.durable.reason
+        assert "There is no other checkpoint. To begin at step 0, start the job again" in crew.job.durable.reason
 
 
 # ---- the last one leaves

@@ -238,19 +238,15 @@ def test_of_two_workers_that_differ_twice_the_younger_is_evicted() -> None:
     assert [name for name, one in driver.job.durable.roster.items() if one.ending is not None] == ["w1"]
 
 
-def test_without_a_checkpoint_that_can_be_read_others_begin_anew_once() -> None:
-    driver = job(launcher="local")
+@holds("Where there are checkpoints to go on from")
+@pytest.mark.parametrize("launcher", ["local", "none"])
+def test_without_a_checkpoint_that_can_be_read_the_job_fails_and_does_not_begin_anew(launcher: str) -> None:
+    driver = job(launcher=launcher)
     driver.beat("w0", checkpoint=SOUND)
     driver.beat("w2", corrupt=(differ(3, "w0", "w1"),))
     for worker in ("w0", "w1", "w2"):
         driver.stop(worker, driver.statuses[worker])
     driver.beat("w1", unreadable_checkpoint=UnreadableCheckpoint(SOUND.path, "a part is not there."))
-    driver.statuses.clear()
-    for number in range(3):
-        driver.exit(f"w{number}", 0)
-    for number in range(3, 6):
-        driver.hello(f"w{number}")
-    driver.recover()
-    driver.wait(2)
-    assert driver.job.attempt is None and driver.job.durable.current is not None
-    assert (driver.job.durable.corruption.restoring, driver.job.durable.corruption.returned_at) == ("", 31)
+    driver.tick()
+    assert driver.job.durable.phase is Phase.FAILED
+    assert "a part is not there. There is no other checkpoint. To begin at step 0, start" in driver.job.durable.reason

@@ -167,6 +167,7 @@ from_controller = st.one_of(
         numbers,
         st.sampled_from(["", '"latest"', "12", "false"]),
         runs,
+        checkpoint=labels,
     ),
     st.builds(SessionToken, st.sampled_from(["join:a:b:c", "x"]), seconds),
     st.builds(Ping, numbers, numbers),

@@ -124,6 +124,7 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         step=welcome.step,
         loss=welcome.loss,
         controllers=welcome.controllers,
+        checkpoint=welcome.checkpoint,
     )
 
 
@@ -150,6 +151,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
             bounds.address("welcome.controllers", one)
             for one in bounds.few("welcome.controllers", message.controllers, bounds.MAX_CONTROLLERS)
         ),
+        checkpoint=bounds.label("welcome.checkpoint", message.checkpoint),
     )
 
 

@@ -2,7 +2,8 @@
 
 The directory alone is enough: every save has a folder of its own, and a folder with a sound manifest whose files are
 all there in full size is a checkpoint. Others are skipped, each with a sentence that says why; what only reading can
-tell (a changed bit) the reader tells.
+tell (a changed bit) the reader tells. Where every folder with a manifest is skipped, there is not nothing to go on
+from: that is an error (`NoneReadable`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal_protos.errors import NotFound
 
-from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.errors import CheckpointDamaged, CheckpointIncomplete, NoneReadable
 from shoal.checkpoint.lineage import Branch, is_given_up
 from shoal.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, parse, safe_name
 from shoal.checkpoint.reader import Reader
@@ -100,7 +101,7 @@ def look_into(storage: Storage, name: SaveName) -> Found:
     try:
         content = storage.read(f"{name.folder}/{MANIFEST}", LARGEST_MANIFEST)
     except FileNotFoundError:
-        raise CheckpointDamaged(
+        raise CheckpointIncomplete(
             f"{where} is incomplete: it has no {MANIFEST}. Its save is still running, or was interrupted."
         ) from None
     manifest = parse(content, f"{where}/{MANIFEST}")
@@ -129,8 +130,12 @@ class Own:
     generations: Collection[int]
 
 
-def checkpoints(storage: Storage, skipped: Skipped, own: Own | None = None) -> Iterator[Found]:
-    """The whole ones, newest first; those of one job's alone where its store knows them."""
+def checkpoints(
+    storage: Storage, skipped: Skipped, own: Own | None = None, unread: list[str] | None = None
+) -> Iterator[Found]:
+    """The whole ones, newest first; those of one job's alone where its store knows them. `unread`: is given a sentence
+    for each that has a manifest and cannot be read.
+    """
     for name in saves(storage):
         where = f"{storage.url}/{name.folder}"
         if own is not None and not name.is_of((own.run, "")):
@@ -140,19 +145,29 @@ def checkpoints(storage: Storage, skipped: Skipped, own: Own | None = None) -> I
         else:
             try:
                 yield look_into(storage, name)
+            except CheckpointIncomplete as error:
+                skipped(str(error))
             except CheckpointDamaged as error:
                 skipped(str(error))
+                if unread is not None:
+                    unread.append(str(error))
 
 
-def _latest(found: Iterator[Found], skipped: Skipped, unreadable: Collection[str]) -> Found | None:
+def _latest(storage: Storage, skipped: Skipped, own: Own | None, unreadable: Collection[str]) -> Found | None:
     """The newest that can be read, and that no newer one, readable or not, has given up."""
     lineage: list[Branch] = []
-    for one in found:
+    unread: list[str] = []
+    for one in checkpoints(storage, skipped, own, unread):
         if is_given_up(one.name.generation, one.name.step, lineage):
             skipped(f"{one.path} was given up: training went back to an earlier step and continued without it.")
         elif one.path not in unreadable:
             return one
+        else:
+            unread.append(f"{one.path} cannot be read.")
         lineage += one.manifest.lineage
+    if unread:
+        anew = "Only `resume: false` begins at step 0 beside them."
+        raise NoneReadable(f"there are checkpoints in {storage.url}, and none can be read: {unread[0]} {anew}")
     return None
 
 
@@ -166,7 +181,8 @@ def resolve(
     """The checkpoint that `resume` means: "latest", a step, a path or URL, or False; None where there is nothing.
 
     `path`: where this job keeps its own. A step or a path that is not there is an error (`NotFound`), and one that is
-    named is taken whoever saved it. `unreadable`: paths that cannot be read; the latest is one of others.
+    named is taken whoever saved it. `unreadable`: paths that cannot be read; the latest is one of others, and where
+    there are checkpoints and it is none of them, that is an error too (`NoneReadable`).
     """
     if resume is False:
         return None
@@ -178,7 +194,7 @@ def resolve(
         raise NotFound(f"resume is step {resume}, and no `shoal.checkpoint.path` says where checkpoints are.")
     storage = open_storage(path)
     if resume == "latest":
-        return _latest(checkpoints(storage, skipped, own), skipped, unreadable)
+        return _latest(storage, skipped, own, unreadable)
     for found in checkpoints(storage, skipped):
         if found.name.step == resume:
             return found

@@ -1,13 +1,16 @@
 """What can be wrong with a checkpoint or with the place where it lies.
 
     UserError
-    └── CheckpointDamaged   what lies there is not what was written: half, changed, or of a newer version
+    ├── CheckpointDamaged   what lies there is not what was written: half, changed, or of a newer version
+    │   └── CheckpointIncomplete   it never was a checkpoint: its save is not completed
+    └── NoneReadable        there are checkpoints, and none of them can be read
     ShoalError
     └── StorageFailed       the place cannot be read or written: forbidden, not there, out of reach
         ├── StorageFull     there is no room left
         └── TransientStorageFailure   it may work when it is tried again
 
-A damaged checkpoint is skipped for the one before; a failed save is counted and training goes on.
+A damaged checkpoint is skipped for the one before; a failed save is counted and training goes on. Checkpoints of which
+none can be read are not the same as no checkpoint: nobody begins at step 0 beside them without being told to.
 """
 
 from __future__ import annotations
@@ -17,6 +20,14 @@ from shoal_protos.errors import ShoalError, UserError
 
 class CheckpointDamaged(UserError):
     """What lies there is not a whole checkpoint that this version can read."""
+
+
+class CheckpointIncomplete(CheckpointDamaged):
+    """A folder without a manifest: its save is under way, or was interrupted."""
+
+
+class NoneReadable(UserError):
+    """There are checkpoints to go on from, and none of them can be read."""
 
 
 class StorageFailed(ShoalError):

@@ -1,8 +1,8 @@
 """Which checkpoints may go, and how one goes: the manifest first, so that what is left of it never looks like one.
 
-The newest few stay, every n-th step's stays, and the one in use stays; another run's are not touched. Rests of older
-saves that were broken off go too. Called by the worker that has just completed a save; a kill at any instant leaves
-whole checkpoints and rests.
+The newest few stay, every n-th step's stays, and the one in use stays; another run's are not touched, nor what cannot
+be read: another version of Shoal may. Rests of older saves that were broken off go too. Called by the worker that has
+just completed a save; a kill at any instant leaves whole checkpoints and rests.
 """
 
 from __future__ import annotations
@@ -70,13 +70,22 @@ def prune(
     known = set() if known is None else known
     whole, rests = _sorted_out(storage, done, ours, known)
     known &= {name.folder for name in whole}
-    gone = [name for name in superfluous(whole, keep, in_use, ours.lineage) if name != done]
+    old = [name for name in superfluous(whole, keep, in_use, ours.lineage) if name != done]
+    gone = [name for name in old if _is_readable(storage, name)]
     for name in [*gone, *rests]:
         delete(storage, name.folder)
         known.discard(name.folder)
     if gone:
         _delete_unused_frozen(storage)
     return gone
+
+
+def _is_readable(storage: Storage, name: SaveName) -> bool:
+    try:
+        look_into(storage, name)
+    except CheckpointDamaged:
+        return False
+    return True
 
 
 def delete_rests(storage: Storage, before: SaveName, ours: Ours = Ours()) -> list[SaveName]:

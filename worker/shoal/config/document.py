@@ -209,7 +209,8 @@ class Checkpoint(Section):
         Annotated[int, Field(ge=0, le=MOST)] | Annotated[str, Field(pattern=NO_NUL)] | Literal[False],
         Allowed('"latest", a step, a path, or false'),
     ] = "latest"
-    """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start."""
+    """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start. Where there
+    are checkpoints and none can be read, only false begins at step 0."""
     allow: Annotated[
         tuple[Literal["new", "missing"], ...], Field(strict=False), Allowed('a list of "new" and "missing"')
     ] = ()

@@ -19,7 +19,7 @@ class StepZero(StrEnum):
     WITH_A_FRESH_PROCESS = "with a fresh process"
     """This one has trained, or has begun to read a checkpoint: its initial state is gone."""
     UNREADABLE = "unreadable"
-    """What it began to read cannot be read, and nobody has another one: a fresh process would fare alike."""
+    """What it was to begin from cannot be read, and nobody has another one: a fresh process would fare alike."""
 
 
 class Loading:
@@ -62,6 +62,6 @@ class Loading:
 
     def step_zero(self, has_trained: bool) -> StepZero:
         """Whether this process can begin at step 0."""
-        if self.taken in self.unreadable:
+        if self.unreadable:
             return StepZero.UNREADABLE
         return StepZero.WITH_A_FRESH_PROCESS if self.taken or has_trained else StepZero.POSSIBLE

@@ -36,6 +36,8 @@ class JobInfo:
     """How many steps were committed when this worker was welcomed."""
     loss: float | None = None
     """Loss of the last of them, where there is one."""
+    checkpoint: str = ""
+    """Path of the newest checkpoint that its store knows; empty: it knows none."""
     stall_seconds: float = 1800.0
     """How long it waits for what may come back, as its specification says."""
 

@@ -7,21 +7,32 @@ controller, which hears all workers, names one in a plan. What is concluded from
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound
 from shoal_protos.runs import every
 
-from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve
-from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
+from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable
 from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
+from shoal.checkpoint.storage import open_storage
 from shoal.core.loading import Loading, StepZero
 from shoal.exchange.hand_out import HandOut
 from shoal.failure import NeedsFreshProcess
+from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import agree_on_the_start, check_made
 from shoal.world import World
+
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 15.0
+"""Between two looks at a place where no checkpoint can be read: later and later."""
+PATIENCE = 0.9
+"""The part of `stall_seconds` after which a member says what it waits for in vain: a little later the controller evicts
+it, and knows no better reason than that it is late."""
 
 log = get_logger("shoal.checkpoint")
 
@@ -46,16 +57,53 @@ class CheckpointLoading:
         asked = self._context.link.job.resume
         return self._config.resume if asked is None else asked
 
-    def look(self) -> None:
-        """Finds what to go on from. Raises `UserError` where a checkpoint is of another model, or was named and is not
-        there; `StorageFailed` where the place cannot be read.
+    def begin(self, publish: Callable[[], None]) -> None:
+        """Finds what to go on from, as `look` does, and waits while there is something and none of it can be read: a
+        mount may be late, or another version of Shoal on its way. `publish`: says meanwhile why.
+
+        Raises `NoneReadable` where that lasts for `stall_seconds`; alone at once, for then nobody mends it meanwhile.
         """
-        job, resume = self._context.link.job, self._resume
+        link, pause = self._context.link, FIRST_LOOK_SECONDS
+        began, reported = time.monotonic(), ""
+        while why := self.look():
+            if link.alone or time.monotonic() - began >= link.job.stall_seconds:
+                raise NoneReadable(why)
+            if link.stopping:
+                return  # the job has changed its mind; where it trains all the same, its plan names a checkpoint
+            self.skipped = [f"this worker waits, and does not begin at step 0: {why}"]
+            if why != reported:
+                log.error("checkpoints_unread", reason=why, waits_seconds=link.job.stall_seconds)
+                publish()
+            reported = why
+            link.pause(pause)
+            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+        if reported:
+            publish()
+
+    def look(self) -> str:
+        """Finds what to go on from. Returns why that cannot be told, where there is something that cannot be read, or
+        where the job's store knows of something and none is there; else empty.
+
+        Raises `UserError` where a checkpoint is of another model, or was named and is not there; `StorageFailed` where
+        the place cannot be read.
+        """
+        job, resume, place = self._context.link.job, self._resume, self._config.path
         self.skipped = []
-        self.highest_saved = highest_generation(self._config.path) if self._config.path is not None else 0
+        self.highest_saved = highest_generation(place) if place is not None else 0
         own = Own(job.run, job.opened_generations) if job.opened_generations else None
-        found = resolve(self._config.path, resume, self._skip, own, self.known.unreadable)
+        try:
+            found = resolve(place, resume, self._skip, own, self.known.unreadable)
+        except NoneReadable as error:
+            self.known.on_found(None)
+            return str(error)
         self.known.on_found(self._reference(found) if found is not None else None)
+        if place is None:
+            return ""
+        if found is None and resume == "latest" and job.checkpoint:
+            there = open_storage(place).url
+            anew = "To begin at step 0 all the same, cancel the job and start it again."
+            return f"the job has saved {job.checkpoint}, and {there} has no checkpoint. {anew}"
+        return ""
 
     def _reference(self, found: Found) -> CheckpointRef:
         """Raises `UserError` where it is of another model."""
@@ -82,10 +130,7 @@ class CheckpointLoading:
             raise NeedsFreshProcess(
                 f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
             )
-        try:
-            found = at(recovery.checkpoint, self._skip)
-        except NotFound as error:
-            raise CheckpointDamaged(f"{recovery.checkpoint} is gone: {error}") from error
+        found = self._found(recovery.checkpoint)
         self.known.on_take_up(found.path)
         state.forget_gradients()
         context.done = False
@@ -100,6 +145,25 @@ class CheckpointLoading:
         state.begin_anew(world.plan.shares[world.rank].keeps)
         check_made(world, state)
         return found.manifest.data_bytes
+
+    def _found(self, path: str) -> Found:
+        """The plan's checkpoint. Where its place has none at all, the place is away: this waits for it, and for as long
+        as the other members and the controller do. Raises `WorldChanged` where another plan is on its way.
+        """
+        link, pause = self._context.link, FIRST_LOOK_SECONDS
+        end = time.monotonic() + PATIENCE * link.job.stall_seconds
+        while True:
+            try:
+                return at(path, self._skip)
+            except NotFound as error:
+                place = path.rstrip("/").rpartition("/")[0] or "/"
+                if link.alone or saves(open_storage(place)) or time.monotonic() >= end:
+                    raise CheckpointDamaged(f"{path} is gone: {error}") from error
+            log.error("checkpoints_away", path=path, reason=f"{place} has no checkpoint at all")
+            link.pause(pause)
+            if link.stopping:
+                raise WorldChanged(f"another plan is on its way, and {path} is not there")
+            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
@@ -152,8 +216,8 @@ class CheckpointLoading:
         step_zero = self.known.step_zero(has_trained=self._context.state.originals is None)
         if step_zero is StepZero.UNREADABLE:
             raise JobFailed(
-                f"{self.known.taken} cannot be read, and there is no other checkpoint to resume from. To begin at step "
-                "0, remove it or set `resume: false`."
+                f"{max(self.known.unreadable)} cannot be read, and there is no other checkpoint to resume from. To "
+                "begin at step 0, remove it or set `resume: false`."
             )
         if step_zero is StepZero.WITH_A_FRESH_PROCESS:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")

@@ -142,7 +142,7 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     description = _description(settled, state, optimizer, sampler.samples)
     link.introduce(replace(description, config={**description.config, **given.beside}), status)
     engine = Engine(settled, state, link, fetcher, faults)
-    engine.parts.loading.look()
+    engine.parts.loading.begin(engine.parts.status.publish)
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
     return engine
 

@@ -20,6 +20,7 @@ from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import (
+    checkpoints,
     claims,
     ending,
     failure_detector,
@@ -67,12 +68,12 @@ def _on_hello(turn: Turn, event: Connected) -> None:
     if worker is None:
         return _refuse_second_process(turn, event)
     _take_in(turn, worker, event)
-    spec = turn.spec
+    spec, known = turn.spec, checkpoints.latest(turn.durable)
     welcome = Welcome(
         worker, spec.heartbeat_seconds, spec.reconnect_seconds, spec.stall_seconds, turn.durable.last_generation,
         resume="" if spec.resume is None else json.dumps(spec.resume),
         opened_generations=turn.durable.opened_generations, run=spec.run, step=turn.durable.step,
-        loss=once(turn, shown_loss),
+        loss=once(turn, shown_loss), checkpoint=known.path if known is not None else "",
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     worker_messages.on_status(turn, worker, hello.status)

@@ -372,11 +372,12 @@ def _retry_without_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: 
 
 
 def _retry_without_checkpoint(turn: Turn, attempt: Attempt, why: str) -> None:
-    """The one before, if there is one. A job that was under way begins at step 0 with new processes only."""
-    if attempt.reason is Reason.RESTORE and checkpoints.latest(turn.durable) is None:
-        if turn.spec.launcher == "none":
-            return ending.fail(turn, f"{why} There is no other checkpoint.")
-        return lost_blocks.start_anew(turn, f"{why} There is no other checkpoint")
+    """The one before. Where there is none the job has failed: that what it has saved cannot be read does not mean
+    that it has saved nothing, and what it would save from step 0 on would push that out.
+    """
+    if checkpoints.latest(turn.durable) is None:
+        anew = "To begin at step 0, start the job again with `resume: false`."
+        return ending.fail(turn, f"{why} There is no other checkpoint. {anew}")
     return retry(turn, attempt, why)
 
 

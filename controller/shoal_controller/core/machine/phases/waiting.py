@@ -77,7 +77,10 @@ def sentence(job: Job, now: float) -> str:
     short = f", min_workers is {durable.bounds.least}" if ready < durable.bounds.least else ""
     paused = "paused by an operator; " if durable.paused else ""
     found = f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
-    return f"{found}{_lost(durable)}{how_to_start(durable)}" if short and not coming else found
+    found = f"{found}{_lost(durable)}{how_to_start(durable)}" if short and not coming else found
+    skipped = [process.telemetry.skipped_folders for process in serving if not is_ready(job, process)]
+    why = next((one for one in skipped if one), "")
+    return f"{found}; {why.rstrip('.')}" if why else found
 
 
 def trouble(durable: Durable) -> str:
