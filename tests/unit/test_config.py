@@ -177,6 +177,28 @@ def test_batch_sizes_agree_or_get_a_sentence(
         assert wanted is None or mine == wanted
 
 
+def test_variables_in_paths_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNS", "/data/runs")
+    offload = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "$RUNS/nvme"}}
+    checkpoint = {"path": "$RUNS/a", "resume": "${RUNS}/b$"}
+    settled = load_config(
+        {**SMALLEST, "zero_optimization": offload, "shoal": {**SMALLEST["shoal"], "checkpoint": checkpoint}}
+    )
+    assert (settled.checkpoint.path, settled.checkpoint.resume) == ("/data/runs/a", "/data/runs/b$")
+    assert settled.state_folder == "/data/runs/nvme"
+
+
+@pytest.mark.parametrize("key", ["path", "resume"])
+def test_a_path_with_a_variable_that_is_not_set_gets_a_sentence(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RUNS", raising=False)
+    with pytest.raises(UserError) as seen:
+        load_config({**SMALLEST, "shoal": {**SMALLEST["shoal"], "checkpoint": {key: "${RUNS}/a"}}})
+    expected = (
+        f'`shoal.checkpoint.{key}` is "${{RUNS}}/a", and the environment has no RUNS; set it, or write the path out.'
+    )
+    assert str(seen.value) == expected
+
+
 def test_workers_agree_on_what_changes_bits_and_on_nothing_else() -> None:
     optimizer = {"type": "AdamW", "params": {"lr": 0.1, "betas": (0.9, 0.99)}}
     one = agreement(load_config({**SMALLEST, "optimizer": optimizer}))

@@ -27,6 +27,7 @@ from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, sett
 from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.monitoring import Monitoring
+from shoal.config.paths import expanded, unset_variable
 from shoal.config.precision import Precision, precision_faults
 from shoal.config.sentences import (
     all_of,
@@ -217,7 +218,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         precision=Precision.of(document),
         optimizer=document.optimizer,
         scheduler=document.scheduler,
-        checkpoint=shoal.checkpoint,
+        checkpoint=_with_paths(shoal.checkpoint),
         monitoring=Monitoring.of(document),
     )
 
@@ -242,7 +243,13 @@ def _left_open(document: Document) -> str:
 
 
 def _state_folder(offload: OffloadOptimizer) -> str | None:
-    return offload.nvme_path if offload.device == "nvme" else None
+    return expanded(offload.nvme_path) if offload.device == "nvme" and offload.nvme_path is not None else None
+
+
+def _with_paths(checkpoint: Checkpoint) -> Checkpoint:
+    given = {"path": checkpoint.path, "resume": checkpoint.resume}
+    paths = {key: expanded(path) for key, path in given.items() if isinstance(path, str)}
+    return checkpoint.model_copy(update=paths)
 
 
 def _value_or_none(value: Settled | str | None) -> Settled | None:
@@ -259,6 +266,14 @@ def _unfit(document: Document, beside: Beside) -> Iterator[str]:
     if offload.device == "nvme" and offload.nvme_path is None:
         key = "zero_optimization.offload_optimizer"
         yield f'`{key}.device` is "nvme", but no `{key}.nvme_path` says where; name a folder on a local disk.'
+    paths = {
+        "zero_optimization.offload_optimizer.nvme_path": offload.nvme_path,
+        "shoal.checkpoint.path": shoal.checkpoint.path,
+        "shoal.checkpoint.resume": shoal.checkpoint.resume,
+    }
+    for key, path in paths.items():
+        if name := unset_variable(path):
+            yield f"`{key}` is {shown(path)}, and the environment has no {name}; set it, or write the path out."
     if shoal.max_steps is None and shoal.epochs is None:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
     yield from precision_faults(document)
