@@ -71,6 +71,8 @@ class Description:
     on_corruption: OnCorruption = OnCorruption.RESTORE
     checkpoint_places: tuple[str, ...] = ()
     """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""
+    checkpoint_marks: tuple[str, ...] = ()
+    """Names of files that it sees at `checkpoint.path`: by them workers know that they see the same place."""
     parameters_digest: str = ""
     """Of the parameters; empty: not given, or there are none."""
     stage: int = 0
@@ -85,6 +87,11 @@ class Description:
     def shards_parameters(self) -> bool:
         """Whether a block's parameters are with its owner and mirrors only: a part of its state, handed to nobody."""
         return self.stage >= 3
+
+    @property
+    def saves_to(self) -> str:
+        """Where checkpoints are saved, resolved; empty: nowhere."""
+        return self.checkpoint_places[0] if self.can_checkpoint and self.checkpoint_places else ""
 
     @property
     def is_brief(self) -> bool:

@@ -301,6 +301,8 @@ class Welcome:
     """`HOST:PORT` where workers reach the controllers of this store, the one that leads first."""
     checkpoint: str = ""
     """Path of the newest checkpoint that the store knows: one who finds none there does not begin at step 0."""
+    checkpoint_marks: tuple[str, ...] = ()
+    """Names of files that every worker must see one of where it saves; empty: none is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -915,6 +915,7 @@ class Description(_message.Message):
     SAMPLES_PER_STEP_FIELD_NUMBER: _builtins.int
     ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PLACES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_MARKS_FIELD_NUMBER: _builtins.int
     PARAMETERS_DIGEST_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
@@ -943,6 +944,8 @@ class Description(_message.Message):
     def numerics(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def checkpoint_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def checkpoint_marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -964,13 +967,14 @@ class Description(_message.Message):
         samples_per_step: _builtins.int = ...,
         on_corruption: Global___OnCorruption.ValueType = ...,
         checkpoint_places: _abc.Iterable[_builtins.str] | None = ...,
+        checkpoint_marks: _abc.Iterable[_builtins.str] | None = ...,
         parameters_digest: _builtins.str = ...,
         stage: _builtins.int = ...,
         mirror_partners: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1090,6 +1094,7 @@ class Welcome(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     CONTROLLERS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_MARKS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_seconds: _builtins.float
     reconnect_seconds: _builtins.float
@@ -1105,6 +1110,8 @@ class Welcome(_message.Message):
     def opened_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def controllers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def checkpoint_marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1121,10 +1128,11 @@ class Welcome(_message.Message):
         cluster: _builtins.str = ...,
         controllers: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint: _builtins.str = ...,
+        checkpoint_marks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "checkpoint", b"checkpoint", "cluster", b"cluster", "controllers", b"controllers", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "checkpoint", b"checkpoint", "checkpoint_marks", b"checkpoint_marks", "cluster", b"cluster", "controllers", b"controllers", "generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "loss", b"loss", "opened_generations", b"opened_generations", "reconnect_seconds", b"reconnect_seconds", "resume", b"resume", "run", b"run", "stall_seconds", b"stall_seconds", "step", b"step", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -1,4 +1,6 @@
-"""Places for checkpoints that are away or cannot be read: real engines and the real job machine in one process."""
+"""Places for checkpoints that are away, that cannot be read, or that are not one place: real engines and the real job
+machine in one process, real files.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 from crew import Crew, Task, undisturbed
 from crew_saves import rests, saved
 from reference import reference
-from rule import Edit, rule
+from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import saves
 from shoal.checkpoint.errors import NoneReadable
 from shoal.checkpoint.storage import LocalStorage
@@ -145,3 +147,70 @@ def test_alone_it_ends_at_once_and_begins_at_step_0_only_where_it_is_told_to(tmp
         undisturbed(task(place, every_steps=3))
     assert undisturbed(task(place, every_steps=7, keep=1, resume=False)) == reference(PLAIN)
     assert len(saves(LocalStorage(place))) > 1, "what could not be read is still there"
+
+
+# ---- where members save
+
+
+@rule(
+    "All members save to one place: its resolved path, and a file that the first one has left there, are compared "
+    "before a worker takes part",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.admission",
+            "    if theirs == place or not others:\n",
+            "    if True:\n",
+            by="test_a_worker_that_saves_elsewhere_is_refused_before_the_first_step",
+        ),
+        Edit(
+            "shoal.training.checkpoint_loading",
+            "        if elsewhere and not job.checkpoint:\n",
+            "        if False:\n",
+            by="test_a_worker_for_which_the_same_path_is_another_disk_is_told",
+        ),
+    ],
+)
+def test_a_worker_that_saves_elsewhere_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    here, there = tmp_path / "x", tmp_path / "y"
+    with Crew("ab", task(here, every_steps=3), odd={"b": task(there, every_steps=3)}) as crew:
+        crew.until("the refusal", lambda: messages(crew, "refused") != [])
+        (sentence,) = messages(crew, "refused")
+        assert all(
+            part in sentence for part in ("worker b", "host of b", str(there), "worker a", "host of a", str(here))
+        )
+        assert crew.job.durable.step == 0 and sentence in waiting.sentence(crew.job, crew.now)
+
+
+@pytest.mark.parametrize("other", [None, "y"])
+def test_so_is_a_joiner(other: str | None, tmp_path: Path) -> None:
+    here = task(tmp_path / "x", every_steps=3)
+    with Crew("ab", here) as crew:
+        crew.train_to(2)
+        crew.add("c", task(tmp_path / other, every_steps=3) if other else PLAIN)
+        assert messages(crew, "refused")[0].startswith("worker c on host of c saves checkpoints to ")
+        assert crew.finish() == reference(PLAIN)
+
+
+@holds("All members save to one place")
+def test_a_worker_for_which_the_same_path_is_another_disk_is_told(tmp_path: Path) -> None:
+    with Crew("a", task(tmp_path, every_steps=3)) as crew:
+        crew.train_to(2)
+        (mark,) = crew.job.durable.description.checkpoint_marks
+        (tmp_path / mark).unlink()  # the other host's disk does not have it
+        crew.add("b")
+        crew.until("its end", lambda: not crew.workers["b"].alive)
+        failure = crew.workers["b"].failure
+        assert failure.startswith("worker b on ") and f"does not see {mark} there" in failure
+        assert crew.finish() == reference(PLAIN)
+
+
+def test_a_job_whose_workers_are_all_gone_may_be_continued_with_another_path(tmp_path: Path) -> None:
+    with Crew("ab", task(tmp_path / "x")) as crew:
+        for name in "ab":
+            crew.kill(name)
+        crew.until("their death to be known", lambda: not any(one.serves for one in crew.job.durable.roster.values()))
+        crew.add("c", task(tmp_path / "y", every_steps=3))
+        crew.add("d", task(tmp_path / "y", every_steps=3))
+        assert crew.finish() == reference(PLAIN)
+        assert crew.job.durable.description.saves_to == str(tmp_path / "y")

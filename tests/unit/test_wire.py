@@ -93,6 +93,7 @@ descriptions = st.builds(
     config=st.dictionaries(labels, texts, max_size=3), numerics=st.dictionaries(labels, texts, max_size=3),
     mixed_numerics=st.booleans(), can_checkpoint=st.booleans(), keep=numbers, keep_every=numbers,
     samples_per_step=numbers, stage=st.integers(0, 3),
+    checkpoint_places=st.lists(labels, max_size=2).map(tuple), checkpoint_marks=st.lists(labels, max_size=3).map(tuple),
 )  # fmt: skip
 changes = st.builds(
     Change, generation=numbers, from_step=numbers, pause_seconds=seconds,
@@ -168,6 +169,7 @@ from_controller = st.one_of(
         st.sampled_from(["", '"latest"', "12", "false"]),
         runs,
         checkpoint=labels,
+        checkpoint_marks=st.lists(labels, max_size=3).map(tuple),
     ),
     st.builds(SessionToken, st.sampled_from(["join:a:b:c", "x"]), seconds),
     st.builds(Ping, numbers, numbers),

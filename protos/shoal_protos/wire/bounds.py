@@ -40,6 +40,7 @@ MAX_KINDS = 64
 MAX_CHANGES = 64
 MAX_CORRUPT = 64
 MAX_PLACES = 4
+MAX_MARKS = 16
 MAX_BUILDS = 64
 MAX_CONTROLLERS = 64
 
@@ -146,6 +147,11 @@ def label(field: str, value: str) -> str:
     if _CONTROL.search(value):
         raise UserError(f"{field} is {_shown(value)}; control characters are not allowed")
     return value
+
+
+def labels(field: str, values: Sequence[str], most: int) -> tuple[str, ...]:
+    """Several of them."""
+    return tuple(label(field, value) for value in few(field, values, most))
 
 
 def credential(field: str, value: str) -> str:

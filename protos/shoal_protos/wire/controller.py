@@ -125,6 +125,7 @@ def _write_welcome(welcome: Welcome) -> pb.Welcome:
         loss=welcome.loss,
         controllers=welcome.controllers,
         checkpoint=welcome.checkpoint,
+        checkpoint_marks=welcome.checkpoint_marks,
     )
 
 
@@ -152,6 +153,7 @@ def _read_welcome(message: pb.Welcome) -> Welcome:
             for one in bounds.few("welcome.controllers", message.controllers, bounds.MAX_CONTROLLERS)
         ),
         checkpoint=bounds.label("welcome.checkpoint", message.checkpoint),
+        checkpoint_marks=bounds.labels("welcome.checkpoint_marks", message.checkpoint_marks, bounds.MAX_MARKS),
     )
 
 

@@ -42,6 +42,7 @@ def write_description(description: Description) -> pb.Description:
         samples_per_step=description.samples_per_step,
         on_corruption=ON_CORRUPTION_NUMBERS[description.on_corruption],
         checkpoint_places=description.checkpoint_places,
+        checkpoint_marks=description.checkpoint_marks,
         parameters_digest=description.parameters_digest,
         stage=description.stage,
     )
@@ -49,7 +50,6 @@ def write_description(description: Description) -> pb.Description:
 
 def read_description(message: pb.Description) -> Description:
     parameters = bounds.few("description.parameters", message.parameters, bounds.MAX_PARAMETERS)
-    places = bounds.few("description.checkpoint_places", message.checkpoint_places, bounds.MAX_PLACES)
     return Description(
         lanes=bounds.whole("description.lanes", message.lanes, least=1, most=bounds.MAX_LANES),
         blocks=bounds.whole("description.blocks", message.blocks, most=bounds.MAX_BLOCKS),
@@ -70,7 +70,8 @@ def read_description(message: pb.Description) -> Description:
         keep_every=bounds.whole("description.keep_every", message.keep_every),
         samples_per_step=bounds.whole("description.samples_per_step", message.samples_per_step),
         on_corruption=bounds.word("description.on_corruption", ON_CORRUPTION, message.on_corruption),
-        checkpoint_places=tuple(bounds.label("description.checkpoint_places", place) for place in places),
+        checkpoint_places=bounds.labels("description.checkpoint_places", message.checkpoint_places, bounds.MAX_PLACES),
+        checkpoint_marks=bounds.labels("description.checkpoint_marks", message.checkpoint_marks, bounds.MAX_MARKS),
         parameters_digest=bounds.label("description.parameters_digest", message.parameters_digest),
         stage=bounds.whole("description.stage", message.stage, most=HIGHEST_STAGE),
     )

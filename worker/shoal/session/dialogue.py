@@ -324,7 +324,7 @@ class Dialogue:
         resume = json.loads(welcome.resume) if welcome.resume else None
         self.job = JobInfo(
             self.job.name, welcome.run, resume, welcome.opened_generations, welcome.step, welcome.loss,
-            welcome.checkpoint, welcome.stall_seconds,
+            welcome.checkpoint, welcome.checkpoint_marks, welcome.stall_seconds,
         )  # fmt: skip
         self.cluster, self.welcomed = welcome.cluster, True
 

@@ -38,6 +38,8 @@ class JobInfo:
     """Loss of the last of them, where there is one."""
     checkpoint: str = ""
     """Path of the newest checkpoint that its store knows; empty: it knows none."""
+    checkpoint_marks: tuple[str, ...] = ()
+    """Names of files of which every worker must see one in the place where it saves."""
     stall_seconds: float = 1800.0
     """How long it waits for what may come back, as its specification says."""
 

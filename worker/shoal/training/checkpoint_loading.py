@@ -7,16 +7,18 @@ controller, which hears all workers, names one in a plan. What is concluded from
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
 from shoal_protos.checkpoint import CheckpointRef
-from shoal_protos.errors import JobFailed, NotFound
+from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.runs import every
 
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
 from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable
 from shoal.checkpoint.lineage import Lineage, gone_on
+from shoal.checkpoint.place_marks import host_of
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
 from shoal.checkpoint.storage import open_storage
 from shoal.core.loading import Loading, StepZero
@@ -84,8 +86,8 @@ class CheckpointLoading:
         """Finds what to go on from. Returns why that cannot be told, where there is something that cannot be read, or
         where the job's store knows of something and none is there; else empty.
 
-        Raises `UserError` where a checkpoint is of another model, or was named and is not there; `StorageFailed` where
-        the place cannot be read.
+        Raises `UserError` where a checkpoint is of another model, or was named and is not there, or where other workers
+        save to another place; `StorageFailed` where the place cannot be read.
         """
         job, resume, place = self._context.link.job, self._resume, self._config.path
         self.skipped = []
@@ -103,7 +105,22 @@ class CheckpointLoading:
             there = open_storage(place).url
             anew = "To begin at step 0 all the same, cancel the job and start it again."
             return f"the job has saved {job.checkpoint}, and {there} has no checkpoint. {anew}"
-        return ""
+        elsewhere = self._why_elsewhere(place)
+        if elsewhere and not job.checkpoint:
+            raise UserError(elsewhere)
+        return elsewhere  # what the job has saved may come yet: a mount is late
+
+    def _why_elsewhere(self, place: str) -> str:
+        """Why this worker would save to another place than the others; empty where it sees what they have left."""
+        link, storage = self._context.link, open_storage(place)
+        marks, saved = link.job.checkpoint_marks, link.job.checkpoint.rpartition("/")[2]
+        if not marks or {*marks, saved} & storage.list().keys():
+            return ""
+        return (
+            f"worker {link.worker} on {socket.gethostname()} saves checkpoints to {storage.url} and does not see "
+            f"{marks[0]} there, which a worker on {host_of(marks[0])} has left in its {storage.url}: they are two "
+            "places. Give all workers one that each of them reaches: a shared folder, or a URL."
+        )
 
     def _reference(self, found: Found) -> CheckpointRef:
         """Raises `UserError` where it is of another model."""

@@ -21,6 +21,7 @@ from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.blocks.residency import Residency
 from shoal.callbacks.configured import check_monitoring, show
 from shoal.checkpoint.catalogue import places
+from shoal.checkpoint.place_marks import leave_mark
 from shoal.checkpoint.plain import encode
 from shoal.config.load import Beside, load_config
 from shoal.config.sentences import all_of
@@ -139,7 +140,7 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)
     link, faults = open_link(state.device, settled.backend == "gloo")
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
-    description = _description(settled, state, optimizer, sampler.samples)
+    description = _description(settled, state, optimizer, sampler.samples, are_others=not link.alone)
     link.introduce(replace(description, config={**description.config, **given.beside}), status)
     engine = Engine(settled, state, link, fetcher, faults)
     engine.parts.loading.begin(engine.parts.status.publish)
@@ -183,7 +184,11 @@ def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRSchedule
     return scheduler
 
 
-def _description(config: TrainingConfig, state: TrainingState, optimizer: Optimizer, samples: int) -> Description:
+def _description(
+    config: TrainingConfig, state: TrainingState, optimizer: Optimizer, samples: int, are_others: bool
+) -> Description:
+    """`are_others`: whether other workers save to the same place. Raises `StorageFailed` where that cannot be used."""
+    place = config.checkpoint.path
     trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
     parameters = tuple(
         Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)
@@ -204,8 +209,9 @@ def _description(config: TrainingConfig, state: TrainingState, optimizer: Optimi
         config={**agreement(config), "dataset.samples": str(samples or "a stream"), **_beside_the_config(state)},
         numerics=identity(state.device.kind, updates_on_host=config.updates_on_host),
         mixed_numerics=config.mixed_numerics,
-        can_checkpoint=config.checkpoint.path is not None,
-        checkpoint_places=places(config.checkpoint.path, config.checkpoint.resume),
+        can_checkpoint=place is not None,
+        checkpoint_places=places(place, config.checkpoint.resume),
+        checkpoint_marks=leave_mark(place) if place is not None and are_others else (),
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every or 0,
         on_corruption=config.on_corruption,

@@ -64,6 +64,7 @@ def _on_hello(turn: Turn, event: Connected) -> None:
         return introduction.wait(turn, event)
     if turn.durable.description is None:
         _describe_job(turn, hello)
+    _take_over_place(turn, hello)
     worker = _identify(turn, hello)
     if worker is None:
         return _refuse_second_process(turn, event)
@@ -74,6 +75,7 @@ def _on_hello(turn: Turn, event: Connected) -> None:
         resume="" if spec.resume is None else json.dumps(spec.resume),
         opened_generations=turn.durable.opened_generations, run=spec.run, step=turn.durable.step,
         loss=once(turn, shown_loss), checkpoint=known.path if known is not None else "",
+        checkpoint_marks=turn.durable.description.checkpoint_marks if turn.durable.description is not None else (),
     )  # fmt: skip
     turn.do(Send(event.connection, welcome))
     worker_messages.on_status(turn, worker, hello.status)
@@ -98,7 +100,7 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             "Install the same version of shoal on both sides."
         )
     if durable.description is not None:
-        return first_difference(name, theirs, durable.description)
+        return first_difference(name, theirs, durable.description) or _saves_elsewhere(turn, hello, durable.description)
     if turn.spec.lanes not in (None, theirs.lanes):
         return (
             f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
@@ -110,6 +112,46 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
         )
     return None
+
+
+def _saves_elsewhere(turn: Turn, hello: Hello, jobs: Description) -> str | None:
+    """Return why this worker may not save where it does: beside what others save elsewhere nothing would be whole."""
+    others = _others(turn, hello)
+    theirs, place = hello.description.saves_to, jobs.saves_to
+    if theirs == place or not others:
+        return None
+    other = others[0]
+    return (
+        f"worker {hello.worker or '(new)'} on {hello.host} saves checkpoints to {theirs or 'no place'}, "
+        f"worker {other.worker} on {other.host} to {place or 'no place'}. Give all workers the same "
+        "`shoal.checkpoint.path`, which each of them reaches: an absolute path of a shared folder, or a URL."
+    )
+
+
+def _others(turn: Turn, hello: Hello) -> list[WorkerRecord]:
+    """Workers of the job beside the one that says hello, as far as is known."""
+    roster = turn.durable.roster.values()
+    return [record for record in roster if record.serves and record.incarnation not in ("", hello.incarnation)]
+
+
+def _take_over_place(turn: Turn, hello: Hello) -> None:
+    """Where nobody else is there, the job's checkpoints go where the one that has come saves them. What the store knows
+    to be saved lies where it lay: the mark of that place stays the job's.
+    """
+    jobs, theirs = turn.durable.description, hello.description
+    if jobs is None or _others(turn, hello):
+        return
+    marks = jobs.checkpoint_marks if turn.durable.checkpoints else theirs.checkpoint_marks
+    places = (jobs.can_checkpoint, jobs.checkpoint_places, jobs.checkpoint_marks)
+    if (theirs.can_checkpoint, theirs.checkpoint_places, marks) != places:
+        turn.keep(
+            description=replace(
+                jobs,
+                can_checkpoint=theirs.can_checkpoint,
+                checkpoint_places=theirs.checkpoint_places,
+                checkpoint_marks=marks,
+            )
+        )
 
 
 def _describe_job(turn: Turn, hello: Hello) -> None:
