@@ -33,7 +33,7 @@ class Caller:
     """Name of the token that it showed; empty where none is asked for."""
     role: Role
     address: str = ""
-    """The other end of its connection; a proxy's where one stands between."""
+    """Where it came from; a proxy's where one stands between that `SHOAL_PROXIES` does not name."""
 
 
 class Unauthorized(Refused):

@@ -95,7 +95,7 @@ class ClientTls:
 
 
 def unverified() -> ssl.SSLContext:
-    """For a port of this very process, which nobody else can have."""
+    """For a look at whether a port speaks TLS: nothing is said there."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context

@@ -1,8 +1,8 @@
-"""Requests with a wrong token are slowed, per address: whoever guesses gets an answer later and later.
+"""Answers to wrong tokens are delayed more and more, per address, so that programs with an old token cost little.
 
-A right token is never delayed. Only an address with many wrong ones under way at once waits with all of its requests,
-or guesses could be made side by side. Each door has one: REST (`api/guard.py`) and the workers' port
-(`sessions/door.py`). It keeps time by the event loop.
+A right token is compared first and never gets here: requests without one cost no other request of their address. So
+this does not bound guesses; the length of tokens does. Each port has one of these: REST (`api/guard.py`) and the
+workers' (`sessions/door.py`). It keeps time by the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_ADDRESSES = 4096
 
 
 class TooManyFailures(ShoalError):
-    """An address has too many wrong tokens under way. Nothing is said of the token that was shown."""
+    """A token is wrong, and too many wrong ones of its address wait for their answers already."""
 
     http_status = HTTPStatus.TOO_MANY_REQUESTS
     grpc_status = "RESOURCE_EXHAUSTED"
@@ -51,12 +51,12 @@ class FailedLogins:
         self._by_network: OrderedDict[str, _Failures] = OrderedDict()
 
     def check(self, address: str) -> None:
-        """Raises `TooManyFailures` before a token of this address is looked at."""
+        """Refuse to let one more wrong token of this address wait. Raises `TooManyFailures`."""
         failures = self._by_network.get(network_of(address))
         if failures is not None and failures.waiting >= MOST_WAITING:
             raise TooManyFailures(
-                f"{failures.waiting} requests from {address} with wrong tokens wait for their answers; try again in "
-                f"{LONGEST_DELAY_SECONDS:g} s"
+                f"the request shows no right token, and {failures.waiting} such requests from {address} wait for their "
+                f"answers; try again in {LONGEST_DELAY_SECONDS:g} s"
             )
 
     async def delay(self, address: str) -> None:

@@ -20,6 +20,7 @@ from shoal_protos.address_space import check_address_space
 from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError
 from shoal_protos.open_files import check_open_files
+from starlette.types import ASGIApp
 
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings, build_app
@@ -42,6 +43,7 @@ from shoal_controller.loop_lag import LoopLag
 from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.page.site import Site
 from shoal_controller.ports import SizeWriter
+from shoal_controller.proxies import Proxies
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Streams
@@ -80,6 +82,8 @@ class Server:
     """`http` or `https`, of REST."""
     controller: ControllerState
     launcher: LocalLauncher
+    app: ASGIApp
+    """REST, as its port answers."""
     serves_page: bool = False
 
     @property
@@ -137,7 +141,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         grpc = join_address(split_address(settings.grpc)[0], found.port)
         tokens = TokenRegister(_secret(settings))
         app = build_app(controller, metrics.scrape, _api_settings(settings, worker_tokens), tokens, neighbours)
-        await web.start(CountedRequests(app, metrics.own.requested), fail)
+        counted = CountedRequests(app, metrics.own.requested)
+        await web.start(counted, fail)
         ends.enter_context(cancelled_when(stopped, partial(_why_it_stopped, stopped)))
         store = await open_store(settings.store, metrics.own.timed, settings.etcd)
         ends.push_async_callback(store.close)
@@ -165,7 +170,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         await controller.settled()
         await sessions.serve()
         http = join_address(http_host, web.port)
-        yield Server(http, grpc, settings.http_scheme, controller, launcher, settings.page)
+        yield Server(http, grpc, settings.http_scheme, controller, launcher, counted, settings.page)
 
 
 def _check_folders(settings: Settings) -> None:
@@ -204,8 +209,9 @@ def _session_settings(settings: Settings) -> SessionSettings:
 def _api_settings(settings: Settings, tokens: WorkerTokens | None) -> ApiSettings:
     here_only = is_here(split_address(settings.http)[0])
     site = Site() if settings.page else None
-    launchers, folder = settings.allowed_launchers, settings.folder
-    return ApiSettings(settings.default_workers, here_only, launchers, tokens, folder, site, settings.log_folder)
+    launchers, folder, proxies = settings.allowed_launchers, settings.folder, Proxies.named(settings.proxies)
+    workers = settings.default_workers
+    return ApiSettings(workers, here_only, launchers, tokens, folder, site, settings.log_folder, proxies)
 
 
 def _secret(settings: Settings) -> str | None:

@@ -17,6 +17,7 @@ from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
 from shoal_protos.validation import every_sentence
 
+from shoal_controller.proxies import Proxies
 from shoal_controller.store.etcd_url import EtcdAccess
 
 DEFAULT_WORKERS = 2
@@ -76,6 +77,9 @@ class Settings(BaseSettings):
     """PEM file with REST's certificate chain. With its key the port speaks HTTPS only. Read again when it changes."""
     http_key: Path | None = None
     """PEM file with that certificate's private key."""
+    proxies: str = ""
+    """Addresses or networks of proxies before REST, separated by commas: the client of a request is the one that their
+    `X-Forwarded-For` names. Default: no header is believed."""
     ca: Path | None = None
     """PEM file with the authorities that sign REST's certificates, for the commands and for controllers that ask each
     other. Default: those that this system trusts."""
@@ -124,6 +128,15 @@ class Settings(BaseSettings):
             if name.strip() not in ("kubernetes", "local", "none"):
                 raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected kubernetes, local or none")
         return launchers
+
+    @field_validator("proxies")
+    @classmethod
+    def _proxies_with_addresses(cls, proxies: str) -> str:
+        try:
+            Proxies.named(proxies)
+        except ValueError as error:
+            raise ValueError(f"SHOAL_PROXIES: {error}") from None
+        return proxies
 
     @model_validator(mode="after")
     def _nobody_comes_in_unasked(self) -> Settings:

@@ -94,6 +94,33 @@ def test_ctrl_c_ends_the_workers_though_the_store_has_no_room_for_the_end_and_th
         until("it to train again", lambda: again.job().get("phase") == "running")
 
 
+def test_a_run_that_cannot_go_on_ends_the_workers_that_it_took_over(tmp_path: Path) -> None:
+    with running(tmp_path, LONG, "--workers", "1") as killed:
+        killed.wait_step(2)
+        [pid] = [worker["pid"] for worker in killed.workers()]
+        killed.kill()
+        code, _, errors = _ended(tmp_path, "--workers", "999")
+        assert (code, psutil.pid_exists(pid)) == (2, False), errors
+
+
+def test_a_job_that_a_killed_run_left_is_named_saved_and_ended_with_the_next_run_of_its_folder(tmp_path: Path) -> None:
+    options = {**LONG, "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
+    with running(tmp_path, options, "--workers", "1", "--job", "left") as killed:
+        until("step 2", lambda: killed.job("left").get("step", 0) >= 2)
+        [pid] = [worker["pid"] for worker in killed.workers("left")]
+        killed.kill()
+        with running(tmp_path, {"max_steps": 2}, "--workers", "1") as beside:
+            code, _, errors = beside.end()
+        assert (code, psutil.pid_exists(pid)) == (0, False), errors
+    assert "job left of an earlier run is unfinished at step " in errors
+    assert re.search(r"job left of an earlier run ends unfinished with this command \(saved at step \d+\)", errors)
+
+
+def _ended(folder: Path, *flags: str) -> tuple[int, str, str]:
+    with running(folder, LONG, *flags) as command:
+        return command.end()
+
+
 IN_A_TERMINAL = """
 import fcntl, os, signal, sys, termios
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

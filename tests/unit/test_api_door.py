@@ -13,6 +13,7 @@ from rule import Edit, holds, rule
 from shoal_controller import logs
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
+from shoal_controller.proxies import Proxies
 from shoal_controller.worker_tokens import WorkerTokens
 from small_machine import SmallMachine
 from tiers import check
@@ -152,6 +153,28 @@ async def test_the_history_says_who_did_what_when_with_which_token(tmp_path):
             "grace_seconds": 7.0, "why": "",
         }  # fmt: skip
         assert made["token"].rpartition(":")[2] not in str(events)
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "seen"),
+    [
+        ("", "192.0.2.1", "127.0.0.1"),
+        ("10.0.0.1", "192.0.2.1", "127.0.0.1"),
+        ("127.0.0.0/8", "192.0.2.1", "192.0.2.1"),
+        ("127.0.0.1, 10.0.0.0/8", "192.0.2.9, 192.0.2.1, 10.0.0.7", "192.0.2.1"),
+        ("127.0.0.1", "192.0.2.1, unknown", "127.0.0.1"),
+        ("127.0.0.1", None, "127.0.0.1"),
+    ],
+)
+@asynchronous
+async def test_the_history_names_the_client_that_a_named_proxy_tells_and_believes_nobody_else(
+    tmp_path, proxies, forwarded, seen
+):
+    async with serving(tmp_path, ApiSettings(2, proxies=Proxies.named(proxies)), token="secret") as api:
+        headers = {"authorization": "Bearer secret"} | ({"x-forwarded-for": forwarded} if forwarded else {})
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN, headers=headers)
+        events = (await api.ask("GET", "/v1/jobs/train/events", headers=headers))["events"]
+        assert [event["data"]["address"] for event in events if event["kind"] == "audit"] == [seen]
 
 
 @asynchronous
@@ -394,18 +417,34 @@ async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypa
 async def test_one_address_takes_not_the_places_of_all_others(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.api.web.MOST_CONNECTIONS", 6)
     async with serving(tmp_path) as api:
-        idle = [await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0)) for _ in range(3)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0))
+        idle = [await asyncio.open_connection("127.0.0.1", api.port, local_addr=("127.0.0.2", 0)) for _ in range(4)]
         with suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 10) == b""
+            assert await asyncio.wait_for(idle[0][0].read(), 10) == b"", "the oldest makes room for the last"
         assert (await api.client.get("/healthz")).status_code == 200, "another address"
-        for _, one in idle:
-            one.close()
-            await one.wait_closed()
-        writer.close()
         transport = httpx.AsyncHTTPTransport(local_address="127.0.0.2")
         async with httpx.AsyncClient(transport=transport) as client:
-            assert (await client.get(f"http://127.0.0.1:{api.port}/healthz")).status_code == 200, "there is room again"
+            assert (await client.get(f"http://127.0.0.1:{api.port}/healthz")).status_code == 200, "as did the second"
+        for _, one in idle:
+            one.close()
+
+
+@asynchronous
+async def test_a_connection_that_showed_a_right_token_makes_no_room_for_those_that_showed_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal_controller.api.web.MOST_CONNECTIONS", 6)
+    async with serving(tmp_path, token="secret") as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN, headers={"authorization": "Bearer secret"})
+        follower, following = await asyncio.open_connection("127.0.0.1", api.port)
+        request = "GET /v1/jobs/train/events HTTP/1.1\r\nhost: x\r\naccept: text/event-stream\r\n"
+        following.write(f"{request}authorization: Bearer secret\r\n\r\n".encode())
+        assert b"HTTP/1.1 200" in await follower.readuntil(b"\r\n\r\n")
+        strangers = [await asyncio.open_connection("127.0.0.1", api.port) for _ in range(9)]
+        for reader, _ in strangers[:5]:
+            with suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+        await api.shell.submit("train", Pause())
+        assert await asyncio.wait_for(follower.read(1), 10)
+        for stream in (following, *(writer for _, writer in strangers)):
+            stream.close()
 
 
 @holds("… and one whose client takes")

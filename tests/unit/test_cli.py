@@ -261,7 +261,7 @@ def test_what_follows_two_dashes_is_a_job_whose_token_is_asked_for_even_where_a_
     assert '"-x" is no name of a job' in shoal("token", "--", "-x").stderr
 
 
-@pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (503, 3), (500, 1)])
+@pytest.mark.parametrize(("status", "code"), [(404, 2), (409, 2), (400, 2), (403, 2), (429, 3), (503, 3), (500, 1)])
 def test_a_refusal_is_the_controllers_own_sentence(controller: str, status: int, code: int) -> None:
     Controller.status, Controller.kind = status, "application/problem+json"
     Controller.body = json.dumps({"title": "No", "status": status, "detail": "workers is 9; expected 1 to 8."})

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from shoal_controller.cli import acts, demo, verdict
-from shoal_controller.cli.client import IsOver, Json
+from shoal_controller.cli.client import IsOver, Json, NotNow
 from shoal_controller.cli.display import Lines, watch
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.tables import display_console
@@ -207,6 +207,21 @@ def test_without_a_terminal_a_job_is_shown_as_lines(
     )
     assert "world 2 of 3, generation 2" in lines[2]
     assert lines[3].startswith("disturbed succeeded: step 40/40")
+
+
+def test_a_controller_that_cannot_answer_now_is_asked_until_it_can(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its job goes on, and so does whoever watches it."""
+
+    def not_now() -> None:
+        raise NotNow("too much is asked; try again in 5 s")
+
+    monkeypatch.setattr("shoal_controller.cli.display.POLL_SECONDS", 0.0)
+    pretended.max_steps, pretended.later = 40, [not_now] * 20
+    with Lines(display_console()) as shown:
+        assert asyncio.run(watch(pretended, "disturbed", shown))["step"] == 40  # type: ignore[arg-type]
+    assert capsys.readouterr().err.count("too much is asked; try again in 5 s; trying again") == 1
 
 
 @pytest.mark.parametrize("misses", [3, 4])

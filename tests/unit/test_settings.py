@@ -36,6 +36,14 @@ def test_the_environment_is_read_and_flags_win(monkeypatch):
     assert "secret" not in repr(settings)
 
 
+def test_proxies_are_addresses_and_networks(monkeypatch):
+    monkeypatch.setenv("SHOAL_PROXIES", "10.0.0.7, fd00::/8")
+    assert Settings().proxies == "10.0.0.7, fd00::/8"
+    monkeypatch.setenv("SHOAL_PROXIES", "10.0.0.7,proxy.example")
+    with pytest.raises(UserError, match="SHOAL_PROXIES: 'proxy.example' is not an address or a network"):
+        Settings()
+
+
 def test_an_empty_token_asks_for_none(monkeypatch):
     monkeypatch.setenv("SHOAL_TOKEN", "")
     assert Settings().token is None

@@ -26,6 +26,7 @@ from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.page.site import Site
+from shoal_controller.proxies import Proxies
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_tokens import WorkerTokens
 
@@ -53,6 +54,8 @@ class ApiSettings:
     """The page's files; None: no page is served."""
     log_folder: Path | None = None
     """Where else logs of local workers are, in a folder of each job's name; None: nowhere else."""
+    proxies: Proxies = Proxies()
+    """Proxies before the port."""
 
 
 def build_app(
@@ -101,7 +104,8 @@ def build_app(
 
     if settings.site is not None:
         _serve(app, settings.site)
-    return Guard(Forwarding(app, controller, neighbours), tokens, settings.here_only, controller)
+    answering = Forwarding(app, controller, neighbours)
+    return Guard(answering, tokens, settings.here_only, controller, settings.proxies)
 
 
 def _serve(app: FastAPI, site: Site) -> None:

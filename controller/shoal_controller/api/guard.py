@@ -24,10 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal_controller.api.problems import BUG, CODES, TooLarge, problem, problem_of
 from shoal_controller.callers import Caller, Role, Unauthorized
-from shoal_controller.failed_logins import FailedLogins
+from shoal_controller.failed_logins import FailedLogins, TooManyFailures
 from shoal_controller.leadership.controller_state import ENDING, ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.page.site import is_of_the_page
+from shoal_controller.proxies import FORWARDED, Proxies
 from shoal_controller.store.store import UnknownOutcome
 from shoal_controller.token_register import TokenRegister
 
@@ -50,12 +51,15 @@ log = structlog.get_logger("shoal.api")
 class Guard:
     """ASGI middleware around the whole app."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenRegister, here_only: bool, controller: ControllerState) -> None:
-        """`controller`: knows whom neighbours speak for."""
+    def __init__(
+        self, app: ASGIApp, tokens: TokenRegister, here_only: bool, controller: ControllerState, proxies: Proxies
+    ) -> None:
+        """`controller` and `proxies` know the clients for whom neighbours and proxies ask."""
         self._app = app
         self._controller = controller
         self._tokens = tokens
         self._here_only = here_only
+        self._proxies = proxies
         self._failed_logins = FailedLogins()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,8 +78,7 @@ class Guard:
             state["is_let_in"] = partial(self._is_let_in, headers)
             await self._app(scope, _limited(scope, receive), noted)
         except Unauthorized as error:
-            await self._failed_logins.delay(self._address(scope))
-            await problem_of(scope["path"], error)(scope, receive, send)
+            await problem_of(scope["path"], await self._refusal(scope, error))(scope, receive, send)
         except ShoalError as error:
             await problem_of(scope["path"], error)(scope, receive, send)
         except HTTPException as error:
@@ -102,12 +105,21 @@ class Guard:
         if scope["path"] in OPEN_PATHS or is_of_the_page(scope["path"]):
             return None
         self._check_page(headers)
-        address = self._address(scope)
-        if self._tokens.is_required:
-            self._failed_logins.check(address)
-        caller = self._caller(headers, address)
+        caller = self._caller(headers, self._address(scope))
         _check_role(caller, scope["method"], scope["path"])
         return caller
+
+    async def _refusal(self, scope: Scope, error: Unauthorized) -> ShoalError:
+        """Return what a request with a wrong token is told, once it has waited; at once where the server stops."""
+        address = self._address(scope)
+        try:
+            self._failed_logins.check(address)
+            await self._failed_logins.delay(address)
+        except TooManyFailures as too_many:
+            return too_many
+        except asyncio.CancelledError:  # by the server, which ends all requests: this one is over with its answer
+            return error
+        return error
 
     def _caller(self, headers: Headers, address: str) -> Caller:
         if not self._tokens.is_required:
@@ -123,9 +135,12 @@ class Guard:
         return True
 
     def _address(self, scope: Scope) -> str:
-        """Where the request comes from: the other end of its connection, or the client for whom a neighbour asks."""
-        address = str(scope["client"][0]) if scope.get("client") else ""
+        """Return where the request comes from: the other end of its connection, or the client for whom a neighbour or
+        a named proxy asks.
+        """
         headers, neighbours = Headers(scope=scope), self._controller.introductions
+        peer = str(scope["client"][0]) if scope.get("client") else ""
+        address = self._proxies.client(peer, headers.getlist(FORWARDED))
         if HEADER not in headers or neighbours is None:
             return address
         return neighbours.address(headers[HEADER], HandedOn.of(scope, neighbours.me)) or address

@@ -1,7 +1,8 @@
 """Serves the API with uvicorn: takes the port when made, answers when started, ends within a deadline.
 
 Signals are the command's business, so uvicorn gets none. Connections that bring no request, or take no answer, end:
-each holds a file descriptor, which the controller needs to hear workers and to start them.
+each holds a file descriptor, which the controller needs to hear workers and to start them. So does, where there are
+too many, the oldest that has shown no right token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REQUEST_SECONDS = 10.0
 LEAST_TAKEN_BYTES = 1 << 14
 """What a client must take meanwhile of an answer that waits for it. A whole answer may have less."""
 MOST_CONNECTIONS = 1024
-"""One more is ended at once; so is one that would give an address more than half of them."""
+"""Of all; an address has half of them at most."""
 BACKLOG = 128
 
 
@@ -59,14 +60,27 @@ class _Connection(H11Protocol):
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
         self.network = network_of(self.client[0]) if self.client else ""
-        others, most = [one for one in self.connections if isinstance(one, _Connection)], _most_connections()
-        if len(others) > most or sum(one.network == self.network for one in others) > most // 2:
-            transport.abort()
+        self.came = self.loop.time()
+        everybody, most = [one for one in self.connections if isinstance(one, _Connection) and one.is_open], _most()
+        neighbours = [one for one in everybody if one.network == self.network]
+        for crowd, room in ((everybody, most), (neighbours, most // 2)):
+            if len(crowd) > room:
+                min(crowd, key=lambda one: (one.is_let_in, one.came)).transport.abort()
+                break
         self._waited_after: object = self
         """The request after which its client was waited for at the last look; itself where it was not."""
         self._left = 0
         """Bytes of answers that its client had not taken at the last look; 0 where it has caught up since."""
         self._next_look = self.loop.call_later(REQUEST_SECONDS, self._look)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.transport.is_closing()
+
+    @property
+    def is_let_in(self) -> bool:
+        """Whether its last request showed a right token, where one is needed (`api/guard.py` found its caller)."""
+        return bool(self.scope) and self.scope.get("state", {}).get("caller") is not None
 
     def resume_writing(self) -> None:
         self._left = 0
@@ -135,7 +149,7 @@ class Web:
         self._socket.close()
 
 
-def _most_connections() -> int:
+def _most() -> int:
     """Half of what this process may open is left to workers, their logs and the store."""
     return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 

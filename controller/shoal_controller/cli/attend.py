@@ -123,8 +123,8 @@ async def saved(client: Client, job: str) -> str:
     return f"not saved within {SAVE_SECONDS:g} s"
 
 
-async def interrupted_before(watching: asyncio.Task[Any], signalled: asyncio.Event) -> bool:
-    """Whether the signal came before the job was over."""
+async def interrupted_before(watching: asyncio.Future[Any], signalled: asyncio.Event) -> bool:
+    """Whether the signal came before the work, as a rule the watch of a job, was over."""
     waiting = asyncio.create_task(signalled.wait(), name="wait for a signal")
     await asyncio.wait({watching, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -47,8 +46,12 @@ class Changed(UserError):
     """The job has another version than the one that was looked at. Nothing was done."""
 
 
+class NotNow(StoreError):
+    """The controller has too much to do for this caller now; the same request may be sent again."""
+
+
 ERRORS: dict[int, type[ShoalError]] = {
-    401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 412: Changed, 503: StoreError,
+    401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 412: Changed, 429: NotNow, 503: StoreError,
 }  # fmt: skip
 
 
@@ -65,9 +68,9 @@ def _authorities() -> Path | None:
 class Client:
     """One controller, by the URL of its REST API. An async context manager."""
 
-    def __init__(self, url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`token`: the operators'. Default: SHOAL_TOKEN, else what `shoal run` keeps in this folder. `tls`: for a
-        controller whose certificate needs no authority. Default: SHOAL_CA, else what this system trusts.
+    def __init__(self, url: str, token: str | None = None, way: httpx.AsyncBaseTransport | None = None) -> None:
+        """`token`: the operators'. Default: SHOAL_TOKEN, else what `shoal run` keeps in this folder. `way`: to a
+        controller of this process. Default: a connection; SHOAL_CA, else this system, says whom it trusts.
         """
         self.url = url.rstrip("/")
         self.date = ""
@@ -84,7 +87,8 @@ class Client:
             timeout=ANSWER_SECONDS,
             headers={"Authorization": f"Bearer {token}"} if token else {},
             trust_env=not here,  # no proxy stands between two processes of one machine
-            verify=(tls or self._tls.context()) if parts.scheme == "https" else False,
+            verify=self._tls.context() if parts.scheme == "https" and way is None else False,
+            transport=way,
         )
 
     async def __aenter__(self) -> Self:

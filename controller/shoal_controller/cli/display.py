@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from shoal_protos.errors import StoreError
+
 from shoal_controller.cli.client import OVER, Client, Json
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.printed import Printed
@@ -133,17 +135,20 @@ def display() -> Display:
 async def watch(client: Client, job: str, shown: Display, revision: int = 0, printed: Printed | None = None) -> Json:
     """Show a job, its events beyond a revision, and what it prints, until it is over; returns it as it ended.
 
-    A machine that was suspended finds its own requests too late: only after several in a row is the controller gone.
+    A controller that says that it cannot answer now is asked until it can. A machine that was suspended finds its own
+    requests too late: only after several in a row is the controller gone.
     """
     rate, misses = Rate(), 0
     while True:
         try:
             view, events = await client.job(job), await client.events(job, after=revision)
             workers = await client.workers(job) if printed is not None else []
-        except Unreachable:
+        except (Unreachable, StoreError) as error:
             misses += 1
-            if misses == MOST_MISSES:
+            if isinstance(error, Unreachable) and misses >= MOST_MISSES:
                 raise
+            if isinstance(error, StoreError) and misses == 1:
+                shown.tell(f"{error}; trying again")
             await asyncio.sleep(POLL_SECONDS)
             continue
         misses = 0

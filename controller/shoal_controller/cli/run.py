@@ -80,6 +80,7 @@ async def run(
         "command": command,
     }
     from shoal_controller.cli.attend import attend
+    from shoal_controller.cli.other_jobs import leave, other_jobs, trains_beside
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.serve import Places, interrupts, serving
     from shoal_controller.settings import data_folder
@@ -103,9 +104,17 @@ async def run(
             show_page(here.server, data, open_page)
             revision = await take_up(here.client, spec)
             kept = keeps_another(name, here.server.shell.spec(name).command, command)
-            for warning in filter(None, (goes_to_the_script(arguments or []), kept)):
-                LogStream().write(f"{warning}\n")
-            return await attend(here, name, revision, signals, report, printed)
+            beside = map(trains_beside, await other_jobs(here, name))
+            tell(goes_to_the_script(arguments or []), kept, *beside)
+            status = await attend(here, name, revision, signals, report, printed)
+            tell(*await leave(here, name, signals))
+            return status
+
+
+def tell(*sentences: str) -> None:
+    """Write what is not empty to standard error, a line each."""
+    for sentence in filter(None, sentences):
+        LogStream().write(f"{sentence}\n")
 
 
 def check_machine() -> None:

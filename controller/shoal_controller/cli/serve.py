@@ -38,6 +38,10 @@ class Here:
         """The same for a job whose end the store does not take: none is started again if it answers once more."""
         await self.server.launcher.give_up(job)
 
+    async def end_the_rest(self) -> None:
+        """Leave no process of any other job either: nothing would watch it once this controller has ended."""
+        await asyncio.gather(*map(self.give_up, self.server.launcher.jobs))
+
     async def end_what_is_over(self) -> None:
         """Leave no process of a job that is over behind."""
         over = [view.job for view in self.server.controller.jobs() if view.phase.is_over]
@@ -92,7 +96,7 @@ async def serving(places: Places, own: bool, signals: Interrupts) -> AsyncIterat
     from shoal_protos.errors import UserError
     from shoal_protos.log_stream import LogStream, standard_output
 
-    from shoal_controller.client_tls import unverified
+    from shoal_controller.cli.in_process import InProcess
     from shoal_controller.descriptors import raise_descriptor_limit
     from shoal_controller.server import serve
 
@@ -108,12 +112,14 @@ async def serving(places: Places, own: bool, signals: Interrupts) -> AsyncIterat
                 )
             LogStream(stream=standard_output).write(f"http={server.http} grpc={server.grpc}\n")
             token = settings.token.get_secret_value() if settings.token is not None else ""
-            async with Client(server.url, token, unverified()) as client:
+            async with Client(server.url, token, InProcess(server.app)) as client:
                 here = Here(client, server)
                 try:
                     yield here
                 finally:
                     await here.end_what_is_over()
+                    if own:
+                        await here.end_the_rest()
 
 
 class Interrupts:

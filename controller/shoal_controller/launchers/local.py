@@ -148,6 +148,11 @@ class LocalLauncher:
         self._given_up.add(job)
         await self.kill_all(job)
 
+    @property
+    def jobs(self) -> set[str]:
+        """Jobs with a process of this controller, also one that is being started."""
+        return {job for job, _ in self._watched} | {job for job, _ in self._starting}
+
     def _of(self, job: str) -> list[tuple[WorkerId, Process]]:
         return [(worker, process) for (of, worker), (process, _) in self._watched.items() if of == job]
 

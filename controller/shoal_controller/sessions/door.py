@@ -42,7 +42,7 @@ class Door:
 
     async def proof_of(self, headers: Headers, address: str) -> Proof | None:
         """What a stream's tokens prove; None: it may open any session. Raises `Refused`, `TokenExpired`, or
-        `TooManyFailures`. A worker's token, which nobody can guess, is never kept waiting.
+        `TooManyFailures`. A right token never waits, however many wrong ones of its address do.
         """
         if self._tokens is None:
             return None
@@ -51,9 +51,9 @@ class Door:
         shown = self._tokens.read(bearer) if kind == "Bearer" else None
         if shown is not None:
             return self._proof_of(shown, headers)
-        self._failed_logins.check(address)
         if kind == "Bearer" and self._tokens.is_operators(bearer):
             return None
+        self._failed_logins.check(address)
         await self._keep_waiting(address)
         found = "another token" if authorization else "no token"
         raise Refused(f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there")
