@@ -16,13 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import typer
 from shoal_protos.errors import Conflict, ShoalError, UserError
 from shoal_protos.plural import at_step
 
 from shoal_controller.cli.client import OVER, Client, IsOver, Json
 from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED, Interrupted
+from shoal_controller.cli.output import echo
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.serve import Here, Interrupts
 from shoal_controller.cli.tables import number, resizes_table, show
@@ -58,7 +58,7 @@ async def attend(
     if report_file is not None:
         write(report_file, report)
     if signals.first.is_set():
-        typer.echo(how_to_go_on(ended))
+        echo(how_to_go_on(ended))
         return INTERRUPTED
     return DONE if ended["phase"] == "succeeded" else FAILED
 
@@ -156,8 +156,8 @@ def write(file: Path, report: Json) -> None:
 def summarize(ended: Json, report: Json) -> None:
     """How it went, on standard output."""
     show(resizes_table(report["generations"]))
-    typer.echo(
+    echo(
         f"{ended['job']} {ended['phase']} {at_step(ended['step'])}, loss {number(ended['loss'])}: {ended['reason']}"
     )
     if report["fingerprint"]:
-        typer.echo(f"fingerprint {report['fingerprint']}")
+        echo(f"fingerprint {report['fingerprint']}")

@@ -21,6 +21,7 @@ from shoal_protos.finding import Finding, Verdict, from_line
 
 from shoal_controller.cli.endings import DONE, FAILED
 from shoal_controller.cli.options import DEFAULT_URL, Data, Form, Grpc, Http, Output, Store
+from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -93,7 +94,7 @@ async def doctor(
     if output is Form.TABLE:
         show(_table(found), _verdict(found))
     else:
-        typer.echo(written({"checks": [_row(one) for one in found]}, output))
+        echo(written({"checks": [_row(one) for one in found]}, output))
     return FAILED if any(one.verdict is Verdict.FAILED for one in found) else DONE
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import Any
 
-import typer
 from shoal_protos.errors import ShoalError, StoreError, UserError
+
+from shoal_controller.cli.output import echo
 
 DONE, FAILED, WRONG_USE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -62,7 +63,7 @@ def _status(answer: Coroutine[Any, Any, int | None] | int | None) -> int | None:
 
 def say(sentence: str, code: int) -> int:
     """The sentence goes to standard error, the code is handed back."""
-    typer.echo(f"shoal: {sentence}", err=True)
+    echo(f"shoal: {sentence}", err=True)
     return code
 
 

@@ -16,6 +16,7 @@ from shoal_protos.memory_estimate import MOST, MOST_LANES, STAGES, Location, Mem
 from shoal_protos.memory_estimate import estimate as bytes_of_a_worker
 
 from shoal_controller.cli.options import Form, Output
+from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,7 +96,7 @@ def estimate(
     stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
     _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
     if config is not None and (sentence := refused_by_training(given, config)):
-        typer.echo(f"shoal: {sentence}", err=True)
+        echo(f"shoal: {sentence}", err=True)
 
 
 def _count(flag: str, text: str) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Json
@@ -31,10 +32,10 @@ async def events(
     async with Client(url) as client:
         known = await client.events(job)
         if output is not Form.TABLE and not follow:
-            typer.echo(written({"events": known}, output))
+            echo(written({"events": known}, output))
             return
         for event in known:
-            typer.echo(line(event))
+            echo(line(event))
         if follow:
             async for event in client.follow(job, after=known[-1]["revision"] if known else 0):
-                typer.echo(line(event))
+                echo(line(event))

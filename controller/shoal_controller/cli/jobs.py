@@ -8,6 +8,7 @@ import typer
 from shoal_protos.errors import Conflict, UserError
 
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+from shoal_controller.cli.output import echo
 
 
 async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -34,13 +35,13 @@ async def describe(
 
     async with Client(url) as client:
         if spec:
-            typer.echo(written(await client.spec(job), Form.YAML if output is Form.TABLE else output))
+            echo(written(await client.spec(job), Form.YAML if output is Form.TABLE else output))
             return
         described = await client.job(job)
         workers = await client.workers(job)
         report = await client.report(job)
     if output is not Form.TABLE:
-        typer.echo(written({"job": described, "workers": workers, "report": report}, output))
+        echo(written({"job": described, "workers": workers, "report": report}, output))
         return
     show(*job_lines(described), workers_table(workers), resizes_table(report["generations"]))
 

@@ -10,6 +10,7 @@ from shoal_protos.quoting import shown_name
 
 from shoal_controller.cli.completion import worker_names
 from shoal_controller.cli.options import DEFAULT_URL, Job, Url
+from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,12 +44,12 @@ async def logs(
         while True:
             over = not follow or (await client.job(job))["phase"] in OVER
             for line in tail.take_lines():
-                typer.echo(line)
+                echo(line)
             if over:
                 break
             await asyncio.sleep(LOOK_SECONDS)
         for line in tail.take_rest():
-            typer.echo(line)
+            echo(line)
 
 
 def log_of(worker: Json) -> Tail:

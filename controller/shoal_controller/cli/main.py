@@ -28,6 +28,7 @@ from shoal_controller.cli.events import events
 from shoal_controller.cli.faulty_flags import AllFaults
 from shoal_controller.cli.jobs import cancel, describe, jobs, pause, resume, scale
 from shoal_controller.cli.logs import logs
+from shoal_controller.cli.output import echo
 from shoal_controller.cli.plot import plot
 from shoal_controller.cli.run import run
 from shoal_controller.cli.submit import submit
@@ -73,7 +74,7 @@ def _say_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        typer.echo(f"shoal {version('shoal')}")
+        echo(f"shoal {version('shoal')}")
         raise typer.Exit
 
 

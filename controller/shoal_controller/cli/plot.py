@@ -10,6 +10,7 @@ from shoal_protos.errors import NotFound, UserError
 from shoal_protos.quoting import shown_name
 
 from shoal_controller.cli.options import Data
+from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +44,7 @@ def plot(job: JobOrFile, png: Picture = None, data: Data = None) -> None:
         draw(rows, picture, job)
     except (OSError, ValueError) as error:
         raise UserError(f"{picture} cannot be written: {error}") from None
-    typer.echo(f"{picture}: steps {rows[0]['step']:.0f} to {rows[-1]['step']:.0f} of {job}")
+    echo(f"{picture}: steps {rows[0]['step']:.0f} to {rows[-1]['step']:.0f} of {job}")
 
 
 def place_of(job: str, data: Path | None) -> Path:

@@ -15,8 +15,8 @@ from shoal_controller.cli.client import Json
 
 MOST_BYTES = 1 << 16
 """Most bytes shown at one look; of more, the end is shown."""
-UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-"""What would move the cursor of a terminal."""
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+"""How a script sets colours: its lines are read without them."""
 
 
 class Tail:
@@ -93,4 +93,4 @@ def lengths(folder: Path) -> dict[str, int]:
 
 def _readable(line: bytes) -> str:
     """A progress bar draws itself again and again: only its last state is a line."""
-    return UNSEEN.sub("", line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])
+    return COLOURS.sub("", line.decode(errors="replace").rstrip("\r").rpartition("\r")[2])

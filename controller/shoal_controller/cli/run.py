@@ -17,6 +17,7 @@ import typer
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.log_stream import LogStream
+from shoal_protos.printable import printable
 
 from shoal_controller.cli.faulty_flags import THE_COMMAND
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
@@ -114,7 +115,7 @@ async def run(
 def tell(*sentences: str) -> None:
     """Write what is not empty to standard error, a line each."""
     for sentence in filter(None, sentences):
-        LogStream().write(f"{sentence}\n")
+        LogStream().write(printable(f"{sentence}\n"))
 
 
 def check_machine() -> None:

@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import TextIO
+from typing import Any, TextIO
 
-import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from shoal_protos.log_stream import LogStream
+from shoal_protos.printable import printable
 
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.options import Form
+from shoal_controller.cli.output import echo
 
 WIDE = 200
 """Columns for output that is read by a program or a file: nothing is cut off."""
@@ -25,9 +27,19 @@ PHASE_STYLES = {"running": "green", "succeeded": "green", "failed": "red", "stal
 LEVEL_STYLES = {"act": "red", "watch": "yellow"}
 
 
+class TextConsole(Console):
+    """A console that shows every string, also in cells of tables, as text."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(highlight=False, emoji=False, **given)
+
+    def render_str(self, text: str, **given: Any) -> Text:
+        return super().render_str(printable(text), **given)
+
+
 def console() -> Console:
     """A console as wide as the terminal, or wide enough for everything where there is none."""
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    return TextConsole(file=sys.stdout, width=None if sys.stdout.isatty() else WIDE)
 
 
 def display_console() -> Console:
@@ -36,7 +48,7 @@ def display_console() -> Console:
     """
     stream = _Shown(lambda count: f"… {count} times nothing could be shown here: nobody read it", _behind_display)
     width = None if stream.isatty() else WIDE
-    return Console(file=stream, highlight=False, width=width)  # type: ignore[arg-type]
+    return TextConsole(file=stream, width=width)
 
 
 def _behind_display() -> TextIO | None:
@@ -70,7 +82,7 @@ def listed(name: str, rows: Sequence[Json], table: Callable[[Sequence[Json]], Re
     if form is Form.TABLE:
         show(table(rows))
     else:
-        typer.echo(written({name: list(rows)}, form))
+        echo(written({name: list(rows)}, form))
 
 
 def written(document: Json, form: Form) -> str:
@@ -79,7 +91,10 @@ def written(document: Json, form: Form) -> str:
         return json.dumps(document, ensure_ascii=False)
     import yaml
 
-    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True)).rstrip("\n")
+    text = str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
+    if printable(text) != text:  # escaped by YAML itself, which would read our escapes as text
+        text = str(yaml.safe_dump(document, sort_keys=False))
+    return text.rstrip("\n")
 
 
 def changed(job: Json) -> None:
@@ -210,7 +225,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
             str(worker["step"]) if is_measured else "–",
             seconds(worker["step_seconds"] or None),
             amount(worker["memory_bytes"] or None),
-            worker["host"],
+            escape(worker["host"]),
             str(worker["pid"] or "–"),
             escape(worker["log"] or worker.get("pod", "")),
             escape(_in_a_line(worker["activity"]["sentence"]) if "activity" in worker else ""),
@@ -242,7 +257,7 @@ def resizes_table(generations: Sequence[Json]) -> RenderableType:
         moved = world["bytes"]
         table.add_row(
             str(world["generation"]),
-            world["reason"],
+            escape(world["reason"]),
             str(world["workers"]),
             str(world["from_step"]),
             seconds(world["pause_seconds"]),

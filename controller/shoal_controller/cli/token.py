@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from shoal_controller.callers import Role
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+from shoal_controller.cli.output import echo
 
 
 class JobOrCommand(TyperGroup):
@@ -29,7 +30,7 @@ async def job_(job: Job, url: Url = DEFAULT_URL) -> None:
     from shoal_controller.cli.client import Client
 
     async with Client(url) as client:
-        typer.echo(await client.join_token(job))
+        echo(await client.join_token(job))
 
 
 async def create(
@@ -44,7 +45,7 @@ async def create(
     from shoal_controller.cli.client import Client
 
     async with Client(url) as client:
-        typer.echo((await client.change_token("POST", body={"name": name, "role": role.value, "days": days}))["token"])
+        echo((await client.change_token("POST", body={"name": name, "role": role.value, "days": days}))["token"])
 
 
 async def list_(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -67,7 +68,7 @@ async def rotate(
     from shoal_controller.cli.client import Client
 
     async with Client(url) as client:
-        typer.echo(
+        echo(
             (await client.change_token("POST", f"/{path_part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"]
         )
 

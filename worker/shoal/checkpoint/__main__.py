@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal_protos.errors import NotFound, ShoalError
+from shoal_protos.printable import printable
 
 from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve, saves
 from shoal.checkpoint.dcp import export_dcp
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tell(sentence: str) -> None:
-    sys.stderr.write(f"shoal: {sentence}\n")
+    sys.stderr.write(printable(f"shoal: {sentence}\n"))
 
 
 class _NoOutputError(Exception):
@@ -80,7 +81,7 @@ class _NoOutputError(Exception):
 
 def _print(line: str) -> None:
     try:
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(printable(f"{line}\n"))
         sys.stdout.flush()
     except OSError as error:
         nothing = os.open(os.devnull, os.O_WRONLY)
