@@ -17,7 +17,7 @@ OPENING = """\
 
 <!-- Written by `make docs` from the code; do not edit. -->
 
-The API of a controller, under `/v1`. A running controller shows its schema at `/docs` and gives it as
+The API of a controller, under `/v1`. A running controller gives its schema as
 `/openapi.json`, from which clients can be generated; [`shoal.client`](client.md) is one for Python. Changes
 answer 202 with the job as it is then. Whoever asks shows a token: [security](security.md).
 

@@ -384,10 +384,12 @@ async def test_health_readiness_and_figures_are_told_apart(tmp_path):
 
 
 @asynchronous
-async def test_the_documentation_is_served(tmp_path):
+async def test_the_documentation_is_a_document_and_no_page_that_runs_a_script_of_another_site(tmp_path):
     async with serving(tmp_path) as api:
-        assert "swagger" in (await api.client.get("/docs")).text
         assert (await api.ask("GET", "/openapi.json"))["info"]["title"] == "Shoal"
+        for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+            problem = await api.ask("GET", path, 404)
+            assert problem["detail"] == f"there is nothing at {path}; /openapi.json lists what there is"
 
 
 @asynchronous

@@ -2,6 +2,7 @@
 
 The page is at `/` (`page/site.py`). `/healthz` says that the process answers, `/readyz` that it serves requests,
 whether it leads or follows (and `/readyz?store` that its store can be written), `/metrics` what it has counted.
+`/openapi.json` describes all of it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def build_app(
     app = FastAPI(
         title="Shoal",
         version=version("shoal"),
+        docs_url=None,  # Why: the framework's pages run a script of another site, which could read the page's token.
         redoc_url=None,
         redirect_slashes=False,  # a path has one spelling; a redirect would be no problem+json
         generate_unique_id_function=lambda route: route.name,

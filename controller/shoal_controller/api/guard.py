@@ -37,7 +37,9 @@ TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is 
 CUT_SHORT = f"{ENDING} and has not answered in time; it may have been done: look before you try again"
 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")
-"""Need no token: probes of a cluster have none, and the documentation is not secret."""
+"""Need no token: probes of a cluster have none, and the documentation is not secret. Nothing is at `/docs`, where people
+look for it; what they are told there names the document.
+"""
 
 TOKENS_PATH = "/v1/tokens"
 """What only an admin may read or change."""

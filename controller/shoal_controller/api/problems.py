@@ -120,7 +120,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         return problem_of(request.scope["path"], error.__cause__)
     sentence, code = str(error.detail), CODES.get(error.status_code, ErrorCode.INVALID_REQUEST)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        sentence = f"there is nothing at {shown_name(request.url.path)}; /docs lists what there is"
+        sentence = f"there is nothing at {shown_name(request.url.path)}; /openapi.json lists what there is"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         return _not_allowed(request, (error.headers or {}).get("Allow", ""))
     return problem(request.scope["path"], error.status_code, sentence, code)

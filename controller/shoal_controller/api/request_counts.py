@@ -18,7 +18,7 @@ from shoal_controller.api import event_routes, page_routes, routes, token_routes
 
 OTHER = "other"
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
-WITHOUT_ROUTER = ("/healthz", "/readyz", "/metrics", "/docs", "/openapi.json", "/", "/page/{name:path}")
+WITHOUT_ROUTER = ("/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page/{name:path}")
 
 PARTS = (token_routes, event_routes, page_routes)
 """What `routes` includes."""
