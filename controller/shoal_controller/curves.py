@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 
 from shoal_controller.core.machine.spec import JobView
+from shoal_controller.private_files import for_this_user, make_private_folder, write_private
 
 LOOK_SECONDS = 2.0
 MOST_LINES = 4096
@@ -47,15 +48,15 @@ class Curve:
         self._last = now, step, world
         self._lines.append(f"{step},{view.samples},{now:.3f},{world},{view.loss!r}")
         if len(self._lines) <= MOST_LINES and self._path.exists():
-            with self._path.open("a") as file:
+            with open(self._path, "a", opener=for_this_user) as file:
                 file.write(self._lines[-1] + "\n")
             return
         if len(self._lines) > MOST_LINES:
             self._lines = self._lines[1::2]
             self._seconds = max(2 * self._seconds, LOOK_SECONDS)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(self._path.parent)
         new = self._path.with_suffix(".new")
-        new.write_text("\n".join([",".join(COLUMNS), *self._lines, ""]))
+        write_private(new, "\n".join([",".join(COLUMNS), *self._lines, ""]))
         new.replace(self._path)
 
 

@@ -44,6 +44,9 @@ class Proxies:
         return any((mapped or found) in network for network in self.networks)
 
 
+NO_PROXIES = Proxies()
+
+
 def _network(text: str) -> Network:
     try:
         return ipaddress.ip_network(text)

@@ -14,6 +14,8 @@ from pathlib import Path
 from shoal_protos.bearer import TOKEN_FILE, kept_token
 from shoal_protos.errors import UserError
 
+from shoal_controller.private_files import make_private_folder
+
 
 def is_same(shown: str, expected: str) -> bool:
     """Takes as long for a near miss as for nonsense."""
@@ -26,7 +28,7 @@ def made_token(folder: Path) -> str:
     if not token:
         token = secrets.token_urlsafe(32)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f"{TOKEN_FILE}.", delete=False) as new:  # 0600
                 new.write(token + "\n")
             Path(new.name).replace(file)

@@ -15,6 +15,8 @@ import structlog
 from shoal_protos.addresses import join_address, split_address
 from shoal_protos.errors import UserError
 
+from shoal_controller.private_files import make_private_folder, write_private
+
 FILE = "worker-port"
 
 log = structlog.get_logger("shoal.worker_port")
@@ -41,8 +43,8 @@ def bind_again(folder: Path, address: str, bind: Callable[[str], int]) -> Worker
         log.warning("the last port for workers is taken by another program", port=last)
     taken = bind(address)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(f"{taken}\n")
+        make_private_folder(folder)
+        write_private(folder / FILE, f"{taken}\n")
     except OSError as error:
         log.warning("the port for workers cannot be remembered", file=str(folder / FILE), error=str(error))
     return WorkerPort(taken, last)

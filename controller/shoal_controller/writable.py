@@ -7,12 +7,16 @@ from pathlib import Path
 
 from shoal_protos.errors import UserError
 
+from shoal_controller.private_files import make_private_folder
 
-def check_writable(folder: Path, content: str, setting: str) -> None:
-    """Makes the folder if need be. Raises `UserError` where no file can be made in it. `content`: what is to be written
-    there; `setting`: what says where.
+
+def check_writable(folder: Path, content: str, setting: str, is_private: bool = True) -> None:
+    """Make the folder if need be, for this user alone where it is private. Raises `UserError` where no file can be made
+    in it. `content`: what is to be written there; `setting`: what says where.
     """
     try:
+        if is_private:
+            make_private_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -26,7 +26,10 @@ class ErrorCode(StrEnum):
     METHOD_NOT_ALLOWED = "method_not_allowed", "The path has other methods; `Allow` lists them."
 
     UNAUTHORIZED = "unauthorized", "No token, an unknown one, or one that has expired."
-    TOO_MANY_FAILURES = "too_many_failures", "The token is wrong, and too many wrong ones of its address wait. Wait `Retry-After`."
+    TOO_MANY_FAILURES = (
+        "too_many_failures",
+        "The token is wrong, and too many wrong ones of its address wait. Wait `Retry-After`.",
+    )
     ROLE_TOO_LOW = "role_too_low", "The token's role does not include this."
     HOST_REFUSED = "host_refused", "A controller without a token answers to this machine only."
     PAGE_REFUSED = "page_refused", "The request comes from a web page of another site."

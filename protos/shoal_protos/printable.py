@@ -10,9 +10,10 @@ import re
 
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, but the tab and the line feed
-    "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"  # marks that hide or turn text
+    "\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u2064"  # marks that hide or turn text
+    "\u2066-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff"  # halves of characters
-    "\U000e0000-\U000e007f]"  # tags, which are never seen
+    "\U000e0001\U000e0020-\U000e007f]"  # tags, which are never seen
 )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -100,6 +101,19 @@ async def test_a_controller_answers_on_ports_of_its_choice_and_ends_without_a_tr
         assert samples["shoal_leader"] == 1
         assert samples["shoal_store_request_duration_seconds_count"] > 0
         assert samples["shoal_job_generation"] == 0
+
+
+@asynchronous
+async def test_what_a_controller_keeps_is_readable_by_its_user_alone(tmp_path):
+    before = os.umask(0o022)
+    try:
+        async with controller(tmp_path) as (_, client):
+            assert (await client.post("/v1/jobs", json={"job": "a"})).status_code == 202
+            kept = list((tmp_path / "store").rglob("*"))
+            assert {"lock", "worker-port"} <= {path.name for path in kept}
+            assert [path for path in (tmp_path / "store", *kept) if path.stat().st_mode & 0o077] == []
+    finally:
+        os.umask(before)
 
 
 @asynchronous

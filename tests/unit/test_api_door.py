@@ -339,6 +339,21 @@ async def test_its_own_pages_and_programs_are_answered(tmp_path, headers):
         assert await api.ask("GET", "/v1/jobs", headers=headers) == NO_JOBS
 
 
+@asynchronous
+async def test_a_request_that_says_twice_how_long_it_is_is_refused_and_its_connection_ends(tmp_path):
+    async with serving(tmp_path) as api:
+        reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+        head = b"POST /v1/jobs HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 5\r\n"
+        writer.write(
+            head + b'transfer-encoding: chunked\r\n\r\n9\r\n{"job": 1\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n'
+        )
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 400") and b"both Content-Length and Transfer-Encoding" in answer
+        assert answer.count(b"HTTP/1.1") == 1, "nothing behind it is read"
+        writer.close()
+    assert api.machine.events == {}
+
+
 HALF_REQUESTS = {
     "nothing": b"",
     "half a header": b"GET /v1/jobs HTTP/1.1\r\nhost: 127.0.0.1\r\n",

@@ -213,6 +213,24 @@ def test_another_content_than_a_state_dict_gets_a_sentence(
     assert code == 2 and sentence in err
 
 
+@pytest.mark.parametrize(
+    "tensors", [{"a": torch.zeros(1).expand(1 << 40)}, {f"t{at}": torch.zeros(9999).expand(9, 9999) for at in range(2)}]
+)
+def test_tensors_that_repeat_what_a_file_has_without_end_are_not_imported(
+    tensors: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    torch.save(tensors, tmp_path / "m.pt")
+    code, _, err = run(capsys, "import", tmp_path / "m.pt", tmp_path / "c")
+    assert code == 2 and err.count("\n") == 1 and not (tmp_path / "c").exists()
+    assert re.search(r'm\.pt has [\d,]+ bytes, and its tensors would have [\d,]+: "\w+", of shape ', err)
+
+
+def test_tensors_that_share_a_buffer_are_imported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flat = torch.arange(6.0)
+    torch.save({"flat": flat, "first": flat[:4], "last": flat[4:]}, tmp_path / "m.pt")
+    assert run(capsys, "import", tmp_path / "m.pt", tmp_path / "c")[0] == 0
+
+
 # ---- the command
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from checkpoints import save, trained
@@ -16,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.manifest import Manifest, parse, sealed
+from shoal.checkpoint.manifest import PIECE_KEY, Manifest, parse, sealed
 from shoal.checkpoint.plain import decode, encode
 from shoal.checkpoint.storage import open_storage
+from shoal.core.layout import MOST_BLOCKS
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "checkpoint").glob("*.txt"))
 
@@ -55,6 +57,24 @@ def test_a_wrong_manifest_gets_its_sentence(attack: Path, right: Manifest) -> No
     with pytest.raises(CheckpointDamaged) as refusal:
         parse(changed(right, text), "manifest.json")
     assert str(refusal.value) == expected.rstrip("\n")
+
+
+def test_more_pieces_than_a_model_has_blocks_are_refused_before_any_of_them_is_looked_at(right: Manifest) -> None:
+    """One look takes as long as 60 µs: of 200,000, more than ten seconds."""
+    piece = right.files[0].pieces[0].model_dump_json().encode()
+    content = right.to_bytes().replace(piece, b",".join([piece] * (MOST_BLOCKS + 1)), 1)
+    with (
+        patch.object(Manifest, "model_validate_json", side_effect=AssertionError("it was looked at")),
+        pytest.raises(
+            CheckpointDamaged, match=r"^it is damaged: it has 655\d\d pieces; no model has more than 65536 blocks"
+        ),
+    ):
+        parse(sealed(content), "it")
+
+
+def test_a_text_that_looks_like_a_piece_is_none(right: Manifest) -> None:
+    texts = {"name": PIECE_KEY.decode() * (MOST_BLOCKS + 1)}
+    assert parse(right.model_copy(update={"config": texts}).to_bytes(), "it").config == texts
 
 
 def test_what_is_written_is_read(right: Manifest) -> None:

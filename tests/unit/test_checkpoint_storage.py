@@ -58,6 +58,18 @@ def test_a_file_that_is_larger_than_it_can_be_is_not_read(storage: Storage) -> N
         storage.read("large", 99)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_not_a_plain_file_is_not_read_and_keeps_no_reader_waiting(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "one"
+    {"pipe": os.mkfifo, "folder": os.mkdir, "device": lambda path: path.symlink_to("/dev/zero")}[kind](place)
+    sentence = r"^one in \S+ is not a plain file; it is not a file of Shoal\.$"
+    storage = LocalStorage(tmp_path)
+    with pytest.raises(StorageFailed, match=sentence):
+        storage.read("one", 99)
+    with pytest.raises(StorageFailed, match=sentence):
+        storage.read_ranges("one", [(0, memoryview(bytearray(1)))])
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[Storage]:
     """The two kinds with a file each."""

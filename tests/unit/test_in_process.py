@@ -51,7 +51,7 @@ async def test_an_answer_that_does_not_come_is_a_controller_that_does_not_answer
 ) -> None:
     monkeypatch.setattr(in_process, "ANSWER_SECONDS", 0.01)
     async with client_of(Stubborn()) as client:
-        with pytest.raises(Unreachable, match="no answer within 0.01 s"):
+        with pytest.raises(Unreachable, match=r"no answer within 0\.01 s"):
             await client.job("train")
 
 

@@ -18,9 +18,7 @@ from told_controller import Controller, answering
 pytestmark = pytest.mark.usefixtures("commands")
 
 EVIL = "\x1b]0;taken\x07\x1b[2J\x9b31m\u202eright to left\u2066 [bold]:skull:[/nonsense] \ud800"
-ALL_OF_IT = (
-    "\\u001b]0;taken\\u0007\\u001b[2J\\u009b31m\\u202eright to left\\u2066 [bold]:skull:[/nonsense] \\ud800"
-)
+ALL_OF_IT = "\\u001b]0;taken\\u0007\\u001b[2J\\u009b31m\\u202eright to left\\u2066 [bold]:skull:[/nonsense] \\ud800"
 TURNS_TEXT = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 
 JOB = {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from shoal_controller.launchers import process_record
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords
 
 RECORD = ProcessRecord("w0", 4711, 12.5, "boot", 0, run="run-1")
@@ -50,6 +53,53 @@ def test_a_record_that_is_removed_while_others_are_read_is_no_failure(tmp_path: 
     records.remove("w1")
     assert list(reading) == []
     assert list(ProcessRecords(tmp_path / "never made")) == []
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> ProcessRecords:
+    """The logs of six workers that ended one after the other; w0 and w1 failed, w2 was killed."""
+    records = ProcessRecords(tmp_path / "records", tmp_path / "logs")
+    for folder in (records.folder, records.logs):
+        folder.mkdir()
+    for number, code in enumerate((1, -signal.SIGSEGV, -signal.SIGKILL, 0, None, -signal.SIGTERM)):
+        records.note_end(replace(RECORD, worker=f"w{number}").end(code))
+        log = records.log(f"w{number}")
+        log.write_text("x" * 100)
+        os.utime(log, (number, number))
+    return records
+
+
+def logs(records: ProcessRecords) -> list[str]:
+    return sorted(path.name for path in records.logs.iterdir())
+
+
+def test_of_workers_that_have_ended_the_last_logs_stay_and_those_of_workers_that_failed(
+    ended: ProcessRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_record, "ENDED_LOGS", 2)
+    ended.log("w3").with_suffix(".log.1").write_text("before")
+    ended.prune(others=())
+    assert logs(ended) == ["w0.log", "w1.log", "w4.log", "w5.log"]
+    ended.prune(others=())
+    assert len(logs(ended)) == 4
+
+
+def test_logs_of_workers_that_live_are_neither_removed_nor_counted(
+    ended: ProcessRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_record, "ENDED_LOGS", 1)
+    ended.prune(others={"w2", "w5"})
+    assert logs(ended) == ["w0.log", "w1.log", "w2.log", "w4.log", "w5.log"]
+
+
+def test_beyond_so_many_bytes_the_oldest_logs_go_whatever_they_are(
+    ended: ProcessRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_record, "ENDED_LOG_BYTES", 350)
+    ended.log("w4").with_suffix(".log.1").write_text("x" * 100)
+    ended.prune(others=())
+    assert logs(ended) == ["w4.log", "w4.log.1", "w5.log"]
+    assert not list(ended.folder.glob("*.failed"))
 
 
 def test_records_are_cleared_whatever_they_say(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_proxies_are_addresses_and_networks(monkeypatch):
     monkeypatch.setenv("SHOAL_PROXIES", "10.0.0.7, fd00::/8")
     assert Settings().proxies == "10.0.0.7, fd00::/8"
     monkeypatch.setenv("SHOAL_PROXIES", "10.0.0.7,proxy.example")
-    with pytest.raises(UserError, match="SHOAL_PROXIES: 'proxy.example' is not an address or a network"):
+    with pytest.raises(UserError, match=r"SHOAL_PROXIES: 'proxy\.example' is not an address or a network"):
         Settings()
 
 

@@ -27,7 +27,7 @@ from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.page.site import Site
-from shoal_controller.proxies import Proxies
+from shoal_controller.proxies import NO_PROXIES, Proxies
 from shoal_controller.token_register import TokenRegister
 from shoal_controller.worker_tokens import WorkerTokens
 
@@ -55,7 +55,7 @@ class ApiSettings:
     """The page's files; None: no page is served."""
     log_folder: Path | None = None
     """Where else logs of local workers are, in a folder of each job's name; None: nowhere else."""
-    proxies: Proxies = Proxies()
+    proxies: Proxies = NO_PROXIES
     """Proxies before the port."""
 
 

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import structlog
 from shoal_protos.addresses import is_here
 from shoal_protos.error_codes import ErrorCode
-from shoal_protos.errors import Refused, ShoalError
+from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.json_bounds import MOST_BODY_BYTES
 from shoal_protos.quoting import shown, shown_name
 from starlette.datastructures import Headers
@@ -34,11 +34,16 @@ from shoal_controller.token_register import TokenRegister
 
 TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is accepted"
 
+TWO_LENGTHS = (
+    "the request has both Content-Length and Transfer-Encoding, and a proxy before this controller may see another end "
+    "of it; send one of them"
+)
+
 CUT_SHORT = f"{ENDING} and has not answered in time; it may have been done: look before you try again"
 
 OPEN_PATHS = ("/healthz", "/readyz", "/docs", "/openapi.json")
-"""Need no token: probes of a cluster have none, and the documentation is not secret. Nothing is at `/docs`, where people
-look for it; what they are told there names the document.
+"""Need no token: probes of a cluster have none, and the documentation is not secret. Nothing is at `/docs`, where
+people look for it; what they are told there names the document.
 """
 
 TOKENS_PATH = "/v1/tokens"
@@ -74,8 +79,13 @@ class Guard:
             await send(message)
             begun, finished = True, message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            answer = problem_of(scope["path"], UserError(TWO_LENGTHS))
+            answer.headers["Connection"] = "close"
+            return await answer(scope, receive, send)
         try:
-            state, headers = scope.setdefault("state", {}), Headers(scope=scope)
+            state = scope.setdefault("state", {})
             state["caller"] = self._check(headers, scope)
             state["is_let_in"] = partial(self._is_let_in, headers)
             await self._app(scope, _limited(scope, receive), noted)

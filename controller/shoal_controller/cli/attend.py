@@ -156,8 +156,6 @@ def write(file: Path, report: Json) -> None:
 def summarize(ended: Json, report: Json) -> None:
     """How it went, on standard output."""
     show(resizes_table(report["generations"]))
-    echo(
-        f"{ended['job']} {ended['phase']} {at_step(ended['step'])}, loss {number(ended['loss'])}: {ended['reason']}"
-    )
+    echo(f"{ended['job']} {ended['phase']} {at_step(ended['step'])}, loss {number(ended['loss'])}: {ended['reason']}")
     if report["fingerprint"]:
         echo(f"fingerprint {report['fingerprint']}")

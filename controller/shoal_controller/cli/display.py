@@ -16,7 +16,6 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-
 from shoal_protos.errors import StoreError
 
 from shoal_controller.cli.client import OVER, Client, Json

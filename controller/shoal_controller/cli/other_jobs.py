@@ -51,6 +51,6 @@ async def _left(here: Here, name: str) -> str:
         return _ends(name, f"not saved: {error}")
 
 
-def _ends(name: str, what: str) -> str:
+def _ends(name: str, outcome: str) -> str:
     todo = f"`shoal run --job {name} …` continues it"
-    return f"job {name} of an earlier run ends unfinished with this command ({what.removesuffix('.')}); {todo}"
+    return f"job {name} of an earlier run ends unfinished with this command ({outcome.removesuffix('.')}); {todo}"

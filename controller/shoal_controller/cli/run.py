@@ -98,7 +98,7 @@ async def run(
     check_writable(records, "what is known of the workers", "--data")
     check_writable(logs, "the workers' logs", "--log-dir")
     if report is not None:
-        check_writable(report.parent, "the run report", "--json")
+        check_writable(report.parent, "the run report", "--json", is_private=False)
     printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:
         async with serving(places, own=True, signals=signals) as here:

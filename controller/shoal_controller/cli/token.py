@@ -68,9 +68,7 @@ async def rotate(
     from shoal_controller.cli.client import Client
 
     async with Client(url) as client:
-        echo(
-            (await client.change_token("POST", f"/{path_part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"]
-        )
+        echo((await client.change_token("POST", f"/{path_part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"])
 
 
 async def revoke(name: Name, url: Url = DEFAULT_URL) -> None:

@@ -80,7 +80,7 @@ class EndReports:
     async def _report(self, job: str, records: ProcessRecords, ended: ProcessRecord) -> None:
         name = (job, ended.worker)
         try:
-            await self._on_its_record(name, ended, partial(records.write, ended))
+            await self._on_its_record(name, ended, partial(_write, records, ended))
         except OSError as error:
             log.warning("a worker's record cannot be written", job=job, worker=ended.worker, error=str(error))
         exited, is_first = await asyncio.to_thread(_exited, records, ended), True
@@ -120,6 +120,11 @@ class EndReports:
         async with self._on_disk.of(name[0]):
             if self._is_unheard(name, ended) and not self._lives(name):
                 await asyncio.to_thread(work)
+
+
+def _write(records: ProcessRecords, ended: ProcessRecord) -> None:
+    records.write(ended)
+    records.note_end(ended)
 
 
 def _exited(records: ProcessRecords, ended: ProcessRecord) -> Exited:

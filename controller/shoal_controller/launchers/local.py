@@ -29,6 +29,7 @@ from shoal_controller.launchers.end_reports import EndReports, Name, Submit
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.named_locks import NamedLocks
+from shoal_controller.private_files import make_private_folder
 from shoal_controller.tasks import end_task, guarded, only_logged
 from shoal_controller.worker_tokens import WorkerTokens
 
@@ -229,7 +230,7 @@ class LocalLauncher:
         self, worker: WorkerId, spec: JobSpec, environment: Mapping[str, str], records: ProcessRecords
     ) -> tuple[Process, ProcessRecord]:
         for folder in (records.folder, records.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
         process = Process.start(spec.command, environment, output)
@@ -330,12 +331,23 @@ class LocalLauncher:
             await asyncio.sleep(TIDY_SECONDS)
             if os.getpid() == 1:
                 reap_orphans({process.pid for process, _ in self._watched.values()} | self._ending)
+            await self._prune()
             for job, worker in list(self._watched):
                 try:
                     if await asyncio.to_thread(self._records(job).rotate, worker):
                         log.info("a worker's log was rotated", job=job, worker=worker)
                 except OSError as error:
                     log.warning("a worker's log cannot be rotated", job=job, worker=worker, error=str(error))
+
+    async def _prune(self) -> None:
+        """Keep the logs of workers that have ended bounded too, for the life of a job is long."""
+        for job in {job for job, _ in self._watched}:
+            async with self._on_disk.of(job):  # none of them starts meanwhile
+                others = {worker for worker, _ in self._of(job)} | self._reports.workers_of(job)
+                try:
+                    await asyncio.to_thread(self._records(job).prune, others)
+                except OSError as error:
+                    log.warning("logs of workers that have ended cannot be removed", job=job, error=str(error))
 
     def _forget(self, name: Name) -> tuple[Process, ProcessRecord]:
         process, record = self._watched.pop(name)

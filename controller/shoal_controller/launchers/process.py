@@ -14,6 +14,8 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from shoal_controller.private_files import for_this_user
+
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,7 +39,7 @@ class Process:
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
         """A new one, with a session of its own; both outputs are added to the log. Raises `OSError`."""
-        with log.open("ab") as output:
+        with open(log, "ab", opener=for_this_user) as output:
             child = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -9,14 +9,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import structlog
 
+from shoal_controller.private_files import for_this_user, write_private
+
 LOG_BYTES = 64 << 20
 """Most bytes of a worker's log; so much more is kept of what was before."""
+ENDED_LOGS = 50
+"""Logs of workers that have ended: the last ones stay, beside those of workers that failed …"""
+ENDED_LOG_BYTES = 1 << 30
+"""… and so many bytes of a job's."""
+ORDINARY_ENDS = (0, -signal.SIGTERM, -signal.SIGKILL)
+"""Statuses of workers that end, or are ended, as workers come and go."""
 TAIL_LINES = 20
 TAIL_BYTES = 8192
 
@@ -61,7 +70,7 @@ class ProcessRecords:
         """Raises `OSError`."""
         path = self._path(record.worker)
         draft = path.with_suffix(".json.new")
-        draft.write_text(json.dumps(asdict(record)))
+        write_private(draft, json.dumps(asdict(record)))
         draft.replace(path)
 
     def remove(self, worker: str) -> None:
@@ -107,12 +116,34 @@ class ProcessRecords:
             return False
         draft = log.with_suffix(".log.new")
         try:
-            shutil.copyfile(log, draft)
+            with log.open("rb") as source, open(draft, "wb", opener=for_this_user) as copy:
+                shutil.copyfileobj(source, copy)
             draft.replace(log.with_suffix(".log.1"))
         except OSError:  # no room for two: better an empty log than a full disk
             draft.unlink(missing_ok=True)
         os.truncate(log, 0)
         return True
+
+    def note_end(self, ended: ProcessRecord) -> None:
+        """Remember that a worker failed, for as long as its log is there. Raises `OSError`."""
+        if ended.code is not None and ended.code not in ORDINARY_ENDS:
+            write_private(self._mark(ended.worker), f"{ended.code}\n")
+
+    def prune(self, others: Collection[str]) -> None:
+        """Remove logs of workers that have ended: all but the last ones and those of workers that failed, and of these
+        the oldest where they are too large together. `others`: workers whose logs are not looked at. Raises `OSError`.
+        """
+        ended = [(file.stat(), file) for file in self.logs.glob("*.log") if file.stem not in others]
+        kept_bytes = 0
+        for number, (stat, file) in enumerate(sorted(ended, key=lambda one: one[0].st_mtime, reverse=True)):
+            before = file.with_suffix(".log.1")
+            size = stat.st_size + (before.stat().st_size if before.exists() else 0)
+            is_wanted = number < ENDED_LOGS or self._mark(file.stem).exists()
+            if is_wanted and kept_bytes + size <= ENDED_LOG_BYTES:
+                kept_bytes += size
+                continue
+            for one in (file, before, self._mark(file.stem)):
+                one.unlink(missing_ok=True)
 
     def tail(self, record: ProcessRecord) -> str:
         """The last lines that the process wrote."""
@@ -125,6 +156,10 @@ class ProcessRecords:
         except OSError as error:
             return f"(the log cannot be read: {error})"
         return "\n".join(lines[-TAIL_LINES:])
+
+    def _mark(self, worker: str) -> Path:
+        """Stands for a failure."""
+        return self.folder / f"{worker}.failed"
 
     def _path(self, worker: str) -> Path:
         return self.folder / f"{worker}.json"

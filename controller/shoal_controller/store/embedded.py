@@ -22,6 +22,7 @@ import structlog
 from shoal_protos.errors import StoreError
 
 from shoal_controller.endable import Endable
+from shoal_controller.private_files import for_this_user, make_private_folder
 from shoal_controller.store.database import Database
 from shoal_controller.store.store import (
     Changes,
@@ -280,8 +281,8 @@ async def _sleep_or(event: asyncio.Event, seconds: float) -> None:
 def _lock(directory: Path) -> IO[str]:
     """The exclusive hold on the directory, with this process's name in it."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (directory / "lock").open("a+")
+        make_private_folder(directory)
+        lock = os.fdopen(for_this_user(str(directory / "lock"), os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     except FileExistsError as error:
         raise StoreError(
             f"the store {directory} cannot be opened: it is a file; expected a folder, which is made if need be."

@@ -28,14 +28,16 @@ from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
 from shoal.checkpoint.lineage import MOST_BRANCHES, Branch
 from shoal.checkpoint.plain import Json
+from shoal.core.layout import MOST_BLOCKS, Layout, Stretch
 from shoal.core.layout import VERSION as LAYOUT_VERSION
-from shoal.core.layout import Layout, Stretch
 
 FORMAT = "shoal checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 256 << 20
 """Bytes: 65,536 blocks with a dozen state tensors each take a fifth of it."""
+PIECE_KEY = b'"checksums":'
+"""In each piece once, and in no text: there a quotation mark has a backslash before it."""
 NO_SEAL = "0" * 64
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
@@ -207,6 +209,11 @@ _SEAL_BYTES = len(_seal(b""))
 
 def parse(content: bytes, where: str) -> Manifest:
     """Raises `CheckpointDamaged` with one sentence. `where`: how a person finds it."""
+    pieces = content.count(PIECE_KEY)
+    if pieces > MOST_BLOCKS:  # before each of them is looked at
+        raise CheckpointDamaged(
+            f"{where} is damaged: it has {pieces} pieces; no model has more than {MOST_BLOCKS} blocks."
+        )
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:

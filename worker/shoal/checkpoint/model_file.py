@@ -26,6 +26,10 @@ WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts keep a model's state dict among other things."""
 
 
+MOST_REPEATS = 8
+"""What tensors may share of a file, which views of one buffer do."""
+
+
 class ModelFile(Protocol):
     """What a file holds. Tensors that are tied are there once."""
 
@@ -114,6 +118,7 @@ class _Safetensors(_ModelAlone):
 class _StateDict(_ModelAlone):
     def __init__(self, content: Any, file: Path) -> None:
         self._tensors, self.tied = _once(_checked(content, file))
+        _check_size(self._tensors, file)
         self.known = {name: Known(tuple(one.shape), one.dtype) for name, one in self._tensors.items()}
 
     def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,)
@@ -134,6 +139,18 @@ def _checked(content: Any, file: Path) -> dict[str, Tensor]:
         if value.dtype not in CODES:
             raise UserError(f'{file} holds "{name}" with dtype {value.dtype}, which a checkpoint cannot hold.')
     return dict(content)
+
+
+def _check_size(tensors: Mapping[str, Tensor], file: Path) -> None:  # each of any shape
+    """A file of any size can say that it repeats a number without end."""
+    size, most = sum(one.numel() * one.itemsize for one in tensors.values()), MOST_REPEATS * file.stat().st_size
+    if size > most:
+        largest = max(tensors, key=lambda name: tensors[name].numel() * tensors[name].itemsize)
+        raise UserError(
+            f'{file} has {file.stat().st_size:,} bytes, and its tensors would have {size:,}: "{largest}", of shape '
+            f"{tuple(tensors[largest].shape)}, repeats what is there (`expand`). Save `tensor.contiguous()` if that is "
+            "meant."
+        )
 
 
 def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -13,10 +13,11 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from shoal_protos.errors import ShoalError, UserError
 
@@ -175,16 +176,24 @@ class LocalStorage:
                 _flush_folder(folder)
 
     def read(self, name: str, most: int) -> bytes:
-        with as_storage_error(f"read {name}", self.url), (self._root / name).open("rb") as file:
+        with as_storage_error(f"read {name}", self.url), self._opened(name) as file:
             content = file.read(most + 1)
         if len(content) > most:
             raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
         return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:
-        with as_storage_error(f"read {name}", self.url), (self._root / name).open("rb", buffering=0) as file:
+        with as_storage_error(f"read {name}", self.url), self._opened(name) as file:
             for at, parts in _joined(targets):
                 _read_all(file.fileno(), at, parts)
+
+    def _opened(self, name: str) -> BinaryIO:
+        """Open a plain file to read. Anything else could keep its reader waiting, or never end."""
+        descriptor = os.open(self._root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe's opens at once
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise StorageFailed(f"{name} in {self.url} is not a plain file; it is not a file of Shoal.")
+        return os.fdopen(descriptor, "rb")
 
     def list(self, folder: str = "") -> dict[str, int | None]:
         with as_storage_error("look for checkpoints", self.url):
