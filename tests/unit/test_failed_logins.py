@@ -66,7 +66,9 @@ async def test_an_address_is_forgiven_after_a_while_and_few_are_remembered(
 
 
 @asynchronous
-async def test_of_wrong_tokens_side_by_side_a_few_wait_and_the_others_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_wrong_tokens_side_by_side_a_few_wait_and_the_others_are_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(failed_logins, "FREE_FAILURES", 0)
     monkeypatch.setattr(failed_logins, "FIRST_DELAY_SECONDS", 3600.0)
     monkeypatch.setattr(failed_logins, "LONGEST_DELAY_SECONDS", 3600.0)
@@ -87,6 +89,23 @@ async def test_of_wrong_tokens_side_by_side_a_few_wait_and_the_others_are_refuse
     "Not marked in the design, but needed as much",
     broken_by=Edit("shoal_controller.failed_logins", "        if over <= 0:\n", "        if over:\n"),
 )
+@asynchronous
+async def test_a_controller_that_ends_answers_wrong_tokens_that_wait_and_logs_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failed_logins, "FREE_FAILURES", 0)
+    monkeypatch.setattr(failed_logins, "FIRST_DELAY_SECONDS", 3600.0)
+    monkeypatch.setattr(failed_logins, "LONGEST_DELAY_SECONDS", 3600.0)
+    monkeypatch.setattr("shoal_controller.api.web.FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(failed_logins, "MOST_WAITING", 1)
+    async with serving(tmp_path, token="secret") as api:
+        guesses = [asyncio.ensure_future(api.client.get("/v1/jobs")) for _ in range(2)]
+        await asyncio.wait(guesses, timeout=10, return_when=asyncio.FIRST_COMPLETED)  # the other one waits by then
+        await api.web.stop()
+        assert sorted(answer.status_code for answer in await asyncio.gather(*guesses)) == [401, 429]
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @asynchronous
 async def test_a_right_token_is_answered_at_once_beside_any_number_of_requests_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
