@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
+from rule import Edit, rule
 from shoal_controller.api import web
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.effects import Note
@@ -383,6 +384,11 @@ async def test_health_readiness_and_figures_are_told_apart(tmp_path):
         assert problem["detail"] == "this controller has stopped: the disk is gone"
 
 
+@rule(
+    "No page of a controller runs a script of another site",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal_controller.api.app", "        docs_url=None,", '        docs_url="/docs",'),
+)
 @asynchronous
 async def test_the_documentation_is_a_document_and_no_page_that_runs_a_script_of_another_site(tmp_path):
     async with serving(tmp_path) as api:

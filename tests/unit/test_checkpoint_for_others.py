@@ -12,6 +12,7 @@ import pytest
 import torch
 from allocated_bytes import most_bytes
 from checkpoints import Model, check_last_update, fresh, save, train, trained
+from rule import Edit, rule
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from shoal.checkpoint import importing, named
@@ -213,8 +214,13 @@ def test_another_content_than_a_state_dict_gets_a_sentence(
     assert code == 2 and sentence in err
 
 
+@rule(
+    "An import is bounded by the size of its file, whatever the file says",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.checkpoint.model_file", "    if size > most:\n", "    if False:\n"),
+)
 @pytest.mark.parametrize(
-    "tensors", [{"a": torch.zeros(1).expand(1 << 40)}, {f"t{at}": torch.zeros(9999).expand(9, 9999) for at in range(2)}]
+    "tensors", [{f"t{at}": torch.zeros(9999).expand(9, 9999) for at in range(2)}, {"a": torch.zeros(1).expand(1 << 40)}]
 )
 def test_tensors_that_repeat_what_a_file_has_without_end_are_not_imported(
     tensors: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -58,6 +58,15 @@ def test_a_file_that_is_larger_than_it_can_be_is_not_read(storage: Storage) -> N
         storage.read("large", 99)
 
 
+@rule(
+    "What is not a plain file in the place of one is not read, and keeps no reader waiting",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.checkpoint.storage",
+        "        if not stat.S_ISREG(os.fstat(descriptor).st_mode):\n",
+        "        if False:\n",
+    ),
+)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
 def test_what_is_not_a_plain_file_is_not_read_and_keeps_no_reader_waiting(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "one"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rule import Edit, rule
 from shoal_controller.cli import acts, demo, verdict
 from shoal_controller.cli.client import IsOver, Json, NotNow
 from shoal_controller.cli.display import Lines, watch
@@ -209,6 +210,13 @@ def test_without_a_terminal_a_job_is_shown_as_lines(
     assert lines[3].startswith("disturbed succeeded: step 40/40")
 
 
+@rule(
+    "A controller that cannot answer now is asked until it can, and is not taken for one that is gone",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.cli.display", "except (Unreachable, StoreError) as error:", "except Unreachable as error:"
+    ),
+)
 def test_a_controller_that_cannot_answer_now_is_asked_until_it_can(
     pretended: Pretended, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ import forked_command
 import pytest
 import shoal_controller.cli
 import yaml
+from rule import Edit, rule
 from shoal_protos.printable import printable
 from told_controller import Controller, answering
 
@@ -73,6 +74,14 @@ def test_a_character_that_a_terminal_obeys_or_hides_is_escaped_and_every_other_o
             assert shown == character
 
 
+@rule(
+    "What came from elsewhere is shown as text by every command: a terminal obeys none of it",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.cli.output", "typer.echo(printable(text), err=err)", "typer.echo(text, err=err)"),
+        Edit("shoal_controller.cli.tables", "render_str(printable(text), **given)", "render_str(text, **given)"),
+    ],
+)
 @pytest.mark.parametrize("command", ["events j", "describe j", "jobs", "workers j", "checkpoints j", "top", "pause j"])
 def test_texts_from_elsewhere_are_shown_as_text_by_every_command(command: str) -> None:
     with answering(Evil) as url:
