@@ -122,14 +122,16 @@ def _offload(options: dict[str, Any]) -> dict[str, Any]:
     return {"offload_optimizer": state, **parameters}
 
 
-def optimizer_of(model: nn.Module, name: str = "AdamW", **arguments: Any) -> torch.optim.Optimizer:
-    """Two groups, as usual: matrices, and all else with three times the rate."""
+def optimizer_of(
+    model: nn.Module, name: str = "AdamW", apart: dict[str, Any] | None = None, **arguments: Any
+) -> torch.optim.Optimizer:
+    """Two groups, as usual: matrices, and all else with three times the rate. `apart`: more of the second group's."""
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     decays = {"weight_decay": 0.1} if kind in (torch.optim.AdamW, torch.optim.SGD) else {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim > 1], **decays},
-        {"params": [parameter for parameter in trained if parameter.ndim == 1], "lr": 3e-3},
+        {"params": [parameter for parameter in trained if parameter.ndim == 1], "lr": 3e-3, **(apart or {})},
     ]
     return kind(groups, lr=1e-3, **arguments)
 

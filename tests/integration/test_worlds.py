@@ -28,6 +28,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RMSprop": {"centered": True},
     "Rprop": {},
     "ASGD": {},
+    "SGD, momentum in one group": {"name": "SGD", "apart": {"momentum": 0.9}},
+    "AdamW, amsgrad in one group": {"name": "AdamW", "apart": {"amsgrad": True}},
 }
 SCHEDULERS = ("StepLR", "OneCycleLR", "ReduceLROnPlateau")
 MODELS: dict[str, dict[str, Any]] = {

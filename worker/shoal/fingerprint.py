@@ -8,8 +8,10 @@ so that the loss of any member loses none. `shoal verify` computes it of a check
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 
+from shoal_protos.errors import PeerError
 from shoal_protos.runs import Runs
 from torch import Tensor
 
@@ -21,6 +23,9 @@ from shoal.exchange.traffic import DIGESTS
 from shoal.group.group import Group
 from shoal.training.state import TrainingState, digest_of
 from shoal.world import World
+
+ENTRY = struct.Struct("<II")
+"""Before the digests of a block: its number, and how many bytes they are. Blocks of other groups have other state."""
 
 
 def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
@@ -83,17 +88,21 @@ def total_of(step: int, layout: Layout, digests: Mapping[int, bytes], buffers: M
 
 
 def _exchange(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
-    numbers = Runs.of(mine)
-    head = ",".join(map(str, numbers.encode())).encode()
-    content = head + b"\n" + b"".join(mine[number] for number in numbers)
+    content = b"".join(ENTRY.pack(number, len(digests)) + digests for number, digests in mine.items())
     others = [peer for peer in range(group.size) if peer != group.rank]
     sends = [FramedSend(group, peer, DIGESTS, content) for peer in others]
-    found: list[tuple[int, bytes]] = []
-    for peer in others:
-        text, _, digests = receive_framed(group, peer, DIGESTS).partition(b"\n")
-        theirs = Runs.decode([int(n) for n in text.split(b",") if n], 1 << 17)
-        width = len(digests) // max(1, len(theirs))
-        found += [(number, digests[i * width : (i + 1) * width]) for i, number in enumerate(theirs)]
+    found = [entry for peer in others for entry in _entries(receive_framed(group, peer, DIGESTS), peer)]
     for send in sends:
         send.wait()
     return found
+
+
+def _entries(content: bytes, peer: int) -> Iterator[tuple[int, bytes]]:
+    """Number and digests of each block. Raises `PeerError` for a message that ends within one."""
+    at = 0
+    while at < len(content):
+        number, width = ENTRY.unpack_from(content, at) if at + ENTRY.size <= len(content) else (0, len(content))
+        at += ENTRY.size + width
+        if at > len(content):
+            raise PeerError(f"rank {peer} sent digests that end within a block's")
+        yield number, content[at - width : at]
