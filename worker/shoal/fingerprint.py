@@ -1,7 +1,7 @@
 """The fingerprint: one digest of a job's state that does not depend on world, stage, mirrors, offload or history.
 
 SHA-256 over the step, the layout, per block in order the SHA-256 of its parameters and of each optimizer state tensor
-(keys sorted, padding zero), and the persistent buffers by name. Owners digest their blocks; everyone gets all digests,
+(keys sorted, padding +0), and the persistent buffers by name. Owners digest their blocks; everyone gets all digests,
 so that the loss of any member loses none. `shoal verify` computes it of a checkpoint alike.
 """
 
@@ -60,7 +60,10 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
         gaps = state.held_layout.buckets[stretch.bucket].gaps
         yield (
             stretch,
-            [state.weights.of(stretch), *(without_gaps(tensors[key], first, gaps) for key in sorted(tensors))],
+            [
+                without_gaps(part, first, gaps)
+                for part in (state.weights.of(stretch), *(tensors[key] for key in sorted(tensors)))
+            ],
         )
 
 

@@ -42,13 +42,14 @@ def without_gaps(
     first: int,
     gaps: Sequence[Span],
 ) -> Tensor:  # the same, or a copy of it
-    """Zeros where no parameter lies (an optimizer may count there: Rprop's step sizes). `gaps`: of the bucket, of which
-    `value` begins with the element `first`.
+    """+0 where no parameter lies: an optimizer may count there (Rprop's step sizes) or turn a sign (`maximize`).
+
+    `gaps`: of the bucket, of which `value` begins with the element `first`.
     """
     if value.dim() == 0:
         return value
     inside = [(max(a - first, 0), min(b - first, value.numel())) for a, b in gaps if a - first < value.numel()]
-    inside = [(a, b) for a, b in inside if a < b and value[a:b].count_nonzero()]
+    inside = [(a, b) for a, b in inside if a < b and value[a:b].view(torch.uint8).count_nonzero()]
     if inside:
         value = value.clone()
         for start, stop in inside:
