@@ -345,7 +345,7 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
 @rule(
     "A joiner gets the values in `param_groups`, not only the scheduler's state",
     "A change of the world",
-    broken_by=Edit("shoal.training.state", 'load_into(self.optimizer, given["hyper"])', "given"),
+    broken_by=Edit("shoal.training.state", 'self.load_hyper_parameters(given["hyper"])', "given"),
 )
 def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
     """A scheduler's state alone would leave the learning rate as the script has set it."""

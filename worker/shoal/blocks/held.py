@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
@@ -21,12 +21,22 @@ from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory, FindMemory
 from shoal.blocks.host_memory import memory_on
-from shoal.blocks.loaded_state import GivenStates, LoadedState, State, probe_state_bytes, twin_of
+from shoal.blocks.loaded_state import GivenStates, LoadedState, Numbers, State, probe_state_bytes
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.turns import has_turn
+from shoal.optim.twin import (
+    carried,
+    changes_groups,
+    give_back_own_values,
+    given_back,
+    may_step_in_parts,
+    take_over_hyper_parameters,
+    twin_of,
+    with_no_empty_group,
+)
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
@@ -65,15 +75,6 @@ def stretch_of(segment: Segment) -> Stretch:
     return segment.stretch
 
 
-def may_step_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it makes no difference that one step is several, each for some of the parameters.
-
-    It does where a class of the user's own counts its steps, or where hooks hear of them.
-    """
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
-
-
 @dataclass(frozen=True, slots=True)
 class UpdatePart:
     """Segments that are updated in one go."""
@@ -106,7 +107,8 @@ class HeldBlocks:
         self.layout = layout
         self._user = optimizer
         self._loaded = LoadedState(layout, optimizer, tensors)
-        self._twin = twin_of(optimizer)
+        self._twin, self._numbers = twin_of(optimizer), Numbers(layout, optimizer)
+        self._stands_in = changes_groups(optimizer, layout.device)
         self._parameters = parameters
         self._segments: list[Segment] = []
         self.runs = NO_BLOCKS
@@ -139,8 +141,7 @@ class HeldBlocks:
         return self._segments
 
     def _state(self, segment: Segment) -> State:  # each (elements of the segment,), or ()
-        state: dict[str, Any] = self._twin.state[segment.parameter]
-        found: State = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        found: State = carried(self._twin.state[segment.parameter])
         if segment.has_master:
             found[MASTER] = segment.parameter
         if segment.weights is not None:
@@ -197,7 +198,8 @@ class HeldBlocks:
         apart = {MASTER} if has_master else set()
         own = {key: value for key, value in state.items() if key not in apart and key != WEIGHTS}
         if own:
-            self._twin.state[parameter].update(own)
+            numbers = self._numbers.of(self.layout.buckets[stretch.bucket])
+            self._twin.state[parameter].update(given_back(own, numbers))
         return Segment(stretch, parameter, has_master, weights)
 
     def _weights(
@@ -346,6 +348,7 @@ class HeldBlocks:
         for part in parts_of(trained_segments(self._segments, self.layout, self._twin), may_step_in_parts(self._user)):
             self._apply_to(part.segments, gradients, scale)
             on_updated(part.first_bucket)
+        give_back_own_values(self._twin, self._user)
 
     def _apply_to(
         self,
@@ -354,7 +357,8 @@ class HeldBlocks:
         scale: float,
     ) -> None:
         groups = [self.layout.buckets[segment.stretch.bucket].group for segment in segments]
-        step_on(self._twin, groups, segments, [gradients.of(segment.stretch) for segment in segments], scale)
+        coming = [gradients.of(segment.stretch) for segment in segments]
+        step_on(self._twin, groups, segments, coming, scale, self._stands_in)
         masters = [segment for segment in segments if segment.has_master]
         if masters:
             rounded = [
@@ -380,8 +384,12 @@ def step_on(
     segments: Sequence[Segment],
     gradients: Sequence[Tensor],  # of each segment (elements,)
     scale: float,
+    stands_in: bool = False,
 ) -> None:
-    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group."""
+    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group.
+
+    `stands_in`: whether groups must not be empty, as a step changes values of them.
+    """
     for group in twin.param_groups:
         group["params"] = []
     for number, segment, gradient in zip(groups, segments, gradients, strict=True):
@@ -390,7 +398,8 @@ def step_on(
     if scale != 1.0 and segments:
         torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
     before = [segment.parameter.detach() for segment in segments]
-    twin.step()
+    with with_no_empty_group(twin) if stands_in else nullcontext():
+        twin.step()
     for segment, memory in zip(segments, before, strict=True):
         segment.parameter.grad = None
         if segment.parameter.data_ptr() != memory.data_ptr():
@@ -425,12 +434,6 @@ def first_weights(
     if kept is None:
         return {}
     return {WEIGHTS: kept.of(stretch).clone() if first is None else first.of(stretch)}
-
-
-def take_over_hyper_parameters(mine: torch.optim.Optimizer, users: torch.optim.Optimizer) -> None:
-    """Those of the user's object, as they are now."""
-    for own, theirs in zip(mine.param_groups, users.param_groups, strict=True):
-        own.update({key: value for key, value in theirs.items() if key != "params"})
 
 
 def parts_of(segments: list[Segment], may_be_several: bool) -> list[UpdatePart]:

@@ -6,16 +6,21 @@ And what state an optimizer makes at all, found by one update of a twin of it. C
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.optim.twin import (
+    carried,
+    may_step_in_parts,
+    numbers_in,
+    probing_twin_of,
+    without_hooks_on_all,
+)
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
@@ -71,9 +76,7 @@ class LoadedState:
         for slot in bucket.slots:
             user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
-            for key, value in user.items():
-                if not isinstance(value, Tensor):
-                    continue
+            for key, value in carried(user).items():
                 if value.is_meta:
                     value = self._first_value(key).expand(value.shape)
                 if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
@@ -141,26 +144,42 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(sorted(keys)) or "nothing"
 
 
-def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
-    twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
-    for name, value in vars(optimizer).items():
-        if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
-            twin.__dict__.setdefault(name, value)
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    return twin
-
-
 def probe_state(
     optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, device: torch.device
 ) -> State:  # each (elements,), or ()
     """The state that one update makes of so many zeros of that bucket."""
-    twin, zeros = twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype, device=device)
+    return carried(_kept(optimizer, bucket, elements, device))
+
+
+def _kept(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, device: torch.device) -> dict[str, Any]:
+    """As the optimizer keeps it; nothing where its step fails."""
+    twin, zeros = probing_twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype, device=device)
     zeros.grad = torch.zeros_like(zeros)
     twin.param_groups[bucket.group]["params"] = [zeros]
-    twin.step()
-    return {key: value for key, value in twin.state[zeros].items() if isinstance(value, Tensor)}
+    try:
+        with without_hooks_on_all():
+            twin.step()
+    except Exception:  # one that could not be tried, and was taken at the script's word
+        return {}
+    kept: dict[str, Any] = twin.state[zeros]
+    return kept
+
+
+class Numbers:
+    """Which of an optimizer's values in the state are numbers, and of what type."""
+
+    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
+        self._layout, self._user = layout, optimizer
+        self._known: dict[tuple[int, torch.dtype], dict[str, type]] = {}
+
+    def of(self, bucket: Bucket) -> Mapping[str, type]:
+        """By key; torch's own classes have none."""
+        if bucket.is_frozen or may_step_in_parts(self._user):
+            return {}
+        kind = bucket.group, bucket.wide_dtype
+        if kind not in self._known:
+            self._known[kind] = numbers_in(_kept(self._user, bucket, 2, self._layout.device))
+        return self._known[kind]
 
 
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:

@@ -13,7 +13,6 @@ import torch
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.given_states import check_masters
@@ -31,7 +30,7 @@ from shoal.core.layout import Stretch
 from shoal.core.loss_scale import LossScale
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
-from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.hyper import hyper_parameters
 from shoal.training.state import (
     TrainingState,
     check_registered,
@@ -69,7 +68,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     beside = reader.tensors()
     state.step, state.committed_in = manifest.step, 0
     state.record = _record(reader)
-    _load_hyper_parameters(reader, beside, state.optimizer)
+    _load_hyper_parameters(reader, beside, state)
     if state.scheduler is not None and has_scheduler_of(manifest, state):
         _load_scheduler(reader, beside, state.scheduler)
     if state.loss_scale is not None and manifest.scaler is not None:
@@ -104,10 +103,10 @@ def _record(reader: Reader) -> Record | None:
         raise CheckpointDamaged(f"{reader.where} is damaged: its step's record cannot be read: {error!r}.") from None
 
 
-def _load_hyper_parameters(reader: Reader, beside: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+def _load_hyper_parameters(reader: Reader, beside: Mapping[str, Tensor], state: TrainingState) -> None:
     groups = [decode(group, beside) for group in reader.manifest.groups]
-    _refuse_other_kinds(reader, groups, hyper_parameters(optimizer), "optimizer groups")
-    load_into(optimizer, groups)
+    _refuse_other_kinds(reader, groups, hyper_parameters(state.optimizer), "optimizer groups")
+    state.load_hyper_parameters(groups)
 
 
 def _load_scheduler(reader: Reader, beside: Mapping[str, Tensor], scheduler: LRScheduler) -> None:

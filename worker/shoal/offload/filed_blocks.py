@@ -21,9 +21,7 @@ from shoal.blocks.held import (
     Segment,
     first_weights,
     lie_together,
-    may_step_in_parts,
     stretch_of,
-    take_over_hyper_parameters,
     unheard,
 )
 from shoal.blocks.held_weights import HeldWeights
@@ -37,6 +35,7 @@ from shoal.offload.held_piece import HeldPiece
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.transfers import Buffer
 from shoal.optim.turns import has_turn
+from shoal.optim.twin import may_step_in_parts, take_over_hyper_parameters
 
 PORTION_PIECES = 4
 """Of a checkpoint, that are read at one time."""

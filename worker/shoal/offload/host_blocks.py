@@ -19,10 +19,8 @@ from shoal.blocks.held import (
     HeldBlocks,
     OnUpdated,
     Segment,
-    may_step_in_parts,
     parts_of,
     step_on,
-    take_over_hyper_parameters,
     trained_segments,
     unheard,
 )
@@ -33,6 +31,7 @@ from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
 from shoal.device import Device, DeviceCopy
 from shoal.offload.updated_parameters import bring_up
+from shoal.optim.twin import give_back_own_values, may_step_in_parts, take_over_hyper_parameters
 
 Coming = list[tuple[Tensor, list[DeviceCopy]]]
 """By segment, (elements,) of its gradient on the host, and what has to land before its update."""
@@ -109,6 +108,7 @@ class HostBlocks(HeldBlocks):
             self._update(part.segments, coming, scale)
             coming = following
             on_updated(part.first_bucket)
+        give_back_own_values(self._twin, self._user)
 
     def _bring_down(self, segments: Sequence[Segment], gradients: BlockValues) -> Coming:
         found: Coming = []
@@ -130,7 +130,7 @@ class HostBlocks(HeldBlocks):
             for copy in copies:
                 copy.wait()
         groups = [self.layout.buckets[segment.stretch.bucket].group for segment in segments]
-        step_on(self._twin, groups, segments, [gradient for gradient, _ in coming], scale)
+        step_on(self._twin, groups, segments, [gradient for gradient, _ in coming], scale, self._stands_in)
         for gradient, _ in coming:
             self._device.give_back(gradient)
         copies_up = (bring_up(self._device, segment, self._place_of(segment)) for segment in segments)

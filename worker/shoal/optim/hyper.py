@@ -37,19 +37,20 @@ def _plain_group(number: int, group: Group) -> dict[str, Any]:
     return {
         key: value
         if type(value) in PLAIN or _is_plain_tuple(value)
-        else _plain(value, f"{key} of optimizer group {number}")
+        else plain_value(value, f"{key} of optimizer group {number}")
         for key, value in sorted(group.items())
         if key != "params"
     }
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain_value(value: Any, where: str) -> Any:
+    """The value as it travels. Raises `UserError` for one that is none of these. `where`: what it is called."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return tuple(_plain(item, where) for item in value)
+        return tuple(plain_value(item, where) for item in value)
     raise UserError(f"{where} is {type(value).__name__}; hyper-parameters must be numbers, strings or tuples of them.")
 
 
@@ -82,7 +83,9 @@ def first_difference(mine: Sequence[Group], others: Sequence[Group]) -> str:
 
 
 def load_into(optimizer: Optimizer, hyper: Sequence[Group]) -> None:
-    """Set the groups' values. A value that is a tensor (`capturable`) stays that tensor and is overwritten."""
+    """Set the groups' values. One that is a tensor (`capturable`) stays that tensor and is overwritten; a list stays
+    one, for an optimizer may write into it.
+    """
     if len(hyper) != len(optimizer.param_groups):
         raise UserError(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, the job's has {len(hyper)}. "
@@ -99,5 +102,6 @@ def _in_place_of(old: Any, value: Any) -> Any:
             return old.fill_(value)
     if isinstance(value, list | tuple):
         before = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
-        return tuple(_in_place_of(was, item) for was, item in zip(before, value, strict=True))
+        kind = list if isinstance(old, list) else tuple
+        return kind(_in_place_of(was, item) for was, item in zip(before, value, strict=True))
     return value

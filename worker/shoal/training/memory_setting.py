@@ -5,7 +5,7 @@ Called by the update, and where nobody has caught the error. Makes no tensor.
 
 from __future__ import annotations
 
-from shoal.blocks.held import may_step_in_parts
+from shoal.optim.twin import may_step_in_parts
 from shoal.out_of_memory import Setting
 from shoal.training.activation_checkpointing import finds_units
 from shoal.training.context import TrainingContext

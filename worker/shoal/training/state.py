@@ -7,7 +7,7 @@ the training thread touches it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -154,7 +154,7 @@ class TrainingState:
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
-        self.set_in_time = SetInTime(optimizer)
+        self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.modes = ModuleModes(module)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
@@ -337,9 +337,18 @@ class TrainingState:
         self.originals = None
         self.step, self.committed_in = given["step"], given["committed_in"]
         self.record = Record.from_bytes(given["record"]) if given["record"] else None
-        load_into(self.optimizer, given["hyper"])
+        self.load_hyper_parameters(given["hyper"])
         self.modes.take_over(given["evaluating"])
         if self.scheduler is not None and given["scheduler"] is not None:
+    def load_hyper_parameters(self, hyper: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over those of another member or a checkpoint. What has come into a group since the start, and is not
+        among them, goes: a count of steps that the optimizer keeps there begins anew with the steps.
+        """
+        for group, first, values in zip(self.optimizer.param_groups, self._first_keys, hyper, strict=False):
+            for key in group.keys() - first - values.keys():
+                del group[key]
+        load_into(self.optimizer, hyper)
+
             self.scheduler.load_state_dict(given["scheduler"])
         if self.loss_scale is not None and given["loss_scale"] is not None:
             try:

@@ -1,0 +1,229 @@
+"""Optimizers that keep more than tensors, as people write them; what they end with in every world is compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Own(torch.optim.Optimizer):
+    """Adam's first half; where it counts its steps is what its kinds differ in."""
+
+    def __init__(self, parameters: Any, **values: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01, **values})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.begin(group)
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if "mean" not in state:
+                    state["mean"] = torch.zeros_like(parameter)
+                state["mean"].lerp_(parameter.grad, 0.1)
+                parameter.add_(state["mean"], alpha=-group["lr"] / (1 - 0.9 ** self.count(group, state)))
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Before a group's parameters."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        raise NotImplementedError
+
+
+class InGroup(Own):
+    """A count that the first step puts into the group, as most packages do."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return int(group["step"])
+
+
+class InTensor(Own):
+    """A count that is a tensor of the group, and a list beside it, both written where they are."""
+
+    def __init__(self, parameters: Any, **values: Any) -> None:
+        super().__init__(parameters, **values)
+        for group in self.param_groups:
+            group.update(count=torch.zeros(()), seen=[0, 0.0])
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["count"] += 1
+        group["seen"][0] += 1
+        group["seen"][1] += 0.5
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return float(group["count"]) + group["seen"][0] - 2 * group["seen"][1]
+
+
+class WherePresent(InGroup):
+    """Does not count in a group without parameters."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if group["params"]:
+            super().begin(group)
+
+
+class InState(Own):
+    """A Python number beside the tensors of the state; another is a truth value, and one a fraction."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        assert type(state.setdefault("step", 0)) is int and type(state.setdefault("even", True)) is bool
+        state["step"] += 1
+        state["even"] = not state["even"]
+        state["weight"] = state.get("weight", 0.0) + 0.1
+        assert type(state["weight"]) is float
+        return state["step"] + state["weight"] + state["even"]
+
+
+KINDS: tuple[type[Own], ...] = (InGroup, InTensor, WherePresent, InState)
+
+
+# ---- what may not run on blocks
+
+
+class Lars(Own):
+    """A rate for each matrix, from its norms; vectors are trained as by SGD."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rate = parameter.norm() / parameter.grad.norm() * 0.01 if parameter.ndim > 1 else 1.0
+                parameter.add_(parameter.grad, alpha=-group["lr"] * float(rate))
+
+
+class Normed(Own):
+    """Divides by the norm of each tensor, whatever its shape is."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return 1.0 + float(state["mean"].norm())
+
+
+class Global(Own):
+    """Divides by what it has seen of all parameters."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["seen"] = group.get("seen", 0.0) + sum(float(one.grad.abs().sum()) for one in group["params"])
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return 1.0 + float(group["seen"])
+
+
+class Shared(Own):
+    """Divides by the norm of all gradients of a group."""
+
+    norm = 0.0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.norm = float(torch.cat([one.grad for one in group["params"]]).norm())
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return 1.0 + self.norm
+
+
+class InAttribute(Own):
+    """A count that stands beside groups and state."""
+
+    steps = 0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.steps += 1
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return self.steps
+
+
+class InText(Own):
+    """A count that is a text of the state."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        state["steps"] = state.get("steps", "") + "|"
+        return len(state["steps"])
+
+
+class Quantised(Own):
+    """One number for 256 elements."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        state["scale"] = state["mean"].view(-1, 256).amax(1)
+        return 1.0
+
+
+class Drawing(Own):
+    """Adds noise."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return 1.0 + torch.rand(()).item()
+
+
+class Wrapper(Own):
+    """Leaves all to another optimizer, which has the parameters of the script."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters)
+        self.within = torch.optim.SGD(parameters, lr=0.01)
+
+    def step(self, closure: Any = None) -> None:
+        self.within.step()
+
+
+class Idle(Own):
+    """Does nothing."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+class Asking(Own):
+    """Its step wants something that the engine does not have."""
+
+    def step(self, closure: Any = None) -> None:
+        if closure is None:
+            raise RuntimeError("give a closure")
+        super().step()
+
+
+class AtOnce(Own):
+    """Makes its state when it is constructed, so that nothing can be tried without it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].update(mean=torch.ones_like(parameter), count=torch.zeros(()))
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        state["count"] += 1
+        return float(state["count"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"]  # KeyError
+        super().step()
+
+
+class Plain(Own):
+    """Counts nothing."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return 1.0
+
+
+REFUSED: dict[type[Own], str] = {
+    Lars: r"trains a matrix otherwise than its elements in a row \(\d+% of the weights differ after 6 steps\)",
+    Normed: r"trains blocks by themselves otherwise than the whole",
+    Global: r"keeps seen in its group, which depends on the parameters that are in it",
+    Shared: r"trains a tensor otherwise when another one is beside it",
+    InAttribute: r"keeps what no worker that joins could be given \(attribute steps\)",
+    InText: r"keeps what no worker that joins could be given \('steps' in its state, a str\)",
+    Quantised: r"keeps 48 numbers as 'scale' of 12288 parameters, neither one of each nor one of all",
+    Drawing: r"draws random numbers",
+    Wrapper: r"steps another optimizer, which has the script's parameters \(within\)",
+    Idle: r"leaves the parameters that it is given as they are",
+}

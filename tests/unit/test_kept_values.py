@@ -1,0 +1,224 @@
+"""What an optimizer keeps in its groups and as numbers of its state goes where its tensors go."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save, trained
+from checkpoints import train as train_on
+from crew import Crew, Task, engine_of, train, undisturbed
+from crew_saves import saved
+from kept_values import KINDS, InGroup, InState, Own, WherePresent
+from late_device import LateDevice
+from matrices import shortened
+from rule import Edit, holds, rule
+from shoal.blocks.flat import views
+from shoal.checkpoint.catalogue import look_into
+from shoal.checkpoint.restore import load_blocks, load_small_state
+from shoal.checkpoint.storage import LocalStorage
+from shoal.device import HOST
+from shoal.faults import Faults
+from shoal.fingerprint import block_digests
+from shoal.optim.hyper import hyper_parameters
+from shoal.session.alone import AloneLink
+from torch import nn
+
+BF16 = {"precision": {"bf16": {"enabled": True}}}
+FORMS: dict[str, dict[str, Any]] = {
+    "0": {"stage": 0},
+    "1": {"stage": 1},
+    "2": {"stage": 2},
+    "3": {"stage": 3},
+    "3, bf16": {"stage": 3, **BF16},
+    "1, on a device": {"stage": 1},
+    "1, bf16, on the host of a device": {"stage": 1, "offload": "cpu", **BF16},
+    "3, on the host of a device": {"stage": 3, "offload": "cpu", "offload_param": True},
+}
+
+
+def two_groups(kind: type[Own], model: nn.Module) -> Own:
+    """The second has one block: most workers hold none of it."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return kind([{"params": [one for one in trained if one.ndim > 1]}, {"params": [o for o in trained if o.ndim < 2]}])
+
+
+def constant(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+
+
+def task(kind: type[Own], form: str = "1", **more: Any) -> Task:
+    options = {"max_steps": 12, **FORMS[form], **more}
+    device = LateDevice if form.endswith("a device") else lambda: HOST
+    return Task(options, optimizer=lambda model: two_groups(kind, model), scheduler=constant, device=device)
+
+
+def right(one: Task) -> str:
+    """On the CPU, with state beside the parameters."""
+    return undisturbed(replace(one, device=lambda: HOST))
+
+
+def holds_blocks(crew: Crew, joiner: str) -> Callable[[], bool]:
+    """Whether it has all that it is to hold."""
+    return lambda: crew.at_rest() and bool(crew.workers[joiner].engine.context.state.held.runs)
+
+
+CASES = list(product(KINDS, FORMS, ("ab", "abcd")))
+KEPT = [(kind, form, "abcd") for kind, form in zip(KINDS, ("3", "2", "1", "3, bf16"), strict=True)]
+KEPT += [(InState, "1, on a device", "abcd"), (WherePresent, "3, on the host of a device", "abcd")]
+KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab")]
+
+
+@rule(
+    "What a step changes in an optimizer's group, and a number in its state, goes where its tensors go, and is given "
+    "back as the type that it was",
+    "A step",
+    broken_by=[
+        Edit("shoal.blocks.held", "        give_back_own_values(self._twin, self._user)\n", ""),
+        Edit(
+            "shoal.offload.host_blocks",
+            "        give_back_own_values(self._twin, self._user)\n",
+            "",
+        ),
+        Edit("shoal.blocks.held", "with_no_empty_group(twin) if stands_in else nullcontext()", "nullcontext()"),
+        Edit("shoal.blocks.held", "given_back(own, numbers)", "own"),
+        Edit("shoal.optim.twin", " if has_turn(theirs) else ()", "", by="test_a_group_without_its_turn_counts_no_step"),
+        Edit(
+            "shoal.training.state",
+            "                del group[key]\n",
+            "                assert key\n",
+            by="test_a_count_is_that_of_the_step_to_which_a_process_goes_back",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("kind", "form", "workers"), shortened(CASES, *KEPT))
+def test_what_an_optimizer_counts_is_the_same_through_a_loss_in_a_step_and_a_join(
+    kind: type[Own], form: str, workers: str
+) -> None:
+    with Crew(workers, task(kind, form)) as crew:
+        crew.plant(workers[1], 2, "exchange")
+        crew.train_to(3)
+        crew.add("x")
+        crew.train_until("fills", holds_blocks(crew, "x"))
+        crew.kill(workers[0])
+        assert crew.finish() == right(task(kind, form))
+
+
+@holds("What a step changes in an optimizer's group")
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    shortened(
+        product(KINDS, FORMS), (InGroup, "1"), (InState, "3, bf16"), (InGroup, "1, bf16, on the host of a device")
+    ),
+)
+def test_what_an_optimizer_counts_goes_on_after_a_resume(kind: type[Own], form: str, tmp_path: Path) -> None:
+    saving = task(kind, form, shoal={"checkpoint": {"path": str(tmp_path), "every_steps": 3}})
+    with Crew("ab", saving) as crew:
+        crew.train_to(4)
+        saved(crew, 3)
+    with Crew("abc", saving) as crew:
+        assert crew.finish() == right(task(kind, form))
+
+
+@holds("What a step changes in an optimizer's group")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_that_counts_trains_as_it_does_by_itself(kind: type[Own]) -> None:
+    """At one lane the gradients are the step's own."""
+    noted: list[list[torch.Tensor]] = []
+    one = task(kind, max_steps=4, lanes=1, gradient_clipping=0.0)
+    engine = engine_of(one, AloneLink(), Faults([]))
+    plain = copy.deepcopy(engine.module)
+    optimizer = two_groups(kind, plain)
+    names = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
+    state, commit = engine.context.state, engine.context.state.commit
+
+    def noting(*arguments: Any) -> None:
+        gradients: dict[str, torch.Tensor] = {}
+        for bucket in state.layout.buckets:
+            flat = state.sums.reduced.of(state.layout.whole(bucket)).clone()
+            gradients |= dict(zip((slot.parameter.name for slot in bucket.slots), views(bucket, flat), strict=True))
+        noted.append([gradients[name] for name in names])
+        commit(*arguments)
+
+    state.commit = noting  # type: ignore[method-assign]
+    train(engine, one, lambda: None)
+    for gradients in noted:
+        for name, gradient in zip(names, gradients, strict=True):
+            plain.get_parameter(name).grad = gradient
+        optimizer.step()
+    assert len(noted) == 4
+    assert all(torch.equal(engine.module.get_parameter(name), plain.get_parameter(name)) for name in names)
+
+
+@holds("What a step changes in an optimizer's group")
+def test_a_group_without_its_turn_counts_no_step() -> None:
+    def made(model: nn.Module) -> Own:
+        optimizer = two_groups(InGroup, model)
+        for name, group in zip(("wide", "narrow"), optimizer.param_groups, strict=True):
+            group["name"] = name
+        return optimizer
+
+    counts: list[list[int]] = []
+
+    def body(engine: Any, batch: Any) -> None:
+        engine.turn("wide" if engine.global_step % 3 else "narrow")
+        engine.backward(engine.module(**batch))
+        engine.step()
+        counts.append([group.get("step", 0) for group in engine.context.state.optimizer.param_groups])
+
+    one = Task({"max_steps": 6, "lanes": 1}, optimizer=made, scheduler=constant, body=body)
+    undisturbed(one)
+    assert counts == [[0, 1], [1, 1], [2, 1], [2, 2], [3, 2], [4, 2]]
+    with Crew("abc", replace(one, options={**one.options, "lanes": 3})) as crew:
+        crew.train_to(4)
+        crew.kill("b")
+        crew.add("d")
+        assert crew.finish() == undisturbed(replace(one, options={**one.options, "lanes": 3}))
+
+
+def test_state_that_a_script_has_loaded_brings_its_numbers_along() -> None:
+    def loaded(model: nn.Module) -> Own:
+        optimizer = two_groups(InState, model)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = {"mean": torch.ones_like(parameter), "step": 7, "even": False, "weight": 0.7}
+                optimizer.state[parameter] = state
+        return optimizer
+
+    fresh = task(InState)
+    brought = replace(fresh, optimizer=loaded)
+    with Crew("ab", brought) as crew:
+        crew.train_to(2)
+        crew.add("c")
+        assert crew.finish() == undisturbed(brought) != undisturbed(fresh)
+
+
+@holds("What a step changes in an optimizer's group")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("saved_at", [0, 2])
+def test_a_count_is_that_of_the_step_to_which_a_process_goes_back(
+    kind: type[Own], saved_at: int, tmp_path: Path
+) -> None:
+    state, storage = trained(saved_at, kind=kind), LocalStorage(tmp_path)
+    name, _ = save(state, storage)
+    reader = look_into(storage, name).reader()
+    train_on(state, 3)
+    load_small_state(reader, state, {})
+    load_blocks(reader, state, state.everything)
+    assert state.step == saved_at
+    right, found = (
+        block_digests(one, one.everything) for one in (trained(4, kind=kind), train_on(state, 4 - saved_at))
+    )
+    assert found == right
+
+
+def test_values_of_groups_are_back_in_the_scripts_object_after_each_step() -> None:
+    engine = engine_of(task(InGroup), AloneLink(), Faults([]))
+    train(engine, task(InGroup), lambda: None)
+    assert [group["step"] for group in hyper_parameters(engine.context.state.optimizer)] == [12, 12]

@@ -1,0 +1,169 @@
+"""A twin of the user's optimizer: its class on tensors that are the engine's, and what passes between the two objects.
+
+What a step changes in a group (a count of steps, a sum of weights) is the optimizer's own. It goes back into the user's
+group, where vote, joiners and checkpoints find it beside rates. A number that stands in the state beside tensors is
+carried as a tensor without dimensions, and given back as the type that it was. Called by held blocks and by the probe.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from shoal.optim.hyper import plain_value
+from shoal.optim.turns import has_turn
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Types of a state's numbers that are carried, and as what."""
+LEFT_OUT = ("state", "param_groups")
+"""Attributes of an optimizer that are looked at by themselves."""
+
+
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
+    twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
+    for name, value in vars(optimizer).items():
+        if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
+            twin.__dict__.setdefault(name, value)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return twin
+
+
+def probing_twin_of(optimizer: Optimizer) -> Optimizer:
+    """The same, for steps that must leave nothing behind: what it holds in lists and tensors is its own."""
+    twin = twin_of(optimizer)
+    twin.__dict__.update({name: own(value) for name, value in vars(twin).items() if name not in LEFT_OUT})
+    take_over_hyper_parameters(twin, optimizer)
+    return twin
+
+
+def own(value: Any) -> Any:
+    """A copy of a value that a step could change where it is; parameters, and what else there is, are the same."""
+    kind = type(value)
+    if kind is Tensor:
+        return value.detach().clone()
+    if kind in (list, tuple, set):
+        return kind(own(item) for item in value)
+    return {key: own(item) for key, item in value.items()} if kind is dict else value
+
+
+@contextmanager
+def without_hooks_on_all() -> Iterator[None]:
+    """Nothing that the process has hooked on every optimizer's steps hears of those that are made within."""
+    hooks: list[dict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, content in zip(hooks, kept, strict=True):
+            one.update(content)
+
+
+def may_step_in_parts(optimizer: Optimizer) -> bool:
+    """Whether it makes no difference that one step is several, each for some of the parameters.
+
+    It does where a class of the user's own counts its steps, or where hooks hear of them.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+
+
+# ---- values of groups
+
+
+def take_over_hyper_parameters(mine: Optimizer, users: Optimizer) -> None:
+    """Those of the user's object, as they are now, and no others."""
+    for here, theirs in zip(mine.param_groups, users.param_groups, strict=True):
+        parameters = here["params"]
+        here.clear()
+        here.update({key: own(value) for key, value in theirs.items() if key != "params"}, params=parameters)
+
+
+def give_back_own_values(mine: Optimizer, users: Optimizer) -> None:
+    """What the step that `mine` has made changed in groups whose turn it was; torch's own classes change nothing."""
+    if may_step_in_parts(users):
+        return
+    for number, (here, theirs) in enumerate(zip(mine.param_groups, users.param_groups, strict=True)):
+        for key in changed_values(here, theirs, number) if has_turn(theirs) else ():
+            value, before = here[key], theirs.get(key)
+            theirs[key] = before.fill_(value) if isinstance(before, Tensor) else own(value)
+
+
+def changed_values(now: Mapping[str, Any], before: Mapping[str, Any], number: int) -> list[str]:
+    """Keys of a group whose values have others bits, or another type, than before. Raises `UserError` for a value that
+    no hyper-parameter can be. `number`: the group's.
+    """
+
+    def text(group: Mapping[str, Any], key: str) -> str:
+        return repr(plain_value(group[key], f"{key} of optimizer group {number}")) if key in group else ""
+
+    keys = [key for key, value in now.items() if key != "params" and value is not before.get(key, now)]
+    return [key for key in keys if text(now, key) != text(before, key)]
+
+
+def changes_groups(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a step of it on this device changes values of groups."""
+    if may_step_in_parts(optimizer):
+        return False
+    twin = probing_twin_of(optimizer)
+    for group in twin.param_groups:
+        group["params"] = [torch.zeros(1, device=device)]
+        group["params"][0].grad = torch.zeros(1, device=device)
+    before = [own(group) for group in twin.param_groups]
+    try:
+        with without_hooks_on_all():
+            twin.step()
+    except Exception:  # one that could not be tried, and was taken at the script's word
+        return False
+    return any(changed_values(now, then, 0) for now, then in zip(twin.param_groups, before, strict=True))
+
+
+@contextmanager
+def with_no_empty_group(twin: Optimizer) -> Iterator[None]:
+    """While it steps, a zero stands in where this worker has nothing of a group: what a step changes in the group is
+    then the same on all workers.
+    """
+    empty = [group for group in twin.param_groups if not group["params"]]
+    like = next((one for group in twin.param_groups for one in group["params"]), torch.zeros(1, device="cpu"))
+    for group in empty:
+        group["params"] = [torch.zeros(1, dtype=like.dtype, device=like.device)]
+        group["params"][0].grad = torch.zeros_like(group["params"][0])
+    yield
+    for group in empty:
+        twin.state.pop(group["params"].pop(), None)
+
+
+# ---- numbers in the state
+
+
+def numbers_in(state: Mapping[str, Any]) -> dict[str, type]:
+    """Keys of numbers that are no tensors, with their types."""
+    return {key: type(value) for key, value in state.items() if type(value) in NUMBERS}
+
+
+def carried(state: Mapping[str, Any]) -> dict[str, Tensor]:  # each (elements,), or ()
+    """What others are given of a parameter's state: its tensors, and numbers as such."""
+    return {
+        key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=NUMBERS[type(value)], device="cpu")
+        for key, value in state.items()
+        if isinstance(value, Tensor) or type(value) in NUMBERS
+    }
+
+
+def given_back(
+    state: Mapping[str, Tensor],  # each (elements,), or ()
+    numbers: Mapping[str, type],
+) -> dict[str, Any]:
+    """The inverse of `carried`. `numbers`: as `numbers_in` tells them."""
+    return {key: numbers[key](one.item()) if key in numbers and not one.dim() else one for key, one in state.items()}
