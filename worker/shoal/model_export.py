@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.checkpoint.container import CODES, Region, header
@@ -52,6 +53,12 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     first_name: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, value in named_state(module):
+        if is_traceable_wrapper_subclass(value):
+            raise UserError(
+                f'cannot export the model: "{name}" is a {type(value).__name__}, which safetensors lacks. Save what is '
+                "trained by the script (state_dict within engine.gathered()), or export from a model that is not "
+                "quantised."
+            )
         if value.dtype not in CODES:
             raise UserError(f'cannot export the model: "{name}" has dtype {value.dtype}, which safetensors lacks.')
         place = id(value) if isinstance(value, nn.Parameter) else (value.data_ptr(), tuple(value.shape))

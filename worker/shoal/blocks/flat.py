@@ -6,7 +6,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
 from operator import attrgetter, is_
@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.blocks.host_memory import memory_on
 from shoal.blocks.released import looks_at_no_value
@@ -65,6 +66,13 @@ def trainable(
                 "model.float(), or from_pretrained(…, dtype=torch.float32). Half precision comes from the config, "
                 '`bf16: {"enabled": true}` or `fp16: {"enabled": true}`, which keeps float32 master weights.'
             )
+        if is_traceable_wrapper_subclass(parameter):
+            raise UserError(
+                f'parameter "{name}" requires a gradient and is a {type(parameter).__name__}, which keeps its values '
+                "in other tensors; expected a plain nn.Parameter. Freeze it with requires_grad_(False), or give the "
+                "model as it was before it was quantised or sharded (the engine shards it by "
+                "`zero_optimization.stage`)."
+            )
         refuse_hooks(name, parameter, own=0)
         group, unit = group_of[id(parameter)], unit_of[id(parameter)]
         found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group, unit), parameter))
@@ -92,6 +100,18 @@ def _can_lie_in_a_flat(
     """Whether it is as it is there: with these strides, of no class that keeps its values elsewhere."""
     is_plain = type(parameter) is nn.Parameter and parameter.is_contiguous()
     return is_plain and parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1
+
+
+def plain_parts(
+    name: str,
+    tensor: Tensor,  # of any shape
+) -> Iterator[tuple[str, Tensor]]:  # each of its own shape
+    """The tensors whose memory has the values: itself, or those that a subclass wraps, as quantised weights are."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for key in tensor.__tensor_flatten__()[0]:
+        yield from plain_parts(f"{name}.{key}", getattr(tensor, key))
 
 
 def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:

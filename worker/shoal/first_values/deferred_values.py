@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -228,9 +229,9 @@ def deferred_values(
 
     Raises `UserError` naming all modules that cannot be filled.
     """
-    places = TensorPlaces(model)
-    if not places.blank:
+    if not any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers())):
         return None
+    places = TensorPlaces(model)
     refuse_hooked(places.blank)
     known = recipes(model)
     for place in places.blank:

@@ -248,7 +248,7 @@ class CheckpointSaving:
         if not in_blocks:
             return whole
         together = {**whole, **in_blocks}
-        named = {name: together[name] for name, _ in named_parameters(state.module) if name in together}
+        named = {name: together[name] for name, _ in named_parameters(state.module) if name in together} | whole
         saver.write_frozen_now(name, author, ours, named, self._parameters.reading)
         return {}
 

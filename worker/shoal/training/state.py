@@ -19,7 +19,16 @@ from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.flat import Flats, adopt, adopt_without_values, frozen, give_memory, lay_out_model, trainable
+from shoal.blocks.flat import (
+    Flats,
+    adopt,
+    adopt_without_values,
+    frozen,
+    give_memory,
+    lay_out_model,
+    plain_parts,
+    trainable,
+)
 from shoal.blocks.held import OnUpdated, unheard
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import tensor_bytes
@@ -331,15 +340,6 @@ class TrainingState:
             }
         )
 
-    def load_small_state(self, content: bytes) -> None:
-        """Takes over another member's small state."""
-        given = unpack(content)
-        self.originals = None
-        self.step, self.committed_in = given["step"], given["committed_in"]
-        self.record = Record.from_bytes(given["record"]) if given["record"] else None
-        self.load_hyper_parameters(given["hyper"])
-        self.modes.take_over(given["evaluating"])
-        if self.scheduler is not None and given["scheduler"] is not None:
     def load_hyper_parameters(self, hyper: Sequence[Mapping[str, Any]]) -> None:
         """Takes over those of another member or a checkpoint. What has come into a group since the start, and is not
         among them, goes: a count of steps that the optimizer keeps there begins anew with the steps.
@@ -349,6 +349,15 @@ class TrainingState:
                 del group[key]
         load_into(self.optimizer, hyper)
 
+    def load_small_state(self, content: bytes) -> None:
+        """Takes over another member's small state."""
+        given = unpack(content)
+        self.originals = None
+        self.step, self.committed_in = given["step"], given["committed_in"]
+        self.record = Record.from_bytes(given["record"]) if given["record"] else None
+        self.load_hyper_parameters(given["hyper"])
+        self.modes.take_over(given["evaluating"])
+        if self.scheduler is not None and given["scheduler"] is not None:
             self.scheduler.load_state_dict(given["scheduler"])
         if self.loss_scale is not None and given["loss_scale"] is not None:
             try:
@@ -387,10 +396,13 @@ def check_registered(mine: Collection[str], theirs: Collection[str], where: str)
 
 
 def frozen_parameters(state: TrainingState) -> dict[str, Tensor]:
-    """Parameters by name that no optimizer changes and that are whole on every worker: those in no block."""
+    """Parameters by name that no optimizer changes and that are whole on every worker: those in no block. Of one that
+    wraps tensors, as quantised weights do, these.
+    """
     in_blocks = frozen_in_blocks(state)
-    named = named_parameters(state.module)
-    return {name: one.data for name, one in named if not one.requires_grad and name not in in_blocks}
+    named = [(name, one) for name, one in named_parameters(state.module) if not one.requires_grad]
+    parts = (part for name, one in named if name not in in_blocks for part in plain_parts(name, one))
+    return {name: part.data for name, part in parts}
 
 
 def frozen_in_blocks(state: TrainingState) -> dict[str, nn.Parameter]:
