@@ -38,6 +38,11 @@ def open_link(
     return ControllerLink(settings, groups_of(build_gloo, device, BULK, own)), settings.fault
 
 
+def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a controller has started this process."""
+    return bool(environment.get("SHOAL_CONTROLLER"))
+
+
 def has_peers_on_host_alone(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether others reach this worker by an address that no other host can use: its peers are all on this one then."""
     try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.description import Description, Parameter
@@ -35,6 +36,7 @@ from shoal.data.source import Source
 from shoal.device import Device
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
+from shoal.logs import get_logger
 from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
@@ -42,12 +44,14 @@ from shoal.optim.given_objects import check_scheduled, optimizer_differs, schedu
 from shoal.optim.take_over import take_over
 from shoal.out_of_memory import initializing
 from shoal.session.link import Link
-from shoal.session.link_choice import has_peers_on_host_alone, open_link
+from shoal.session.link_choice import has_peers_on_host_alone, is_worker, open_link
 from shoal.training.activation_checkpointing import checkpoint_activations
-from shoal.training.arguments import check_given, lay_out_once, refuse_unknown
+from shoal.training.arguments import SEVERAL, check_given, lay_out_once, refuse_unknown
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence, trace_crashes
 from shoal.training.state import NO_STEP, Limits, TrainingState
+
+log = get_logger("shoal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +109,32 @@ def initialize(
 
 def assemble(given: Given) -> Engine:
     """Makes the engine of this worker. Raises `UserError`."""
+    _refuse_another()
     trace_crashes()
     with initializing():
         engine = engine_with(replace(given, peers_on_host=has_peers_on_host_alone()), _link_and_faults)
+    _engines.append(ref(engine))
     show(engine)
     serve_at_exit(engine)
     return engine
+
+
+_engines: list[ref[Engine]] = []
+"""Those that this process has made."""
+
+
+def _refuse_another() -> None:
+    """Raises `UserError` for a second engine of a worker. Alone, where two train each for itself, it is a warning while
+    the first is at work.
+    """
+    if _engines and is_worker():
+        raise UserError(
+            f"this is the second shoal.initialize of this script, and a worker is one engine. {SEVERAL} Where they are "
+            "trained one after the other, start a job for each."
+        )
+    engines = [one() for one in _engines]
+    if any(one is not None and not one.context.is_over for one in engines):
+        log.warning("second_engine", means="each trains for itself, and with workers the script is refused", do=SEVERAL)
 
 
 def _link_and_faults(device: Device, only_gloo: bool) -> tuple[Link, Faults]:
