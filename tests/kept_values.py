@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 
 class Own(torch.optim.Optimizer):
@@ -152,6 +153,14 @@ class Quantised(Own):
         return 1.0
 
 
+class Wrapping(Own):
+    """Keeps a tensor that wraps others, as 8-bit states are."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        state["both"] = TwoTensor(state["mean"].clone(), state["mean"].clone())
+        return 1.0
+
+
 class Drawing(Own):
     """Adds noise."""
 
@@ -223,6 +232,7 @@ REFUSED: dict[type[Own], str] = {
     InAttribute: r"keeps what no worker that joins could be given \(attribute steps\)",
     InText: r"keeps what no worker that joins could be given \('steps' in its state, a str\)",
     Quantised: r"keeps 48 numbers as 'scale' of 12288 parameters, neither one of each nor one of all",
+    Wrapping: r"keeps 'both' as a TwoTensor, of which no block has a part",
     Drawing: r"draws random numbers",
     Wrapper: r"steps another optimizer, which has the script's parameters \(within\)",
     Idle: r"leaves the parameters that it is given as they are",

@@ -1,4 +1,6 @@
-"""What an optimizer keeps in its groups and as numbers of its state goes where its tensors go."""
+"""What an optimizer keeps in its groups and as numbers of its state goes where its tensors go; the probe sees what may
+not run on blocks, and leaves no trace.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from checkpoints import save, trained
 from checkpoints import train as train_on
 from crew import Crew, Task, engine_of, train, undisturbed
 from crew_saves import saved
-from kept_values import KINDS, InGroup, InState, Own, WherePresent
+from kept_values import KINDS, REFUSED, Asking, AtOnce, InGroup, InState, Own, Plain, WherePresent
 from late_device import LateDevice
 from matrices import shortened
 from rule import Edit, holds, rule
@@ -23,12 +25,18 @@ from shoal.blocks.flat import views
 from shoal.checkpoint.catalogue import look_into
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
+from shoal.data.seeds import RandomState
 from shoal.device import HOST
 from shoal.faults import Faults
 from shoal.fingerprint import block_digests
+from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import hyper_parameters
 from shoal.session.alone import AloneLink
+from shoal.training.start import Given, engine_with
+from shoal_protos.description import first_difference
+from shoal_protos.errors import UserError
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 BF16 = {"precision": {"bf16": {"enabled": True}}}
 FORMS: dict[str, dict[str, Any]] = {
@@ -216,6 +224,119 @@ def test_a_count_is_that_of_the_step_to_which_a_process_goes_back(
         block_digests(one, one.everything) for one in (trained(4, kind=kind), train_on(state, 4 - saved_at))
     )
     assert found == right
+
+
+# ---- the probe
+
+
+@rule(
+    "An optimizer that gives other bits on blocks than on whole tensors, or whose bits depend on what no joiner is "
+    "given, is refused at the start",
+    "A step",
+    broken_by=[
+        Edit(
+            "shoal.optim.probe",
+            "        if not _equal(whole.weights(), matrix.weights()):\n",
+            "        if not matrix:\n",
+        ),
+        Edit("shoal.optim.probe", "        if not random.is_here():\n", "        if not random:\n"),
+        Edit(
+            "shoal.optim.probe",
+            "        if _equal(whole.weights(), blocks.weights()) and self._are_alike(whole, blocks):\n",
+            "        if blocks:\n",
+        ),
+        Edit(
+            "shoal.optim.probe",
+            "        if not _equal(whole.weights(), beside.weights()[:ELEMENTS]):\n",
+            "        if not beside:\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_may_not_run_on_blocks_is_refused_with_what_the_probe_saw(kind: type[Own], elementwise: bool) -> None:
+    with pytest.raises(UserError, match=f"^optimizer {kind.__name__} {REFUSED[kind]}.*; Shoal runs optimizers on blo"):
+        check_optimizer(kind([nn.Parameter(torch.ones(3, 3))]), elementwise)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Plain])
+def test_an_elementwise_optimizer_needs_nobodys_word(kind: type[Own]) -> None:
+    assert check_optimizer(kind([nn.Parameter(torch.ones(3, 3))]), False) == check_optimizer(
+        kind([nn.Parameter(torch.ones(3, 3))]), True
+    )
+
+
+def test_only_where_the_probe_cannot_run_the_scripts_word_is_taken_with_one_warning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asking = Asking([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(UserError, match=r"cannot be tried on its own: RuntimeError: give a closure\..*elementwise: tr"):
+        check_optimizer(asking, False)
+    assert check_optimizer(asking, True) == "not tried"
+    assert capsys.readouterr().err.count("optimizer_not_tried") == 1
+
+
+def test_an_optimizer_that_could_not_be_tried_trains_at_the_scripts_word() -> None:
+    with pytest.raises(UserError, match="cannot be tried on its own: KeyError: 'count'"):
+        check_optimizer(AtOnce([nn.Parameter(torch.ones(3, 3))]), False)
+    one = task(AtOnce, "3", shoal={"elementwise": True})
+    with Crew("ab", one) as crew:
+        crew.train_to(2)
+        crew.add("c")
+        crew.train_until("fills", holds_blocks(crew, "c"))
+        crew.kill("a")
+        assert crew.finish() == undisturbed(one)
+
+
+def test_the_probe_looks_at_every_kind_of_group_and_past_a_rate_of_0() -> None:
+    class Second(Own):
+        def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+            return 1.0 + float(state["mean"].ndim) * group["by_shape"]
+
+    groups = [{"params": [nn.Parameter(torch.ones(3))], "by_shape": False, "lr": 0.0}]
+    assert check_optimizer(Plain(groups), False) == "tensors"
+    groups.append({"params": [nn.Parameter(torch.ones(3))], "by_shape": True, "lr": 0.0})
+    with pytest.raises(UserError, match="a matrix otherwise than its elements in a row"):
+        check_optimizer(Second(groups), False)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *REFUSED, torch.optim.AdamW])
+def test_the_probe_leaves_random_state_hooks_and_the_scripts_object_as_they_are(kind: Any) -> None:
+    optimizer, calls = kind([nn.Parameter(torch.ones(3, 3))]), list[Any]()
+    optimizer.register_step_pre_hook(lambda *_: calls.append("own"))
+    everybodys = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
+    torch.manual_seed(3)
+    attributes, groups = dict(vars(optimizer)), copy.deepcopy(optimizer.param_groups)
+    drawn = RandomState.save()
+    try:
+        check_optimizer(optimizer, False)
+    except UserError:
+        assert kind in REFUSED
+    assert drawn.is_here()
+    assert vars(optimizer) == attributes and not optimizer.state and not calls
+    assert len(_global_optimizer_pre_hooks) == 1
+    assert repr(optimizer.param_groups) == repr(groups)
+    everybodys.remove()
+
+
+def test_a_worker_whose_optimizer_keeps_something_else_is_refused() -> None:
+    found = []
+
+    class Link(AloneLink):
+        def introduce(self, description: Any, status: Any) -> None:
+            found.append(description)
+            super().introduce(description, status)
+
+    for kind in (Plain, InGroup):
+        named: Any = type("Own", (kind,), {})
+        one = task(named)
+        engine = engine_of(one, AloneLink(), Faults([]))
+        model = one.model()
+        given = Given(model, engine.context.config, one.data(), two_groups(named, model))
+        engine_with(given, lambda *_: (Link(), Faults([])))
+    difference = first_difference("w1", found[1], found[0])
+    assert difference is not None
+    assert "what the optimizer keeps is tensors, step of the group, the job's is tensors." in difference
 
 
 def test_values_of_groups_are_back_in_the_scripts_object_after_each_step() -> None:

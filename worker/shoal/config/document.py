@@ -255,7 +255,8 @@ class Shoal(Section):
     """Bytes per step that a worker receives while blocks are filled beside training. 0: the planner decides, about a
     tenth of a step."""
     elementwise: Switch = False
-    """True: declares that an optimizer class unknown to Shoal is elementwise."""
+    """True: an optimizer that cannot be tried at the start is taken as elementwise, with a warning. Elsewhere it
+    changes nothing: the optimizer is asked itself."""
     units: Annotated[tuple[Name, ...], Field(strict=False), Allowed("a list of class names")] = ()
     """Classes of the modules that are units: parts of the model whose parameters lie together and are never in one
     bucket with others. Other units are another layout, whose checkpoints do not fit. Not given: the model's

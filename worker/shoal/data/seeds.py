@@ -56,3 +56,10 @@ class RandomState:
             restore_accelerators_random_state(self.accelerators)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
+
+    def is_here(self) -> bool:
+        """Whether all generators stand there still."""
+        now = RandomState.save()
+        tensors = zip((self.cpu, *self.accelerators), (now.cpu, *now.accelerators), strict=True)
+        is_numpys = all(map(numpy.array_equal, self.numpy, now.numpy))
+        return all(torch.equal(*pair) for pair in tensors) and self.python == now.python and is_numpys

@@ -1,7 +1,7 @@
 """Which optimizers may run on a part of the parameters and give the bits of the whole.
 
 Shoal runs the optimizer's class on the blocks that a worker holds, so every element must depend on itself alone. The
-classes below were tried; a subclass may compute anything, so it counts as unknown.
+probe asks the object itself; the names below say which classes a configuration can name, and why others are refused.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 import torch
 from shoal_protos.errors import UserError
 from torch.optim import Optimizer
+
+from shoal.logs import get_logger
+from shoal.optim.probe import probe
+
+log = get_logger("shoal.optim")
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -47,20 +52,30 @@ def names() -> str:
     return ", ".join(kind.__name__ for kind in ELEMENTWISE)
 
 
-def check_optimizer(optimizer: Optimizer, elementwise: bool) -> None:
-    """Refuse an optimizer that is not elementwise, and an unknown one without `shoal.elementwise: true`."""
-    kind = type(optimizer)
-    if kind in ELEMENTWISE:
-        return
-    for ancestor in kind.__mro__:
-        reason = NOT_ELEMENTWISE.get(ancestor.__name__.lower())
-        if reason is not None:
-            raise UserError(
-                f"optimizer {kind.__name__} {reason}; Shoal runs optimizers on blocks of parameters, so every element "
-                f"must be computed by itself. Supported: {names()}."
-            )
+def check_optimizer(optimizer: Optimizer, elementwise: bool) -> str:
+    """What of the optimizer is carried beside parameters, in words. `elementwise`: the script's word, which is taken
+    where the probe cannot run.
+
+    Raises `UserError` for one that may not run on blocks, with what the probe saw.
+    """
+    found, kind = probe(optimizer), type(optimizer)
+    names_known = (NOT_ELEMENTWISE.get(ancestor.__name__.lower()) for ancestor in kind.__mro__)
+    saw = found.reason or found.failure
+    known = next(filter(None, names_known), "") if saw else ""
+    if known or found.reason:
+        reason = f"{known} ({saw})" if known else saw
+        raise UserError(
+            f"optimizer {kind.__name__} {reason}; Shoal runs optimizers on blocks of parameters, so every element must "
+            f"be computed by itself. Supported: {names()}, and others that do so."
+        )
+    if not found.failure:
+        return found.keeps
     if not elementwise:
         raise UserError(
-            f"optimizer {kind.__name__} ({kind.__module__}) is not known to compute every element by itself. "
-            f"Supported: {names()}; if it does, set `shoal.elementwise: true`."
+            f"optimizer {kind.__name__} ({kind.__module__}) cannot be tried on its own: {found.failure}. Mend that; "
+            "or, if it computes every element by itself, from its group and its state alone, set "
+            "`shoal.elementwise: true`."
         )
+    log.warning("optimizer_not_tried", optimizer=kind.__name__, reason=found.failure,
+                means="it is taken as elementwise at the word of `shoal.elementwise`")  # fmt: skip
+    return "not tried"

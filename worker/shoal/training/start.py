@@ -152,9 +152,10 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     refusals.of(checkpoint_activations, model, settled)
     source = given.source or refusals.of(source_of, dataset, given.collate_fn, settled, given.reading)
     last_step = refusals.of(source.sampler.last_step, settled.max_steps, settled.epochs) if source else None
-    optimizer = refusals.of(_optimizer, given)
+    found = refusals.of(_optimizer, given)
     refusals.raise_all()
-    assert source is not None and last_step is not None and optimizer is not None, "refused otherwise"
+    assert source is not None and last_step is not None and found is not None, "refused otherwise"
+    optimizer, keeps = found
     sampler, limits = source.sampler, Limits.of(settled, last_step, given.peers_on_host)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     lay_out_once(model)
@@ -165,7 +166,8 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     link, faults = open_link(state.device, settled.backend == "gloo")
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
     description = _description(settled, state, optimizer, sampler.samples, are_others=not link.alone)
-    link.introduce(replace(description, config={**description.config, **given.beside}), status)
+    config = {**description.config, **given.beside, "what the optimizer keeps": keeps}
+    link.introduce(replace(description, config=config), status)
     engine = Engine(settled, state, link, fetcher, faults)
     engine.parts.loading.begin(engine.parts.status.publish)
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
@@ -179,7 +181,8 @@ def check_joiners_can_be_given(state: TrainingState) -> None:
         encode(state.scheduler.state_dict(), {}, "the scheduler's state")
 
 
-def _optimizer(given: Given) -> Optimizer:
+def _optimizer(given: Given) -> tuple[Optimizer, str]:
+    """And what of it is carried, in words."""
     settled, optimizer = given.config, given.optimizer
     if settled.optimizer is not None:
         if optimizer is None:
@@ -188,8 +191,7 @@ def _optimizer(given: Given) -> Optimizer:
             raise UserError(all_of(faults))
     if optimizer is None:
         raise UserError("there is no optimizer; name one in the config (optimizer.type) or give shoal.initialize one.")
-    check_optimizer(optimizer, settled.elementwise)
-    return optimizer
+    return optimizer, check_optimizer(optimizer, settled.elementwise)
 
 
 def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRScheduler | None:

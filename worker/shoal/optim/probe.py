@@ -1,0 +1,282 @@
+"""The probe: whether an optimizer may run on blocks, asked of itself at `shoal.initialize`.
+
+Twins of it train the same few thousand numbers whole, as a matrix, with a second tensor beside, and in blocks that take
+over in the middle what is carried to a worker that joins: tensors, numbers of the state, values of the group. All that
+comes out is compared bit by bit. The user's object, hooks and random state are left as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shoal.data.seeds import RandomState
+from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.twin import (
+    LEFT_OUT,
+    NUMBERS,
+    carried,
+    changed_values,
+    given_back,
+    numbers_in,
+    own,
+    probing_twin_of,
+    without_hooks_on_all,
+)
+
+BLOCK, BLOCKS, ROWS = 4_096, 3, 64
+STEPS, MIDDLE = 6, 3
+"""A look-ahead of five steps is seen."""
+ELEMENTS = BLOCK * BLOCKS
+RATE = 1e-3
+"""At least: where a schedule begins with a rate of 0 no step would show anything."""
+RATES = ("lr", "initial_lr", "max_lr", "min_lr", "name", "param_names")
+"""What groups differ in that are probed once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """An optimizer that was tried: what the probe saw."""
+
+    reason: str = ""
+    """Why the optimizer may not run on blocks; empty: it may."""
+    failure: str = ""
+    """Why the probe could not run; empty: it ran."""
+    keeps: str = "tensors"
+    """What of it is carried, in words: members of a job must agree."""
+
+
+class _Failed(Exception):
+    """A step raised something, which is its text."""
+
+
+def probe(optimizer: Optimizer) -> Tried:
+    """Of all groups: the first that may not run on blocks decides, then the first that could not be probed."""
+    random, kinds = RandomState.save(), dict[str, int]()
+    for number, group in enumerate(optimizer.param_groups):
+        kinds.setdefault(_kind(group), number)
+    try:
+        with without_hooks_on_all():
+            found = [_Probe(optimizer, number).tried() for number in kinds.values()]
+    finally:
+        random.restore()
+    keeps = "; ".join(dict.fromkeys(one.keeps for one in found))
+    decisive = [one for one in found if one.reason] or [one for one in found if one.failure]
+    return decisive[0] if decisive else Tried(keeps=keeps)
+
+
+def _kind(group: Mapping[str, Any]) -> str:
+    """Alike for groups that are trained alike but for rates and sizes of numbers."""
+    values = {key: value for key, value in group.items() if key not in ("params", *RATES)}
+    kinds = {key: bool(value) if type(value) in NUMBERS else repr(value) for key, value in sorted(values.items())}
+    first = next(iter(group["params"]), None)
+    return repr((kinds, None if first is None else (first.dtype == torch.float64, first.device)))
+
+
+class _Trained:
+    """A twin in the midst of training `parts`, each of any shape, all in one group."""
+
+    def __init__(self, optimizer: Optimizer, number: int, parts: Sequence[Tensor]) -> None:
+        self.twin, self.number = probing_twin_of(optimizer), number
+        rate = self.group.get("lr")
+        if isinstance(rate, int | float | Tensor) and float(rate) < RATE:
+            self.group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
+        self.parts = [part.clone() for part in parts]
+        self.before = own(dict(self.group))
+        self.attributes = {key: _text(value) for key, value in vars(self.twin).items()}
+
+    @property
+    def group(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.twin.param_groups[self.number]
+        return found
+
+    def step(
+        self,
+        gradient: Tensor,  # (elements of all parts,)
+    ) -> None:
+        self.group["params"] = self.parts
+        for part, own_gradient in zip(self.parts, gradient.split([part.numel() for part in self.parts]), strict=True):
+            part.grad = own_gradient.view(part.shape).clone()
+        try:
+            self.twin.step()
+        except Exception as error:  # it is the script's class: nobody knows what it raises
+            raise _Failed(f"{type(error).__name__}: {str(error).strip() or 'no text'}".splitlines()[0]) from error
+        finally:
+            self.group["params"] = []
+
+    def states(self) -> list[dict[str, Any]]:
+        """Of each part, by the optimizer's keys."""
+        return [self.twin.state[part] for part in self.parts]
+
+    def weights(self) -> Tensor:  # (elements of all parts,)
+        return torch.cat([part.detach().reshape(-1) for part in self.parts])
+
+    def changed(self) -> list[str]:
+        """Keys of the group that its steps have changed. Raises `UserError` where one can be no hyper-parameter."""
+        return changed_values(self.group, self.before, self.number)
+
+    def changed_attributes(self) -> list[str]:
+        now = {key: _text(value) for key, value in vars(self.twin).items()}
+        return sorted(key for key, text in now.items() if key not in LEFT_OUT and self.attributes.get(key) != text)
+
+
+def _text(value: Any) -> str:
+    """To be compared: of objects their class alone, of what holds many how many they are."""
+    if type(value) in (*NUMBERS, str) or (type(value) is Tensor and value.numel() == 1):
+        return repr(value)
+    return f"{type(value).__name__} {len(value)}" if type(value) in (list, tuple, set, dict) else type(value).__name__
+
+
+class _Probe:
+    """Of one group."""
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self._optimizer, self._number = optimizer, number
+        first = next(iter(optimizer.param_groups[number]["params"]), torch.zeros(()))
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        device = torch.device("cpu") if first.is_meta else first.device
+        made = torch.Generator("cpu").manual_seed(5)
+        drawn = torch.randn(1 + STEPS, ELEMENTS, generator=made, device="cpu", dtype=dtype).to(device)
+        self._whole, self._gradients = drawn[0], list(drawn[1:])
+
+    def tried(self) -> Tried:
+        within = [name for name, value in vars(self._optimizer).items() if isinstance(value, Optimizer)]
+        if within:
+            return Tried(reason=f"steps another optimizer, which has the script's parameters ({within[0]})")
+        random = RandomState.save()
+        try:
+            whole, failure = self._train([self._whole]), ""
+        except _Failed as error:
+            whole, failure = None, str(error)
+        try:
+            matrix = self._train([self._whole.view(ROWS, -1)])
+        except _Failed as error:
+            return Tried(failure=failure or str(error))
+        if whole is None:
+            return Tried(reason=f"trains no tensor without rows and columns ({failure})")
+        if not random.is_here():
+            return Tried(reason="draws random numbers, which are others in every world")
+        try:
+            reason = self._matrix(whole, matrix) or self._odd_state(whole) or self._beside(whole) or self._blocks(whole)
+        except _Failed as error:
+            return Tried(reason=f"fails on a part of the parameters ({error})")
+        return Tried(reason=reason, keeps=self._keeps(whole))
+
+    def _train(self, parts: Sequence[Tensor], more: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> _Trained:
+        """All steps. `more`: what the gradient is made longer by."""
+        trained = _Trained(self._optimizer, self._number, parts)
+        for gradient in self._gradients:
+            trained.step(more(gradient))
+        return trained
+
+    def _matrix(self, whole: _Trained, matrix: _Trained) -> str:
+        """Whether shapes count."""
+        if _equal(whole.weights(), self._whole):
+            return "leaves the parameters that it is given as they are"
+        if not _equal(whole.weights(), matrix.weights()):
+            return f"trains a matrix otherwise than its elements in a row ({_share(whole, matrix)})"
+        return ""
+
+    def _beside(self, whole: _Trained) -> str:
+        """Whether it counts what else is in the group, or that nothing is."""
+        beside = self._train([self._whole, 3 * self._whole], lambda gradient: torch.cat([gradient, -2 * gradient]))
+        if not _equal(whole.weights(), beside.weights()[:ELEMENTS]):
+            return f"trains a tensor otherwise when another one is beside it ({_share(whole, beside)})"
+        nothing = self._train([torch.zeros_like(self._whole[:1])], lambda gradient: torch.zeros_like(gradient[:1]))
+        for other in (beside, nothing):
+            keys = changed_values(other.group, whole.group, self._number)
+            if keys:
+                return f"keeps {', '.join(keys)} in its group, which depends on the parameters that are in it"
+        return ""
+
+    def _odd_state(self, whole: _Trained) -> str:
+        (state,) = whole.states()
+        for key, value in state.items():
+            if is_traceable_wrapper_subclass(value):
+                return f"keeps {key!r} as a {type(value).__name__}, of which no block has a part"
+            if isinstance(value, Tensor) and value.dim() and value.shape != self._whole.shape:
+                shape = " × ".join(map(str, value.shape))
+                return f"keeps {shape} numbers as {key!r} of {ELEMENTS} parameters, neither one of each nor one of all"
+        return ""
+
+    def _blocks(self, whole: _Trained) -> str:
+        """Blocks that go on with what is carried come to the same."""
+        half = _Trained(self._optimizer, self._number, [self._whole])
+        half.step(self._gradients[0])
+        numbers = numbers_in(half.states()[0])
+        for gradient in self._gradients[1:MIDDLE]:
+            half.step(gradient)
+        blocks = self._taken_over(half, numbers)
+        for gradient in self._gradients[MIDDLE:]:
+            blocks.step(gradient)
+        if _equal(whole.weights(), blocks.weights()) and self._are_alike(whole, blocks):
+            return ""
+        parts = self._train(list(self._whole.split(BLOCK)))
+        if not _equal(whole.weights(), parts.weights()):
+            return f"trains blocks by themselves otherwise than the whole ({_share(whole, parts)})"
+        lost = [f"attribute {key}" for key in whole.changed_attributes()]
+        lost += [
+            f"{key!r} in its state, a {type(value).__name__}"
+            for key, value in whole.states()[0].items()
+            if not isinstance(value, Tensor) and type(value) not in NUMBERS
+        ]
+        return (
+            f"keeps what no worker that joins could be given ({', '.join(lost) or 'the probe saw no name'}); it would "
+            "have to be a value of its groups, or a tensor or a number of its state"
+        )
+
+    def _taken_over(self, half: _Trained, numbers: Mapping[str, type]) -> _Trained:
+        """Blocks in the state that a joiner is given."""
+        blocks = _Trained(self._optimizer, self._number, list(half.weights().split(BLOCK)))
+        load_into(blocks.twin, json.loads(json.dumps(hyper_parameters(half.twin))))
+        state = carried(half.states()[0])
+        for index, part in enumerate(blocks.parts):
+            cut = {
+                key: value[index * BLOCK : (index + 1) * BLOCK].clone() if value.dim() else value.clone()
+                for key, value in state.items()
+            }
+            blocks.twin.state[part].update(given_back(cut, numbers))
+        return blocks
+
+    def _are_alike(self, whole: _Trained, blocks: _Trained) -> bool:
+        """State and group of both."""
+        (state,), states = whole.states(), blocks.states()
+        keys = carried(state).keys()
+        if any(carried(one).keys() != keys for one in states):
+            return False
+        for key, value in carried(state).items():
+            parts = [carried(one)[key] for one in states]
+            if (
+                not all(_equal(value, part) for part in parts)
+                if not value.dim()
+                else not _equal(value, torch.cat(parts))
+            ):
+                return False
+        return not changed_values(blocks.group, whole.group, self._number)
+
+    def _keeps(self, whole: _Trained) -> str:
+        numbers = numbers_in(whole.states()[0])
+        found = [f"{key} of the group" for key in sorted(whole.changed())]
+        found += [f"{key} ({kind.__name__}) of the state" for key, kind in sorted(numbers.items())]
+        return ", ".join(["tensors", *found])
+
+
+def _equal(
+    one: Tensor,  # both of one shape
+    other: Tensor,
+) -> bool:
+    """In all bits."""
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _share(one: _Trained, other: _Trained) -> str:
+    differ = (one.weights() != other.weights()[:ELEMENTS]).double().mean().item()
+    return f"{differ:.0%} of the weights differ after {STEPS} steps"
