@@ -97,7 +97,7 @@ packages: $(READY)
 # process, so that what a file's tests share, a cluster of etcd say, is started once; in the order of their names, as two
 # long tests alone in a file would come last and leave a core idle; what is long and late by name is put first
 # (tests/integration/conftest.py).
-UNIT := -n 2 --dist loadgroup tests/unit
+UNIT := -n 3 --dist loadgroup tests/unit
 WHOLE := -n 3 --dist loadfile --no-loadscope-reorder tests/simulation tests/integration
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 MADE = --junitxml=$(VENV)/times/$@-$(1).xml

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from matrices import shortened
+from matrices import further
 from rule import Edit, holds, rule
+from tiers import check
 
 from .mutations import MUTATIONS, mutated
 from .run import attempt
@@ -82,6 +84,13 @@ SEARCHED_FOR_LONG = {
     "a save is given up only when no member is writing",
 }
 """Hundreds of seeds pass before one notices."""
+SEARCHED_A_WHILE = {
+    "a planned change relies only on what its base keeps or has filled",
+    "only waits older than the limit count",
+    "a plan is void once another generation is current",
+    "whether steps run is part of the plan",
+}
+"""A few seeds do."""
 SEARCHED = 400
 """So many seeds from the first one on: what a seed draws changes with the code, the rule does not."""
 SHAPE = {"stage": 1, "operators": False}
@@ -164,7 +173,13 @@ RULES = [
 )
 @holds(RULES)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rule", shortened(MUTATIONS, *(MUTATIONS.keys() - SEARCHED_FOR_LONG)))
+def in_its_tier(rule: str) -> Any:
+    """The rule, for `make faults`, `make check` or `make test` by how long it is searched for."""
+    long, a_while = rule in SEARCHED_FOR_LONG, rule in SEARCHED_A_WHILE
+    return pytest.param(rule, marks=further if long else check("searches seeds") if a_while else ())
+
+
+@pytest.mark.parametrize("rule", [in_its_tier(rule) for rule in MUTATIONS])
 def test_a_rule_that_is_switched_off_is_noticed(rule: str) -> None:
     with mutated(rule):
         assert notices(NOTICED_BY[rule])
