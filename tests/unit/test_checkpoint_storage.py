@@ -9,6 +9,7 @@ import resource
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +202,18 @@ def test_a_place_that_stays_away_is_told_after_the_last_try(tmp_path: Path, oper
     with pytest.raises(StorageFailed, match="input/output error"):
         getattr(RetryingStorage(flaky), operation)()
     assert flaky.calls[operation] == TRIES
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_place_that_takes_a_minute_to_fail_is_not_waited_for_two_dozen_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flaky = Flaky(tmp_path, 1 << 30, TimeoutError("timed out"))
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * flaky.calls["list"])
+    monkeypatch.setattr("shoal.checkpoint.retrying_storage.time", clock)
+    with pytest.raises(StorageFailed, match="timed out"):
+        RetryingStorage(flaky).list()
+    assert flaky.calls["list"] == 2
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.ENOTDIR, errno.EROFS])

@@ -8,6 +8,7 @@ room, a file in the way) is raised at once; a place that stays away is the affai
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from shoal.checkpoint.storage import Storage, Target
 
 TRIES = 24
+PATIENCE_SECONDS = 10.0
+"""Since the first failure: a driver may take a minute for each, and the next one that fails is the last."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 0.5
 """Before the second try; twice as long before each further one, and by chance up to half as long again: workers that
 failed together do not all come back at once. Ten seconds or so in all: one call may be many requests (a listing asks
@@ -75,13 +78,16 @@ class RetryingStorage:
         self._try(lambda: self.storage.remove_folder(folder))
 
     def _try(self, act: Callable[[], T]) -> T:
-        seconds = FIRST_PAUSE_SECONDS
+        seconds, end = FIRST_PAUSE_SECONDS, 0.0
         for number in range(1, TRIES):
             try:
                 return act()
             except TransientStorageFailure as error:
                 if number == 1:
+                    end = time.monotonic() + PATIENCE_SECONDS
                     log.warning("storage_tried_again", tries=TRIES, reason=str(error))
+                elif time.monotonic() >= end:
+                    raise
             self._pause.wait(seconds * self._chance.uniform(1.0, 1.5))
             seconds = min(2 * seconds, LONGEST_PAUSE_SECONDS)
         return act()
