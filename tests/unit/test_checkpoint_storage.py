@@ -60,6 +60,24 @@ def test_a_file_that_is_larger_than_it_can_be_is_not_read(storage: Storage) -> N
 
 
 @rule(
+    "A file that is gone while its folder is listed, or a link to nothing, hides none of its neighbours",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal.checkpoint.storage",
+        "    except FileNotFoundError:\n        return None\n",
+        "    finally:\n        pass\n",
+    ),
+)
+def test_a_link_to_nothing_hides_no_checkpoint(tmp_path: Path) -> None:
+    """Beside it a job would begin at step 0."""
+    storage = LocalStorage(tmp_path)
+    name, _ = save(trained(1), storage)
+    (tmp_path / "latest").symlink_to("step-that-is-deleted")
+    assert [one.name for one in checkpoints(storage, pytest.fail)] == [name]
+    assert "latest" not in storage.list()
+
+
+@rule(
     "What is not a plain file in the place of one is not read, and keeps no reader waiting",
     "Not marked in the design, but needed as much",
     broken_by=Edit(

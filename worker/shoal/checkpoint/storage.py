@@ -199,7 +199,7 @@ class LocalStorage:
         with as_storage_error("look for checkpoints", self.url):
             try:
                 with os.scandir(self._root / folder) as entries:
-                    return {e.name: None if e.is_dir() else e.stat().st_size for e in entries}
+                    return dict(filter(None, map(_with_size, entries)))
             except FileNotFoundError:
                 return {}
 
@@ -216,6 +216,14 @@ class LocalStorage:
             except OSError as error:
                 if error.errno != errno.ENOTEMPTY:
                     raise
+
+
+def _with_size(entry: os.DirEntry[str]) -> tuple[str, int | None] | None:
+    """None where it is gone meanwhile, or a link to nothing: that says nothing of its neighbours."""
+    try:
+        return entry.name, None if entry.is_dir() else entry.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _write_past_the_cache(file: int, chunks: Iterable[memoryview]) -> int:
