@@ -271,6 +271,17 @@ def test_one_that_could_not_be_read_is_not_none_either(two: Two) -> None:
         resolve(storage.url, "latest", print, unreadable=paths)
 
 
+def test_what_the_run_saved_and_an_older_store_does_not_know_is_not_none_either(tmp_path: Path) -> None:
+    """Begun at step 0 beside them, it would push them out: they are of its run."""
+    storage = LocalStorage(tmp_path)
+    name, _ = save(trained(2), storage, generation=3, run="r1")
+    with pytest.raises(NoneReadable, match=rf"{name.folder} is of generation 3, which this job did not have\."):
+        resolve(storage.url, "latest", print, Own("r1", {1, 2}))
+    assert resolve(storage.url, "latest", print, Own("r2", {1, 2})) is None, "another run's is no affair of it"
+    (tmp_path / name.folder / MANIFEST).unlink()
+    assert resolve(storage.url, "latest", print, Own("r1", {1, 2})) is None, "nor is what never was one"
+
+
 def test_rests_of_saves_and_what_is_not_the_jobs_are_nothing_to_go_on_from(two: Two) -> None:
     storage, both = two
     step, lines = latest(storage, {9})

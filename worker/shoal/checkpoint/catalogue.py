@@ -134,14 +134,17 @@ def checkpoints(
     storage: Storage, skipped: Skipped, own: Own | None = None, unread: list[str] | None = None
 ) -> Iterator[Found]:
     """The whole ones, newest first; those of one job's alone where its store knows them. `unread`: is given a sentence
-    for each that has a manifest and cannot be read.
+    for each that has a manifest and cannot be taken.
     """
     for name in saves(storage):
         where = f"{storage.url}/{name.folder}"
         if own is not None and not name.is_of((own.run, "")):
             continue
         if own is not None and name.generation not in own.generations:
-            skipped(f"{where} is of generation {name.generation}, which this job did not have.")
+            strange = f"{where} is of generation {name.generation}, which this job did not have."
+            skipped(strange)
+            if unread is not None and own.run and name.is_of((own.run,)) and MANIFEST in storage.list(name.folder):
+                unread.append(strange)  # of this very run: its store is an older one
         else:
             try:
                 yield look_into(storage, name)
