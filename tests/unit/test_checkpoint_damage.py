@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -248,7 +249,12 @@ def manifest_is_empty(folder: Path) -> None:
     (folder / MANIFEST).write_bytes(b"")
 
 
-SPOILS = [newer_version, unknown_key, changed_bit, file_is_gone, manifest_is_empty]
+def manifest_is_a_pipe(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+    os.mkfifo(folder / MANIFEST)
+
+
+SPOILS = [newer_version, unknown_key, changed_bit, file_is_gone, manifest_is_empty, manifest_is_a_pipe]
 
 
 @pytest.mark.parametrize("spoil", SPOILS)

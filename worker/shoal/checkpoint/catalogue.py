@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal_protos.errors import NotFound
 
-from shoal.checkpoint.errors import CheckpointDamaged, CheckpointIncomplete, NoneReadable
+from shoal.checkpoint.errors import CheckpointDamaged, CheckpointIncomplete, NoneReadable, StrangeFile
 from shoal.checkpoint.lineage import Branch, is_given_up
 from shoal.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, parse, safe_name
 from shoal.checkpoint.reader import Reader
@@ -104,6 +104,8 @@ def look_into(storage: Storage, name: SaveName) -> Found:
         raise CheckpointIncomplete(
             f"{where} is incomplete: it has no {MANIFEST}. Its save is still running, or was interrupted."
         ) from None
+    except StrangeFile as error:
+        raise CheckpointDamaged(f"{where} is damaged: {error}") from None
     manifest = parse(content, f"{where}/{MANIFEST}")
     _check_sizes(storage.list(name.folder), {file.name: file.bytes for file in manifest.files}, where)
     if manifest.frozen is not None:

@@ -7,6 +7,7 @@
     ShoalError
     └── StorageFailed       the place cannot be read or written: forbidden, not there, out of reach
         ├── StorageFull     there is no room left
+        ├── StrangeFile     what lies under a name of Shoal's cannot be a file of Shoal's
         └── TransientStorageFailure   it may work when it is tried again
 
 A damaged checkpoint is skipped for the one before; a failed save is counted and training goes on. Checkpoints of which
@@ -39,6 +40,10 @@ class StorageFailed(ShoalError):
 
 class StorageFull(StorageFailed):
     """There is no room left: what is deleted makes some."""
+
+
+class StrangeFile(StorageFailed):
+    """What lies under a name of Shoal's cannot be a file of Shoal's: a pipe, a folder, too large."""
 
 
 class TransientStorageFailure(StorageFailed):

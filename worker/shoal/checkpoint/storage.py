@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 
 from shoal_protos.errors import ShoalError, UserError
 
-from shoal.checkpoint.errors import StorageFailed, StorageFull, TransientStorageFailure
+from shoal.checkpoint.errors import StorageFailed, StorageFull, StrangeFile, TransientStorageFailure
 from shoal.checkpoint.retrying_storage import RetryingStorage
 
 Target = tuple[int, memoryview]
@@ -179,7 +179,7 @@ class LocalStorage:
         with as_storage_error(f"read {name}", self.url), self._opened(name) as file:
             content = file.read(most + 1)
         if len(content) > most:
-            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
+            raise StrangeFile(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
         return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:
@@ -192,7 +192,7 @@ class LocalStorage:
         descriptor = os.open(self._root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe's opens at once
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise StorageFailed(f"{name} in {self.url} is not a plain file; it is not a file of Shoal.")
+            raise StrangeFile(f"{name} in {self.url} is not a plain file; it is not a file of Shoal.")
         return os.fdopen(descriptor, "rb")
 
     def list(self, folder: str = "") -> dict[str, int | None]:
@@ -351,7 +351,7 @@ class ObjectStorage:
         with as_storage_error(f"read {name}", self.url):
             content = bytes(self._files.cat_file(self._path(name), start=0, end=most + 1))
         if len(content) > most:
-            raise StorageFailed(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
+            raise StrangeFile(f"{name} in {self.url} is larger than {most} bytes; it is not a file of Shoal.")
         return content
 
     def read_ranges(self, name: str, targets: Sequence[Target]) -> None:
