@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, rule
 from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.manifest import PIECE_KEY, Manifest, parse, sealed
+from shoal.checkpoint.manifest import FileEntry, Manifest, parse, parse_part, sealed
 from shoal.checkpoint.plain import decode, encode
 from shoal.checkpoint.storage import open_storage
 from shoal.core.layout import MOST_BLOCKS
@@ -65,21 +65,26 @@ def test_a_wrong_manifest_gets_its_sentence(attack: Path, right: Manifest) -> No
     "Not marked in the design, but needed as much",
     broken_by=Edit("shoal.checkpoint.manifest", "    if pieces > MOST_BLOCKS:", "    if False:"),
 )
-def test_more_pieces_than_a_model_has_blocks_are_refused_before_any_of_them_is_looked_at(right: Manifest) -> None:
+@pytest.mark.parametrize("colon", [b":", b" : ", b"\n:"])
+@pytest.mark.parametrize("part", [False, True], ids=["manifest", "part"])
+def test_more_pieces_than_a_model_has_blocks_are_refused_before_any_of_them_is_looked_at(
+    right: Manifest, part: bool, colon: bytes
+) -> None:
     """One look takes as long as 60 µs: of 200,000, more than ten seconds."""
     piece = right.files[0].pieces[0].model_dump_json().encode()
-    content = right.to_bytes().replace(piece, b",".join([piece] * (MOST_BLOCKS + 1)), 1)
+    whole = right.files[0].model_dump_json().encode() if part else right.to_bytes()
+    content = whole.replace(piece, b",".join([piece.replace(b":", colon)] * (MOST_BLOCKS + 1)), 1)
     with (
-        patch.object(Manifest, "model_validate_json", side_effect=AssertionError("it was looked at")),
+        patch.object(FileEntry if part else Manifest, "model_validate_json", side_effect=AssertionError("looked at")),
         pytest.raises(
             CheckpointDamaged, match=r"^it is damaged: it has 655\d\d pieces; no model has more than 65536 blocks"
         ),
     ):
-        parse(sealed(content), "it")
+        parse_part(content, "it") if part else parse(sealed(content), "it")
 
 
 def test_a_text_that_looks_like_a_piece_is_none(right: Manifest) -> None:
-    texts = {"name": PIECE_KEY.decode() * (MOST_BLOCKS + 1)}
+    texts = {"name": '"checksums": ' * (MOST_BLOCKS + 1)}
     assert parse(right.model_copy(update={"config": texts}).to_bytes(), "it").config == texts
 
 
