@@ -5,6 +5,7 @@ machine in one process, real files.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from crew_saves import rests, saved
 from reference import reference
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import saves
-from shoal.checkpoint.errors import NoneReadable
+from shoal.checkpoint.errors import NoneReadable, TransientStorageFailure
 from shoal.checkpoint.storage import LocalStorage
 from shoal_controller.core.machine.phases import waiting
 
@@ -124,6 +125,31 @@ def test_members_that_go_back_wait_for_a_place_that_is_away(tmp_path: Path) -> N
         crew.beat(20)
         assert crew.job.durable.phase.value == "resizing" and messages(crew, "checkpoint_damaged") == []
         put_back(away, place)
+        assert crew.finish() == reference(PLAIN)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_members_that_go_back_wait_for_a_place_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails, look = threading.Event(), LocalStorage.list
+
+    def listed(storage: LocalStorage, folder: str = "") -> dict[str, int | None]:
+        if fails.is_set():
+            raise TransientStorageFailure("stale file handle.")
+        return look(storage, folder)
+
+    monkeypatch.setattr(LocalStorage, "list", listed)
+    monkeypatch.setattr("shoal.checkpoint.retrying_storage.TRIES", 1)
+    with Crew("abc", task(tmp_path, mirrors=0, every_steps=3)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
+        fails.set()
+        crew.kill("b")
+        crew.until("the plan", lambda: any("from step 3" in one for one in messages(crew, "plan")))
+        crew.beat(20)
+        assert crew.job.durable.phase.value == "resizing" and messages(crew, "checkpoint_damaged") == []
+        assert all(crew.workers[name].alive for name in "ac")
+        fails.clear()
         assert crew.finish() == reference(PLAIN)
 
 

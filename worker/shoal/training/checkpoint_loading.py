@@ -16,7 +16,7 @@ from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.runs import every
 
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
-from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable
+from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable, TransientStorageFailure
 from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.place_marks import host_of
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
@@ -164,23 +164,35 @@ class CheckpointLoading:
         return found.manifest.data_bytes
 
     def _found(self, path: str) -> Found:
-        """The plan's checkpoint. Where its place has none at all, the place is away: this waits for it, and for as long
-        as the other members and the controller do. Raises `WorldChanged` where another plan is on its way.
+        """The plan's checkpoint. Where its place fails or has none at all, it is away: this waits for it, and for as
+        long as the other members and the controller do. Raises `WorldChanged` where another plan is on its way.
         """
         link, pause = self._context.link, FIRST_LOOK_SECONDS
         end = time.monotonic() + PATIENCE * link.job.stall_seconds
         while True:
-            try:
-                return at(path, self._skip)
-            except NotFound as error:
-                place = path.rstrip("/").rpartition("/")[0] or "/"
-                if link.alone or saves(open_storage(place)) or time.monotonic() >= end:
-                    raise CheckpointDamaged(f"{path} is gone: {error}") from error
-            log.error("checkpoints_away", path=path, reason=f"{place} has no checkpoint at all")
+            found, why = self._found_or_away(path)
+            if found is not None:
+                return found
+            if link.alone or time.monotonic() >= end:
+                raise CheckpointDamaged(f"{path} is gone: {why}.")
+            log.error("checkpoints_away", path=path, reason=why)
             link.pause(pause)
             if link.stopping:
                 raise WorldChanged(f"another plan is on its way, and {path} is not there")
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+
+    def _found_or_away(self, path: str) -> tuple[Found | None, str]:
+        """Where the place is away, it fails or has no checkpoint at all: then why it is thought to be."""
+        place = path.rstrip("/").rpartition("/")[0] or "/"
+        try:
+            try:
+                return at(path, self._skip), ""
+            except NotFound as error:
+                if saves(open_storage(place)):
+                    raise CheckpointDamaged(f"{path} is gone: {error}") from error
+                return None, f"{place} has no checkpoint at all"
+        except TransientStorageFailure as error:
+            return None, str(error).rstrip(".")
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
