@@ -234,6 +234,17 @@ def test_a_place_that_takes_a_minute_to_fail_is_not_waited_for_two_dozen_times(
     assert flaky.calls["list"] == 2
 
 
+@pytest.mark.usefixtures("hasty")
+def test_tries_to_publish_a_file_leave_nothing_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rename(path: Path, _: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(StorageFailed):
+        RetryingStorage(LocalStorage(tmp_path)).publish("manifest", b"{}")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.ENOTDIR, errno.EROFS])
 @pytest.mark.usefixtures("hasty")
 def test_what_will_not_pass_is_not_tried_again(tmp_path: Path, number: int) -> None:

@@ -171,7 +171,11 @@ class LocalStorage:
         beside = f"{Path(name).parent}/.{path.name}.{secrets.token_hex(4)}"
         self.write(beside, [memoryview(content)])
         with as_storage_error(f"write {name}", self.url):
-            (self._root / beside).rename(path)
+            try:
+                (self._root / beside).rename(path)
+            except OSError:
+                (self._root / beside).unlink(missing_ok=True)
+                raise
             for folder in (path.parent, self._root):
                 _flush_folder(folder)
 
