@@ -105,13 +105,15 @@ def test_ctrl_c_ends_the_workers_though_the_store_has_no_room_for_the_end_and_th
         "",
     ),
 )
-def test_a_run_that_cannot_go_on_ends_the_workers_that_it_took_over(tmp_path: Path) -> None:
+def test_a_run_that_cannot_go_on_ends_the_workers_that_it_took_over_and_says_so(tmp_path: Path) -> None:
     with running(tmp_path, LONG, "--workers", "1") as killed:
         killed.wait_step(2)
         [pid] = [worker["pid"] for worker in killed.workers()]
         killed.kill()
         code, _, errors = _ended(tmp_path, "--workers", "999")
         assert (code, ended(pid)) == (2, True), errors
+    assert "job train of an earlier run ends unfinished with this command (" in errors
+    assert "job train is scaled" not in errors, "it was refused"
 
 
 def test_a_job_that_a_killed_run_left_is_named_saved_and_ended_with_the_next_run_of_its_folder(tmp_path: Path) -> None:

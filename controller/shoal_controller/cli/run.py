@@ -102,14 +102,17 @@ async def run(
     printed = None if quiet else Printed(lengths(logs))
     with interrupts() as signals:
         async with serving(places, own=True, signals=signals) as here:
-            show_page(here.server, data, open_page)
-            revision = await take_up(here.client, spec)
-            kept = keeps_another(name, here.server.shell.spec(name).command, command)
-            beside = map(trains_beside, await other_jobs(here, name))
-            tell(goes_to_the_script(arguments or []), kept, *beside)
-            status = await attend(here, name, revision, signals, report, printed)
-            tell(*await leave(here, name, signals))
-            return status
+            taken = ""  # of what it is refused it says how it ends, as of the other jobs
+            try:
+                show_page(here.server, data, open_page)
+                revision = await take_up(here.client, spec)
+                taken = name
+                kept = keeps_another(name, here.server.shell.spec(name).command, command)
+                beside = map(trains_beside, await other_jobs(here, name))
+                tell(goes_to_the_script(arguments or []), kept, *beside)
+                return await attend(here, name, revision, signals, report, printed)
+            finally:
+                tell(*await leave(here, taken, signals))
 
 
 def tell(*sentences: str) -> None:
@@ -197,6 +200,6 @@ async def take_up(client: Client, spec: dict[str, Any]) -> int:
     say.write(f"job {spec['job']} continues at step {known['step']}\n")
     wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
     if wanted != known["workers"]["wanted"]:
-        say.write(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers\n")
         await client.scale(spec["job"], wanted)
+        say.write(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers\n")
     return revision
