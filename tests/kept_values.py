@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 
@@ -224,6 +225,61 @@ class Plain(Own):
         return 1.0
 
 
+class Seldom(Plain):
+    """Treats what it is given otherwise where something is so that seldom is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(self.direction(parameter, parameter.grad), alpha=-group["lr"])
+
+    def direction(
+        self,
+        parameter: Tensor,  # of any shape
+        gradient: Tensor,  # of the same
+    ) -> Tensor:  # of the same
+        raise NotImplementedError
+
+
+class Centred(Seldom):
+    """Of convolutions."""
+
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(dim=(1, 2, 3), keepdim=True) if gradient.ndim == 4 else gradient
+
+
+class Large(Seldom):
+    """Scales matrices of 128 rows and columns or more."""
+
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        is_large = gradient.ndim == 2 and min(gradient.shape) >= 128
+        return gradient / gradient.norm(dim=1, keepdim=True) if is_large else gradient
+
+
+class Clipping(Seldom):
+    """Cuts gradients of a large norm."""
+
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * min(1.0, 1000.0 / (1.0 + float(gradient.norm())))
+
+
+class Skipping(Seldom):
+    """Leaves parameters without a gradient as they are, decay included."""
+
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient + 0.1 * parameter if gradient.any() else gradient
+
+
+class Steady(Own):
+    """Steps less far where a tensor's gradients are above those before, as StableAdamW."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        last = state["mean"].square()
+        state["squares"] = last if "squares" not in state else state["squares"].lerp(last, 0.1)
+        return max(1.0, float((last / state["squares"].clamp(min=1e-30)).mean().sqrt()))
+
+
 REFUSED: dict[type[Own], str] = {
     Lars: r"trains a matrix otherwise than its elements in a row \(\d+% of the weights differ after 6 steps\)",
     Normed: r"trains blocks by themselves otherwise than the whole",
@@ -231,9 +287,14 @@ REFUSED: dict[type[Own], str] = {
     Shared: r"trains a tensor otherwise when another one is beside it",
     InAttribute: r"keeps what no worker that joins could be given \(attribute steps\)",
     InText: r"keeps what no worker that joins could be given \('steps' in its state, a str\)",
-    Quantised: r"keeps 48 numbers as 'scale' of 12288 parameters, neither one of each nor one of all",
+    Quantised: r"keeps 80 numbers as 'scale' of 20480 parameters, neither one of each nor one of all",
     Wrapping: r"keeps 'both' as a TwoTensor, of which no block has a part",
     Drawing: r"draws random numbers",
     Wrapper: r"steps another optimizer, which has the script's parameters \(within\)",
+    Centred: r"trains 4 dimensions otherwise than their elements in a row",
+    Large: r"trains a matrix otherwise than its elements in a row",
+    Clipping: r"trains blocks by themselves otherwise than the whole",
+    Skipping: r"trains blocks by themselves otherwise than the whole",
+    Steady: r"trains blocks by themselves otherwise than the whole",
     Idle: r"leaves the parameters that it is given as they are",
 }

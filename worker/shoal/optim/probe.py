@@ -1,8 +1,8 @@
 """The probe: whether an optimizer may run on blocks, asked of itself at `shoal.initialize`.
 
-Twins of it train the same few thousand numbers whole, as a matrix, with a second tensor beside, and in blocks that take
-over in the middle what is carried to a worker that joins: tensors, numbers of the state, values of the group. All that
-comes out is compared bit by bit. The user's object, hooks and random state are left as they are.
+Twins of it train the same few thousand numbers whole, in shapes of several dimensions, with a second tensor beside, and
+in blocks that take over in the middle what is carried to a worker that joins: tensors, numbers of the state, values of
+the group. All that comes out is compared bit by bit. The user's object, hooks and random state are left as they are.
 """
 
 from __future__ import annotations
@@ -31,9 +31,15 @@ from shoal.optim.twin import (
     without_hooks_on_all,
 )
 
-BLOCK, BLOCKS, ROWS = 4_096, 3, 64
-STEPS, MIDDLE = 6, 3
+BLOCK, BLOCKS = 4_096, 5
+SHAPES = ((128, -1), (128, 10, -1), (128, 10, 4, -1), (128, 10, 4, 2, -1))
+"""Of no fewer rows and columns than what treats small matrices as vectors wants; convolutions have the later ones."""
+SWELLS = (1.0, 1e-2, 0.1, 1.0, 1e3, 10.0)
+"""By step, what its gradient is times: what is cut where a norm is large shows only where one is."""
+STEPS, MIDDLE = len(SWELLS), 3
 """A look-ahead of five steps is seen."""
+QUIET = {1: slice(0, BLOCK), 5: slice(2 * BLOCK, 4 * BLOCK)}
+"""By step, which gradients are zero: what leaves out a tensor without any shows only there."""
 ELEMENTS = BLOCK * BLOCKS
 RATE = 1e-3
 """At least: where a schedule begins with a rate of 0 no step would show anything."""
@@ -143,8 +149,11 @@ class _Probe:
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         device = torch.device("cpu") if first.is_meta else first.device
         made = torch.Generator("cpu").manual_seed(5)
-        drawn = torch.randn(1 + STEPS, ELEMENTS, generator=made, device="cpu", dtype=dtype).to(device)
-        self._whole, self._gradients = drawn[0], list(drawn[1:])
+        drawn = torch.randn(1 + STEPS, ELEMENTS, generator=made, device="cpu", dtype=dtype)
+        drawn[1:] *= torch.tensor(SWELLS, device="cpu", dtype=dtype).unsqueeze(1)
+        for step, elements in QUIET.items():
+            drawn[1 + step, elements] = 0.0
+        self._whole, *self._gradients = drawn.to(device)
 
     def tried(self) -> Tried:
         within = [name for name, value in vars(self._optimizer).items() if isinstance(value, Optimizer)]
@@ -156,7 +165,7 @@ class _Probe:
         except _Failed as error:
             whole, failure = None, str(error)
         try:
-            matrix = self._train([self._whole.view(ROWS, -1)])
+            matrix = self._train([self._whole.view(SHAPES[0])])
         except _Failed as error:
             return Tried(failure=failure or str(error))
         if whole is None:
@@ -164,7 +173,7 @@ class _Probe:
         if not random.is_here():
             return Tried(reason="draws random numbers, which are others in every world")
         try:
-            reason = self._matrix(whole, matrix) or self._odd_state(whole) or self._beside(whole) or self._blocks(whole)
+            reason = self._shapes(whole, matrix) or self._odd_state(whole) or self._beside(whole) or self._blocks(whole)
         except _Failed as error:
             return Tried(reason=f"fails on a part of the parameters ({error})")
         return Tried(reason=reason, keeps=self._keeps(whole))
@@ -176,12 +185,17 @@ class _Probe:
             trained.step(more(gradient))
         return trained
 
-    def _matrix(self, whole: _Trained, matrix: _Trained) -> str:
-        """Whether shapes count."""
+    def _shapes(self, whole: _Trained, matrix: _Trained) -> str:
+        """Whether they count."""
         if _equal(whole.weights(), self._whole):
             return "leaves the parameters that it is given as they are"
         if not _equal(whole.weights(), matrix.weights()):
             return f"trains a matrix otherwise than its elements in a row ({_share(whole, matrix)})"
+        for shape in SHAPES[1:]:
+            shaped = self._train([self._whole.view(shape)])
+            if not _equal(whole.weights(), shaped.weights()):
+                dims = len(shape)
+                return f"trains {dims} dimensions otherwise than their elements in a row ({_share(whole, shaped)})"
         return ""
 
     def _beside(self, whole: _Trained) -> str:
