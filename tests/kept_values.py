@@ -280,6 +280,68 @@ class Steady(Own):
         return max(1.0, float((last / state["squares"].clamp(min=1e-30)).mean().sqrt()))
 
 
+# ---- what changes where no joiner is given it, and is not read in the first steps
+
+
+class LateAttribute(Plain):
+    """A count that stands beside groups and state."""
+
+    steps = 0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.steps += 1
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        return 2.0 if self.steps > 100 else 1.0
+
+
+class Warming:
+    """A schedule of somebody's own."""
+
+    steps = 0
+
+
+class LateObject(Plain):
+    """A count in an object that it has."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.warming = Warming()
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.warming.steps += 1
+
+
+class LateText(Plain):
+    """A count that is a text of the state."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        state["steps"] = state.get("steps", "") + "|"
+        return 2.0 if len(state["steps"]) > 100 else 1.0
+
+
+class LateShared(Plain):
+    """A count in the state of no parameter."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+
+
+class Beginning(Plain):
+    """Notes once that it has begun: a joiner's does so again."""
+
+    has_begun = False
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.has_begun = True
+
+
+LATE: dict[type[Own], str] = {
+    LateAttribute: "attribute steps",
+    LateObject: "attribute warming",
+    LateText: "'steps' in its state, a str",
+    LateShared: "'all' of its state, which is no parameter",
+}
 REFUSED: dict[type[Own], str] = {
     Lars: r"trains a matrix otherwise than its elements in a row \(\d+% of the weights differ after 6 steps\)",
     Normed: r"trains blocks by themselves otherwise than the whole",

@@ -17,7 +17,20 @@ from checkpoints import save, trained
 from checkpoints import train as train_on
 from crew import Crew, Task, engine_of, train, undisturbed
 from crew_saves import saved
-from kept_values import KINDS, REFUSED, Asking, AtOnce, InGroup, InState, Own, Plain, WherePresent
+from kept_values import (
+    KINDS,
+    LATE,
+    REFUSED,
+    Asking,
+    AtOnce,
+    Beginning,
+    InGroup,
+    InState,
+    LateObject,
+    Own,
+    Plain,
+    WherePresent,
+)
 from late_device import LateDevice
 from matrices import shortened
 from rule import Edit, holds, rule
@@ -262,7 +275,27 @@ def test_what_may_not_run_on_blocks_is_refused_with_what_the_probe_saw(kind: typ
         check_optimizer(kind([nn.Parameter(torch.ones(3, 3))]), elementwise)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, Plain])
+@rule(
+    "What changes with an optimizer's steps where no joiner is given it needs the script's word, also where the probe "
+    "sees no bits that depend on it",
+    "A step",
+    broken_by=Edit("shoal.optim.probe", "        if later and not reason:\n", "        if later and reason:\n"),
+)
+@pytest.mark.parametrize("kind", LATE)
+def test_what_changes_where_no_joiner_is_given_it_needs_the_scripts_word(kind: type[Own]) -> None:
+    optimizer = kind([nn.Parameter(torch.ones(3, 3))])
+    with pytest.raises(UserError, match=f"it changes {LATE[kind]}, which no worker that joins could be given"):
+        check_optimizer(optimizer, False)
+    assert check_optimizer(optimizer, True) == "not tried"
+
+
+def test_steps_of_the_probe_leave_objects_that_the_optimizer_has_as_they_are() -> None:
+    optimizer = LateObject([nn.Parameter(torch.ones(3, 3))])
+    check_optimizer(optimizer, True)
+    assert not vars(optimizer.warming)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Plain, Beginning])
 def test_an_elementwise_optimizer_needs_nobodys_word(kind: type[Own]) -> None:
     assert check_optimizer(kind([nn.Parameter(torch.ones(3, 3))]), False) == check_optimizer(
         kind([nn.Parameter(torch.ones(3, 3))]), True

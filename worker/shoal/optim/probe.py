@@ -45,6 +45,7 @@ RATE = 1e-3
 """At least: where a schedule begins with a rate of 0 no step would show anything."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr", "name", "param_names")
 """What groups differ in that are probed once."""
+NOT_GIVEN = "no worker that joins could be given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class _Trained:
             self.group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
         self.parts = [part.clone() for part in parts]
         self.before = own(dict(self.group))
-        self.attributes = {key: _text(value) for key, value in vars(self.twin).items()}
+        self.left_behind = [self._left_behind()]
+        """Before each step, and after the last."""
 
     @property
     def group(self) -> dict[str, Any]:
@@ -116,6 +118,7 @@ class _Trained:
             raise _Failed(f"{type(error).__name__}: {str(error).strip() or 'no text'}".splitlines()[0]) from error
         finally:
             self.group["params"] = []
+        self.left_behind.append(self._left_behind())
 
     def states(self) -> list[dict[str, Any]]:
         """Of each part, by the optimizer's keys."""
@@ -128,16 +131,33 @@ class _Trained:
         """Keys of the group that its steps have changed. Raises `UserError` where one can be no hyper-parameter."""
         return changed_values(self.group, self.before, self.number)
 
-    def changed_attributes(self) -> list[str]:
-        now = {key: _text(value) for key, value in vars(self.twin).items()}
-        return sorted(key for key, text in now.items() if key not in LEFT_OUT and self.attributes.get(key) != text)
+    def left_behind_since(self, step: int) -> str:
+        """Names of what has changed after that step and is given to no worker that joins."""
+        before = self.left_behind[step]
+        return ", ".join(key for key, text in self.left_behind[-1].items() if before.get(key) != text)
+
+    def _left_behind(self) -> dict[str, str]:
+        """As texts, by name."""
+        found = {f"attribute {key}": _text(one) for key, one in vars(self.twin).items() if key not in LEFT_OUT}
+        for owner, state in self.twin.state.items():
+            if not isinstance(owner, Tensor):
+                found[f"{owner!r} of its state, which is no parameter"] = _text(state)
+                continue
+            for key, one in state.items():
+                if not isinstance(one, Tensor) and type(one) not in NUMBERS:
+                    found[f"{key!r} in its state, a {type(one).__name__}"] = _text(one)
+        return found
 
 
-def _text(value: Any) -> str:
-    """To be compared: of objects their class alone, of what holds many how many they are."""
+def _text(value: Any, deeper: bool = True) -> str:
+    """To be compared: of lists how many they hold; of objects and mappings their class, and what is in them."""
     if type(value) in (*NUMBERS, str) or (type(value) is Tensor and value.numel() == 1):
         return repr(value)
-    return f"{type(value).__name__} {len(value)}" if type(value) in (list, tuple, set, dict) else type(value).__name__
+    kind = type(value).__name__
+    if type(value) in (list, tuple, set):
+        return f"{kind} {len(value)}"
+    within = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return f"{kind} {[_text(one, deeper=False) for one in within.values()] if deeper else len(within)}"
 
 
 class _Probe:
@@ -176,6 +196,9 @@ class _Probe:
             reason = self._shapes(whole, matrix) or self._odd_state(whole) or self._beside(whole) or self._blocks(whole)
         except _Failed as error:
             return Tried(reason=f"fails on a part of the parameters ({error})")
+        later = whole.left_behind_since(MIDDLE)
+        if later and not reason:
+            return Tried(failure=f"it changes {later}, which {NOT_GIVEN}, and may be read after the steps of a trial")
         return Tried(reason=reason, keeps=self._keeps(whole))
 
     def _train(self, parts: Sequence[Tensor], more: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> _Trained:
@@ -235,15 +258,10 @@ class _Probe:
         parts = self._train(list(self._whole.split(BLOCK)))
         if not _equal(whole.weights(), parts.weights()):
             return f"trains blocks by themselves otherwise than the whole ({_share(whole, parts)})"
-        lost = [f"attribute {key}" for key in whole.changed_attributes()]
-        lost += [
-            f"{key!r} in its state, a {type(value).__name__}"
-            for key, value in whole.states()[0].items()
-            if not isinstance(value, Tensor) and type(value) not in NUMBERS
-        ]
+        lost = whole.left_behind_since(0)
         return (
-            f"keeps what no worker that joins could be given ({', '.join(lost) or 'the probe saw no name'}); it would "
-            "have to be a value of its groups, or a tensor or a number of its state"
+            f"keeps what {NOT_GIVEN} ({lost or 'the probe saw no name'}); it would have to be a value of its groups, "
+            "or a tensor or a number of its state"
         )
 
     def _taken_over(self, half: _Trained, numbers: Mapping[str, type]) -> _Trained:

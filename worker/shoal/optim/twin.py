@@ -39,9 +39,11 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
 
 
 def probing_twin_of(optimizer: Optimizer) -> Optimizer:
-    """The same, for steps that must leave nothing behind: what it holds in lists and tensors is its own."""
+    """The same, for steps that must leave nothing behind: lists, tensors and plain objects in it are its own."""
     twin = twin_of(optimizer)
-    twin.__dict__.update({name: own(value) for name, value in vars(twin).items() if name not in LEFT_OUT})
+    for name, value in vars(twin).items():
+        if name not in LEFT_OUT:
+            twin.__dict__[name] = _own_object(value) if _is_plain_object(value) else own(value)
     take_over_hyper_parameters(twin, optimizer)
     return twin
 
@@ -54,6 +56,18 @@ def own(value: Any) -> Any:
     if kind in (list, tuple, set):
         return kind(own(item) for item in value)
     return {key: own(item) for key, item in value.items()} if kind is dict else value
+
+
+def _is_plain_object(value: Any) -> bool:
+    """One of a class that somebody wrote for values: a schedule, a meter."""
+    is_others = callable(value) or isinstance(value, Tensor | Optimizer)
+    return hasattr(value, "__dict__") and type(value).__reduce_ex__ is object.__reduce_ex__ and not is_others
+
+
+def _own_object(value: Any) -> Any:
+    copied = copy.copy(value)
+    vars(copied).update({name: own(one) for name, one in vars(copied).items()})
+    return copied
 
 
 @contextmanager
