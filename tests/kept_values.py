@@ -69,7 +69,7 @@ class WherePresent(InGroup):
 
 
 class InState(Own):
-    """A Python number beside the tensors of the state; another is a truth value, and one a fraction."""
+    """A Python number beside the tensors of the state; another is a truth value, one a fraction, and one becomes a fraction."""
 
     def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
         assert type(state.setdefault("step", 0)) is int and type(state.setdefault("even", True)) is bool
@@ -77,7 +77,9 @@ class InState(Own):
         state["even"] = not state["even"]
         state["weight"] = state.get("weight", 0.0) + 0.1
         assert type(state["weight"]) is float
-        return state["step"] + state["weight"] + state["even"]
+        state["later"] = state.get("later", 0) + (0.5 if state["step"] > 4 else 1)
+        assert type(state["later"]) is (float if state["step"] > 4 else int)
+        return state["step"] + state["weight"] + state["even"] + state["later"]
 
 
 KINDS: tuple[type[Own], ...] = (InGroup, InTensor, WherePresent, InState)

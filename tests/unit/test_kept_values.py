@@ -109,6 +109,7 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
         ),
         Edit("shoal.blocks.held", "with_no_empty_group(twin) if stands_in else nullcontext()", "nullcontext()"),
         Edit("shoal.blocks.held", "given_back(own, numbers)", "own"),
+        Edit("shoal.optim.twin", "KINDS.get(one.dtype, numbers[key])", "numbers[key]"),
         Edit("shoal.optim.twin", " if has_turn(theirs) else ()", "", by="test_a_group_without_its_turn_counts_no_step"),
         Edit(
             "shoal.training.state",
@@ -208,7 +209,7 @@ def test_state_that_a_script_has_loaded_brings_its_numbers_along() -> None:
         optimizer = two_groups(InState, model)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state = {"mean": torch.ones_like(parameter), "step": 7, "even": False, "weight": 0.7}
+                state = {"mean": torch.ones_like(parameter), "step": 7, "even": False, "weight": 0.7, "later": 5.5}
                 optimizer.state[parameter] = state
         return optimizer
 

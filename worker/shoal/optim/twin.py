@@ -23,6 +23,7 @@ from shoal.optim.turns import has_turn
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Types of a state's numbers that are carried, and as what."""
+KINDS = {dtype: kind for kind, dtype in NUMBERS.items()}
 LEFT_OUT = ("state", "param_groups")
 """Attributes of an optimizer that are looked at by themselves."""
 
@@ -179,5 +180,8 @@ def given_back(
     state: Mapping[str, Tensor],  # each (elements,), or ()
     numbers: Mapping[str, type],
 ) -> dict[str, Any]:
-    """The inverse of `carried`. `numbers`: as `numbers_in` tells them."""
-    return {key: numbers[key](one.item()) if key in numbers and not one.dim() else one for key, one in state.items()}
+    """The inverse of `carried`. `numbers`: as `numbers_in` tells them of the first step; a later one may have made a
+    fraction of a whole number. A script may have loaded one as a tensor.
+    """
+    kinds = {key: KINDS.get(one.dtype, numbers[key]) for key, one in state.items() if key in numbers and not one.dim()}
+    return {key: kinds[key](one.item()) if key in kinds else one for key, one in state.items()}
