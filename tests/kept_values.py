@@ -44,20 +44,21 @@ class InGroup(Own):
 
 
 class InTensor(Own):
-    """A count that is a tensor of the group, and a list beside it, both written where they are."""
+    """Counts that are tensors of the group, and a list beside them, all written where they are."""
 
     def __init__(self, parameters: Any, **values: Any) -> None:
         super().__init__(parameters, **values)
         for group in self.param_groups:
-            group.update(count=torch.zeros(()), seen=[0, 0.0])
+            group.update(count=torch.zeros(()), again=torch.zeros(1), seen=[0, 0.0])
 
     def begin(self, group: dict[str, Any]) -> None:
         group["count"] += 1
+        group["again"] += 1
         group["seen"][0] += 1
         group["seen"][1] += 0.5
 
     def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
-        return float(group["count"]) + group["seen"][0] - 2 * group["seen"][1]
+        return float(group["count"] + group["again"]) - 2 * group["seen"][1]
 
 
 class WherePresent(InGroup):
@@ -69,7 +70,7 @@ class WherePresent(InGroup):
 
 
 class InState(Own):
-    """A Python number beside the tensors of the state; another is a truth value, one a fraction, and one becomes a fraction."""
+    """Python numbers beside the tensors of the state: whole, a truth value, a fraction, and one that becomes it."""
 
     def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
         assert type(state.setdefault("step", 0)) is int and type(state.setdefault("even", True)) is bool

@@ -112,7 +112,7 @@ def give_back_own_values(mine: Optimizer, users: Optimizer) -> None:
     for number, (here, theirs) in enumerate(zip(mine.param_groups, users.param_groups, strict=True)):
         for key in changed_values(here, theirs, number) if has_turn(theirs) else ():
             value, before = here[key], theirs.get(key)
-            theirs[key] = before.fill_(value) if isinstance(before, Tensor) else own(value)
+            theirs[key] = before.fill_(plain_value(value, key)) if isinstance(before, Tensor) else own(value)
 
 
 def changed_values(now: Mapping[str, Any], before: Mapping[str, Any], number: int) -> list[str]:
