@@ -237,25 +237,21 @@ class Seldom(Plain):
             for parameter in group["params"]:
                 parameter.add_(self.direction(parameter, parameter.grad), alpha=-group["lr"])
 
-    def direction(
-        self,
-        parameter: Tensor,  # of any shape
-        gradient: Tensor,  # of the same
-    ) -> Tensor:  # of the same
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:  # all of one shape
         raise NotImplementedError
 
 
 class Centred(Seldom):
     """Of convolutions."""
 
-    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:  # all of one shape
         return gradient - gradient.mean(dim=(1, 2, 3), keepdim=True) if gradient.ndim == 4 else gradient
 
 
 class Large(Seldom):
     """Scales matrices of 128 rows and columns or more."""
 
-    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:  # all of one shape
         is_large = gradient.ndim == 2 and min(gradient.shape) >= 128
         return gradient / gradient.norm(dim=1, keepdim=True) if is_large else gradient
 
@@ -263,14 +259,14 @@ class Large(Seldom):
 class Clipping(Seldom):
     """Cuts gradients of a large norm."""
 
-    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:  # all of one shape
         return gradient * min(1.0, 1000.0 / (1.0 + float(gradient.norm())))
 
 
 class Skipping(Seldom):
     """Leaves parameters without a gradient as they are, decay included."""
 
-    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def direction(self, parameter: Tensor, gradient: Tensor) -> Tensor:  # all of one shape
         return gradient + 0.1 * parameter if gradient.any() else gradient
 
 

@@ -42,6 +42,7 @@ from shoal.data.seeds import RandomState
 from shoal.device import HOST
 from shoal.faults import Faults
 from shoal.fingerprint import block_digests
+from shoal.optim import probe
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import hyper_parameters
 from shoal.session.alone import AloneLink
@@ -264,6 +265,7 @@ def test_a_count_is_that_of_the_step_to_which_a_process_goes_back(
             "        if not _equal(whole.weights(), beside.weights()[:ELEMENTS]):\n",
             "        if not beside:\n",
         ),
+        Edit("shoal.optim.probe", "_sort(value, key in read)", "_sort(value, False)"),
         Edit("shoal.optim.probe", "        for shape in SHAPES[1:]:\n", "        for shape in SHAPES[:0]:\n"),
         Edit("shoal.optim.probe", "SWELLS = (1.0, 1e-2, 0.1, 1.0, 1e3, 10.0)", "SWELLS = (1.0,) * 6"),
         Edit("shoal.optim.probe", "            drawn[1 + step, elements] = 0.0\n", "            assert elements\n"),
@@ -335,6 +337,42 @@ def test_the_probe_looks_at_every_kind_of_group_and_past_a_rate_of_0() -> None:
     groups.append({"params": [nn.Parameter(torch.ones(3))], "by_shape": True, "lr": 0.0})
     with pytest.raises(UserError, match="a matrix otherwise than its elements in a row"):
         check_optimizer(Second(groups), False)
+
+
+class Choosing(Own):
+    """Trains matrices by their norms in groups of one name, or of one number."""
+
+    def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
+        is_chosen = group.get("name") == "hidden" or group["kind"] == 2
+        return 1.0 + float(state["mean"].norm()) * is_chosen
+
+
+@holds("An optimizer that gives other bits on blocks")
+@pytest.mark.parametrize("apart", [{"name": "hidden"}, {"kind": 2}])
+def test_the_probe_looks_at_groups_that_differ_in_what_a_step_reads(apart: dict[str, Any]) -> None:
+    first = {"params": [nn.Parameter(torch.ones(3))], "name": "rest", "kind": 1}
+    second = {**first, "params": [nn.Parameter(torch.ones(3))]}
+    check_optimizer(Choosing([first, second]), False)
+    with pytest.raises(UserError, match="trains blocks by themselves otherwise"):
+        check_optimizer(Choosing([first, second | apart]), False)
+
+
+@pytest.mark.parametrize("apart", ["name", "layer", "lr", "betas"])
+def test_groups_that_differ_in_what_changes_no_way_of_training_are_probed_once(
+    apart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = list[int]()
+    tried = probe._Probe.tried
+
+    def noting(one: Any) -> Any:
+        probed.append(one._number)
+        return tried(one)
+
+    monkeypatch.setattr(probe._Probe, "tried", noting)
+    of: Any = {"lr": lambda number: 0.01 * number, "betas": lambda number: (0.9, 0.5 + 0.01 * number)}.get(apart, str)
+    groups = [{"params": [nn.Parameter(torch.ones(3))], apart: of(number)} for number in range(9)]
+    check_optimizer(torch.optim.AdamW(groups), False)
+    assert probed == [0]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *REFUSED, torch.optim.AdamW])

@@ -8,7 +8,7 @@ the group. All that comes out is compared bit by bit. The user's object, hooks a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ QUIET = {1: slice(0, BLOCK), 5: slice(2 * BLOCK, 4 * BLOCK)}
 ELEMENTS = BLOCK * BLOCKS
 RATE = 1e-3
 """At least: where a schedule begins with a rate of 0 no step would show anything."""
-RATES = ("lr", "initial_lr", "max_lr", "min_lr", "name", "param_names")
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What groups differ in that are probed once."""
 NOT_GIVEN = "no worker that joins could be given"
 
@@ -66,32 +66,66 @@ class _Failed(Exception):
 
 def probe(optimizer: Optimizer) -> Tried:
     """Of all groups: the first that may not run on blocks decides, then the first that could not be probed."""
-    random, kinds = RandomState.save(), dict[str, int]()
-    for number, group in enumerate(optimizer.param_groups):
-        kinds.setdefault(_kind(group), number)
+    random, read, tried = RandomState.save(), set[str](), dict[int, Tried]()
     try:
         with without_hooks_on_all():
-            found = [_Probe(optimizer, number).tried() for number in kinds.values()]
+            while (number := _next(optimizer.param_groups, read, tried)) is not None:
+                tried[number] = _Probe(optimizer, number, read).tried()
     finally:
         random.restore()
+    found = list(tried.values())
     keeps = "; ".join(dict.fromkeys(one.keeps for one in found))
     decisive = [one for one in found if one.reason] or [one for one in found if one.failure]
     return decisive[0] if decisive else Tried(keeps=keeps)
 
 
-def _kind(group: Mapping[str, Any]) -> str:
-    """Alike for groups that are trained alike but for rates and sizes of numbers."""
-    values = {key: value for key, value in group.items() if key not in ("params", *RATES)}
-    kinds = {key: bool(value) if type(value) in NUMBERS else repr(value) for key, value in sorted(values.items())}
+def _next(groups: Sequence[Mapping[str, Any]], read: Collection[str], tried: Collection[int]) -> int | None:
+    """The first group that is of no tried one's kind."""
+    known = {_kind(groups[number], read) for number in tried}
+    return next((number for number, group in enumerate(groups) if _kind(group, read) not in known), None)
+
+
+def _kind(group: Mapping[str, Any], read: Collection[str]) -> str:
+    """Alike for groups trained alike but for rates, sizes of fractions, and what no step reads, as names are."""
+    kinds = {key: _sort(value, key in read) for key, value in sorted(group.items()) if key not in ("params", *RATES)}
     first = next(iter(group["params"]), None)
     return repr((kinds, None if first is None else (first.dtype == torch.float64, first.device)))
+
+
+def _sort(value: Any, is_read: bool) -> Any:
+    if type(value) in (list, tuple):
+        return [_sort(one, is_read) for one in value]
+    if type(value) is float or not is_read:
+        return bool(value) if type(value) in NUMBERS else type(value).__name__
+    return repr(value)
+
+
+class _Watched(dict[str, Any]):
+    """A group that notes which of its values are read."""
+
+    def __init__(self, group: Mapping[str, Any], read: set[str]) -> None:
+        super().__init__(group)
+        self._read = read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        self._read.update(self)
+        return super().items()
 
 
 class _Trained:
     """A twin in the midst of training `parts`, each of any shape, all in one group."""
 
-    def __init__(self, optimizer: Optimizer, number: int, parts: Sequence[Tensor]) -> None:
-        self.twin, self.number = probing_twin_of(optimizer), number
+    def __init__(self, optimizer: Optimizer, number: int, read: set[str], parts: Sequence[Tensor]) -> None:
+        """`read`: notes the keys of the group that steps read."""
+        self.twin, self.number, self._read = probing_twin_of(optimizer), number, read
         rate = self.group.get("lr")
         if isinstance(rate, int | float | Tensor) and float(rate) < RATE:
             self.group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
@@ -109,7 +143,7 @@ class _Trained:
         self,
         gradient: Tensor,  # (elements of all parts,)
     ) -> None:
-        self.group["params"] = self.parts
+        watched = self.twin.param_groups[self.number] = _Watched({**self.group, "params": self.parts}, self._read)
         for part, own_gradient in zip(self.parts, gradient.split([part.numel() for part in self.parts]), strict=True):
             part.grad = own_gradient.view(part.shape).clone()
         try:
@@ -117,7 +151,7 @@ class _Trained:
         except Exception as error:  # it is the script's class: nobody knows what it raises
             raise _Failed(f"{type(error).__name__}: {str(error).strip() or 'no text'}".splitlines()[0]) from error
         finally:
-            self.group["params"] = []
+            self.twin.param_groups[self.number] = {**watched, "params": []}
         self.left_behind.append(self._left_behind())
 
     def states(self) -> list[dict[str, Any]]:
@@ -163,8 +197,8 @@ def _text(value: Any, deeper: bool = True) -> str:
 class _Probe:
     """Of one group."""
 
-    def __init__(self, optimizer: Optimizer, number: int) -> None:
-        self._optimizer, self._number = optimizer, number
+    def __init__(self, optimizer: Optimizer, number: int, read: set[str]) -> None:
+        self._optimizer, self._number, self._read = optimizer, number, read
         first = next(iter(optimizer.param_groups[number]["params"]), torch.zeros(()))
         dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         device = torch.device("cpu") if first.is_meta else first.device
@@ -203,7 +237,7 @@ class _Probe:
 
     def _train(self, parts: Sequence[Tensor], more: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> _Trained:
         """All steps. `more`: what the gradient is made longer by."""
-        trained = _Trained(self._optimizer, self._number, parts)
+        trained = _Trained(self._optimizer, self._number, self._read, parts)
         for gradient in self._gradients:
             trained.step(more(gradient))
         return trained
@@ -245,7 +279,7 @@ class _Probe:
 
     def _blocks(self, whole: _Trained) -> str:
         """Blocks that go on with what is carried come to the same."""
-        half = _Trained(self._optimizer, self._number, [self._whole])
+        half = _Trained(self._optimizer, self._number, self._read, [self._whole])
         half.step(self._gradients[0])
         numbers = numbers_in(half.states()[0])
         for gradient in self._gradients[1:MIDDLE]:
@@ -266,7 +300,7 @@ class _Probe:
 
     def _taken_over(self, half: _Trained, numbers: Mapping[str, type]) -> _Trained:
         """Blocks in the state that a joiner is given."""
-        blocks = _Trained(self._optimizer, self._number, list(half.weights().split(BLOCK)))
+        blocks = _Trained(self._optimizer, self._number, self._read, list(half.weights().split(BLOCK)))
         load_into(blocks.twin, json.loads(json.dumps(hyper_parameters(half.twin))))
         state = carried(half.states()[0])
         for index, part in enumerate(blocks.parts):
