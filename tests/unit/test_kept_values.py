@@ -45,6 +45,7 @@ from shoal.fingerprint import block_digests
 from shoal.optim import probe
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import hyper_parameters
+from shoal.optim.twin import carried, given_back, numbers_in
 from shoal.session.alone import AloneLink
 from shoal.training.start import Given, engine_with
 from shoal_protos.description import first_difference
@@ -110,7 +111,12 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
         ),
         Edit("shoal.blocks.held", "with_no_empty_group(twin) if stands_in else nullcontext()", "nullcontext()"),
         Edit("shoal.blocks.held", "given_back(own, numbers)", "own"),
-        Edit("shoal.optim.twin", "KINDS.get(one.dtype, numbers[key])", "numbers[key]"),
+        Edit(
+            "shoal.optim.twin",
+            "KINDS.get(one.dtype, numbers[key])",
+            "numbers[key]",
+            by="test_a_number_is_given_back_as_the_type_that_it_has_become",
+        ),
         Edit("shoal.optim.twin", " if has_turn(theirs) else ()", "", by="test_a_group_without_its_turn_counts_no_step"),
         Edit(
             "shoal.training.state",
@@ -239,6 +245,13 @@ def test_a_count_is_that_of_the_step_to_which_a_process_goes_back(
         block_digests(one, one.everything) for one in (trained(4, kind=kind), train_on(state, 4 - saved_at))
     )
     assert found == right
+
+
+@holds("What a step changes in an optimizer's group")
+def test_a_number_is_given_back_as_the_type_that_it_has_become() -> None:
+    first, later = {"count": 3, "even": True, "step": 7}, {"count": 3.5, "even": False, "step": 8}
+    found = given_back(carried(later), numbers_in(first))
+    assert repr(found) == repr(later)
 
 
 # ---- the probe
