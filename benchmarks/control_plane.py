@@ -34,7 +34,7 @@ from tables import Figure, note, show, verdict
 RACK = 100
 KILLED = 0.05
 SETTLE_SECONDS = 11.0
-"""After a start: beyond `reconnect_seconds`, within which no refused connection counts as a death."""
+"""After a start, until what it brings is done."""
 REST_SECONDS = 60.0
 """After a start: what is written from then on is written at rest."""
 STEADY_CPU = {"embedded": 0.5, "etcd": 0.7}

@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -303,7 +303,7 @@ class Crew:
         self.allowed = 0
         """Steps that may be trained."""
         self.now, self.beats, self.rounds = 0.0, 0, 0
-        self.job: Job = replace(new_job(JobSpec("job", wanted=len(names)), 0.0), started_at=-60.0)  # refusals count
+        self.job: Job = new_job(JobSpec("job", wanted=len(names)), 0.0)
         self._links: dict[int, CrewLink] = {}
         self._connections = 0
 

@@ -64,7 +64,7 @@ class Driver:
     def __init__(self, wanted: int = 2, made_of: Description = MADE_OF, **spec: Any) -> None:
         self.spec = JobSpec("job", wanted, **{"run": RUN, **spec})
         self.made_of = made_of
-        self.job = replace(new_job(self.spec, 0.0), started_at=-60.0)  # the controller has been there for a while
+        self.job = new_job(self.spec, 0.0)
         self.now = 0.0
         self.effects: list[Effect] = []
         self.connections: dict[str, int] = {}

@@ -147,7 +147,8 @@ class Script:
         self.simulation.host.start()
         if self.simulation.spec.launcher == "none":
             a_moment = 0.001  # after the tick
-            self.simulation.clock.run_until(self.simulation.spec.reconnect_seconds + a_moment)  # refusals count now
+            began = self.simulation.spec.reconnect_seconds  # the controller was there before
+            self.simulation.clock.run_until(began + a_moment)
             for _ in range(self.simulation.spec.wanted):
                 self.simulation.start_process()
 

@@ -78,11 +78,12 @@ RULES = [
 
 
 @rule(
-    "Within `reconnect_seconds` of a controller's start, silence evicts nobody",
+    "Within `reconnect_seconds` of a controller's start, until all whom an earlier controller knew have come back, "
+    "silence evicts nobody",
     "A change of the world",
     broken_by=Edit(
         "shoal_controller.core.machine.phases.silence",
-        "    return now - job.started_at < job.durable.spec.reconnect_seconds",
+        "    return now - job.started_at < job.durable.spec.reconnect_seconds and _awaits_somebody(job)",
         "    return False",
     ),
     case="controller_started_while_one_is_frozen",

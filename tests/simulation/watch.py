@@ -290,7 +290,10 @@ class Watch:
         if not lost:
             return
         now = self.simulation.clock.now
-        if self.simulation.host.now - after.started_at < self.simulation.spec.reconnect_seconds:
+        may_come_back = [record for record in old.values() if record.incarnation and record.ending is None]
+        may_come_back = [record for record in may_come_back if record.standing is not Standing.DEAD]
+        away = any(record.worker not in after.processes for record in may_come_back)
+        if away and self.simulation.host.now - after.started_at < self.simulation.spec.reconnect_seconds:
             self.violated("a worker was evicted though the controller had just started", *lost)
         well = [worker for worker in lost if self._beats(before, worker)]
         if well:

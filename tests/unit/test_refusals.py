@@ -108,26 +108,57 @@ def test_who_could_not_be_reached_is_tried_again() -> None:
 
 
 @rule(
-    "… and never within `reconnect_seconds` of a controller's start",
+    "… and never within `reconnect_seconds` of a controller's start, until all whom an earlier controller knew have "
+    "come back; so a new job's first loss is believed as soon as any other",
     "A change of the world",
-    broken_by=Edit(
-        "shoal_controller.core.machine.phases.failure_detector",
-        "    if not refused or silence.may_be_reconnecting(turn):\n        return\n    patience",
-        "    patience",
-    ),
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "    if not refused or silence.may_be_reconnecting(turn):\n        return\n    patience",
+            "    patience",
+            by="test_after_a_controllers_start_no_refusal_counts_while_somebody_has_not_come_back",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.silence",
+            "spec.reconnect_seconds and _awaits_somebody(job)\n",
+            "spec.reconnect_seconds\n",
+        ),
+    ],
     after="A refused connection proves a",
 )
-def test_no_refusal_counts_just_after_a_controllers_start() -> None:
+def test_the_first_loss_of_a_new_job_is_believed_at_the_first_refusal() -> None:
     job = training()
-    statuses = dict(job.statuses)
+    assert job.now - job.job.started_at < job.spec.reconnect_seconds
+    refuse(job, "w1")
+    assert dead(job) == ["w1"]
+
+
+@holds("… and never within `reconnect_seconds` of a controller's start, until")
+def test_after_a_controllers_start_no_refusal_counts_while_somebody_has_not_come_back() -> None:
+    job = training()
+    *back, last = dict(job.statuses).items()
     job.restart()
-    for worker, status in statuses.items():
+    for worker, status in back:
         job.hello(worker, status=status)
         job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
     refuse(job, "w1")
     pass_time(job, job.spec.reconnect_seconds - 0.5)
-    assert dead(job) == []
+    assert dead(job) == [], f"{last[0]} may be on its way"
     pass_time(job, 1.0)
+    assert dead(job) == ["w1"]
+
+
+@holds("… and never within `reconnect_seconds` of a controller's start, until")
+def test_after_a_controllers_start_a_refusal_counts_once_all_have_come_back() -> None:
+    job = training()
+    *back, (last, status) = dict(job.statuses).items()
+    job.restart()
+    for worker, known in back:
+        job.hello(worker, status=known)
+        job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
+    refuse(job, "w1")
+    job.hello(last, status=status)
+    job.feed(Tick())
     assert dead(job) == ["w1"]
 
 

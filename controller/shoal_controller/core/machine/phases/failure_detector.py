@@ -86,9 +86,9 @@ def _announce_unreachable(turn: Turn, record: WorkerRecord) -> None:
 def judge_refusals(turn: Turn) -> None:
     """● A refused connection proves a death only where this life of the controller has reached that very process there.
 
-    Never within `reconnect_seconds` of the controller's start, nor where a launcher sees the process alive. Where most
-    members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time. Firewalls, tunnels
-    and address translation refuse the living too.
+    Never while workers may be reconnecting after the controller's start, nor where a launcher sees the process alive.
+    Where most members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time.
+    Firewalls, tunnels and address translation refuse the living too.
     """
     refused = [process for process in turn.job.processes.values() if _may_prove(turn, process)]
     if not refused or silence.may_be_reconnecting(turn):

@@ -82,12 +82,19 @@ def hears_somebody(job: Job, silent: Collection[WorkerId]) -> bool:
 
 
 def may_be_reconnecting(turn: Turn) -> bool:
-    """● Within `reconnect_seconds` of a controller's start nobody is evicted, and no refusal is a proof."""
+    """● Within `reconnect_seconds` of a controller's start nobody is evicted, and no refusal is a proof, until all whom
+    an earlier controller knew have come back. A new job has nobody to wait for: its first loss costs what others do.
+    """
     return is_reconnecting(turn.job, turn.now)
 
 
 def is_reconnecting(job: Job, now: float) -> bool:
-    return now - job.started_at < job.durable.spec.reconnect_seconds
+    return now - job.started_at < job.durable.spec.reconnect_seconds and _awaits_somebody(job)
+
+
+def _awaits_somebody(job: Job) -> bool:
+    """Whether one who has said hello to an earlier controller has not said it to this one."""
+    return any(record.worker not in job.processes for record in introduced(job.durable))
 
 
 def introduced(durable: Durable) -> Iterator[WorkerRecord]:
