@@ -312,6 +312,18 @@ def test_the_engine_says_where_its_step_is_and_when_it_updates() -> None:
     assert (engine.train_batch_size(), engine.dp_world_size, engine.gradient_accumulation_steps()) == (8, 2, 2)
 
 
+@pytest.mark.parametrize("divisor, times", [(1, 0), (2, 1)])
+def test_a_loss_that_the_script_divides_itself_is_one_warning(
+    divisor: int, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine divides by the accumulation, as DeepSpeed's does."""
+    engine, _, loader, _ = made()
+    for batch in loader:
+        engine.backward(engine(**batch) / divisor)
+        engine.step()
+    assert capsys.readouterr().err.count("loss_of_another_loop") == times
+
+
 def test_every_name_of_the_engine_that_the_page_has_is_there_and_no_other_of_deepspeeds() -> None:
     engine, *_ = made()
     for name in ENGINE:

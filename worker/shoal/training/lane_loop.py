@@ -18,6 +18,7 @@ from shoal.data.fetch import Fetcher, upcoming
 from shoal.exchange.pieces import Extent
 from shoal.training.lane_numbers import LaneNumbers, Loss
 from shoal.training.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
+from shoal.training.ported_loss import PortedLoss
 from shoal.training.state import TrainingState
 
 
@@ -27,6 +28,7 @@ class LaneLoop:
     def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
         self._micro_batches, self.fetcher = micro_batches, fetcher
         self.numbers = LaneNumbers(job_lanes, micro_batches)
+        self._ported = PortedLoss(job_lanes, micro_batches)
         self.is_warm = False
         self.is_warming_up = False
         self.in_flight = False
@@ -163,6 +165,8 @@ class LaneLoop:
     def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
         """Accumulates into the live gradient copy. `arriving`: where the reduction may write to it from now on."""
         self._order.backward_begins(self._where(state))
+        if not self.is_warming_up:
+            self._ported.look(loss, self.lane)
         scaled = loss if state.loss_scale is None else loss.float() * state.scale
         (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
         self._order.backward_ends(self._more)
