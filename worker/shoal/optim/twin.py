@@ -61,8 +61,10 @@ def own(value: Any) -> Any:
 
 def _is_plain_object(value: Any) -> bool:
     """One of a class that somebody wrote for values: a schedule, a meter."""
-    is_others = callable(value) or isinstance(value, Tensor | Optimizer)
-    return hasattr(value, "__dict__") and type(value).__reduce_ex__ is object.__reduce_ex__ and not is_others
+    if callable(value) or isinstance(value, Tensor | Optimizer) or not hasattr(value, "__dict__"):
+        return False
+    reduce: Any = type(value).__reduce_ex__
+    return reduce is object.__reduce_ex__
 
 
 def _own_object(value: Any) -> Any:
