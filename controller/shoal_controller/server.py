@@ -8,6 +8,7 @@ be heard; when the controller must stop by itself, the body is cancelled and the
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import socket
 import ssl
@@ -15,10 +16,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from shoal_protos.address_space import check_address_space
 from shoal_protos.addresses import is_here, join_address, split_address
-from shoal_protos.errors import StoreError
+from shoal_protos.errors import StoreError, UserError
 from shoal_protos.open_files import check_open_files
 from starlette.types import ASGIApp
 
@@ -34,6 +36,7 @@ from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOpt
 from shoal_controller.launchers.kubernetes.request_outcomes import Asked
 from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.launchers.ownership import Claim, claim
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import introductions
@@ -49,10 +52,12 @@ from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_controller.shell import Shell
+from shoal_controller.store.etcd_url import parsed_etcd_url
 from shoal_controller.store.open import open_store
+from shoal_controller.store.owner import Owner
 from shoal_controller.tasks import cancelled_when, end_task, guarded, only_logged
 from shoal_controller.token_register import TokenRegister
-from shoal_controller.worker_port import bind_again
+from shoal_controller.worker_port import WorkerPort, bind_again, remember
 from shoal_controller.worker_tokens import WorkerTokens
 from shoal_controller.writable import check_writable
 
@@ -137,7 +142,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         ends.push_async_callback(web.stop)
         sessions = SessionService(controller, streams, session_settings)
         ends.push_async_callback(sessions.stop)
-        found = bind_again(settings.folder, settings.grpc, sessions.bind)
+        found = bind_again(settings.folder, settings.grpc, sessions.bind, settings.adopt)
         grpc = join_address(split_address(settings.grpc)[0], found.port)
         tokens = TokenRegister(_secret(settings))
         app = build_app(controller, metrics.scrape, _api_settings(settings, worker_tokens), tokens, neighbours)
@@ -155,8 +160,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         curves = Curves(settings.folder, lambda: controller.jobs() if controller.term else None)
         ends.push_async_callback(end_task, guarded("curves", curves.run(), only_logged))
         environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
-        lost = found.lost if alone else 0  # where others lead, workers find them
-        launcher = LocalLauncher(settings.folder, environment, controller.report, lost, settings.log_folder)
+        claimed = await _claimed(settings, found if alone else WorkerPort(found.port), ends)  # or they find others
+        launcher = LocalLauncher(settings.folder, environment, controller.report, claimed, settings.log_folder)
         launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
         resources: Resources | None = None
         if "kubernetes" in settings.allowed_launchers:
@@ -179,6 +184,24 @@ def _check_folders(settings: Settings) -> None:
     check_writable(settings.folder, "records and logs of local workers", other)
     if settings.log_folder is not None:
         check_writable(settings.log_folder, "logs of local workers", "SHOAL_LOG_DIR")
+
+
+async def _claimed(settings: Settings, port: WorkerPort, ends: AsyncExitStack) -> Claim:
+    """Whose the local workers are that live, now that the store is this controller's. Raises `UserError`."""
+    kind, _, rest = settings.store.partition(":")
+    owner = Owner.of_folder(Path(rest)) if kind == "embedded" else Owner(str(parsed_etcd_url(settings.store)))
+    found = Claim(owner)
+    if "local" in settings.allowed_launchers:
+        try:
+            found = await asyncio.to_thread(
+                claim, settings.folder, settings.log_folder, owner, settings.adopt, port.lost
+            )
+        except OSError as error:
+            raise UserError(f"the records of local workers in {settings.folder} cannot be used: {error}") from error
+    for descriptor in found.held:
+        ends.callback(os.close, descriptor)
+    remember(settings.folder, settings.grpc, port.port)
+    return found
 
 
 def _place_of(settings: Settings, http_port: int, grpc: str) -> ControllerPlace:

@@ -53,6 +53,9 @@ class Settings(BaseSettings):
     log_dir: Path | None = None
     """Folder for logs of local workers, `DIR/JOB/WORKER.log`, which stay when a job is forgotten. Default: in the data
     folder."""
+    adopt: bool = False
+    """Take over the local workers that a controller elsewhere has left: for a data folder that was moved or restored.
+    Default: false."""
     token: SecretStr | None = None
     """Bearer token for REST and workers; workers may use one of their run instead (`shoal token JOB`). Default: no
     authentication; `run` and `demo` create a token."""

@@ -11,6 +11,7 @@ import psutil
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.launchers.ownership import Claim
 from shoal_controller.worker_tokens import WorkerTokens
 
 SECONDS = 20.0
@@ -27,7 +28,7 @@ def spec(script: str, **env: str) -> JobSpec:
 class Controller:
     """A launcher, and what its jobs hear of it."""
 
-    def __init__(self, folder: Path, lost_port: int = 0, **environment: str) -> None:
+    def __init__(self, folder: Path, claim: Claim | None = None, **environment: str) -> None:
         self.exits: asyncio.Queue[tuple[str, Exited]] = asyncio.Queue()
         self.runs: list[str] = []
         """Of each end that was reported, whose it was."""
@@ -37,7 +38,7 @@ class Controller:
         self.hears.set()
         inherited = WorkerEnvironment(lambda: ["127.0.0.1:7071"], TOKENS, {"PATH": os.environ["PATH"], **environment})
         self.folder = folder
-        self.launcher = LocalLauncher(folder, inherited, self.submit, lost_port)
+        self.launcher = LocalLauncher(folder, inherited, self.submit, claim)
 
     async def submit(self, job: str, run: str, event: Exited) -> None:
         await self.hears.wait()

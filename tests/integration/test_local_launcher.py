@@ -32,6 +32,7 @@ from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
+from shoal_controller.launchers.ownership import Claim
 from shoal_controller.launchers.process import Process
 from shoal_controller.launchers.process_record import ProcessRecords
 from shoal_protos.errors import NotFound, StoreError, UserError
@@ -232,6 +233,7 @@ import asyncio, os, sys
 from pathlib import Path
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
+from shoal_controller.launchers.ownership import Claim
 from shoal_controller.launchers.process import Process
 
 async def main():
@@ -283,8 +285,8 @@ def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: 
     "Not marked in the design, but needed as much",
     broken_by=Edit(
         "shoal_controller.launchers.local",
-        "        if self._lost_port and _looks_only_at(",
-        "        if self._lost_port < 0 and _looks_only_at(",
+        "        if self.claim.lost_port and _looks_only_at(",
+        "        if self.claim.lost_port < 0 and _looks_only_at(",
     ),
 )
 def test_workers_that_look_for_their_controller_where_another_program_listens_are_ended(tmp_path: Path) -> None:
@@ -293,7 +295,7 @@ def test_workers_that_look_for_their_controller_where_another_program_listens_ar
     async def scene(controller: Controller) -> None:
         spawned_by_a_controller_that_died(tmp_path, SLEEPER)
         for lost_port in (7072, 7071):
-            later = Controller(tmp_path, lost_port)
+            later = Controller(tmp_path, Claim(lost_port=lost_port))
             assert list(await later.launcher.adopt((), spec(SLEEPER))) == ["w0"]
             if lost_port == 7071:  # that of the first controller
                 assert (await later.end()).worker == "w0"

@@ -41,10 +41,10 @@ HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uv
 FLAGS = {
     "demo": "--data --grpc --http --no-page --open-page --steps --store --text",
     "run": (
-        "--data --grpc --http --job --json --log-dir --max-workers --min-workers --no-page --open-page --quiet --store "
-        "--workers SCRIPT ARGUMENTS"
+        "--adopt --data --grpc --http --job --json --log-dir --max-workers --min-workers --no-page --open-page --quiet "
+        "--store --workers SCRIPT ARGUMENTS"
     ),
-    "controller": "--data --grpc --http --no-page --open --store",
+    "controller": "--adopt --data --grpc --http --no-page --open --store",
     "worker": "--controller --job COMMAND",
     "submit": "--url FILE",
     "jobs": "--output --url",

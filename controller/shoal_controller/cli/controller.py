@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from shoal_protos.channel import CONTROLLER_GRPC_VARIABLES
 
-from shoal_controller.cli.options import Data, Grpc, Http, NoPage, Store
+from shoal_controller.cli.options import Adopt, Data, Grpc, Http, NoPage, Store
 
 Open = typer.Option("--open", envvar="SHOAL_OPEN", help="Listen beyond this machine without a token.")
 
@@ -20,6 +20,7 @@ async def controller(
     data: Data = None,
     open_to_all: Annotated[bool, Open] = False,
     no_page: NoPage = False,
+    adopt: Adopt = False,
 ) -> int:
     """Serve jobs and their workers.
 
@@ -33,7 +34,7 @@ async def controller(
 
     for name, value in CONTROLLER_GRPC_VARIABLES.items():
         os.environ.setdefault(name, value)  # before gRPC, which reads them when it is first used
-    places = Places(http, grpc, store, data, open_to_all, no_page)
+    places = Places(http, grpc, store, data, open_to_all, no_page, adopt=adopt)
     with interrupts() as signals, suppress(Interrupted):
         async with serving(places, own=False, signals=signals):
             spare_what_lasts()

@@ -75,6 +75,14 @@ Data = Annotated[
         show_default=False,
     ),
 ]
+Adopt = Annotated[
+    bool,
+    typer.Option(
+        "--adopt",
+        envvar="SHOAL_ADOPT",
+        help="Take over the workers that a controller elsewhere has left: for a folder that was moved or restored.",
+    ),
+]
 NoPage = Annotated[bool, typer.Option("--no-page", help="Do not serve the page. Default: it is at `/` (SHOAL_PAGE).")]
 OpenPage = Annotated[bool, typer.Option("--open-page", help="Open the page in a browser.")]
 ReportFile = Annotated[

@@ -9,7 +9,9 @@ import importlib.util
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,11 +22,12 @@ from shoal_protos.log_stream import LogStream
 from shoal_protos.printable import printable
 
 from shoal_controller.cli.faulty_flags import THE_COMMAND
-from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
+from shoal_controller.cli.options import Adopt, Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
 from shoal_controller.cli.page import check_flags, show_page
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client
+    from shoal_controller.cli.serve import Here
 
 Workers = typer.Option(
     "--workers", metavar="N", min=1, help="Number of workers. Default: CUDA devices, else 2.", show_default=False
@@ -64,6 +67,7 @@ async def run(
     data: Data = None,
     no_page: NoPage = False,
     open_page: OpenPage = False,
+    adopt: Adopt = False,
 ) -> int:
     """Train a script on this machine.
 
@@ -87,7 +91,7 @@ async def run(
     from shoal_controller.settings import data_folder
     from shoal_controller.writable import check_writable
 
-    places = Places(http, grpc, store, data, no_page=no_page, logs=log_dir)
+    places = Places(http, grpc, store, data, no_page=no_page, logs=log_dir, adopt=adopt)
     refusals = Refusals(THE_COMMAND)
     refusals.of(check_spec, spec)
     refusals.of(check_flags, no_page, open_page)
@@ -105,7 +109,7 @@ async def run(
             taken = ""  # of what it is refused it says how it ends, as of the other jobs
             try:
                 show_page(here.server, data, open_page)
-                revision = await take_up(here.client, spec)
+                revision = await take_up(here, spec)
                 taken = name
                 kept = keeps_another(name, here.server.shell.spec(name).command, command)
                 beside = map(trains_beside, await other_jobs(here, name))
@@ -128,6 +132,12 @@ def check_machine() -> None:
     if importlib.util.find_spec("torch") is None:
         raise UserError("workers need torch, which is not installed: install shoal[worker]")
 
+
+COPIED_SECONDS = 60.0
+"""How long a job may take to end that was copied with its folder, and has no workers here."""
+
+LOOK_SECONDS = 0.1
+"""How often it is looked whether it has."""
 
 FLAGS = {"job": "--job", "workers.wanted": "--workers", "workers.min": "--min-workers", "workers.max": "--max-workers"}
 """What gives the keys of the job's specification."""
@@ -180,20 +190,44 @@ def keeps_another(job: str, kept: Sequence[str], given: Sequence[str]) -> str:
     )
 
 
-async def take_up(client: Client, spec: dict[str, Any]) -> int:
-    """Create the job, replace a finished one of its name, or go on with an unfinished one.
+async def end_copied(client: Client, job: str) -> None:
+    """End a job whose workers are another controller's, in this store alone. Raises `UserError` where it has no end."""
+    import asyncio
 
-    Returns the revision of the last event of what was there before.
+    from shoal_controller.cli.client import OVER, IsOver
+
+    with suppress(IsOver):
+        await client.stop(job)
+    deadline = time.monotonic() + COPIED_SECONDS
+    while time.monotonic() < deadline:
+        if (await client.job(job))["phase"] in OVER:
+            return
+        await asyncio.sleep(LOOK_SECONDS)
+    raise UserError(
+        f"job {job}, which was copied with this folder, has not ended within {COPIED_SECONDS:g} s; start again, or "
+        "name another job with --job"
+    )
+
+
+async def take_up(here: Here, spec: dict[str, Any]) -> int:
+    """Create the job, replace a finished one of its name, or one whose workers another controller has, or go on with an
+    unfinished one. Returns the revision of the last event of what was there before.
     """
     from shoal_controller.cli.client import OVER
 
+    client = here.client
     try:
         known = await client.job(spec["job"])
     except NotFound:
         await client.create(spec)
         return 0
+    kept = here.server.shell.spec(spec["job"])
+    is_anothers = (kept.job, kept.run) in here.server.launcher.claim.others
+    if is_anothers and known["phase"] not in OVER:
+        tell(f"job {spec['job']} is begun anew: the one that is unfinished here was copied with the folder")
+        await end_copied(client, spec["job"])
     revision = max((event["revision"] for event in await client.events(spec["job"])), default=0)
-    if known["phase"] in OVER:
+    if is_anothers or known["phase"] in OVER:
         await client.create(spec)
         return revision
     say = LogStream()  # training begins after this

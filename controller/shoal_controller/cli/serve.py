@@ -60,6 +60,7 @@ class Places:
     no_page: bool = False
     logs: Path | None = None
     """Of local workers."""
+    adopt: bool = False
 
     def check(self) -> None:
         """Raises `UserError` where a command cannot start its own controller with them; nothing is made."""
@@ -85,6 +86,7 @@ class Places:
     def _given(self) -> dict[str, Any]:
         given: dict[str, Any] = {"http": self.http, "grpc": self.grpc, "store": self.store, "data": self.data}
         given |= {"open": self.open or None, "page": False if self.no_page else None, "log_dir": self.logs}
+        given["adopt"] = self.adopt or None
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -26,6 +26,7 @@ from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.devices import VISIBLE_DEVICES, device_variable
 from shoal_controller.launchers.end_reports import EndReports, Name, Submit
+from shoal_controller.launchers.ownership import Claim
 from shoal_controller.launchers.process import Process, reap_orphans
 from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
 from shoal_controller.named_locks import NamedLocks
@@ -81,14 +82,14 @@ class LocalLauncher:
     """A `Launcher`. Starts and watches processes on this machine. All calls come from one event loop."""
 
     def __init__(
-        self, folder: Path, environment: WorkerEnvironment, submit: Submit, lost_port: int = 0,
+        self, folder: Path, environment: WorkerEnvironment, submit: Submit, claim: Claim | None = None,
         logs: Path | None = None,
     ) -> None:  # fmt: skip
-        """`lost_port`: where workers of an earlier controller look for it, and somebody else listens. `logs`: where
-        jobs have folders for their logs, which stay when a job is forgotten; None: within `folder`.
+        """`claim`: whose the workers are that records in `folder` name; None: this controller's. `logs`: where jobs
+        have folders for their logs, which stay when a job is forgotten; None: within `folder`.
         """
         self._folder, self._logs = folder, logs
-        self._lost_port = lost_port
+        self.claim = claim or Claim()
         self._environment = environment
         self._watched: dict[Name, tuple[Process, ProcessRecord]] = {}
         self._adopted: set[str] = set()
@@ -109,6 +110,8 @@ class LocalLauncher:
         """Start a process for this worker; returns which. A `ShoalError` says why it could not be started."""
         if not spec.command:
             raise UserError(f"job {spec.job} has launcher local and no command; give it one to start workers with")
+        if whose := self.claim.others.get((spec.job, spec.run)):
+            raise UserError(f"job {spec.job} is not this store's to train: {whose}")
         if spec.job in self._given_up:
             await asyncio.get_running_loop().create_future()  # until this controller ends, which is about to
         taken = [process.variable(VISIBLE_DEVICES) for process, _ in self._watched.values()]
@@ -178,10 +181,11 @@ class LocalLauncher:
             return {}
         await self._end_other_runs(spec, records)
         async with self._on_disk.of(spec.job):
-            known = await asyncio.to_thread(list, records)
+            others = await asyncio.to_thread(self.claim.not_ours, records)
+            known = [one for one in await asyncio.to_thread(list, records) if one.worker not in others]
             recorded = {record.worker: self._found(spec.job, records, record) for record in known}
             unrecorded = {
-                worker: await _to_its_end(self._unrecorded(spec.job, records, worker))
+                worker: await _to_its_end(self._unrecorded(spec.job, records, worker)) if worker not in others else None
                 for worker in workers
                 if worker not in recorded
             }
@@ -196,7 +200,8 @@ class LocalLauncher:
         records = self._records(job)
         await self._clear(job, records)
         async with self._on_disk.of(job):  # an end that is being reported writes there
-            if await asyncio.to_thread(records.folder.exists):
+            is_shared = bool(await asyncio.to_thread(self.claim.not_ours, records))
+            if not is_shared and await asyncio.to_thread(records.folder.exists):
                 await asyncio.to_thread(shutil.rmtree, records.folder)
 
     async def release(self) -> None:
@@ -231,10 +236,17 @@ class LocalLauncher:
     ) -> tuple[Process, ProcessRecord]:
         for folder in (records.folder, records.logs):
             make_private_folder(folder)
+        if worker in self.claim.not_ours(records, writing_here=True):
+            raise UserError(
+                f"worker {worker} of job {spec.job} lives and writes to {records.log(worker)}, and another controller "
+                "has started it; give this one another --data and --log-dir, or the job another name"
+            )
         output = records.log(worker)
         offset = output.stat().st_size if output.exists() else 0
         process = Process.start(spec.command, environment, output)
-        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, offset, run=spec.run)
+        record = ProcessRecord(
+            worker, process.pid, process.started_at, self._boot, offset, False, None, spec.run, self.claim.owner
+        )
         try:
             records.write(record)
         except OSError:
@@ -254,8 +266,8 @@ class LocalLauncher:
             self._reports.add(job, records, record.end(record.code))
             return None
         self._watch(job, alive, record)
-        if self._lost_port and _looks_only_at(alive, self._lost_port):
-            why = f"it looks for its controller at port {self._lost_port}, where another program listens now"
+        if self.claim.lost_port and _looks_only_at(alive, self.claim.lost_port):
+            why = f"it looks for its controller at port {self.claim.lost_port}, where another program listens now"
             log.warning("a worker is killed", job=job, worker=record.worker, pid=alive.pid, why=why)
             alive.kill()
         return _place(records, record)
@@ -265,7 +277,7 @@ class LocalLauncher:
         process = await asyncio.to_thread(Process.writing_to, records.log(worker))
         if process is None:
             return None
-        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, 0)
+        record = ProcessRecord(worker, process.pid, process.started_at, self._boot, 0, owner=self.claim.owner)
         try:
             await asyncio.to_thread(records.write, record)
         except OSError:
@@ -284,7 +296,8 @@ class LocalLauncher:
             await self._end_silently([name for name, run in known if run != spared])
             self._reports.forget(job, spared)
             own = {worker for worker, _ in self._of(job)} | self._reports.workers_of(job)
-            await asyncio.to_thread(records.clear, own)
+            others = await asyncio.to_thread(self.claim.not_ours, records)
+            await asyncio.to_thread(records.clear, own | others)
 
     async def _end_silently(self, names: Iterable[Name]) -> None:
         """Kill these, wait until they are gone, and report none of it."""
@@ -297,7 +310,10 @@ class LocalLauncher:
 
     async def _end_other_runs(self, spec: JobSpec, records: ProcessRecords) -> None:
         """Their workers have the names of this run's, which are to be started."""
+        others = await asyncio.to_thread(self.claim.not_ours, records)
         for record in await asyncio.to_thread(list, records):
+            if record.worker in others:
+                continue
             process = self._alive(record)
             run = record.run or (process.variable("SHOAL_RUN") if process is not None else "")
             if run in ("", spec.run):

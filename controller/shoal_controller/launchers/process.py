@@ -88,6 +88,13 @@ class Process:
         found = next((one for one in variables if one.startswith(before)), before)
         return os.fsdecode(found.removeprefix(before))
 
+    def output(self) -> Path:
+        """Where it writes to; the name of no file where that was deleted, is none, or is not known."""
+        try:
+            return Path(f"/proc/{self.pid}/fd/1").readlink()
+        except OSError:
+            return Path(f"unknown:[{self.pid}]")
+
     def kill(self) -> None:
         """SIGKILL to it and to all that it started and left in its group."""
         if start_time(self.pid) == self.started_at:

@@ -17,6 +17,7 @@ from pathlib import Path
 import structlog
 
 from shoal_controller.private_files import for_this_user, write_private
+from shoal_controller.store.owner import Owner
 
 LOG_BYTES = 64 << 20
 """Most bytes of a worker's log; so much more is kept of what was before."""
@@ -51,6 +52,15 @@ class ProcessRecord:
     code: int | None = None
     run: str = ""
     """The job's that it was started for. Empty: it was found without a record, and its environment says it."""
+    owner: Owner | None = None
+    """Whose worker it is. None: an older version's record does not say it."""
+
+    @classmethod
+    def read(cls, content: bytes) -> ProcessRecord:
+        """Raises `ValueError`, `TypeError` or `AttributeError` for what is no record."""
+        fields = json.loads(content)
+        owner = fields.pop("owner", None)
+        return cls(**fields, owner=None if owner is None else Owner(**owner))
 
     def end(self, code: int | None) -> ProcessRecord:
         return replace(self, ended=True, code=code)
@@ -92,8 +102,8 @@ class ProcessRecords:
             except FileNotFoundError:  # the job has heard of the end meanwhile
                 continue
             try:
-                record = ProcessRecord(**json.loads(content))
-            except (ValueError, TypeError) as error:
+                record = ProcessRecord.read(content)
+            except (ValueError, TypeError, AttributeError) as error:
                 log.warning("a worker's record is none", path=str(path), error=str(error))
                 path.unlink(missing_ok=True)
                 continue

@@ -24,6 +24,7 @@ from shoal_protos.errors import StoreError
 from shoal_controller.endable import Endable
 from shoal_controller.private_files import for_this_user, make_private_folder
 from shoal_controller.store.database import Database
+from shoal_controller.store.owner import LOCK
 from shoal_controller.store.store import (
     Changes,
     Compare,
@@ -282,7 +283,7 @@ def _lock(directory: Path) -> IO[str]:
     """The exclusive hold on the directory, with this process's name in it."""
     try:
         make_private_folder(directory)
-        lock = os.fdopen(for_this_user(str(directory / "lock"), os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
+        lock = os.fdopen(for_this_user(str(directory / LOCK), os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+")
     except FileExistsError as error:
         raise StoreError(
             f"the store {directory} cannot be opened: it is a file; expected a folder, which is made if need be."
