@@ -254,8 +254,10 @@ def spawned_by_a_controller_that_died(folder: Path, *scripts: str) -> None:
 @promise("a launcher")
 def test_a_later_controller_adopts_what_lives_and_tells_what_has_died(tmp_path: Path) -> None:
     async def scene(controller: Controller) -> None:
-        dies_alone = "while kill -0 $PPID; do sleep 0.01; done 2>/dev/null; echo boom; exit 7"
+        alone = tmp_path / "alone"
+        dies_alone = f"while [ ! -e {alone} ]; do sleep 0.01; done; echo boom; exit 7"
         spawned_by_a_controller_that_died(tmp_path, SLEEPER, dies_alone, SLEEPER)
+        alone.touch()
         records = {name: json.loads((tmp_path / "jobs/demo" / name).read_text()) for name in controller.records()}
         await until(partial(ended, records["w1.json"]["pid"]))
         found = await controller.launcher.adopt((), spec(SLEEPER))
