@@ -9,10 +9,16 @@ MOST_STEPS = 20
 
 
 def saved(crew: Crew, step: int | None = None) -> None:
-    """Trains on until the controller knows of the checkpoint of that step, or of any."""
+    """Trains on until the controller knows of the checkpoint of that step, or of any.
+
+    Two steps are enough where the crew has not trained beyond that step: the next vote carries that all have written,
+    the one after it that the checkpoint is whole.
+    """
     most = crew.allowed + MOST_STEPS
-    while not any(step in (None, one.step) for one in crew.job.durable.checkpoints):
+    while True:
         crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
+        if any(step in (None, one.step) for one in crew.job.durable.checkpoints):
+            return
         assert crew.allowed < most and not crew.job.durable.phase.is_over, crew.story()
         crew.train_to(crew.allowed + 1)
 
