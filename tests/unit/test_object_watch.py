@@ -40,6 +40,7 @@ class Hasty(Listed):
 
     async def watch(self, path: str, version: str, selector: str) -> AsyncGenerator[WatchNews]:
         self.watches += 1
+        await asyncio.sleep(0)  # as a real one lets the loop turn: a watch without end must not outlive its time
         if self.refuses:
             raise ClusterRefusal(410, "Expired", "too old resource version")
         if self.watches < 0:
