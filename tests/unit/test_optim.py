@@ -18,6 +18,7 @@ from shoal.optim.from_config import TORCH_SCHEDULES, build_optimizer, build_sche
 from shoal.optim.hyper import are_untouched, digest, first_difference, hyper_parameters, load_into
 from shoal_protos.errors import UserError
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 DEEPSPEED: list[dict[str, Any]] = json.loads((Path(__file__).parent / "deepspeed_schedules.json").read_text())
 
@@ -74,6 +75,30 @@ Named.__name__ = "Lamb"
 
 def test_what_an_optimizer_does_counts_and_not_what_it_is_called() -> None:
     assert check_optimizer(Named(one(), lr=0.1), elementwise=False) == "tensors"
+
+
+@pytest.mark.parametrize("method", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("elementwise", [False, True])
+def test_a_step_hook_of_the_scripts_optimizer_is_refused_by_name(method: str, elementwise: bool) -> None:
+    def decay(*_: Any) -> None:
+        """What a script does with each step."""
+
+    optimizer = torch.optim.SGD(one(), lr=0.1)
+    handle = getattr(optimizer, method)(decay)
+    with pytest.raises(UserError, match=rf"^optimizer SGD has a step hook \({method}: .*decay\); .*engine\.step\(\)"):
+        check_optimizer(optimizer, elementwise)
+    handle.remove()
+    assert check_optimizer(optimizer, elementwise) == "tensors"
+
+
+def test_what_torch_itself_puts_around_a_step_is_no_hook_of_the_script() -> None:
+    everybodys = register_optimizer_step_post_hook(lambda *_: None)  # as torch's profiler has one
+    optimizer = two_groups()
+    torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    try:
+        assert check_optimizer(optimizer, elementwise=False) == "tensors"
+    finally:
+        everybodys.remove()
 
 
 # ---- what a configuration's names mean

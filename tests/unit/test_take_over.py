@@ -36,6 +36,14 @@ CALLS: list[tuple[Callable[[Engine], Any], str]] = [
         lambda e: optimizer_of(e).add_param_group({"params": [nn.Parameter(torch.zeros(1))]}),
         r"give the optimizer all its parameters before",
     ),
+    (
+        lambda e: optimizer_of(e).register_step_pre_hook(print),
+        r"^a step hook was registered on the optimizer after shoal.initialize; it would never be called.*callback",
+    ),
+    (
+        lambda e: optimizer_of(e).register_step_post_hook(print),
+        r"^a step hook was registered on the optimizer after shoal.initialize; it would never be called.*callback",
+    ),
 ]
 
 

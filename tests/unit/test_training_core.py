@@ -215,14 +215,7 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
-def hooked(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer whose steps a hook hears of."""
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Counting, hooked])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Counting])
 def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
     kind: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

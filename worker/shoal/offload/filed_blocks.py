@@ -51,8 +51,8 @@ def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
     """Raises `UserError` for an optimizer whose step must be one for all parameters."""
     if not may_step_in_parts(optimizer):
         raise UserError(
-            f"optimizer state in files is updated piece by piece, and {type(optimizer).__name__} may count its steps "
-            "or has hooks that do; use a class of torch.optim without step hooks, or keep the state in memory "
+            f"optimizer state in files is updated piece by piece, and {type(optimizer).__name__} may count its "
+            "steps; use a class of torch.optim, or keep the state in memory "
             '(`zero_optimization.offload_optimizer.device`: "none").'
         )
 

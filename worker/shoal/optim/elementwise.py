@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.logs import get_logger
 from shoal.optim.probe import probe
+from shoal.optim.take_over import HOOK_ADVICE
 
 log = get_logger("shoal.optim")
 
@@ -56,8 +57,9 @@ def check_optimizer(optimizer: Optimizer, elementwise: bool) -> str:
     """What of the optimizer is carried beside parameters, in words. `elementwise`: the script's word, which is taken
     where the probe cannot run.
 
-    Raises `UserError` for one that may not run on blocks, with what the probe saw.
+    Raises `UserError` for one that may not run on blocks, with what the probe saw, and for one with step hooks.
     """
+    _refuse_step_hooks(optimizer)
     found, kind = probe(optimizer), type(optimizer)
     names_known = (NOT_ELEMENTWISE.get(ancestor.__name__.lower()) for ancestor in kind.__mro__)
     saw = found.reason or found.failure
@@ -79,3 +81,12 @@ def check_optimizer(optimizer: Optimizer, elementwise: bool) -> str:
     log.warning("optimizer_not_tried", optimizer=kind.__name__, reason=found.failure,
                 means="it is taken as elementwise at the word of `shoal.elementwise`")  # fmt: skip
     return "not tried"
+
+
+def _refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Hooks on all optimizers (torch's profiler has one) and a scheduler's wrapper around `step` are none of these."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for method, hooks in (("register_step_pre_hook", before), ("register_step_post_hook", after)):
+        for hook in hooks.values():
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise UserError(f"optimizer {type(optimizer).__name__} has a step hook ({method}: {name}); {HOOK_ADVICE}")

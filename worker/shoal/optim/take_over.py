@@ -18,6 +18,11 @@ ADD_GROUP = (
     "optimizer.add_param_group was called after shoal.initialize; give the optimizer all its parameters before, "
     "the layout is fixed from then on."
 )
+HOOK_ADVICE = (
+    "it would never be called, because the engine steps blocks of the optimizer. Put its work in the loop after "
+    "engine.step(), or in a callback (engine.on_step)."
+)
+HOOK = f"a step hook was registered on the optimizer after shoal.initialize; {HOOK_ADVICE}"
 STATE_DICT = (
     "the optimizer's state lies in blocks on all workers, not in this object. Save with engine.save_checkpoint() and "
     "`shoal.checkpoint.path`; any number of workers can resume from that."
@@ -39,6 +44,8 @@ def take_over(optimizer: Optimizer, scheduler: LRScheduler | None, in_loop: Call
     optimizer.step = step  # type: ignore[method-assign]
     optimizer._opt_called = True  # type: ignore[attr-defined]
     optimizer.add_param_group = _refusing(ADD_GROUP)  # type: ignore[method-assign]
+    optimizer.register_step_pre_hook = _refusing(HOOK)  # type: ignore[method-assign]
+    optimizer.register_step_post_hook = _refusing(HOOK)  # type: ignore[method-assign]
     optimizer.state_dict = _refusing(STATE_DICT)  # type: ignore[method-assign]
     load = optimizer.load_state_dict
 

@@ -90,10 +90,9 @@ def without_hooks_on_all() -> Iterator[None]:
 def may_step_in_parts(optimizer: Optimizer) -> bool:
     """Whether it makes no difference that one step is several, each for some of the parameters.
 
-    It does where a class of the user's own counts its steps, or where hooks hear of them.
+    It does where a class of the user's own counts its steps. Step hooks are refused.
     """
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return type(optimizer).__module__.startswith("torch.optim.") and not hooks
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 # ---- values of groups
