@@ -18,10 +18,13 @@ from shoal_protos.errors import UserError
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.quoting import shown
 
+from shoal.config.load import Beside
+
 FOLDER = "elastic"
 """Of elastic checkpoints, in the Trainer's output folder."""
 ALL = 10**15
 """Checkpoints that are kept where no limit is given."""
+WARM_UP = "scheduler.params.warmup_num_steps"
 NO_CLIPPING = 1e38
 """A norm that no gradient reaches: the Trainer tells the norm of a step also where it does not clip."""
 
@@ -80,8 +83,13 @@ class TrainerSteps:
     resume: int | str | bool
 
 
-def config_of(args: Any, shoal: Mapping[str, Any], sizes: TrainerSizes, schedule: TrainerSteps) -> dict[str, Any]:
-    """Shoal's configuration. Raises `UserError` naming all that the file and the arguments say differently."""
+def config_of(
+    args: Any, shoal: Mapping[str, Any], sizes: TrainerSizes, schedule: TrainerSteps, beside: Beside
+) -> dict[str, Any]:
+    """Shoal's configuration. Raises `UserError` naming all that the file and the arguments say differently.
+
+    A section whose object is given beside it is left as it is: what is "auto" there is as the object has it.
+    """
     shoal = section_shoal(args, shoal)
     document = deepspeed_config(args)
     if document is None:
@@ -91,7 +99,12 @@ def config_of(args: Any, shoal: Mapping[str, Any], sizes: TrainerSizes, schedule
             "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else NO_CLIPPING,
         }
     else:
-        meanings = _meanings(args, sizes, schedule.max_steps)
+        given = [name for name in ("optimizer", "scheduler") if getattr(beside, name)]
+        meanings = {
+            key: meaning
+            for key, meaning in _meanings(args, sizes, schedule.max_steps).items()
+            if key.partition(".")[0] not in given
+        }
         faults = list(_differences(document, meanings))
         if faults:
             raise UserError("; ".join(faults) + '. Give each once, or write "auto" in the DeepSpeed configuration.')
@@ -143,7 +156,7 @@ def _meanings(args: Any, sizes: TrainerSizes, max_steps: int) -> dict[str, Any]:
         "optimizer.params.weight_decay": args.weight_decay,
         "scheduler.params.warmup_min_lr": 0,
         "scheduler.params.warmup_max_lr": args.learning_rate,
-        "scheduler.params.warmup_num_steps": args.get_warmup_steps(max_steps),
+        WARM_UP: max(1, args.get_warmup_steps(max_steps)),
         "scheduler.params.total_num_steps": max_steps,
         "fp16.enabled": args.fp16 or args.fp16_full_eval,
         "bf16.enabled": args.bf16 or args.bf16_full_eval,
@@ -154,8 +167,10 @@ def _differences(document: Mapping[str, Any], meanings: Mapping[str, Any]) -> It
     """Keys that the arguments have too, where both give a number and the numbers differ."""
     for key, meaning in meanings.items():
         value = _at(document, key)
-        if value is None or value == "auto" or key in ("scheduler.params.warmup_min_lr",):
+        if value is None or value == "auto" or key == "scheduler.params.warmup_min_lr":
             continue
+        if key == WARM_UP and value == 0:
+            continue  # which no schedule takes: that is said where it is read
         if value != meaning:
             yield f"`{key}` is {shown(value)} in the DeepSpeed configuration and {shown(meaning)} by the arguments"
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +44,7 @@ from shoal.training.exit import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 
 log = get_logger("shoal")
+Scheduler = LRScheduler | Callable[[Any], LRScheduler]
 BY_POSITION = tuple(inspect.signature(transformers.Trainer.__init__).parameters)[3:]
 """Arguments of the library's Trainer after model and args, which scripts may give by position."""
 
@@ -120,7 +122,7 @@ class ElasticTraining:
         optimizer, scheduler = self._optimizer_and_scheduler(max_steps)
         schedule = TrainerSteps(max_steps, self._save_every(order), self._resume_point())
         beside = Beside(optimizer=optimizer is not None, scheduler=scheduler is not None)
-        config = load_config(config_of(self.args, self._shoal, sizes, schedule), beside)
+        config = load_config(config_of(self.args, self._shoal, sizes, schedule, beside), beside)
         reader = StepReader(loader.dataset, loader.collate_fn, order, config.seed, self._look_at)
         given = Given(
             self.model, config, loader.dataset, optimizer, scheduler, loader.collate_fn, source=reader,
@@ -146,22 +148,27 @@ class ElasticTraining:
             log.info("batches_are_grouped_by_length", means="in an order that is drawn from seed and epoch, the same "
                      "in every world, and not the original's")  # fmt: skip
 
-    def _optimizer_and_scheduler(self, max_steps: int) -> tuple[Any, LRScheduler | None]:
-        """Those of the arguments, where the DeepSpeed configuration names none."""
+    def _optimizer_and_scheduler(self, max_steps: int) -> tuple[Any, Scheduler | None]:
+        """Those that the script gives, which the engine compares with the DeepSpeed configuration; those of the
+        arguments where neither names one. None: the configuration's. A scheduler may be made once its optimizer is.
+        """
         document = deepspeed_config(self.args) or {}
+        if self.engine is not None:
+            self.optimizer = None  # of the training before
         if self._created_lr_scheduler:  # type: ignore[has-type]
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        if "optimizer" in document:
-            self.optimizer = None
-        elif self.optimizer is None or getattr(self.optimizer, "_opt_called", False):
-            self.optimizer = None
+        is_given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None  # type: ignore[attr-defined]
+        if is_given or document.get("optimizer") is None:
             self.create_optimizer()  # type: ignore[attr-defined]
-        if "scheduler" in document or self.optimizer is None:
-            self.lr_scheduler = None
-        else:
-            self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
         check_given(self.model, self.optimizer, self.lr_scheduler)
-        return self.optimizer, self.lr_scheduler
+        if self.lr_scheduler is not None or document.get("scheduler") is not None:
+            return self.optimizer, self.lr_scheduler
+        return self.optimizer, partial(self._scheduler_over, max_steps)
+
+    def _scheduler_over(self, max_steps: int, optimizer: Any) -> Any:
+        """That of the arguments, over the optimizer that trains."""
+        self.optimizer = optimizer
+        return self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
 
     def _save_every(self, order: BatchOrder) -> int | None:
         """Steps between two elastic checkpoints: whenever a model may be saved."""
