@@ -132,11 +132,13 @@ def test_a_saved_folder_is_a_model_and_training_goes_on_from_it_to_the_same_bits
     loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "whole" / f"checkpoint-{STEPS}")
     for mine, theirs in zip(loaded.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    again = Script(tmp_path / "again", SAVING, model=lambda: gpt2(0.1), resume=str(tmp_path / "whole/checkpoint-5"))
+    others = {**SAVING, "save_steps": 3, "save_total_limit": 2, "dataloader_num_workers": 1}
+    again = Script(tmp_path / "again", others, model=lambda: gpt2(0.1), resume=str(tmp_path / "whole/checkpoint-5"))
     resumed = again.alone()
     assert resumed.fingerprint == whole.fingerprint
     assert untimed_log(resumed) == untimed_log(whole)
-    newest = Script(tmp_path / "whole", SAVING, model=lambda: gpt2(0.1), resume=True).alone()
+    assert {path.name for path in (tmp_path / "again").glob("checkpoint-*")} == {"checkpoint-9", f"checkpoint-{STEPS}"}
+    newest = Script(tmp_path / "whole", others, model=lambda: gpt2(0.1), resume=True).alone()
     assert newest.fingerprint == whole.fingerprint
 
 

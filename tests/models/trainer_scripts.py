@@ -93,7 +93,7 @@ class Script:
     def original(self) -> Any:
         """The library's own Trainer, trained."""
         trainer = self.trainer(transformers)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=self.resume)
         self.after(trainer)
         return trainer
 

@@ -26,7 +26,7 @@ class ElasticRun:
 
     def __init__(self, trainer: Any, engine: Engine, reader: StepReader, ignored_keys: list[str] | None) -> None:
         self._trainer, self.engine, self._reader, self._ignored_keys = trainer, engine, reader, ignored_keys
-        self.kept = KeptState(trainer)
+        self.kept = KeptState(trainer, self._rate)
         self.start_time = time.time()
         self._begun = False
         self._lane_step = -1
@@ -38,7 +38,6 @@ class ElasticRun:
         trainer._tr_loss = torch.tensor(0.0, dtype=torch.float64)
         trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer.current_flos = 0.0, 0, 0.0
         trainer._initial_num_input_tokens_seen = trainer._initial_global_step = 0
-        self.kept.next_rate = self._rate()
         self.engine.register_state(NAME, self.kept)
         self.engine.parts.boundary.add_keeper(self.on_commit)
 

@@ -1,0 +1,179 @@
+"""A Trainer's job that is resumed: what is the run's, what the arguments of the second start say, which checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, transformers, untimed_log
+from rule import Edit, holds, rule
+from shoal.integrations.transformers import kept_state
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAVED = STEPS_PER_EPOCH
+"""The step whose checkpoint the second start is given."""
+FIRST: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": SAVED}
+FOLDER = f"checkpoint-{SAVED}"
+
+
+def test_each_field_of_the_librarys_state_is_the_runs_the_arguments_or_the_workers() -> None:
+    names = [field.name for field in dataclasses.fields(transformers.TrainerState)]
+    kinds = [*kept_state.OF_THE_RUN, *kept_state.OF_THE_ARGUMENTS, *kept_state.OF_THE_WORKER]
+    assert sorted(kinds) == sorted(names)
+
+
+class Unhurried:
+    """No step begins before the save at hand is written, so none is skipped."""
+
+    def training_step(self, *more: Any, **named: Any) -> Any:
+        saver = self.engine.parts.saving._saver  # type: ignore[attr-defined]
+        if saver is not None:
+            saver.join()
+        return super().training_step(*more, **named)  # type: ignore[misc]
+
+
+@rule(
+    "A Trainer that is resumed has of the saved state what was trained, and of its arguments how long and how often: "
+    "it ends where its own arguments say",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.integrations.transformers.kept_state",
+            "        for name in OF_THE_RUN:\n",
+            "        for name in (*OF_THE_RUN, *OF_THE_ARGUMENTS):\n",
+        ),
+        Edit(
+            "shoal.integrations.transformers.kept_state",
+            "        alike = given.get(name) == given_then.get(name)\n",
+            "        alike = True\n",
+            by="test_what_a_callback_is_made_with_is_the_scripts_and_what_it_has_counted_the_runs",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_train_epochs": 4},
+        {"num_train_epochs": 2.5},
+        {"max_steps": 10},
+        {"max_steps": 6},
+        {"num_train_epochs": 3, "lr_scheduler_type": "cosine", "warmup_steps": 0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("saved", [SAVED, 2 * SAVED])
+def test_a_job_resumed_for_longer_or_shorter_ends_where_the_original_does(
+    saved: int, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    ended = []
+    for name, start, mixin in (("original", Script.original, object), ("elastic", Script.alone, Unhurried)):
+        start(Script(tmp_path / name, FIRST, mixin=mixin))
+        again = Script(tmp_path / name, {**FIRST, **arguments}, resume=str(tmp_path / name / f"checkpoint-{saved}"))
+        ended.append(start(again))
+    original, elastic = ended
+    for name in ("global_step", "max_steps", "num_train_epochs", "epoch"):
+        assert getattr(elastic.state, name) == pytest.approx(getattr(original.state, name)), name
+    for name in ("step", "loss", "learning_rate"):
+        assert column(elastic, name) == pytest.approx(column(original, name), rel=2e-3, abs=1e-6), name
+    if elastic.state.global_step > saved:
+        folders = [tmp_path / name / f"checkpoint-{elastic.state.global_step}" for name in ("original", "elastic")]
+        written = [json.loads((folder / "trainer_state.json").read_text()) for folder in folders]
+        assert [one["max_steps"] for one in written] == [original.state.max_steps] * 2
+
+
+@holds("A Trainer that is resumed")
+def test_how_often_a_resumed_job_logs_and_saves_is_as_its_arguments_say_and_one_warning_names_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Script(tmp_path, {**FIRST, "save_total_limit": 5}, mixin=Unhurried).alone()
+    capsys.readouterr()
+    more = {**FIRST, "num_train_epochs": 3, "logging_steps": 4, "save_steps": 6}
+    again = Script(tmp_path, more, resume=str(tmp_path / FOLDER), mixin=Unhurried).alone()
+    said = capsys.readouterr().err
+    assert column(again, "step")[:-1] == [1, 2, 3, 4, 8, 12]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (4, 6, 8, 12)}
+    assert {"step-000000000006", "step-000000000012"} <= {path.name[:17] for path in (tmp_path / "elastic").iterdir()}
+    assert said.count("resumed_with_other_arguments") == 1
+    for differs in ("8 then, 12 now", "2 then, 3 now", "1 then, 4 now", "4 then, 6 now"):
+        assert differs in said
+    assert first.state.max_steps == 8
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abcd"])
+def test_a_job_resumed_for_longer_has_the_same_bits_in_worlds_of_1_to_4(names: str, tmp_path: Path) -> None:
+    Script(tmp_path, FIRST).alone()
+    more = Script(tmp_path, {**FIRST, "save_steps": 100, "num_train_epochs": 4}, resume=str(tmp_path / FOLDER))
+    right = replace(more, folder=tmp_path / "alone").alone()
+    with Crew(names, replace(more, folder=tmp_path / "crew").task(kept := list[Any]())) as crew:
+        assert crew.finish() == right.fingerprint
+    assert [untimed_log(trainer) for trainer in kept] == [untimed_log(right)] * len(names)
+    assert right.state.global_step == 4 * STEPS_PER_EPOCH
+
+
+# ---- callbacks
+
+
+class Counts(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[misc]
+    """Is made with a goal, which it raises at each epoch where it is to, and counts steps."""
+
+    def __init__(self, goal: float = 0.0, raises: bool = False) -> None:
+        self.goal, self.raises, self.steps = goal, raises, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps += 1
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.goal += self.raises
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"goal": self.goal, "raises": self.raises}, "attributes": {"steps": self.steps}}
+
+
+def counting(trainer: Any) -> Counts:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Counts))
+
+
+@holds("A Trainer that is resumed")
+@pytest.mark.parametrize(
+    ("then", "now", "restores", "goal"),
+    [
+        ((0.25,), (0.75,), False, 0.75),
+        ((0.25,), (0.75,), True, 0.25),
+        ((0.25, True), (0.25, True), False, 0.25 + 3),
+        ((0.25, True), (0.75, True), False, 0.75 + 2),
+    ],
+    ids=["another", "another, and the saved one is asked for", "the same", "another, that changes"],
+)
+def test_what_a_callback_is_made_with_is_the_scripts_and_what_it_has_counted_the_runs(
+    then: tuple[Any, ...], now: tuple[Any, ...], restores: bool, goal: float, tmp_path: Path
+) -> None:
+    Script(tmp_path, FIRST, {"callbacks": lambda: [Counts(*then)]}).alone()
+    arguments = {**FIRST, "num_train_epochs": 3, "restore_callback_states_from_checkpoint": restores}
+    given = {"callbacks": lambda: [Counts(*now)]}
+    again = counting(Script(tmp_path, arguments, given, resume=str(tmp_path / FOLDER)).alone())
+    assert (again.goal, again.steps) == (goal, STEPS)
+
+
+def test_a_joiners_callback_has_what_the_others_have_made_of_their_arguments(tmp_path: Path) -> None:
+    given = {"callbacks": lambda: [Counts(0.25, True)]}
+    with Crew("ab", Script(tmp_path, {}, given).task(kept := list[Any]())) as crew:
+        crew.train_to(STEPS_PER_EPOCH + 1)
+        crew.add("c")
+        crew.finish()
+    assert [(counting(trainer).goal, counting(trainer).steps) for trainer in kept] == [(3.25, STEPS)] * 3
+
+
+def test_a_callback_that_a_resumed_script_has_no_more_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Script(tmp_path, FIRST, {"callbacks": lambda: [Counts(1.0)]}).alone()
+    assert "callbacks_are_missing" not in capsys.readouterr().err
+    Script(tmp_path, {**FIRST, "num_train_epochs": 3}, resume=str(tmp_path / FOLDER)).alone()
+    said = capsys.readouterr().err
+    assert "callbacks_are_missing" in said and "Counts" in said
