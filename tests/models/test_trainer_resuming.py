@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from crew import Crew
-from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, transformers, untimed_log
+from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, door, transformers, untimed_log
 from rule import Edit, holds, rule
 from shoal.integrations.transformers import kept_state
+from shoal_protos.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -177,3 +178,44 @@ def test_a_callback_that_a_resumed_script_has_no_more_is_named(
     Script(tmp_path, {**FIRST, "num_train_epochs": 3}, resume=str(tmp_path / FOLDER)).alone()
     said = capsys.readouterr().err
     assert "callbacks_are_missing" in said and "Counts" in said
+
+
+class Clips(transformers.TrainerCallback):  # type: ignore[misc]
+    """Would act on gradients."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Would clip."""
+
+
+class Brings(transformers.TrainerCallback):  # type: ignore[misc]
+    """Adds another one in the middle of training."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.trainer.callback_handler.add_callback(Clips())
+
+
+def _by_attribute(trainer: Any) -> None:
+    callback = transformers.TrainerCallback()
+    callback.on_pre_optimizer_step = lambda *_, **__: None
+    trainer.add_callback(callback)
+
+
+WAYS = {
+    "add_callback, an object": lambda trainer: trainer.add_callback(Clips()),
+    "add_callback, a class": lambda trainer: trainer.add_callback(Clips),
+    "the handler": lambda trainer: trainer.callback_handler.add_callback(Clips),
+    "an attribute": _by_attribute,
+    "a callback": lambda trainer: trainer.add_callback(Brings(trainer)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_callback_that_would_act_on_gradients_is_refused_however_it_comes(way: str, tmp_path: Path) -> None:
+    trainer = Script(tmp_path).trainer(door)
+    with pytest.raises(UserError, match="has on_pre_optimizer_step, which cannot be honoured"):
+        WAYS[way](trainer)
+        trainer.train()

@@ -16,6 +16,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from shoal.exchange.ballot import Request
 from shoal.exchange.vote import halts
+from shoal.integrations.transformers.honourable import check_callbacks
 from shoal.integrations.transformers.kept_state import NAME, KeptState
 from shoal.integrations.transformers.step_reader import StepReader
 from shoal.training.engine import Engine
@@ -104,7 +105,7 @@ class ElasticRun:
         trainer.current_flos += facts.operations
         trainer.state.num_input_tokens_seen += facts.tokens
         self._add_loss(self.engine.loss)
-        trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
+        check_callbacks(handler.callbacks)  # one may have come meanwhile
         trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
         trainer.state.global_step = state.step
         epoch, in_epoch = divmod(state.step, self._steps_per_epoch)

@@ -5,7 +5,7 @@ docs/transformers.md has the same list; a test holds one to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shoal_protos.errors import UserError
@@ -55,6 +55,14 @@ def check_honourable(args: Any, given: Mapping[str, Any]) -> None:
         )
 
 
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Raises `UserError` for a callback that is to act where nothing is to be acted on. For each way in which callbacks
+    come: to the Trainer, to its handler, in the middle of training.
+    """
+    for fault in _callbacks(callbacks):
+        raise UserError(fault)
+
+
 def _arguments(args: Any) -> Iterator[str]:
     for name, (is_refused, why) in ARGUMENTS.items():
         if is_refused(args):
@@ -78,18 +86,23 @@ def _objects(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
             f"`train_dataset` is a {type(dataset).__name__} without numbered samples, which cannot be honoured: which "
             "worker reads which sample changes; give a dataset with __len__ and __getitem__."
         )
-    for callback in given.get("callbacks") or ():
-        kind: Any = callback if isinstance(callback, type) else type(callback)
-        if kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-            yield (
-                f"callback {kind.__name__} has on_pre_optimizer_step, which cannot be honoured: gradients lie in "
-                "blocks on all workers then; clip by `max_grad_norm`."
-            )
+    yield from _callbacks(given.get("callbacks") or ())
     if args.load_best_model_at_end and _stage(args) == 3:
         yield (
             "`load_best_model_at_end` is true, which cannot be honoured with ZeRO stage 3: no worker has the whole "
             "model; load the folder `trainer.state.best_model_checkpoint` by from_pretrained."
         )
+
+
+def _callbacks(callbacks: Iterable[Any]) -> Iterator[str]:
+    for callback in callbacks:
+        event = getattr(callback, "on_pre_optimizer_step", None)
+        if event is not None and getattr(event, "__func__", event) is not TrainerCallback.on_pre_optimizer_step:
+            name = getattr(callback, "__name__", type(callback).__name__)
+            yield (
+                f"callback {name} has on_pre_optimizer_step, which cannot be honoured: gradients lie in blocks on all "
+                "workers then; clip by `max_grad_norm`."
+            )
 
 
 def _stage(args: Any) -> Any:

@@ -32,7 +32,7 @@ from shoal.integrations.transformers.engine_config import (
     section_shoal,
     sizes_of,
 )
-from shoal.integrations.transformers.honourable import check_honourable
+from shoal.integrations.transformers.honourable import check_callbacks, check_honourable
 from shoal.integrations.transformers.kept_state import exported
 from shoal.integrations.transformers.resuming import checkpoint_of
 from shoal.integrations.transformers.step_reader import BatchFacts, StepReader
@@ -79,12 +79,18 @@ class ElasticTraining:
         args._n_gpu = min(1, args.n_gpu)  # a worker has one device
         super().__init__(model, args, *more, **named)  # type: ignore[call-arg]
 
+    def add_callback(self, callback: Any) -> None:
+        """As the library's. Raises `UserError` for what `callbacks=` does not take either."""
+        check_callbacks([callback])
+        super().add_callback(callback)  # type: ignore[misc]
+
     # ---- training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **named: Any) -> Any:
         """As the library's; `resume_from_checkpoint` is a folder that this Trainer has saved, or True: the newest."""
         if trial is not None:
             self.hyperparameter_search()
+        check_callbacks(self.callback_handler.callbacks)
         self._resume = resume_from_checkpoint or None
         return super().train(None, None, **named)  # type: ignore[misc]
 
