@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crew import Crew
-from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, door, transformers, untimed_log
+from models.trainer_scripts import STEPS, STEPS_PER_EPOCH, Script, column, door, gpt2, transformers, untimed_log
 from rule import Edit, holds, rule
 from shoal.integrations.transformers import kept_state
 from shoal_protos.errors import UserError
@@ -219,3 +221,122 @@ def test_a_callback_that_would_act_on_gradients_is_refused_however_it_comes(way:
     with pytest.raises(UserError, match="has on_pre_optimizer_step, which cannot be honoured"):
         WAYS[way](trainer)
         trainer.train()
+
+
+# ---- which checkpoint
+
+
+def parts(folder: Path, step: int) -> Iterator[Path]:
+    """The elastic checkpoints of that step."""
+    return (folder / "elastic").glob(f"step-{step:012d}-*")
+
+
+def lose(folder: Path, step: int) -> None:
+    for part in parts(folder, step):
+        shutil.rmtree(part)
+
+
+def cut_short(folder: Path, step: int) -> None:
+    for part in parts(folder, step):
+        (part / "manifest.json").unlink()
+
+
+EVERY_EPOCH = {"save_strategy": "epoch"}
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Any:
+    return Script(tmp_path, EVERY_EPOCH, model=lambda: gpt2(0.1), mixin=Unhurried).alone()
+
+
+def again(folder: Path, resume: str | bool, **more: Any) -> Script:
+    return Script(folder, {**EVERY_EPOCH, "save_total_limit": 9, **more}, model=lambda: gpt2(0.1), resume=resume)
+
+
+@pytest.mark.parametrize("harm", [lose, cut_short])
+@pytest.mark.parametrize("names", ["a", "abc"])
+def test_a_folder_whose_elastic_part_is_missing_means_the_newest_before_it(
+    names: str, harm: Any, whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harm(tmp_path, STEPS)
+    last = transformers.trainer_utils.get_last_checkpoint(str(tmp_path))
+    assert Path(last).name == f"checkpoint-{STEPS}"
+    capsys.readouterr()
+    with Crew(names, again(tmp_path, last).task()) as crew:
+        assert crew.finish() == whole.fingerprint
+    said = capsys.readouterr().err
+    assert f"training goes on from step {2 * STEPS_PER_EPOCH}" in said
+
+
+def test_where_the_very_first_save_was_cut_short_a_script_that_names_it_begins_anew(
+    whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2 * STEPS_PER_EPOCH, STEPS):
+        lose(tmp_path, step)
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    cut_short(tmp_path, STEPS_PER_EPOCH)
+    for resume in (str(tmp_path / FOLDER), True):
+        shutil.copytree(tmp_path, copy := tmp_path.with_name(f"copy {resume is True}"))
+        named = str(copy / FOLDER) if resume is not True else True
+        assert again(copy, named).alone().fingerprint == whole.fingerprint
+        assert "the first save of its run was cut short; training begins at step 0" in capsys.readouterr().err
+
+
+def test_a_job_that_began_anew_in_a_used_folder_does_not_go_on_from_what_another_run_has_saved_there(
+    whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {one.name for step in (4, 8, 12) for one in parts(tmp_path, step)}
+    other = Script(
+        tmp_path, {**EVERY_EPOCH, "seed": 11, "num_train_epochs": 1}, model=lambda: gpt2(0.1), mixin=Unhurried
+    )
+    other.alone()
+    (mine,) = [one for one in parts(tmp_path, STEPS_PER_EPOCH) if one.name not in before]
+    (mine / "manifest.json").unlink()
+    capsys.readouterr()
+    resumed = replace(
+        other, arguments={**other.arguments, "num_train_epochs": 2}, resume=str(tmp_path / FOLDER)
+    ).alone()
+    assert "the first save of its run was cut short; training begins at step 0" in capsys.readouterr().err
+    right = replace(other, folder=tmp_path / "right", arguments={**other.arguments, "num_train_epochs": 2}).alone()
+    assert resumed.fingerprint == right.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda folder: [lose(folder, step) for step in (4, 8, 12)], "of step 4 or before; there are none"),
+        (lambda folder: lose(folder, 4), r"of step 4 or before; there are \[8, 12\]"),
+        (lambda folder: shutil.rmtree(folder / "elastic"), "save_only_model"),
+        (lambda folder: (folder / FOLDER / "trainer_state.json").write_text("{"), "trainer_state.json cannot be read"),
+    ],
+    ids=["all lost", "later ones alone", "no elastic ones", "no folder of a Trainer"],
+)  # fmt: skip
+def test_a_folder_that_there_is_nothing_to_go_on_from_is_refused(
+    harm: Any, sentence: str, whole: Any, tmp_path: Path
+) -> None:
+    harm(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        again(tmp_path, str(tmp_path / FOLDER)).alone()
+
+
+@pytest.mark.parametrize("resume", ["out/checkpoint-7", True], ids=["a folder", "the newest"])
+def test_whoever_joins_a_job_under_way_goes_on_with_it_whatever_its_script_asks_for(
+    resume: str | bool, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CONTROLLER", "localhost:1")
+    script = Script(tmp_path / "crew", EVERY_EPOCH, model=lambda: gpt2(0.1))
+    with Crew("ab", script.task()) as crew:
+        crew.train_to(2)
+        crew.kill("b")
+        crew.add("c", replace(script, resume=resume).task())
+        assert crew.finish() == whole.fingerprint
+        assert not crew.workers["c"].failure
+
+
+def test_a_job_that_begins_by_a_folder_that_is_not_there_is_refused_on_each_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CONTROLLER", "localhost:1")
+    with Crew("ab", Script(tmp_path, EVERY_EPOCH, resume="out/checkpoint-7").task()) as crew:
+        crew.until("both", lambda: all(not worker.alive for worker in crew.workers.values()))
+        assert all("out/checkpoint-7" in worker.failure for worker in crew.workers.values())

@@ -158,15 +158,25 @@ def checkpoints(
                     unread.append(str(error))
 
 
-def _latest(storage: Storage, skipped: Skipped, own: Own | None, unreadable: Collection[str]) -> Found | None:
-    """The newest that can be read, and that no newer one, readable or not, has given up."""
+def latest(
+    storage: Storage,
+    skipped: Skipped,
+    own: Own | None = None,
+    unreadable: Collection[str] = (),
+    is_meant: Callable[[Found], bool] = lambda _: True,
+) -> Found | None:
+    """The newest that can be read, and that no newer one, readable or not, has given up; of those that are meant.
+
+    Raises `NoneReadable` where there are some and none of them can be read.
+    """
     lineage: list[Branch] = []
     unread: list[str] = []
     for one in checkpoints(storage, skipped, own, unread):
         if is_given_up(one.name.generation, one.name.step, lineage):
             skipped(f"{one.path} was given up: training went back to an earlier step and continued without it.")
         elif one.path not in unreadable:
-            return one
+            if is_meant(one):
+                return one
         else:
             unread.append(f"{one.path} cannot be read.")
         lineage += one.manifest.lineage
@@ -199,7 +209,7 @@ def resolve(
         raise NotFound(f"resume is step {resume}, and no `shoal.checkpoint.path` says where checkpoints are.")
     storage = open_storage(path)
     if resume == "latest":
-        return _latest(storage, skipped, own, unreadable)
+        return latest(storage, skipped, own, unreadable)
     for found in checkpoints(storage, skipped):
         if found.name.step == resume:
             return found

@@ -34,10 +34,10 @@ from shoal.integrations.transformers.engine_config import (
 )
 from shoal.integrations.transformers.honourable import check_callbacks, check_honourable
 from shoal.integrations.transformers.kept_state import exported
-from shoal.integrations.transformers.resuming import checkpoint_of
+from shoal.integrations.transformers.resuming import mark_runs, resume_point
 from shoal.integrations.transformers.step_reader import BatchFacts, StepReader
 from shoal.logs import get_logger
-from shoal.session.settings import SessionSettings
+from shoal.session.link_choice import is_worker
 from shoal.training.arguments import check_given
 from shoal.training.engine import Engine
 from shoal.training.exit import tell_errors_in_a_sentence
@@ -126,7 +126,8 @@ class ElasticTraining:
         """The engine, and what trains by it."""
         order = BatchOrder(loader, sizes.lanes, sizes.micro_batches, self.args.seed)
         optimizer, scheduler = self._optimizer_and_scheduler(max_steps)
-        schedule = TrainerSteps(max_steps, self._save_every(order), self._resume_point())
+        point = resume_point(self._resume, self.args.output_dir, is_worker())
+        schedule = TrainerSteps(max_steps, self._save_every(order), point.resume)
         beside = Beside(optimizer=optimizer is not None, scheduler=scheduler is not None)
         config = load_config(config_of(self.args, self._shoal, sizes, schedule, beside), beside)
         reader = StepReader(loader.dataset, loader.collate_fn, order, config.seed, self._look_at)
@@ -135,6 +136,7 @@ class ElasticTraining:
             beside={"order of samples": order.digest()},
         )  # fmt: skip
         engine = self.engine = self._engine_of(given)
+        point.on_welcome(is_under_way=bool(engine.context.link.job.opened_generations))
         state = engine.context.state
         self.optimizer, self.lr_scheduler, self.model_wrapped = state.optimizer, state.scheduler, self.model
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -185,12 +187,6 @@ class ElasticTraining:
             by = args.eval_strategy
             return int(self.state.eval_steps) if by == "steps" else order.steps_per_epoch
         return int(self.state.save_steps) if by == SaveStrategy.STEPS else order.steps_per_epoch
-
-    def _resume_point(self) -> int | str | bool:
-        """Where to go on: where the caller says; else a job goes on by itself, and a script alone begins anew."""
-        if self._resume is None or self._resume is False:
-            return "latest" if SessionSettings.from_environment(os.environ).controller else False
-        return checkpoint_of(self._resume, self.args.output_dir)
 
     def _look_at(self, batch: Any) -> BatchFacts:
         """What the library counts of a batch."""
@@ -298,6 +294,8 @@ class ElasticTraining:
             shutil.rmtree(draft, ignore_errors=True)
             self.save_model(str(draft), _internal_call=True)  # type: ignore[attr-defined]
             self.state.save_to_json(str(draft / "trainer_state.json"))
+            context = self._run.engine.context
+            mark_runs(draft, context.link.job.run, context.state.lineage)
             shutil.rmtree(folder, ignore_errors=True)
             draft.rename(folder)
             transformers.trainer.rotate_checkpoints(
