@@ -93,19 +93,6 @@ async def test_of_wrong_tokens_side_by_side_a_few_wait_and_the_others_are_refuse
         "        except ZeroDivisionError:  # by the server, which ends all",
     ),
 )
-@rule(
-    "Wrong tokens of one address are answered later and later, a right one at once",
-    "Not marked in the design, but needed as much",
-    broken_by=[
-        Edit("shoal_controller.failed_logins", "        if over <= 0:\n", "        if over:\n"),
-        Edit(
-            "shoal_controller.api.guard",
-            "        caller = self._caller(headers, self._address(scope))\n",
-            "        self._failed_logins.check(self._address(scope))\n"
-            "        caller = self._caller(headers, self._address(scope))\n",
-        ),
-    ],
-)
 @asynchronous
 async def test_a_controller_that_ends_answers_wrong_tokens_that_wait_and_logs_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -123,6 +110,19 @@ async def test_a_controller_that_ends_answers_wrong_tokens_that_wait_and_logs_no
     assert "Traceback" not in capfd.readouterr().err
 
 
+@rule(
+    "Wrong tokens of one address are answered later and later, a right one at once",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit("shoal_controller.failed_logins", "        if over <= 0:\n", "        if over:\n"),
+        Edit(
+            "shoal_controller.api.guard",
+            "        caller = self._caller(headers, self._address(scope))\n",
+            "        self._failed_logins.check(self._address(scope))\n"
+            "        caller = self._caller(headers, self._address(scope))\n",
+        ),
+    ],
+)
 @asynchronous
 async def test_a_right_token_is_answered_at_once_beside_any_number_of_requests_without_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
