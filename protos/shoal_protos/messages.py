@@ -380,6 +380,10 @@ WRONG_USE = 2
 """Exit status of a script whose user gave what cannot work; Python and most commands use it so too."""
 NO_CONTROLLER = 75
 """Exit status (`EX_TEMPFAIL`) of a launched worker that was in no world and found no controller: not a failure."""
+START_AGAIN = 75
+"""Exit status (the same one) of a worker that no launcher has started, where a fresh process is to take its place."""
+FRESH_PROCESS = "NeedsFreshProcess"
+"""`Fault.exception` of a process that has gone too far to take part, where a fresh one can: not a failure either."""
 
 
 class Ending(StrEnum):
@@ -394,7 +398,7 @@ class Ending(StrEnum):
     START_OVER = "start_over"
     """You were evicted and change nothing any more: come back as a joiner with a new id."""
     REPLACED = "replaced"
-    """You were evicted and replaced: end."""
+    """Another process takes this one's place: end. A launcher starts it; where there is none, `shoal worker` does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,19 @@ class Job:
 
     def start_worker(self, host: int) -> None:
         grpc = f"{self.hosts.address(0)}:{GRPC}"
-        command = [SHOAL, "worker", "--controller", grpc, "--job", NAME, "--", sys.executable, str(SCRIPT)]
+        command = [
+            SHOAL,
+            "worker",
+            "--controller",
+            grpc,
+            "--job",
+            NAME,
+            "--restarts",
+            "0",
+            "--",
+            sys.executable,
+            str(SCRIPT),
+        ]
         domain = {"SHOAL_FAILURE_DOMAIN": f"host{host}"}
         self._processes[host] = self._start(host, command, domain)
 

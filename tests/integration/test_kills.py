@@ -10,8 +10,9 @@ import signal
 from typing import Any
 
 import pytest
-from integration.cluster import Cluster, until
+from integration.cluster import Cluster, undisturbed, until
 from matrices import shortened
+from shoal_protos.messages import START_AGAIN
 from tiers import promise
 
 SHORT: dict[str, Any] = {"max_steps": 8}
@@ -84,14 +85,28 @@ def test_two_workers_die_at_once_and_mirrors_of_both_live_on() -> None:
 
 
 @promise("no copy of a block lives")
-def test_blocks_of_which_no_copy_lives_fail_a_job_that_nobody_can_start_anew() -> None:
+def test_a_job_without_a_launcher_and_a_checkpoint_begins_anew_where_no_copy_of_a_block_lives() -> None:
     with Cluster(workers=3, options=LONG, pace=PACE) as cluster:
         cluster.wait_step(3)
         cluster.kill("w1", "w2")
+        cluster.add()  # which may be a joiner before the loss is known
+        assert cluster.wait_exit("w0") == START_AGAIN
+        sentences = [line for line in cluster.log("w0").splitlines() if line.startswith("shoal: no living copy of")]
+        assert len(sentences) == 1 and "the job begins anew, which takes a fresh process" in sentences[0]
+        cluster.add(2)  # whose place `shoal worker` would have taken
+        cluster.wait_done()
+        assert cluster.fingerprint == undisturbed(LONG)
+        assert "the job begins anew" not in cluster.job()["reason"] and cluster.messages("anew")
+
+
+def test_a_job_to_which_too_few_come_to_begin_anew_fails_and_says_which_blocks_were_lost() -> None:
+    spec = {"workers": {"wanted": 3, "min": 2}, "stall_seconds": 3.0}
+    with Cluster(workers=3, options=LONG, pace=PACE, spec=spec) as cluster:
+        cluster.wait_step(3)
+        cluster.kill("w1", "w2")
         cluster.wait_phase("failed")
-        assert "no living copy of" in cluster.job()["reason"]
-        assert "every process that held them is dead" in cluster.job()["reason"]
-        assert cluster.wait_exit("w0") == 1
+        reason = cluster.job()["reason"]
+        assert "no living copy of" in reason and "0 of 2 workers came to begin anew within 3 s" in reason
 
 
 def test_one_is_killed_and_one_is_frozen_at_once() -> None:

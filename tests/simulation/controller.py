@@ -247,7 +247,8 @@ class ControllerHost:
         elif isinstance(effect, Note):
             if effect.kind == "claim_refused" and effect.worker not in simulation.liars:
                 simulation.watch.violated("an honest worker was not believed", effect.message)
-            simulation.say("controller:", effect.kind, "|", effect.message)
+            if effect.kind != "survives":  # it tells what the job is made of, which is a transcript's first line
+                simulation.say("controller:", effect.kind, "|", effect.message)
             simulation.links.noted(effect)
         elif isinstance(effect, Close):
             stream = self.streams.get(effect.connection)

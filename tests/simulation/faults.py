@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shoal_controller.core.machine.effects import Adopt, Kill, Persist, Send, Spawn
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
+from .disasters import Disasters
 from .liars import Liars
 from .operators import Operators
 from .pod_faults import PodFaults
@@ -34,6 +35,7 @@ class Faults:
         self.liars = Liars(simulation)
         self.operators = Operators(simulation)
         self.links = simulation.links
+        self.disasters = Disasters(simulation)
         self.pods = PodFaults(simulation)
         self.flips = Random(f"flips of {simulation.seed}")
 
@@ -43,6 +45,7 @@ class Faults:
         self.liars.rage(seconds)
         self.operators.rage(seconds)
         self.links.rage(seconds)
+        self.disasters.rage(seconds)
         self.pods.rage(seconds)
         for _ in range(self.flips.choice((0, 0, 0, 1, 1, 2))):
             self.clock.after(self.flips.uniform(0, seconds), self.flip)

@@ -42,6 +42,7 @@ def attempt(task: Task) -> Outcome:
     happened[f"of stage {simulation.stage}"] += 1
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
+    happened["disasters"] += getattr(simulation, "disasters", 0)
     happened["faults of pods"] += getattr(simulation, "pod_faults", 0)
     happened["started anew"] += durable.first_valid_generation > 0
     happened["checkpoints"] += simulation.checkpoints.made

@@ -13,6 +13,7 @@ from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, Proc
 from shoal.session.link import Asked, Ended, Item, Opened, Stopped
 from shoal_protos.activity import Activity
 from shoal_protos.messages import (
+    START_AGAIN,
     AskKind,
     Describe,
     Ending,
@@ -268,5 +269,6 @@ class Session:
         elif ended.ending is Ending.FAILED:
             worker.end(1, ended.ending.value)
         else:
+            is_replaced = ended.ending is Ending.REPLACED and not worker.launched
             worker.training.over = True
-            worker.training.saves.close(lambda: worker.end(0, ended.ending.value))
+            worker.training.saves.close(lambda: worker.end(START_AGAIN if is_replaced else 0, ended.ending.value))

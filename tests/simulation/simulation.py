@@ -116,6 +116,10 @@ class Simulation:
         process.training.warm_up()
         return process
 
+    def start_again(self, restarts: int) -> None:
+        """`shoal worker` starts its command again."""
+        self.start_process().restarts = restarts
+
     def workers(self) -> list[SimWorker]:
         return [process for process in dict.fromkeys(self.processes.values()) if process.alive]
 

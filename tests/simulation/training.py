@@ -223,7 +223,7 @@ class Training:
             self.watch.violated("a plan counts blocks that were released", self.worker, sorted(missing))
         for block in self.pending:
             self.blocks[block] = updated(self.blocks[block], block, step)
-        self.step, self.committed_in = step, self.generation
+        self.step, self.committed_in, self.worker.has_trained = step, self.generation, True
         for block in self.blocks.keys() - self.pending:
             del self.blocks[block]  # what the plan released is freed after the first commit of its generation
         self.current = self.sharded
@@ -409,9 +409,9 @@ class Training:
             if not self._take_up(plan):
                 return
         elif plan.reason is Reason.START:
-            step_zero, taken = self.loading.known.step_zero(has_trained=False), self.loading.known.taken
+            step_zero = self.loading.known.step_zero(self.worker.has_trained)
             if step_zero is not StepZero.POSSIBLE:
-                self.worker.fail(f"{taken} cannot be read whole", everyone=step_zero is StepZero.UNREADABLE)
+                self.worker.fail_to_begin(step_zero, self.loading.known.taken)
                 return
             self.saves.saving.on_return_to(-1)
             self.copies.restored()

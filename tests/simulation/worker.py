@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shoal.core.loading import StepZero
 from shoal.core.membership import Membership
-from shoal_protos.messages import Fault, Result
+from shoal_protos.messages import FRESH_PROCESS, START_AGAIN, Fault, Result
 
 from .session import Session
 from .training import Training
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 
 NEVER = float("inf")
+RESTARTS = 3
+"""How often `shoal worker` starts its command again."""
 
 
 class SimWorker:
@@ -41,7 +44,8 @@ class SimWorker:
         self.died_at: float | None = None
         self.lost_after = 0.0
         self.exit_code: int | None = None
-        self.hangs = False
+        self.hangs = self.has_trained = False
+        self.restarts = RESTARTS
         self.stubborn = launched and simulation.stubborn and self.chance.random() < 0.3
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self.training = Training(self)
@@ -114,17 +118,26 @@ class SimWorker:
         self.training.close_groups()
         self.session.on_process_end()
         self.simulation.process_ended(self)
+        if code == START_AGAIN and self.restarts and not self.launched:
+            self.clock.after(0.3, self.simulation.start_again, self.restarts - 1)
 
     def hang(self) -> None:
         """It was to end and does not: a driver, a script that waits for ever in its last lines."""
         self.training.over = self.hangs = True
         self.freeze()
 
-    def fail(self, why: str, everyone: bool = False, fault: Fault | None = None) -> None:
+    def fail(self, why: str, everyone: bool = False, fault: Fault | None = None, status: int = 1) -> None:
         """The script raises: it is out of the training loop, tells why, and ends."""
         self.training.over = True
         self.session.report(Result(self.training.step, failure=why, everyone=everyone, fault=fault))
-        self.after(0.05, self.end, 1, why)
+        self.after(0.05, self.end, status, why)
+
+    def fail_to_begin(self, step_zero: StepZero, taken: str) -> None:
+        """It is to begin at step 0 and cannot; a fresh process may."""
+        if step_zero is StepZero.UNREADABLE:
+            self.fail(f"{taken} cannot be read whole", everyone=True)
+        else:
+            self.fail("it has trained before", fault=Fault(FRESH_PROCESS, "", ""), status=START_AGAIN)
 
     def start_over(self) -> None:
         """It changes nothing any more, and comes back as a joiner with a new id."""

@@ -45,7 +45,7 @@ FLAGS = {
         "--store --workers SCRIPT ARGUMENTS"
     ),
     "controller": "--adopt --data --grpc --http --no-page --open --store",
-    "worker": "--controller --job COMMAND",
+    "worker": "--controller --job --restarts COMMAND",
     "submit": "--url FILE",
     "jobs": "--output --url",
     "describe": "--output --spec --url JOB",
@@ -306,6 +306,11 @@ def test_something_else_at_the_address_is_exit_3(controller: str, status: int, b
             ["worker", "--controller", "nonsense", "--job", "j", "true"],
             "--controller is 'nonsense'; expected",
         ),
+        (["worker", "--controller", "a:1", "--job", "j", "--restarts", "-1", "true"], '--restarts is "-1"; expected'),
+        (
+            ["worker", "--controller", "a:1", "--job", "j", "--restarts", "often", "true"],
+            '--restarts is "often"; expected',
+        ),
         (["worker", "--controller", "a:1", "--job", "j", "no-such-program"], "there is no program 'no-such-program'"),
         (["submit", __file__], "cannot be read as a job spec"),
     ],
@@ -324,9 +329,10 @@ def test_a_flag_that_is_missing_or_unknown_is_exit_2() -> None:
     assert shoal("no-such-command").returncode == 2
 
 
-def test_a_worker_becomes_the_command_with_its_environment_set() -> None:
+def test_a_worker_that_is_not_to_be_started_again_becomes_the_command_with_its_environment_set() -> None:
     script = "import os; print(os.getpid(), os.environ['SHOAL_CONTROLLER'], os.environ['SHOAL_JOB'])"
-    command = [SHOAL, "worker", "--controller", "h:1", "--job", "j", "--", sys.executable, "-c", script]
+    command = [SHOAL, "worker", "--controller", "h:1", "--job", "j", "--restarts", "0", "--"]
+    command += [sys.executable, "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         output, _ = process.communicate(timeout=30)
     assert output == f"{process.pid} h:1 j\n"
@@ -335,7 +341,7 @@ def test_a_worker_becomes_the_command_with_its_environment_set() -> None:
 FIRST_PROCESS = """
 import os, sys
 from shoal_controller.cli import worker
-os.getpid = lambda: 1
+os.getpid = os.getppid = lambda: 1
 sys.exit(worker.worker("h:1", "j", sys.argv[1:]))
 """
 

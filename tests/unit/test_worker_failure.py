@@ -12,7 +12,7 @@ import pytest
 from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
 from shoal.failure import ExportFailed, NeedsFreshProcess, result_of
 from shoal_protos.errors import JobFailed, UserError
-from shoal_protos.messages import WRONG_USE
+from shoal_protos.messages import FRESH_PROCESS, START_AGAIN, WRONG_USE
 from tiers import check
 
 pytestmark = check("starts processes")
@@ -75,6 +75,15 @@ def test_a_mistake_of_the_users_or_a_failed_export_is_everyones_and_what_a_new_p
     error: BaseException, everyones: bool
 ) -> None:
     assert result_of(error, 0).everyone is everyones
+
+
+def test_a_process_that_a_fresh_one_is_to_replace_says_so_in_a_sentence_and_by_its_exit_status() -> None:
+    fault = result_of(raised(NeedsFreshProcess("it has trained before")), 3).fault
+    assert fault is not None and fault.exception == FRESH_PROCESS
+    tells = "from shoal.training.exit import tell_errors_in_a_sentence as tell; from shoal.failure import *; tell()"
+    script = f"{tells}; raise NeedsFreshProcess('it has trained before')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (START_AGAIN, "shoal: it has trained before\n")
 
 
 def test_a_script_that_cannot_work_ends_with_a_sentence_instead_of_a_traceback_and_with_a_status_of_its_own() -> None:

@@ -10,11 +10,13 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal_protos.address_space import check_address_space
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
+    START_AGAIN,
     Ending,
     Inventory,
     Result,
@@ -130,6 +132,8 @@ class ControllerLink:
             with self._shared.lock:
                 self.dialogue.start_over(secrets.token_hex(8))
             self._shared.wake()
+        if isinstance(item, Ended) and item.ending is Ending.REPLACED and not self._settings.launcher:
+            return replace(item, status=START_AGAIN)
         return item
 
     def pause(self, seconds: float) -> None:

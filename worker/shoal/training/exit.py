@@ -19,9 +19,9 @@ from types import TracebackType
 from weakref import ReferenceType, finalize, ref
 
 from shoal_protos.errors import ShoalError, UserError
-from shoal_protos.messages import WRONG_USE, Fault, Result
+from shoal_protos.messages import START_AGAIN, WRONG_USE, Fault, Result
 
-from shoal.failure import result_of
+from shoal.failure import NeedsFreshProcess, result_of
 from shoal.logs import get_logger, say
 from shoal.out_of_memory import explain
 from shoal.training.engine import Engine
@@ -90,8 +90,9 @@ class _Ending:
                     context.ended = parts.saving.is_settled
                     parts.status.publish()
                 training.vote()
-        except SystemExit:
-            return
+        except SystemExit as ended:
+            if isinstance(ended.code, int) and ended.code:
+                atexit.register(_leave, ended.code)
 
 
 class _Sentences:
@@ -107,6 +108,8 @@ class _Sentences:
             self._hook(kind, error, trace)
         if isinstance(error, UserError):
             raise SystemExit(WRONG_USE)
+        if isinstance(error, NeedsFreshProcess):
+            raise SystemExit(START_AGAIN)
 
 
 class _ExplainsMemory:
@@ -178,21 +181,21 @@ def _with_status(act: Callable[[], None]) -> None:
     try:
         act()
     except ShoalError as error:
-        atexit.register(_leave_as_failed)
+        atexit.register(_leave, FAILED)
         say(str(error))
     except Exception:
-        atexit.register(_leave_as_failed)
+        atexit.register(_leave, FAILED)
         raise
 
 
-def _leave_as_failed() -> None:
+def _leave(status: int) -> None:
     """`atexit` calls it first, for it came last: what else it has is called before the process leaves."""
-    atexit.unregister(_leave_as_failed)
+    atexit.unregister(_leave)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()
-    os._exit(FAILED)
+    os._exit(status)
 
 
 def _unless_forked(act: Callable[[], None]) -> Callable[[], None]:

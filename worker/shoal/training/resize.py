@@ -21,7 +21,7 @@ from shoal.exchange.hand_out import HandOut
 from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
 from shoal.exchange.vote import Record
 from shoal.group.group import Group, WorldChanged
-from shoal.logs import get_logger
+from shoal.logs import get_logger, say
 from shoal.out_of_memory import naming
 from shoal.session.link import Asked, Begun, Ended, Opened, Recover, Stopped
 from shoal.training.boundary import Boundary
@@ -328,4 +328,6 @@ class Resize:
             case _:
                 context.leaving = True
                 log.info("leaving", ending=str(ended.ending), reason=ended.reason)
+                if ended.status:
+                    say(f"{ended.reason}.")
                 raise SystemExit(ended.status)

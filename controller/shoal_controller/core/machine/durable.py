@@ -178,6 +178,14 @@ class Corruption:
     """The highest step that was shown when all went back for that the last time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """A job that nobody's launcher starts has lost blocks, and waits for workers to begin anew."""
+
+    since: float
+    why: str
+
+
 @dataclass(frozen=True)  # no slots: `replaced`
 class Durable:
     """What a controller must remember of a job. Replaced whole; the shell writes it whenever the machine says
@@ -213,6 +221,8 @@ class Durable:
     """The generation that began there: what was saved after that checkpoint in earlier ones was given up."""
     scaled_up: bool = False
     """An operator asked for more workers, and they have not all come yet."""
+    anew: Anew | None = None
+    """Until a world opens: why it begins anew, and since when it waits for workers."""
     stopping: bool = False
     """The job was cancelled and its workers were asked to stop."""
     roster: Mapping[WorkerId, WorkerRecord] = field(default_factory=dict)

@@ -20,6 +20,7 @@ class EventKind(StrEnum):
         member.meaning = member.__doc__ = meaning
         return member
 
+    SURVIVES = "survives", "What the job is made of is known; the message says which losses it survives, and how."
     JOINED = "joined", "A worker connected for the first time."
     RETURNED = "returned", "An evicted worker connected again."
     REFUSED = "refused", "A worker was turned away; the message says why."

@@ -12,7 +12,7 @@ export const EVENT_KINDS = [
   "dismissed", "draining", "failed", "heard", "joined", "kept_out", "killed", "left", "lost", "micro_batches_skipped",
   "not_bit_exact", "not_finite", "open", "parting", "paused", "pending", "plan", "prepare", "refused", "resized",
   "restoring", "resumed", "returned", "saving", "scaled", "silent", "stalled", "starting", "stays", "straggler",
-  "succeeded", "suspected", "trains", "unreachable", "unreadable_event", "waiting",
+  "succeeded", "survives", "suspected", "trains", "unreachable", "unreadable_event", "waiting",
 ];
 const WIDER = 4; // times as many revisions, where nothing was in them: the oldest events are dropped
 const MOST = 10000; // of one answer; all of them are read for a filter, however few it lets through

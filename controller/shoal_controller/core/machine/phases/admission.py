@@ -27,6 +27,7 @@ from shoal_controller.core.machine.phases import (
     introduction,
     proofs,
     silence,
+    survival,
     worker_messages,
 )
 from shoal_controller.core.machine.phases.next_message import send_if_due
@@ -162,6 +163,7 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
         turn.note(EventKind.SCALED, f"the job gets {lanes} of {wanted} workers, because {why}", hello.worker or "(new)")
         turn.keep(wanted=lanes)
     turn.keep(description=with_digest(hello.description))
+    turn.note(EventKind.SURVIVES, survival.sentence(hello.description))
 
 
 def _may_be_lowered(turn: Turn, lanes: int) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import signal
 from dataclasses import replace
 
-from shoal_protos.messages import NO_CONTROLLER, Ending, Fault, Status
+from shoal_protos.messages import FRESH_PROCESS, NO_CONTROLLER, Ending, Fault, Status
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.plural import at_step
 
@@ -38,6 +38,8 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     turn.note(EventKind.FAILED, f"worker {worker} failed: {why}", worker)
     turn.expect_end(worker)
     turn.drop("spawned_at", worker)
+    if fault is not None and fault.exception == FRESH_PROCESS:
+        return  # a fresh one does what it could not: nothing has failed
     if turn.world is not None and not record.launched and not claims.counts_for_all(turn, worker):
         return  # ● it fails for itself alone: nobody starts another one in its place, and the others train on
     if _is_new(turn, record):

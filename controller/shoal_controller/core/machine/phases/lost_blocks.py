@@ -2,7 +2,8 @@
 
 It is decided when every process that may hold such a block is confirmed dead, at the latest after `stall_seconds`.
 Until then all keep what they have: a thawed sole holder saves the day. Then the newest checkpoint is the other source
-of lost blocks, and all go back to it (`Recovery.checkpoint`); without one a launcher starts anew from step 0.
+of lost blocks, and all go back to it (`Recovery.checkpoint`). Without one the job begins anew at step 0, in processes
+that have not trained: a launcher starts them, else `shoal worker` does, or they have come already.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs
 
-from shoal_controller.core.machine.durable import Standing, WorkerRecord
+from shoal_controller.core.machine.durable import Anew, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
@@ -47,11 +48,18 @@ def give_up(turn: Turn, attempt: Attempt) -> bool:
     if found is not None:
         turn.keep(reason=why)
         return True
-    if turn.spec.launcher == "none":
-        ending.fail(turn, f"{why}. Set checkpoint.path or more mirrors.")
-    else:
-        start_anew(turn, why)
+    start_anew(turn, why)
+    if turn.spec.launcher == "none" and not turn.durable.phase.is_over:
+        turn.keep(anew=Anew(turn.now, why))
     return False
+
+
+def give_up_waiting(turn: Turn, anew: Anew, ready: int) -> None:
+    """End a job that begins anew, and to which too few workers come."""
+    least, seconds = turn.durable.bounds.least, turn.spec.stall_seconds
+    if ready < least and turn.now - max(anew.since, turn.job.started_at) > seconds:
+        came = f"{ready} of {plural(least, 'worker')} came to begin anew within {seconds:g} s (stall_seconds)"
+        ending.fail(turn, f"{anew.why}; {came}. Set checkpoint.path or more mirrors.")
 
 
 def _sentence(turn: Turn, blocks: Runs) -> str:
@@ -131,8 +139,10 @@ def start_anew(turn: Turn, why: str) -> None:
         joiner = process.status.generation == 0 if process is not None else not record.incarnation
         if record.ending is not None or (joiner and record.standing is Standing.HERE):
             continue
-        how = Ending.REPLACED if record.launched else Ending.START_OVER
-        turn.mark(record.worker, ending=how, why=(record.why if record.standing is Standing.DEAD else "") or why)
+        how = Ending.REPLACED if record.launched or found is None else Ending.START_OVER
+        needs = "" if record.launched or found is not None else "; the job begins anew, which takes a fresh process"
+        reason = (record.why if record.standing is Standing.DEAD else "") or f"{why}{needs}"
+        turn.mark(record.worker, ending=how, why=reason)
         send_if_due(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
             turn.expect_end(record.worker)

@@ -413,6 +413,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         planned=(),
         step=shown,
         final_drain=False,
+        anew=None,
         committed_in=max(turn.durable.committed_in, attempt.committed_in),
         last_refusal="",
     )

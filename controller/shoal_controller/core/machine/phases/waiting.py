@@ -8,7 +8,7 @@ from shoal_protos.plural import plural
 
 from shoal_controller.core.machine.durable import Durable, Standing
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import link_faults, planned_changes, recovery, scaling
+from shoal_controller.core.machine.phases import link_faults, lost_blocks, planned_changes, recovery, scaling
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.turn import Turn
 
@@ -21,6 +21,10 @@ def settle(turn: Turn) -> None:
     scaling.release_leaving(turn)
     _dismiss_the_left_behind(turn)
     ready = ready_to_start(turn)
+    if turn.durable.anew is not None:
+        lost_blocks.give_up_waiting(turn, turn.durable.anew, len(ready))
+    if turn.durable.phase.is_over:
+        return None
     if not ready:
         return turn.change(ready_since=None) if turn.job.ready_since is not None else None
     since = turn.job.ready_since
@@ -78,6 +82,7 @@ def sentence(job: Job, now: float) -> str:
     paused = "paused by an operator; " if durable.paused else ""
     found = f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
     found = f"{found}{_lost(durable)}{how_to_start(durable)}" if short and not coming else found
+    found = f"{found}{_anew(job, now)}"
     skipped = [process.telemetry.skipped_folders for process in serving if not is_ready(job, process)]
     why = next((one for one in skipped if one), "")
     return f"{found}; {why.rstrip('.')}" if why else found
@@ -90,6 +95,15 @@ def trouble(durable: Durable) -> str:
     sentences = [f"; the last worker to join was refused: {durable.last_refusal}"] if durable.last_refusal else []
     sentences += [f"; worker {newest.worker} failed: {newest.why.strip()}"] if newest is not None else []
     return "".join(sentences)
+
+
+def _anew(job: Job, now: float) -> str:
+    """Why a job begins anew, and how long it waits, as the end of a sentence."""
+    anew = job.durable.anew
+    if anew is None:
+        return ""
+    left = max(0.0, job.spec.stall_seconds - (now - max(anew.since, job.started_at)))
+    return f"; the job begins anew, for up to {left:.0f} s more: {anew.why}"
 
 
 def _lost(durable: Durable) -> str:

@@ -1,0 +1,94 @@
+"""`shoal worker` as its command's parent: what it starts again, what it hands on, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from shoal_protos.messages import START_AGAIN
+from tiers import check
+
+pytestmark = check("starts commands")
+
+PARENT = """
+import sys
+from shoal_controller.cli.worker import worker
+sys.exit(worker("h:1", "j", sys.argv[2:], sys.argv[1]))
+"""
+
+
+@contextmanager
+def running(script: str, *arguments: str, restarts: int = 3, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """The command with that script as its own; whatever is left of it is ended."""
+    command = [sys.executable, "-c", PARENT, str(restarts), sys.executable, "-c", script, *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")} | env
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
+        try:
+            yield one
+        finally:
+            one.kill()
+
+
+def ended(script: str, *arguments: str, restarts: int = 3, **env: str) -> tuple[int, list[str], str]:
+    """Its exit status, the lines that its commands wrote, and what it says itself."""
+    with running(script, *arguments, restarts=restarts, **env) as one:
+        output, errors = one.communicate(timeout=60)
+        return one.returncode, output.splitlines(), errors
+
+
+TELLS = "import os, sys; print(sys.argv[1:], os.environ['SHOAL_JOB'], os.environ['MINE'], os.getcwd()); sys.exit(%s)"
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_a_command_that_is_to_begin_anew_is_started_again_as_it_was_so_often_and_no_more(restarts: int) -> None:
+    status, lines, errors = ended(TELLS % START_AGAIN, "a", "b c", restarts=restarts, MINE="kept")
+    assert status == START_AGAIN
+    assert lines == [f"['a', 'b c'] j kept {Path.cwd()}"] * (restarts + 1)
+    assert errors.count("the job begins anew: the command is started again") == restarts
+    assert errors.splitlines()[-1].startswith(f"shoal: the command is to begin again, after {restarts} restart")
+
+
+@pytest.mark.parametrize(("how", "status"), [("0", 0), ("7", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_a_command_that_ends_otherwise_is_not_started_again_and_its_status_is_passed_on(how: str, status: int) -> None:
+    assert ended(TELLS % how, MINE="") == (status, [f"[] j  {Path.cwd()}"], "")
+
+
+def test_a_command_that_a_launcher_starts_again_is_left_to_that() -> None:
+    status, lines, errors = ended(TELLS % START_AGAIN, MINE="", SHOAL_LAUNCHER="local")
+    assert (status, len(lines), errors) == (START_AGAIN, 1, "")
+
+
+WAITS = """
+import os, signal, sys
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, _: (print(number, flush=True), number in (10, 12) or sys.exit(75)))
+print(os.getpid(), flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_reach_the_command_and_one_that_was_told_to_end_is_not_started_again(number: signal.Signals) -> None:
+    with running(WAITS) as one:
+        assert one.stdout is not None
+        assert int(one.stdout.readline()) != one.pid
+        one.send_signal(signal.SIGUSR1)
+        assert int(one.stdout.readline()) == signal.SIGUSR1
+        one.send_signal(number)
+        output, errors = one.communicate(timeout=60)
+    assert (output, errors, one.returncode) == (f"{int(number)}\n", "", START_AGAIN)
+
+
+def test_the_command_is_killed_with_its_parent() -> None:
+    with running(WAITS) as one:
+        assert one.stdout is not None
+        assert one.stdout.readline()
+        one.kill()
+        assert one.stdout.read() == "", "a command that lives keeps its output open"
