@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.norm import subtree_sums
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
-from torch import Tensor, nn
+from torch import nn
 
 shapes = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 200)), min_size=1, max_size=12)
 
