@@ -82,6 +82,8 @@ class Telemetry:
     """Saves that this process led: the last few, newest last."""
     skipped_folders: str = ""
     """Why folders of newer saves than the checkpoint that it has found are none, a sentence for each."""
+    changed_values: str = ""
+    """What script or config give otherwise than to the run of the checkpoint that it has gone on from."""
     skipped_micro_batches: int = 0
     """Micro-batches that the job has given up, up to this worker's last committed step."""
     not_finite_steps: int = 0

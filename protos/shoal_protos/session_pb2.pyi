@@ -709,6 +709,7 @@ class Telemetry(_message.Message):
     NOT_FINITE_STEPS_FIELD_NUMBER: _builtins.int
     NOT_FINITE_FIELD_NUMBER: _builtins.int
     STATE_FILE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    CHANGED_VALUES_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     step_seconds: _builtins.float
     training_seconds: _builtins.float
@@ -719,6 +720,7 @@ class Telemetry(_message.Message):
     not_finite_steps: _builtins.int
     not_finite: _builtins.str
     state_file_bytes_per_second: _builtins.int
+    changed_values: _builtins.str
     @_builtins.property
     def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -741,10 +743,11 @@ class Telemetry(_message.Message):
         not_finite_steps: _builtins.int = ...,
         not_finite: _builtins.str = ...,
         state_file_bytes_per_second: _builtins.int = ...,
+        changed_values: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -14,7 +14,6 @@ import torch
 from crew import Crew, Task, undisturbed
 from rule import Edit, holds, rule
 from shoal.training.small_state import FIELDS, pack, unpack
-from shoal.training.start import check_joiners_can_be_given
 from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import PeerError, UserError
 from torch import nn
@@ -120,7 +119,6 @@ def test_a_scheduler_that_no_joiner_can_be_given_is_refused_at_the_start() -> No
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     scheduler = Lambda(optimizer, lambda step: 1.0)
-    state = TrainingState(module, optimizer, scheduler, Limits(1, 0.0, 10))
     with pytest.raises(UserError, match=r"^the scheduler's state\.schedule is a \S+Bomb, which cannot be saved"):
-        check_joiners_can_be_given(state)
+        TrainingState(module, optimizer, scheduler, Limits(1, 0.0, 10))
     assert set(FIELDS) == set(CONTENT)

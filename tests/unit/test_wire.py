@@ -108,7 +108,7 @@ telemetries = st.builds(
     Telemetry, loss=losses, step_seconds=seconds, step_seconds_median=seconds,
     training_seconds=seconds, fill_bytes=numbers,
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
-    saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts,
+    saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts, changed_values=texts,
     skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts, state_file_bytes_per_second=numbers,
 )  # fmt: skip
 from_worker = st.one_of(

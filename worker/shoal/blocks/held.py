@@ -29,9 +29,9 @@ from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.turns import has_turn
 from shoal.optim.twin import (
     carried,
-    changes_groups,
     give_back_own_values,
     given_back,
+    keys_of_steps,
     may_step_in_parts,
     take_over_hyper_parameters,
     twin_of,
@@ -108,7 +108,7 @@ class HeldBlocks:
         self._user = optimizer
         self._loaded = LoadedState(layout, optimizer, tensors)
         self._twin, self._numbers = twin_of(optimizer), Numbers(layout, optimizer)
-        self._stands_in = changes_groups(optimizer, layout.device)
+        self._stands_in = bool(keys_of_steps(optimizer, layout.device))
         self._parameters = parameters
         self._segments: list[Segment] = []
         self.runs = NO_BLOCKS

@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from shoal.checkpoint.layout_entry import LayoutEntry
-from shoal.checkpoint.manifest import DataPosition, Manifest
+from shoal.checkpoint.manifest import DataPosition, GivenEntry, Manifest
 from shoal.checkpoint.plain import encode
 from shoal.optim.hyper import hyper_parameters
+from shoal.optim.scheduler import class_of
 from shoal.training.state import TrainingState
 
 States = Mapping[str, Any]
@@ -58,10 +59,11 @@ def draft_of(
             encode(group, tensors, f"optimizer group {number}")
             for number, group in enumerate(hyper_parameters(state.optimizer))
         ],
+        given=_given(state),
         evaluating=tuple(state.modes.evaluating),
         data=origin.data,
         scheduler=encode(scheduler, tensors, "the scheduler's state"),
-        scheduler_class=type(state.scheduler).__name__ if state.scheduler is not None else "",
+        scheduler_class=class_of(state.scheduler),
         scaler=encode(state.loss_scale.position, tensors, "the loss scale") if state.loss_scale is not None else None,
         states={
             name: encode(of.state_dict(), tensors, f'the state registered as "{name}"')
@@ -76,3 +78,11 @@ def draft_of(
         files=(),
     )
     return manifest, tensors
+
+
+def _given(state: TrainingState) -> GivenEntry:
+    given, none = state.given.values, dict[str, Tensor]()
+    return GivenEntry(
+        groups=[encode(dict(group), none, "a given value") for group in given.groups],
+        schedule=encode(dict(given.schedule), none, "a given value"),
+    )

@@ -133,6 +133,13 @@ class DataPosition(Entry):
     """Length of the dataset."""
 
 
+class GivenEntry(Entry):
+    """What the run was given, before training moved anything."""
+
+    groups: list[dict[str, Json]]
+    schedule: dict[str, Json]
+
+
 class Manifest(Entry):
     format: Literal["shoal checkpoint"] = "shoal checkpoint"
     version: Literal[2] = 2
@@ -151,6 +158,8 @@ class Manifest(Entry):
     """Class name."""
     groups: list[dict[str, Json]]
     """Hyper-parameters by optimizer group."""
+    given: GivenEntry | None = None
+    """None: not known."""
     evaluating: tuple[Name, ...] | None = None
     """Parts of the module in evaluation mode; None: not known."""
     data: DataPosition | None

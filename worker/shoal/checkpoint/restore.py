@@ -19,6 +19,7 @@ from shoal.blocks.given_states import check_masters
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.state_home import WEIGHTS
 from shoal.checkpoint.by_name import take_by_name
+from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.draft import States
 from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference
@@ -31,6 +32,9 @@ from shoal.core.loss_scale import LossScale
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
+from shoal.optim.scheduler import Schedule, class_of
+from shoal.optim.twin import failure_from
+from shoal.training.given_values import OtherValues, ValuesOfRun
 from shoal.training.state import (
     TrainingState,
     check_registered,
@@ -56,9 +60,9 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     return False
 
 
-def load_small_state(reader: Reader, state: TrainingState, registered: States) -> None:
+def load_small_state(reader: Reader, state: TrainingState, registered: States) -> OtherValues | None:
     """Everything but blocks: step, record, hyper-parameters, scheduler, modes, buffers, frozen parameters and the
-    script's own states.
+    script's own states. Returns what script and config have changed of the given values; None: it cannot be told.
 
     Raises `UserError` where the user's registered states or the model's buffers are others than the checkpoint's,
     `CheckpointDamaged` where what it holds cannot be a state of this job.
@@ -69,8 +73,12 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     state.step, state.committed_in = manifest.step, 0
     state.record = _record(reader)
     _load_hyper_parameters(reader, beside, state)
-    if state.scheduler is not None and has_scheduler_of(manifest, state):
-        _load_scheduler(reader, beside, state.scheduler)
+    if state.scheduler is not None:
+        if has_scheduler_of(manifest, state):
+            _load_scheduler(reader, beside, state.scheduler)
+        else:
+            state.given.begin_schedule_anew(state.optimizer, state.scheduler)
+    outcome = _replace_given(reader, beside, state)
     if state.loss_scale is not None and manifest.scaler is not None:
         _load_loss_scale(reader, beside, state, state.loss_scale)
     if manifest.evaluating is not None:
@@ -84,14 +92,15 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
         of.load_state_dict(decode(manifest.states[name], beside))
     _load_frozen(reader, state)
     state.current = NO_BLOCKS
+    return outcome
 
 
 def has_scheduler_of(manifest: Manifest, state: TrainingState) -> bool:
     """Whether its scheduler is of this job's class, as far as is known."""
-    own = type(state.scheduler).__name__ if state.scheduler is not None else ""
+    own, saved = class_of(state.scheduler), manifest.scheduler_class
     if manifest.scheduler is None or not own:
         return manifest.scheduler is None and not own
-    return manifest.scheduler_class in ("", own)
+    return saved in ("", own) or (saved == Schedule.__name__ and isinstance(state.scheduler, Schedule))
 
 
 def _record(reader: Reader) -> Record | None:
@@ -107,6 +116,40 @@ def _load_hyper_parameters(reader: Reader, beside: Mapping[str, Tensor], state: 
     groups = [decode(group, beside) for group in reader.manifest.groups]
     _refuse_other_kinds(reader, groups, hyper_parameters(state.optimizer), "optimizer groups")
     state.load_hyper_parameters(groups)
+
+
+def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: TrainingState) -> OtherValues | None:
+    entry, own = reader.manifest.given, state.given.values
+    if entry is None:
+        return None
+    groups = [decode(group, beside) for group in entry.groups]
+    _refuse_other_kinds(reader, groups, list(own.groups), "given values of groups")
+    if len(groups) != len(own.groups):
+        raise CheckpointDamaged(f"{reader.where} is damaged: it has given values of {len(groups)} optimizer groups.")
+    saved = ValuesOfRun(groups, decode(entry.schedule, beside))
+    outcome = state.given.replace(state.optimizer, state.scheduler, saved, has_scheduler_of(reader.manifest, state))
+    if outcome.taken:
+        _refuse_other_states(reader, state, outcome)
+    return outcome
+
+
+def _refuse_other_states(reader: Reader, state: TrainingState, outcome: OtherValues) -> None:
+    """Raises `UserError` where the optimizer cannot go on, with what it is given now, from what it has kept."""
+    tried = set()
+    for piece in (piece for file in reader.manifest.files for piece in file.pieces):
+        bucket = state.layout.buckets[piece.bucket]
+        kept = {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in sorted(piece.state.items())}
+        tried.add((bucket.group, bucket.wide_dtype, tuple(kept.items())))
+    for group, dtype, entries in tried:
+        failure = failure_from(
+            state.optimizer, group, dict(entries), torch.zeros(1, dtype=dtype, device=state.layout.device)
+        )
+        if failure:
+            raise UserError(
+                f"the optimizer cannot go on from {reader.where} with the values that it is given now "
+                f"({', '.join(outcome.taken)}): its step fails on what was kept, "
+                f"{', '.join(key for key, _ in entries) or 'nothing'} ({failure}). Give it the values of before."
+            )
 
 
 def _load_scheduler(reader: Reader, beside: Mapping[str, Tensor], scheduler: LRScheduler) -> None:

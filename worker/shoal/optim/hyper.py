@@ -93,15 +93,16 @@ def load_into(optimizer: Optimizer, hyper: Sequence[Group]) -> None:
         )
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
         for key, value in values.items():
-            group[key] = _in_place_of(group.get(key), value)
+            group[key] = in_place_of(group.get(key), value)
 
 
-def _in_place_of(old: Any, value: Any) -> Any:
+def in_place_of(old: Any, value: Any) -> Any:
+    """What stands in a group where `old` stood, so that it has the value: see `load_into`."""
     if isinstance(old, Tensor):
         with torch.no_grad():
             return old.fill_(value)
     if isinstance(value, list | tuple):
         before = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
         kind = list if isinstance(old, list) else tuple
-        return kind(_in_place_of(was, item) for was, item in zip(before, value, strict=True))
+        return kind(in_place_of(was, item) for was, item in zip(before, value, strict=True))
     return value

@@ -128,10 +128,10 @@ def changed_values(now: Mapping[str, Any], before: Mapping[str, Any], number: in
     return [key for key in keys if text(now, key) != text(before, key)]
 
 
-def changes_groups(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether a step of it on this device changes values of groups."""
+def keys_of_steps(optimizer: Optimizer, device: torch.device) -> frozenset[str]:
+    """Keys of groups whose values a step of it on this device changes."""
     if may_step_in_parts(optimizer):
-        return False
+        return frozenset()
     twin = probing_twin_of(optimizer)
     for group in twin.param_groups:
         group["params"] = [torch.zeros(1, device=device)]
@@ -141,8 +141,31 @@ def changes_groups(optimizer: Optimizer, device: torch.device) -> bool:
         with without_hooks_on_all():
             twin.step()
     except Exception:  # one that could not be tried, and was taken at the script's word
-        return False
-    return any(changed_values(now, then, 0) for now, then in zip(twin.param_groups, before, strict=True))
+        return frozenset()
+    pairs = zip(twin.param_groups, before, strict=True)
+    return frozenset(key for now, then in pairs for key in changed_values(now, then, 0))
+
+
+def failure_from(
+    optimizer: Optimizer,
+    group: int,
+    kept: Mapping[str, tuple[torch.dtype, bool]],
+    one: Tensor,  # (elements,)
+) -> str:
+    """Why a step of a parameter of this group fails that goes on from such a state, or empty. `kept`: by key, the dtype
+    of what the state has, and whether it is one number for all elements. `one`: a parameter.
+    """
+    twin, one.grad = probing_twin_of(optimizer), torch.zeros_like(one)
+    twin.param_groups[group]["params"] = [one]
+    state = {key: one.new_zeros(() if scalar else 1, dtype=dtype) for key, (dtype, scalar) in kept.items()}
+    numbers = {} if may_step_in_parts(optimizer) else {key: KINDS.get(value.dtype) for key, value in state.items()}
+    twin.state[one] = given_back(state, {key: kind for key, kind in numbers.items() if kind is not None})
+    try:
+        with without_hooks_on_all():
+            twin.step()
+    except Exception as error:  # it is the script's class: nobody knows what it raises
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @contextmanager

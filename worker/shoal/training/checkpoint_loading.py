@@ -26,7 +26,9 @@ from shoal.exchange.hand_out import HandOut
 from shoal.failure import NeedsFreshProcess
 from shoal.group.group import WorldChanged
 from shoal.logs import get_logger
+from shoal.optim.scheduler import class_of
 from shoal.training.context import TrainingContext
+from shoal.training.given_values import OtherValues
 from shoal.training.initial_state import agree_on_the_start, check_made
 from shoal.world import World
 
@@ -50,6 +52,8 @@ class CheckpointLoading:
         """The highest generation of any save in `checkpoint.path` when it was last looked into."""
         self.skipped: list[str] = []
         """Why folders newer than the reference are not checkpoints."""
+        self.changed = ""
+        """What script or config give otherwise than to the run of the checkpoint that was taken up last."""
 
     # ---- what is there
 
@@ -199,7 +203,7 @@ class CheckpointLoading:
         state, owned, reader = self._context.state, world.plan.shares[world.rank].owned, found.reader()
         self._warn_of_other_data(found)
         self._warn_of_another_scheduler(found)
-        load_small_state(reader, state, state.registered)
+        self._tell_of_other_values(found, load_small_state(reader, state, state.registered))
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
@@ -223,11 +227,24 @@ class CheckpointLoading:
             log.warning("other_data_order", checkpoint=found.path, differs=fields,
                         means="the next samples are not those that the checkpoint's run would have read")  # fmt: skip
 
+    def _tell_of_other_values(self, found: Found, outcome: OtherValues | None) -> None:
+        self.changed = ""
+        if outcome is None:
+            means = "it does not say what its run was given, so rates and the like stay as they were saved"
+            log.warning("given_values_unknown", checkpoint=found.path, means=means)
+        elif str(outcome):
+            self.changed = str(outcome)
+            log.warning("other_values", checkpoint=found.path, means=self.changed)
+
     def _warn_of_another_scheduler(self, found: Found) -> None:
         """The script has another schedule than the checkpoint's run had: it begins anew, with the rates as saved."""
         if not has_scheduler_of(found.manifest, self._context.state):
             own, saved = self._context.state.scheduler, found.manifest.scheduler_class or "none"
-            means = f"{type(own).__name__} begins anew" if own is not None else "the rates stay as they were saved"
+            means = (
+                f"{class_of(own)} begins anew, with the rates as they were saved"
+                if own is not None
+                else "the rates stay as they were saved"
+            )
             log.warning("other_scheduler", checkpoint=found.path, saved=saved, means=means)
 
     def on_unreadable(self, path: str, error: CheckpointDamaged) -> None:

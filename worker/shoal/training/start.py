@@ -41,6 +41,7 @@ from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.given_objects import check_scheduled, optimizer_differs, scheduler_differs
+from shoal.optim.scheduler import class_of
 from shoal.optim.take_over import take_over
 from shoal.out_of_memory import initializing
 from shoal.session.link import Link
@@ -175,10 +176,8 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
 
 
 def check_joiners_can_be_given(state: TrainingState) -> None:
-    """Raises `UserError` for buffers or a scheduler that neither a joiner nor a checkpoint could be given."""
+    """Raises `UserError` for buffers that neither a joiner nor a checkpoint could be given."""
     encode(state.buffers.committed, {}, "the module's buffers")
-    if state.scheduler is not None:
-        encode(state.scheduler.state_dict(), {}, "the scheduler's state")
 
 
 def _optimizer(given: Given) -> tuple[Optimizer, str]:
@@ -246,10 +245,10 @@ def _description(
 
 
 def _beside_the_config(state: TrainingState) -> dict[str, str]:
-    """What else must agree: the class of a scheduler that the script made, and the module's buffers."""
+    """What else must agree: what optimizer and scheduler were given, and the module's buffers."""
     buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in named_buffers(state.module)}
     deferred = state.originals.deferred if state.originals is not None else None
     if deferred is not None:
         buffers["model built within shoal.deferred()"] = deferred.identity()
         buffers["content of the weights that shoal.deferred() reads"] = deferred.weights()
-    return {**buffers, "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else "none"}
+    return {**buffers, **state.given.texts(), "scheduler": class_of(state.scheduler) or "none"}

@@ -56,6 +56,7 @@ from shoal.optim.take_over import advance
 from shoal.precision.rounding import half_dtype, round_module
 from shoal.training.agreed_hyper import SetInTime
 from shoal.training.comparisons import Comparisons
+from shoal.training.given_values import GivenHyperParameters
 from shoal.training.module_modes import ModuleModes
 from shoal.training.parameter_guards import GradientGuard, ModuleGuard, TakenGradientGuard
 from shoal.training.small_state import pack, unpack
@@ -164,7 +165,7 @@ class TrainingState:
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
-        self.modes = ModuleModes(module)
+        self.modes, self.given = ModuleModes(module), GivenHyperParameters(optimizer, scheduler, self.layout.device)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
         self.record: Record | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shoal_protos.messages import MemberState, Status
 
 from shoal.training.checkpoint_loading import CheckpointLoading
@@ -36,5 +38,6 @@ class StatusReport:
             highest_saved=self._loading.highest_saved,
             corrupt=self._corruption.corrupt,
         )  # fmt: skip
+        telemetry = context.meter.telemetry(state.loss, state, self._saving.recent)
         skipped = " ".join(self._loading.skipped)
-        context.link.publish(status, context.meter.telemetry(state.loss, state, self._saving.recent, skipped))
+        context.link.publish(status, replace(telemetry, skipped_folders=skipped, changed_values=self._loading.changed))

@@ -82,9 +82,8 @@ class Meter:
             self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
             self._change = None
 
-    def telemetry(
-        self, loss: float | None, state: TrainingState, saves: tuple[SaveReport, ...], skipped_folders: str
-    ) -> Telemetry:
+    def telemetry(self, loss: float | None, state: TrainingState, saves: tuple[SaveReport, ...]) -> Telemetry:
+        """Without what is known of checkpoints."""
         record = state.record
         if record is not None and record.not_finite:
             self._not_finite = f"step {record.step}: {record.not_finite}"
@@ -97,7 +96,6 @@ class Meter:
             memory_bytes=self._memory_bytes(state),
             changes=tuple(self._changes),
             saves=saves,
-            skipped_folders=skipped_folders,
             skipped_micro_batches=record.skipped_micro_batches if record else 0,
             not_finite_steps=record.not_finite_steps if record else 0,
             not_finite=self._not_finite,

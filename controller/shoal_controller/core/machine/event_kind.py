@@ -71,6 +71,7 @@ class EventKind(StrEnum):
     CHECKPOINT_FOUND = "checkpoint_found", "A worker found a checkpoint in the job's folder."
     CHECKPOINT_FAILED = "checkpoint_failed", "A checkpoint could not be saved."
     CHECKPOINT_SKIPPED = "checkpoint_skipped", "A checkpoint was due and was not saved; the message says why."
+    OTHER_VALUES = "other_values", "Script or config give other values than to the run of the checkpoint."
     CHECKPOINT_PASSED_OVER = "checkpoint_passed_over", "An incomplete or unreadable folder was skipped."
     CHECKPOINT_DAMAGED = "checkpoint_damaged", "A checkpoint could not be read; the one before it is used."
     CORRUPT_BLOCK = "corrupt_block", "Copies of a block differ: silent corruption."

@@ -232,6 +232,8 @@ class Job:
     """The step of the last save that failed."""
     skipped_folders: str = ""
     """What was last reported of folders beside the checkpoints that are not checkpoints."""
+    changed_values: str = ""
+    """What was last reported of values that are given otherwise than to a checkpoint's run."""
     last_vote: tuple[int, int] = (0, 0)
     """The last vote that is known to have passed: generation, votes passed in it."""
     last_vote_at: float = 0.0

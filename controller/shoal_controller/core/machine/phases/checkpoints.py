@@ -204,12 +204,18 @@ def on_opened(turn: Turn, generation: int) -> None:
 
 
 def on_telemetry(turn: Turn, worker: WorkerId) -> None:
-    """Saves that a worker led and has not reported before; what folders it skipped at its start, once for all."""
+    """Saves that a worker led and has not reported before; what folders it skipped at its start, and which values are
+    others than a checkpoint's run was given, once for all.
+    """
     process = turn.job.processes[worker]
     sentence = process.telemetry.skipped_folders
     if sentence and sentence != turn.job.skipped_folders and turn.durable.current is None:
         turn.change(skipped_folders=sentence)
         turn.note(EventKind.CHECKPOINT_PASSED_OVER, sentence, worker)
+    changed = process.telemetry.changed_values
+    if changed and changed != turn.job.changed_values:
+        turn.change(changed_values=changed)
+        turn.note(EventKind.OTHER_VALUES, changed, worker)
     record = turn.record(worker)
     news = [saved for saved in process.telemetry.saves if saved.number > record.saves_told]
     if news:
