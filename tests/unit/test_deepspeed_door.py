@@ -126,8 +126,8 @@ def test_an_evaluation_between_epochs_as_scripts_write_it_changes_no_bit(stage: 
     "Arithmetic and layout",
     broken_by=Edit(
         "shoal.training.training_loop",
-        "context.is_over or context.global_step >= end",
-        "context.is_over or context.global_step > end",
+        "context.is_over or context.state.step >= end",
+        "context.is_over or context.state.step > end",
     ),
 )
 def test_a_joiner_goes_through_the_epochs_before_it_and_trains_in_that_of_the_others() -> None:

@@ -71,7 +71,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     check_registered(registered, manifest.states, reader.where)
     beside = reader.tensors()
     state.step, state.committed_in = manifest.step, 0
-    state.record = _record(reader)
+    state.record = record_of(manifest, reader.where)
     _load_hyper_parameters(reader, beside, state)
     if state.scheduler is not None:
         if has_scheduler_of(manifest, state):
@@ -103,13 +103,14 @@ def has_scheduler_of(manifest: Manifest, state: TrainingState) -> bool:
     return saved in ("", own) or (saved == Schedule.__name__ and isinstance(state.scheduler, Schedule))
 
 
-def _record(reader: Reader) -> Record | None:
-    if not reader.manifest.record:
+def record_of(manifest: Manifest, where: str) -> Record | None:
+    """Its step's, where one was committed. Raises `CheckpointDamaged`."""
+    if not manifest.record:
         return None
     try:
-        return Record.from_bytes(reader.manifest.record.encode())
+        return Record.from_bytes(manifest.record.encode())
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{reader.where} is damaged: its step's record cannot be read: {error!r}.") from None
+        raise CheckpointDamaged(f"{where} is damaged: its step's record cannot be read: {error!r}.") from None
 
 
 def _load_hyper_parameters(reader: Reader, beside: Mapping[str, Tensor], state: TrainingState) -> None:

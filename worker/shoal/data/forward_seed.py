@@ -5,7 +5,8 @@ would shift the model's random numbers there; so the generators are seeded anew 
 begins, and for the same reason when the first one without gradients does. Later forwards go on from there.
 
 A hook on every part of the module, because scripts call parts too; it is there from the yield to the first forward,
-so that a forward itself runs as if there were none. Called by the engine; evaluation.py takes it away meanwhile.
+so that a forward itself runs as if there were none. Called by the engine; evaluation.py takes it away meanwhile, and
+first_weights.py has it refuse what comes before the loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+from shoal_protos.errors import UserError
 from torch import nn
 
 from shoal.compiler import is_in_compiled_module, uncompiled
@@ -44,6 +46,7 @@ class ForwardSeed:
         self._waiting: list[nn.Module] = []
         """The parts that have the hook now."""
         self._seeded_without_gradients = False
+        self._refusal = ""
         self.begun = False
         """Whether a forward of the micro-batch at hand has begun, as far as hooks tell."""
         for part in self._parts:
@@ -54,8 +57,14 @@ class ForwardSeed:
         self._place, self._seeded_without_gradients, self.begun = (step, lane, micro), False, False
         self._wait_at(self._parts)
 
+    def refuse(self, why: str) -> None:
+        """There is no micro-batch yet: until `disarm` a forward raises `UserError` with this sentence."""
+        self._refusal = why
+        self._wait_at(self._parts)
+
     def disarm(self) -> None:
         """The micro-batch is over."""
+        self._refusal = ""
         self._wait_at([])
 
     @contextmanager
@@ -82,6 +91,8 @@ class ForwardSeed:
         """A forward of `part` begins. Without gradients the first one with them is still to come: it is waited for
         where it most likely begins.
         """
+        if self._refusal:
+            raise UserError(self._refusal)
         if torch.is_grad_enabled():
             self._wait_at([])
             self.begun = True

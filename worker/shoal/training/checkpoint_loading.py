@@ -19,7 +19,7 @@ from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resol
 from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable, TransientStorageFailure
 from shoal.checkpoint.lineage import Lineage, gone_on
 from shoal.checkpoint.place_marks import host_of
-from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state
+from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state, record_of
 from shoal.checkpoint.storage import open_storage
 from shoal.core.loading import Loading, StepZero
 from shoal.exchange.hand_out import HandOut
@@ -64,6 +64,17 @@ class CheckpointLoading:
         return self._config.resume if asked is None else asked
 
     def begin(self, publish: Callable[[], None]) -> None:
+        """Finds what to go on from, and holds weights back until the loop where the job's may be others. Raises as
+        `_find`.
+        """
+        self._find(publish)
+        reference = self.known.reference
+        if reference is not None:
+            self._context.first_weights.hold_back(f"this job goes on from {reference.path}, at step {reference.step}")
+        elif not self._context.link.alone:
+            self._context.first_weights.hold_back("with a controller any worker may join a job that trains already")
+
+    def _find(self, publish: Callable[[], None]) -> None:
         """Finds what to go on from, as `look` does, and waits while there is something and none of it can be read: a
         mount may be late, or another version of Shoal on its way. `publish`: says meanwhile why.
 
@@ -94,7 +105,7 @@ class CheckpointLoading:
         save to another place; `StorageFailed` where the place cannot be read.
         """
         job, resume, place = self._context.link.job, self._resume, self._config.path
-        self.skipped = []
+        self.skipped, self._context.found = [], (0, None)
         self.highest_saved = highest_generation(place) if place is not None else 0
         own = Own(job.run, job.opened_generations) if job.opened_generations else None
         try:
@@ -131,6 +142,8 @@ class CheckpointLoading:
         same = fits(found.manifest, self._context.state, self._config.allow, found.path)
         step = found.manifest.step if same else 0
         manifest = found.manifest
+        if same:
+            self._context.found = (step, _loss_of(found))
         log.info("checkpoint_found", path=found.path, step=found.manifest.step,
                  means="training goes on from it" if same else "its tensors are taken by name")  # fmt: skip
         return CheckpointRef(
@@ -267,3 +280,12 @@ class CheckpointLoading:
             )
         if step_zero is StepZero.WITH_A_FRESH_PROCESS:
             raise NeedsFreshProcess("the job begins at step 0, and this process has trained before; start a new one.")
+
+
+def _loss_of(found: Found) -> float | None:
+    """Of its step; None where it has none. A record that cannot be read is refused where it is taken up."""
+    try:
+        record = record_of(found.manifest, found.path)
+    except CheckpointDamaged:
+        return None
+    return record.loss if record is not None else None

@@ -12,6 +12,7 @@ from shoal.data.forward_seed import ForwardSeed
 from shoal.faults import Faults
 from shoal.precision.autocast import Autocast
 from shoal.session.link import Link, Prepared
+from shoal.training.first_weights import FirstWeights
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.state import NO_STEP, TrainingState
 from shoal.training.telemetry import Meter
@@ -28,7 +29,10 @@ class TrainingContext:
         self.config, self.state, self.link, self.loop, self.faults = config, state, link, loop, faults
         self.meter = Meter()
         self.forward_seed = ForwardSeed(state.module, config.seed)
+        self.first_weights = FirstWeights(self.forward_seed)
         self.autocast = Autocast(config.precision, state.device.kind)
+        self.found: tuple[int, float | None] = (0, None)
+        """Step and loss of the checkpoint that this worker would go on from; no loss where none is known."""
         self.world: World | None = None
         """The one that this worker is in."""
         self.boundaries = 0
@@ -56,8 +60,20 @@ class TrainingContext:
 
     @property
     def global_step(self) -> int:
-        """Committed steps of the job; before a world those that it had when it welcomed this worker."""
-        return self.state.step if self.state.step > NO_STEP else self.link.job.step
+        """Committed steps of the job; before a world those that it had when it welcomed this worker, or those of the
+        checkpoint that it goes on from.
+        """
+        return self.state.step if self.state.step > NO_STEP else self._before_a_world[0]
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last of them, where there is one."""
+        return self.state.loss if self.state.step > NO_STEP else self._before_a_world[1]
+
+    @property
+    def _before_a_world(self) -> tuple[int, float | None]:
+        job = self.link.job
+        return self.found if self.found[0] >= job.step else (job.step, job.loss)
 
     @property
     def is_over(self) -> bool:

@@ -31,7 +31,7 @@ from shoal.training.gathered_rows import refuse_metric
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
-from shoal.training.state import NO_STEP, TrainingState
+from shoal.training.state import TrainingState
 from shoal.training.step_times import StepTimes
 from shoal.training.training_loop import TrainingLoop
 
@@ -88,7 +88,7 @@ class Engine:
 
     @property
     def global_step(self) -> int:
-        """Committed steps of the job."""
+        """Committed steps of the job; before the loop those that it goes on from."""
         return self.context.global_step
 
     @property
@@ -99,9 +99,7 @@ class Engine:
     @property
     def loss(self) -> float:
         """The last step's canonical loss: the mean over all lanes; nan before the first step."""
-        state = self.context.state
-        loss = state.loss if state.step > NO_STEP else self.context.link.job.loss
-        return loss if loss is not None else math.nan
+        return loss if (loss := self.context.loss) is not None else math.nan
 
     @property
     def reports(self) -> dict[str, float]:
@@ -195,6 +193,7 @@ class Engine:
         Where parameters are sharded (ZeRO stage 3) they are brought here for it; leave it before `step`. In the other
         stages it changes nothing. What is written to them is lost, or refused.
         """
+        self.context.first_weights.check("engine.gathered")
         return self.parts.step.parameters.gathered(modules or (self.module,))
 
     def shard(self, dataset: Any) -> Iterator[Any]:

@@ -61,7 +61,7 @@ class TrainingLoop:
         """
         context = self._context
         try:
-            yield from self._batches(lambda: context.is_over or context.global_step >= end)
+            yield from self._batches(lambda: context.is_over or context.state.step >= end)  # in a world at least
             if context.is_over and not context.left_loop:
                 self._settle_evaluations()
                 self._settle_requests()
@@ -74,6 +74,7 @@ class TrainingLoop:
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
         context.state.module_guard.check_before_the_loop()
+        context.first_weights.on_loop()
         while not is_over():
             parts.update.check_whole()
             if context.world is None:
@@ -278,6 +279,7 @@ class TrainingLoop:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """`Engine.evaluating`."""
+        self._context.first_weights.check("engine.evaluating")
         self._parts.step.parameters.before_evaluating()
         with self._parts.evaluation.running():
             yield
