@@ -22,9 +22,11 @@ from shoal.exchange.vote import Record
 from shoal.group.group import WorldChanged
 from shoal.training.called_steps import CalledSteps
 from shoal.training.checkpoint_saving import CheckpointSaving
+from shoal.training.commit_calls import CommitCalls
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
+from shoal.training.lagging_states import LaggingStates
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport
 from shoal.world import World
@@ -48,6 +50,7 @@ class Boundary:
     ) -> None:
         self._context, self._corruption, self._saving = context, corruption, saving
         self._evaluation, self._requests, self._status = evaluation, requests, status
+        self.commits, self._lagging = CommitCalls(context, evaluation), LaggingStates(context)
         self._callbacks: list[Callable[[], None]] = []
         self._observers: list[Callable[[], None]] = []
         self._watchers: list[Callable[[], None]] = []
@@ -86,6 +89,8 @@ class Boundary:
         self._called.look()
         self._passed = self._called.last = step
         self._owed = False
+        self._context.state.followed = step
+        self._lagging.forget()
 
     def go_back_to(self, step: int, saved: int) -> None:
         """All have gone back to a checkpoint, or to the start (then `saved` is -1): what came after counts no more."""
@@ -98,6 +103,8 @@ class Boundary:
         self._corruption.on_world(world)
         self._saving.on_world(world)
         self._requests.on_world()
+        if not self._owed:
+            self._lagging.on_world(world)
         self._status.publish()
 
     def before_change(self, old: World, new: Plan) -> None:
@@ -138,9 +145,23 @@ class Boundary:
 
     def pass_step(self, record: Record) -> None:
         """After a commit and its hand-out. Raises `WorldChanged`; then it is owed."""
+        if looks := self._lagging.are_awaited:
+            self.bring_parameters()  # a state of the user's may be one of parameters
+            self._lagging.after_a_body()
+        record = self._complete(record)
         self._keep()
         self._carry_out(record, stepped=True)
         self._call_back(record)
+        if looks:
+            self._lagging.before_a_body()
+
+    def _complete(self, record: Record) -> Record:
+        """Joiners get their frozen parameters; returns the record without what has asked for them."""
+        frozen = tuple(request for request in record.requests if request.kind == "frozen")
+        if not frozen:
+            return record
+        self._requests.carry_out(frozen)
+        return replace(record, requests=tuple(request for request in record.requests if request not in frozen))
 
     def pass_vote(self, record: Record) -> None:
         """After a vote without a step."""
@@ -150,6 +171,7 @@ class Boundary:
             self._carry_out(record, stepped=False)
 
     def _keep(self) -> None:
+        self.commits.call()
         if self._keepers:
             self.bring_parameters()
             with self._evaluation.anywhere():
@@ -232,12 +254,15 @@ class Boundary:
 
     def _settle(self, record: Record) -> None:
         """The vote's record, with what the step's own asked for: its asker may be gone. (Ranks in it are gone too.)"""
+        record = self._complete(record)
         self._keep()
         passed = self._context.state.record
         asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
         self._owed = False
         self._call_back(record)
+        if self._context.world is not None:
+            self._lagging.on_world(self._context.world)
 
 
 def _nothing() -> None:

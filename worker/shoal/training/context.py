@@ -49,6 +49,8 @@ class TrainingContext:
         """The planned generation that all have voted for and that begins at the next boundary."""
         self.done = False
         """The last step is committed and its digests are given."""
+        self.loop_has_begun = False
+        """The script has asked for its first batch."""
         self.left_loop = False
         """The script has gone through its loop, and cannot go back."""
         self.untrained = Untrained()

@@ -38,8 +38,8 @@ from shoal.training.training_loop import TrainingLoop
 PUBLIC = {
     "backward", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers", "generation",
     "global_step", "lanes",
-    "loss", "module", "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard", "skip",
-    "step", "stop", "turn", "warming_up", "world_size",
+    "loss", "module", "on_commit", "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard",
+    "skip", "step", "stop", "turn", "warming_up", "world_size",
 }  # fmt: skip
 """What scripts may use; all else is between the parts of this package."""
 
@@ -179,6 +179,12 @@ class Engine:
             self.parts.boundary.add_observer(lambda: callback(self))
         else:
             self.parts.boundary.add_callback(lambda: callback(self))
+
+    def on_commit(self, function: Callable[[Engine], object]) -> None:
+        """Calls `function(engine)` on *every* worker, with lanes or without, once for each step that it commits, in
+        order, with all parameters here; what it keeps is registered by `register_state`. Before the loop.
+        """
+        self.parts.boundary.commits.add(function, lambda: function(self))
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Evaluation over `engine.shard(dataset)` between two micro-batches: no gradients, eval mode, all put back.

@@ -7,8 +7,8 @@ where they come and go.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -67,6 +67,14 @@ class Parameters(ABC):
         """The same tensors one after the other, each with its values until the next is asked for. Raises
         `WorldChanged`.
         """
+
+    @contextmanager
+    def all_here(self) -> Iterator[None]:
+        """A context in which all parameters are here, and no change of the world is taken part in. Raises
+        `WorldChanged` before it is entered.
+        """
+        self.settle()
+        yield
 
     @abstractmethod
     def gathered(self, modules: Iterable[nn.Module], /) -> AbstractContextManager[None]:

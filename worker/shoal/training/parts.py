@@ -60,7 +60,7 @@ class Parts:
         requests = Requests(context, saving, parameters, evaluation)
         status = StatusReport(context, loading, saving, corruption)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)
-        boundary.bring_parameters = parameters.settle
+        boundary.bring_parameters, boundary.commits.all_here = parameters.settle, parameters.all_here
         update = Update(context, evaluation)
         voting = Voting(context, corruption, saving, evaluation, requests)
         step = Step(context, voting, update, boundary, evaluation, parameters)

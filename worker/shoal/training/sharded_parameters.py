@@ -52,6 +52,8 @@ class ShardedParameters(Parameters):
         self._is_called = self._is_backward = False
         self._open: list[list[Unit]] = []
         """Units of each context of `gathered` that is open."""
+        self._are_all_here = False
+        """Whether nothing is left to gather, whatever is asked for."""
         self._random: RandomState | None = None
         """As the call at hand found it."""
         self._stack: list[Unit] = []
@@ -114,7 +116,7 @@ class ShardedParameters(Parameters):
     @uncompiled_frame
     def around(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """A `CallListener`."""
-        if not self.units.come_and_go:
+        if self._are_all_here or not self.units.come_and_go:
             return forward()
         if self._is_called or self._is_backward:
             return self._inside(module, forward) if module in self._needs else forward()
@@ -304,8 +306,27 @@ class ShardedParameters(Parameters):
 
     @contextmanager
     def gathered(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        if self._are_all_here:
+            yield
+            return
         units = self.units.of_modules(list(modules))
         self._bring(units)
+        with self._staying(units):
+            yield
+
+    @contextmanager
+    def all_here(self) -> Iterator[None]:
+        units = list(self.units)
+        self._fetch(units)
+        with self._staying(units):
+            self._are_all_here = True
+            try:
+                yield
+            finally:
+                self._are_all_here = False
+
+    @contextmanager
+    def _staying(self, units: list[Unit]) -> Iterator[None]:
         self._open.append(units)
         uses = [unit.uses for unit in units]
         try:
@@ -321,20 +342,22 @@ class ShardedParameters(Parameters):
 
     def _bring(self, units: list[Unit]) -> None:
         while True:
-            wanted = [*units, *chain.from_iterable(self._open)]
             try:
-                for unit in wanted:
-                    unit.is_pinned = True
-                    self.units.begin(unit)
-                for unit in wanted:
-                    self.units.ensure(unit)
-                    self.units.keep(unit)
+                self._fetch([*units, *chain.from_iterable(self._open)])
             except WorldChanged:
                 if self._is_called or self._is_backward:
                     raise
                 self._take_part()
             else:
                 return
+
+    def _fetch(self, wanted: list[Unit]) -> None:
+        for unit in wanted:
+            unit.is_pinned = True
+            self.units.begin(unit)
+        for unit in wanted:
+            self.units.ensure(unit)
+            self.units.keep(unit)
 
 
 def _refuse_scripted(model: nn.Module) -> None:

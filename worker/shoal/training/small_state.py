@@ -35,6 +35,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "frozen": str,
     "streams": list,
     "registered": dict,
+    "followed": int,
 }
 
 

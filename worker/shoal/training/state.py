@@ -169,6 +169,8 @@ class TrainingState:
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
         self.record: Record | None = None
+        self.followed = 0
+        """The last step that the script's `on_commit` has followed, and with it what it registers."""
         self.pending = NO_BLOCKS
         """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
         self.current = NO_BLOCKS
@@ -337,6 +339,7 @@ class TrainingState:
                 "lineage": [branch.model_dump() for branch in self.lineage],
                 "frozen": frozen_digest(self),
                 "streams": self.stream_positions.to_texts(),
+                "followed": self.followed,
                 "registered": {name: of.state_dict() for name, of in self.registered.items()},
             }
         )
@@ -354,7 +357,7 @@ class TrainingState:
         """Takes over another member's small state."""
         given = unpack(content)
         self.originals = None
-        self.step, self.committed_in = given["step"], given["committed_in"]
+        self.step, self.committed_in, self.followed = given["step"], given["committed_in"], given["followed"]
         self.record = Record.from_bytes(given["record"]) if given["record"] else None
         self.load_hyper_parameters(given["hyper"])
         self.modes.take_over(given["evaluating"])

@@ -74,6 +74,7 @@ class TrainingLoop:
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
         context.state.module_guard.check_before_the_loop()
+        context.loop_has_begun = True
         context.first_weights.on_loop()
         while not is_over():
             parts.update.check_whole()
