@@ -121,19 +121,22 @@ def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
 @holds("The sum of an evaluation is")
 @pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "in_vote"))
 def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
-    """Whoever survives gives its sums to the next vote; those of a vote that passed anywhere are in its record."""
+    """Of an evaluation at the top of the body: survivors give their sums to the next vote; those of a vote that passed
+    anywhere are in its record.
+    """
     reports: dict[int, dict[str, float]] = {}
 
     def watch(engine: Engine) -> None:
         reports[engine.global_step] = engine.reports
 
-    def step(engine: Engine) -> None:
-        if engine.step() and engine.global_step == 2:
+    def measure(engine: Engine) -> None:
+        if engine.global_step == 2:
             with engine.evaluating():
                 for _ in engine.shard(DATA):
                     engine.report(seen=1.0)
 
-    task = Task({"max_steps": 5, "micro_batches_per_lane": 1}, step=step, prepare=lambda engine: engine.on_step(watch))
+    options = {"max_steps": 5, "micro_batches_per_lane": 1}
+    task = Task(options, in_loop=measure, prepare=lambda engine: engine.on_step(watch))
     with Crew("abc", task) as crew:
         crew.train_to(2)
         crew.plant("c", 3, point)

@@ -16,11 +16,11 @@ from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.piece_order import PieceOrder, portions
-from shoal.exchange.round_reduction import USER_STEPS, RoundReduction
+from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.exchange.traffic import Traffic
 from shoal.group.group import Group
-from shoal.group.group_progress import GroupProgress
+from shoal.group.group_progress import LANES_BEGIN, USER_STEPS, GroupProgress
 from shoal.group.solo import SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.activity import StepPhase
@@ -208,6 +208,6 @@ def test_positions_only_grow_and_stand_at_the_next_lane_in_user_code(monkeypatch
         assert positions == sorted(positions)
         lanes = len(plan.shares[group.rank].lanes)
         in_user_code = [bucket for phase, bucket in positions if phase is StepPhase.LANES and not bucket % USER_STEPS]
-        assert in_user_code == [lane * len(traffic.pieces) * USER_STEPS for lane in range(1, lanes + 1)]
+        assert in_user_code == [LANES_BEGIN + lane * len(traffic.pieces) * USER_STEPS for lane in range(1, lanes + 1)]
 
     over_gloo(plan.world_size, member)

@@ -37,7 +37,7 @@ def _wrong(number: object, mode: object, smallest_change: object) -> Iterator[st
 
 
 class BestNumber:
-    """Looks at one number after each step that has it."""
+    """Looks at one number after each step, and each evaluation, that has it."""
 
     def __init__(self, number: str, mode: str, smallest_change: float = 0.0, faults: Iterable[str] = ()) -> None:
         """Raises `UserError` for values that are not allowed, and those of `faults`."""
@@ -69,11 +69,23 @@ class BestNumber:
             return
         self.step = step
         value = engine.loss if self.number == LOSS else engine.reports.get(self.number)
-        if value is None:
-            if self.best is None and engine.context.is_over and engine.rank == 0:
-                log.warning("number_never_reported", callback=type(self).__name__, number=self.number,
-                            reported=sorted(engine.reports), means="it has done nothing in the whole job")  # fmt: skip
-            return
+        if value is not None:
+            self._judge(engine, value)
+
+    def on_evaluation(self, engine: Engine, numbers: Mapping[str, float]) -> None:
+        """An evaluation after the last step, on every worker, once."""
+        value = numbers.get(self.number)
+        if value is not None:
+            self._judge(engine, value)
+
+    def at_end(self, engine: Engine) -> None:
+        """The loop is over."""
+        if self.best is None and engine.rank == 0:
+            log.warning("number_never_reported", callback=type(self).__name__, number=self.number,
+                        reported=sorted(engine.reports), means="it has done nothing in the whole job")  # fmt: skip
+
+    def _judge(self, engine: Engine, value: float) -> None:
+        step = engine.global_step
         if not math.isnan(value) and (self.best is None or self._is_better(value, self.best + self._change)):
             self.best, self.best_step, self.worse = value, step, 0
             self.on_best(engine)
@@ -110,7 +122,7 @@ class EarlyStopping(BestNumber):
 
 class SaveBest(BestNumber):
     """`engine.on_step(SaveBest("best.safetensors", "validation_loss"))`: exports the model, once, when the number is
-    the best so far. The weights are those after the next step.
+    the best so far. Of an evaluation right after a step the weights are those that it has measured.
     """
 
     def __init__(self, path: str | Path, number: str = LOSS, mode: str = "min") -> None:

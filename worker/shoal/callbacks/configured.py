@@ -40,6 +40,7 @@ def show(engine: Engine) -> None:
     job = engine.context.link.job
     observer = _Observer(engine, monitoring.steps_per_line, trackers(monitoring, job.name, job.run))
     engine.parts.boundary.add_observer(observer.on_step)
+    engine.parts.evaluation.measured.add_observer(observer.on_evaluation)
 
 
 def settled(engine: Engine) -> dict[str, Any]:
@@ -93,12 +94,19 @@ class _Observer:
             self._sums[phase] = self._sums.get(phase, 0.0) + spent
         if self._every is not None and numbers.step % self._every == 0:
             self._line(numbers)
+        self._write(numbers.named(), numbers)
+
+    def on_evaluation(self, numbers: dict[str, float]) -> None:
+        """Of an evaluation after the last step."""
+        self._write(numbers, StepNumbers.of(self._engine, {}))
+
+    def _write(self, named: dict[str, float], at: StepNumbers) -> None:
         for writer in tuple(self._writers):
             try:
-                writer.write(numbers.named(), numbers.samples)
+                writer.write(named, at.samples)
             except OSError as error:
                 self._writers.remove(writer)
-                log.error("tracker_failed", tracker=type(writer).__name__, step=numbers.step, reason=str(error),
+                log.error("tracker_failed", tracker=type(writer).__name__, step=at.step, reason=str(error),
                           means="it gets no more numbers from this worker")  # fmt: skip
 
     def _line(self, numbers: StepNumbers) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from shoal_protos.errors import UserError
 
@@ -27,8 +28,8 @@ class CSV(StepCallback):
         super().__init__()
         self._path = Path(path)
         self._columns: list[str] = []
-        self._last = -1
-        """The last step in the file, where this worker wrote it."""
+        self._last, self._at, self._row = -1, 0, dict[str, Any]()
+        """The last step in the file, where this worker wrote it: where its line begins, and what stands there."""
         check_folder("CSV", self._path.parent)
         self._check()
 
@@ -48,14 +49,30 @@ class CSV(StepCallback):
             )
 
     def write(self, row: Row, job: JobOfRow) -> None:  # noqa: ARG002
-        step = int(row[FIRST])
-        if self._last < 0 or step <= self._last or not row.keys() <= set(self._columns):
-            self._begin_at(step, row)
-        with self._path.open("a", newline="") as file:
-            file.write(_lines([[row.get(name, "") for name in self._columns]]))
-        self._last = step
+        self._put(row, replaces=False)
 
-    def _begin_at(self, step: int, row: Row) -> None:
+    def add(self, row: Row, job: JobOfRow) -> None:  # noqa: ARG002
+        """To the step's line, which says when the step was made."""
+        step = int(row[FIRST])
+        line: Mapping[str, Any] = self._row
+        if step != self._last:
+            line = next((one for one in _rows(self._path) if int(one[FIRST]) == step), row)
+        self._put({**line, **{name: value for name, value in row.items() if name != "time"}}, replaces=True)
+
+    def _put(self, row: Mapping[str, Any], replaces: bool) -> None:
+        """The line of a step. `replaces`: it has all that this worker's last line has, if that is of the same step."""
+        step = int(row[FIRST])
+        is_known = self._last >= 0 and row.keys() <= set(self._columns)
+        in_place = is_known and replaces and step == self._last
+        if not (in_place or (is_known and step > self._last)):
+            self._begin_at(step, row)
+        with self._path.open("r+" if in_place else "a", newline="") as file:
+            self._at = file.seek(self._at) if in_place else file.tell()
+            file.write(_lines([[row.get(name, "") for name in self._columns]]))
+            file.truncate()
+        self._last, self._row = step, dict(row)
+
+    def _begin_at(self, step: int, row: Mapping[str, Any]) -> None:
         """The file ends before that step, and has a column for each number."""
         kept = [one for one in _rows(self._path) if int(one[FIRST]) < step]
         columns = dict.fromkeys([*(name for one in kept[:1] for name in one), *row])

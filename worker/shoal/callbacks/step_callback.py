@@ -1,4 +1,5 @@
-"""What the callbacks of this package have in common: `engine.on_step` calls them on rank 0, once for each step.
+"""What the callbacks of this package have in common: `engine.on_step` has them called on rank 0, once for each step,
+and for evaluations after it.
 
 They read no parameters, so they are called while those of the step may still be on their way. A tracker that fails in
 the midst of a job ends no training: it says so once, and gets no more numbers.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,13 +49,25 @@ class StepCallback(ABC):
 
     def __call__(self, engine: Engine) -> None:
         """One committed step, on rank 0."""
+        self._guarded(engine, lambda job: self.write(row_of(engine), job))
+
+    def on_evaluation(self, engine: Engine, numbers: Mapping[str, float]) -> None:
+        """An evaluation after that step, on rank 0, perhaps again."""
+        row = {"step": engine.global_step, "time": round(time.time(), 3), **numbers}
+        self._guarded(engine, lambda job: self.add(row, job))
+        if engine.context.left_loop:
+            self.at_end(engine)
+
+    def at_end(self, engine: Engine) -> None:
+        """The loop is over."""
+        self._guarded(engine, lambda _: self.close())
+
+    def _guarded(self, engine: Engine, act: Callable[[JobOfRow], None]) -> None:
         if self._failed:
             return
         job = engine.context.link.job
         try:
-            self.write(row_of(engine), JobOfRow(job.name, job.run))
-            if engine.context.is_over:
-                self.close()
+            act(JobOfRow(job.name, job.run))
         except Exception as error:  # trackers have errors of their own, and training goes on without them
             self._failed = True
             log.error("tracker_failed", tracker=type(self).__name__, step=engine.global_step, reason=str(error),
@@ -63,8 +77,12 @@ class StepCallback(ABC):
     def write(self, row: Row, job: JobOfRow) -> None:
         """The numbers of one step. A step that is not above the last one: the job has gone back."""
 
+    def add(self, row: Row, job: JobOfRow) -> None:
+        """The numbers of an evaluation after a step; `row` has `step` and `time` besides."""
+        self.write(row, job)
+
     def close(self) -> None:
-        """The job's last step is written."""
+        """All is written, as far as is known; there may be an evaluation after it."""
         return
 
 

@@ -22,18 +22,27 @@ class TensorBoard(StepCallback):
         self._folder, self._last = str(folder), -1
         self._writer: Any = None
 
-    def write(self, row: Row, job: JobOfRow) -> None:  # noqa: ARG002
+    def write(self, row: Row, job: JobOfRow) -> None:
         step = int(row["step"])
         if self._writer is None or step <= self._last:
-            from torch.utils.tensorboard import SummaryWriter
+            self._open(purge_step=step)
+        self.add(row, job)
+        self._last = step
 
-            self.close()
-            self._writer = SummaryWriter(self._folder, purge_step=step)
+    def _open(self, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.close()
+        self._writer = SummaryWriter(self._folder, purge_step=purge_step)
+
+    def add(self, row: Row, job: JobOfRow) -> None:  # noqa: ARG002
+        step = int(row["step"])
+        if self._writer is None:
+            self._open(purge_step=step + 1)
         for name, value in row.items():
             if name not in ("step", "time"):
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()  # a worker may be killed at any time
-        self._last = step
 
     def close(self) -> None:
         if self._writer is not None:

@@ -26,10 +26,7 @@ from shoal.exchange.pieces import Extents, cached, elements_in
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.exchange.traffic import MIRRORED, PARTIALS, sums_dtype
 from shoal.group.group import Group, Waiting, Work, WorldChanged
-
-USER_STEPS = 1 << 20
-"""How far a member has come (GroupProgress) is counted by positions; between two of them user code may take so many
-steps."""
+from shoal.group.group_progress import LANES_BEGIN, USER_STEPS
 
 
 @dataclass(slots=True)
@@ -127,7 +124,7 @@ class RoundReduction:
         self._check()
         self._lane, self._complete = self._lane + 1, 0
         self._settle_up_to(self._lane * self._pieces)
-        self._group.progress.reach(StepPhase.LANES, self._settled * USER_STEPS)
+        self._group.progress.reach(StepPhase.LANES, LANES_BEGIN + self._settled * USER_STEPS)
 
     def _check(self) -> None:
         if self._broken:
@@ -210,7 +207,7 @@ class RoundReduction:
     def _settle(self) -> None:
         """Waits for the next position, adds up what has come, and gives its memory back."""
         number, piece = self._at(self._settled)
-        self._group.progress.reach(StepPhase.LANES, (self._settled + 1) * USER_STEPS - 1)
+        self._group.progress.reach(StepPhase.LANES, LANES_BEGIN + (self._settled + 1) * USER_STEPS - 1)
         self._wait().wait()
         self._waiting = None
         self._add_up(number, piece, self._flight.pop(self._settled).arrived)

@@ -32,8 +32,8 @@ from shoal.exchange.tree_sum import TreeSum
 
 (
     FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED, ASKED, GATHERED_UNIT,
-    CALLED,
-) = range(13)  # fmt: skip
+    CALLED, EVALUATED,
+) = range(14)  # fmt: skip
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
 BULK = frozenset((PARTIALS, MIRRORED, HANDED, GATHERED, GATHERED_UNIT))

@@ -213,7 +213,7 @@ def _record(
             name: reduced([b.reports.get(name, _zeros(s)) for b, s in zip(ballots, traffic.lane_spans, strict=True)])
             for name in _reported_everywhere(ballots, traffic)
         },
-        evaluations=_evaluated([ballot.evaluations for ballot in ballots]),
+        evaluations=mean_over_lanes([ballot.evaluations for ballot in ballots]),
         requests=tuple(dict.fromkeys(request for ballot in ballots for request in ballot.requests)),
         hypers=tuple(ballot.hyper for ballot in ballots),
         saving=tuple(ballot.saving for ballot in ballots),
@@ -276,7 +276,7 @@ def _norm(
     return math.sqrt(fold_numbers(parts, traffic.layout.blocks))
 
 
-def _evaluated(each: list[dict[str, list[float]]]) -> dict[str, float]:
+def mean_over_lanes(each: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     """The mean over the lanes that arrived, with the same bits whoever evaluated them."""
     counts, sums = dict[str, float](), dict[str, list[float]]()
     for one in each:

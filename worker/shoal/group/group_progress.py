@@ -15,6 +15,14 @@ from shoal_protos.activity import MOST_NAMED, Activity, StepPhase
 
 BEFORE_THE_FIRST = 0
 """The boundary of a group whose world has not begun."""
+USER_STEPS = 1 << 20
+"""Between two places where a member waits for others beside user code (`bucket` counts them), that may take so many
+steps.
+"""
+AFTER_THE_LOOP, LANES_BEGIN = 1 << 39, 1 << 40
+"""Such places of a boundary, in order: where evaluations are over in the loop's body, then after the loop, then the
+rounds of lanes.
+"""
 
 
 class GroupProgress:

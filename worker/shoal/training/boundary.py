@@ -95,12 +95,14 @@ class Boundary:
     def go_back_to(self, step: int, saved: int) -> None:
         """All have gone back to a checkpoint, or to the start (then `saved` is -1): what came after counts no more."""
         self._saving.on_return_to(saved)
+        self._evaluation.on_return()
         self.stand_at(step)
         self._corruption.on_return()
 
     def on_world(self, world: World) -> None:
         """A world begins."""
         self._corruption.on_world(world)
+        self._evaluation.begin_round(world)
         self._saving.on_world(world)
         self._requests.on_world()
         if not self._owed:
@@ -222,6 +224,33 @@ class Boundary:
         """
         self._called.settle()
 
+    def end_body(self) -> None:
+        """The script is through with the last step: what it asks for from now on is of the next one. Waits for nobody.
+        Raises `WorldChanged`.
+        """
+        self._evaluation.end_round(self._requests.at_hand)
+
+    def settle_evaluations(self) -> None:
+        """Before a vote, with the last step's weights: who has not heard what was measured after it hears it now, and
+        what was asked for since is exported. Raises `WorldChanged`.
+        """
+        evaluation, context = self._evaluation, self._context
+        evaluation.settle()
+        is_news = evaluation.measured.is_news(context.rank == 0) and not self._owed
+        if is_news or evaluation.asked:
+            self.bring_parameters()
+        if is_news:
+            context.is_busy = True
+            try:
+                evaluation.tell()
+            finally:
+                context.is_busy = False
+        self._requests.export_at_hand()
+
+    def agree_on_evaluations(self, world: World) -> None:
+        """In a recovery, once its step is committed here: all have the same numbers of it. Raises `WorldChanged`."""
+        self._evaluation.agree(world)
+
     def on_all_here(self) -> None:
         """What was handed out after the last step has come: the user's code is next."""
         context = self._context
@@ -263,6 +292,7 @@ class Boundary:
         self._call_back(record)
         if self._context.world is not None:
             self._lagging.on_world(self._context.world)
+        self._evaluation.tell()
 
 
 def _nothing() -> None:

@@ -39,8 +39,10 @@ class TrainingContext:
         """Votes that have passed in this world."""
         self.are_parameters_here = True
         """Whether all that was handed out after the last step is."""
-        self.is_reading = False
-        """Whether the dataset is asked for a batch: a change of the world waits until it has answered."""
+        self.is_busy = False
+        """Whether the script's code is called where no change of the world can be taken part in: the dataset is asked
+        for a batch, or what was measured is told between a reduction and its vote.
+        """
         self.calls_back = False
         """Whether the script, or the configuration, has callbacks for committed steps."""
         self.is_first_step = True

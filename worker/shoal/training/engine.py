@@ -37,9 +37,8 @@ from shoal.training.training_loop import TrainingLoop
 
 PUBLIC = {
     "backward", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers", "generation",
-    "global_step", "lanes",
-    "loss", "module", "on_commit", "on_step", "rank", "register_state", "report", "reports", "save_checkpoint", "shard",
-    "skip", "step", "stop", "turn", "warming_up", "world_size",
+    "global_step", "lanes", "loss", "module", "on_commit", "on_evaluation", "on_step", "rank", "register_state",
+    "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop", "turn", "warming_up", "world_size",
 }  # fmt: skip
 """What scripts may use; all else is between the parts of this package."""
 
@@ -172,13 +171,27 @@ class Engine:
         if not callable(callback) or isinstance(callback, type):
             raise UserError(f"engine.on_step got {callback!r}; expected a function that takes the engine, or an object "
                             "of a class of shoal.callbacks.")  # fmt: skip
+        measured = self.parts.evaluation.measured
         if isinstance(callback, BestNumber):
             self.register_state(f"{type(callback).__name__} {callback.number}", callback)
             self.parts.boundary.add_watcher(lambda: callback(self))
+            measured.add_listener(lambda numbers: callback.on_evaluation(self, numbers))
         elif isinstance(callback, StepCallback):
             self.parts.boundary.add_observer(lambda: callback(self))
+            measured.add_observer(lambda numbers: callback.on_evaluation(self, numbers))
         else:
             self.parts.boundary.add_callback(lambda: callback(self))
+        if isinstance(callback, BestNumber | StepCallback):
+            self.training.add_ending(lambda: callback.at_end(self))
+
+    def on_evaluation(self, callback: Callable[[Engine], None]) -> None:
+        """Calls `callback(engine)` on every worker once for each evaluation right after a step or after the loop, when
+        `reports` has its numbers: at its end; on members without lanes just before the next vote.
+        """
+        if not callable(callback) or isinstance(callback, type | BestNumber | StepCallback):
+            raise UserError(f"engine.on_evaluation got {callback!r}; expected a function that takes the engine. An "
+                            "object of shoal.callbacks goes to engine.on_step, and hears of them too.")  # fmt: skip
+        self.parts.evaluation.measured.add_listener(lambda _: callback(self))
 
     def on_commit(self, function: Callable[[Engine], object]) -> None:
         """Calls `function(engine)` on *every* worker, with lanes or without, once for each step that it commits, in

@@ -1,13 +1,16 @@
-"""Evaluation between two micro-batches: each member over the lanes it holds, waiting for nobody.
+"""Evaluation between two micro-batches: each member over the lanes it holds.
 
-The sums travel with the next vote that passes, with the count of lanes that arrived; after the last step with one that
-is cast for them. Nothing that training reads is changed: modes, random state and buffers are put back.
+Right after a step, or after the loop, it is over when its `with` ends: members with lanes exchange their sums there
+(exchange/evaluation_round.py), and what comes of them is told (measured.py). Anywhere else it waits for nobody, and the
+sums travel with the next vote that passes. Nothing that training reads is changed: modes, random state and buffers are
+put back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +20,12 @@ from torch.utils.data import DataLoader
 
 from shoal.core.exact_sum import add
 from shoal.data.seeds import RandomState, seed_everything
-from shoal.exchange.vote import check_names
+from shoal.exchange.evaluation_round import EvaluationRound, Place, Sums
+from shoal.exchange.vote import check_names, mean_over_lanes
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import GatheredRows
+from shoal.training.measured import Measured
+from shoal.world import World
 
 
 @contextmanager
@@ -57,8 +63,14 @@ def check_numbered(dataset: Any) -> None:
         )
 
 
-Sums = dict[str, list[float]]
-"""By name the number of terms, and parts of their sum (core/exact_sum.py)."""
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """An evaluation that is over here, and not yet with all who evaluate."""
+
+    step: int
+    sums: Sums
+    before: int
+    """How many evaluations after that step have come to numbers before it."""
 
 
 class Evaluation:
@@ -77,6 +89,11 @@ class Evaluation:
         self._arrived: Sums = {}
         self._in_vote: Sums = {}
         """What a vote carries now, or has carried that did not pass."""
+        self.measured = Measured()
+        self._round: EvaluationRound | None = None
+        self._at_hand: Sums | None = None
+        """Of the evaluation at hand, where all are to have it when it is over."""
+        self._over: _Over | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,7 +105,7 @@ class Evaluation:
                 "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
                 "forward or after engine.step."
             )
-        self.active, weights = True, context.state.module_guard.whole()
+        self.active, self._at_hand, weights = True, None, context.state.module_guard.whole()
         try:
             with _untouched(module), context.forward_seed.away(), context.autocast.here(), torch.no_grad():
                 module.eval()
@@ -96,15 +113,17 @@ class Evaluation:
         finally:
             self.active, self._lane = False, {}
         context.state.module_guard.forgive(weights)
+        if self._at_hand is not None:
+            self._over = _Over(context.state.step, self._at_hand, len(self.measured.numbers))
 
     @contextmanager
     def anywhere(self) -> Iterator[None]:
         """A context for callbacks: one that a change of the world left owed is called in the midst of a lane."""
-        self._anywhere = True
+        before, self._anywhere = self._anywhere, True
         try:
             yield
         finally:
-            self._anywhere = False
+            self._anywhere = before
 
     def shard(self, dataset: Any) -> Iterator[Any]:
         """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short.
@@ -116,6 +135,8 @@ class Evaluation:
         check_numbered(dataset)
         context = self._context
         config, loop = context.config, context.loop
+        if self._is_between_batches and not self._anywhere and self._at_hand is None:
+            self._at_hand = {}
         for lane in context.lanes:
             numbers = list(range(lane, len(dataset), config.lanes))
             try:
@@ -145,7 +166,7 @@ class Evaluation:
                 "be another one in every world."
             )
         if not numbers.keys() <= self._lane.keys():
-            known = self._lane.keys() | self._arrived.keys() | self._in_vote.keys()
+            known = self._lane.keys() | self._arrived.keys() | self._in_vote.keys() | (self._at_hand or {}).keys()
             check_names(known | numbers.keys(), "engine.report in an evaluation")
         for name, value in numbers.items():
             kept = self._lane.setdefault(name, [0.0, 0.0])
@@ -154,8 +175,80 @@ class Evaluation:
 
     def _lane_over(self) -> None:
         for name, (count, lane_total) in self._lane.items():
-            _take_in(self._arrived, name, 1.0, [lane_total / count])
+            _take_in(self._arrived if self._at_hand is None else self._at_hand, name, 1.0, [lane_total / count])
         self._lane = {}
+
+    # ---- right after a step, and after the loop
+
+    @property
+    def _is_between_batches(self) -> bool:
+        """Whether this worker has not asked for the next batch since the last vote."""
+        return self._round is not None and self._round.is_open and self._context.world is not None
+
+    @property
+    def is_over_here(self) -> bool:
+        """Whether an evaluation is still to be shared with all who evaluate."""
+        over = self._over
+        return over is not None and over.step == self._context.state.step and over.before == len(self.measured.numbers)
+
+    def share(self) -> None:
+        """Returns when all who evaluate have come to the end of theirs. Raises `WorldChanged`: then again, in the next
+        world, unless others had all of it before.
+        """
+        assert self._over is not None and self._round is not None
+        place = Place.AFTER if self._context.left_loop else Place.BODY
+        self._take(self._round.share(place, self._over.sums))
+        self._over = None
+
+    def forget(self) -> None:
+        """What is not shared by now is void: all have gone back."""
+        self._over = None
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether what this worker wants of the weights at hand is still heard before they change."""
+        return self._is_between_batches and self._round is not None and self._round.speaks
+
+    @property
+    def asked(self) -> list[str]:
+        """Where members want the weights at hand to be exported, as far as they have said so."""
+        return self._round.asked if self._round is not None else []
+
+    def end_round(self, exports: list[str]) -> None:
+        """This worker asks for the next batch, or is about to vote: no evaluation after the last step comes from here.
+        `exports`: what it wants of the weights at hand. Raises `WorldChanged`.
+        """
+        if self._round is not None:
+            self._round.end(exports)
+
+    def settle(self) -> None:
+        """Before a vote: all have ended theirs. Raises `WorldChanged`."""
+        assert self._round is not None
+        self._take(self._round.settle())
+
+    def tell(self) -> None:
+        """What was measured, to all who have not heard it here."""
+        with self.anywhere():
+            self.measured.tell(self._context.rank == 0)
+
+    def begin_round(self, world: World) -> None:
+        """A world begins, or a vote of it has passed."""
+        shares = world.plan.shares if world.plan.steps else ()
+        self._round = EvaluationRound(world.group, [rank for rank, share in enumerate(shares) if share.lanes])
+
+    def _take(self, evaluations: list[list[Sums]]) -> None:
+        for sums in evaluations:
+            self.measured.numbers.append(mean_over_lanes(sums))
+        self._show()
+
+    def _show(self) -> None:
+        for numbers in self.measured.numbers:
+            self.since_the_step.update(numbers)
+
+    def agree(self, world: World) -> None:
+        """In a recovery, once its step is committed here. Raises `WorldChanged`."""
+        self.measured.agree(world)
+        self._show()
 
     # ---- in the vote
 
@@ -166,14 +259,26 @@ class Evaluation:
         self._arrived = {}
         return self._in_vote
 
+    def on_return(self) -> None:
+        """All have gone back to a checkpoint, or to the start."""
+        self.since_the_step = {}
+        self.measured.begin_step()
+
     def on_commit(self) -> None:
         """A step's vote has passed, here or where this worker's ballot was read: its record has the results."""
         self._in_vote, self.since_the_step = {}, {}
+        self.measured.begin_step()
+        self._on_vote_passed()
 
     def on_vote(self, results: dict[str, float]) -> None:
         """A vote without a step has passed."""
         self._in_vote = {}
         self.since_the_step.update(results)
+        self._on_vote_passed()
+
+    def _on_vote_passed(self) -> None:
+        if self._context.world is not None:
+            self.begin_round(self._context.world)
 
     @property
     def has_unsettled(self) -> bool:

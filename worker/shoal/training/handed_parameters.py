@@ -140,7 +140,7 @@ class HandedParameters(Parameters):
 
     def _on_change(self) -> None:
         """The world has changed under a use: it is taken part in, where that can be done. Raises `WorldChanged`."""
-        if threading.get_ident() != self._thread or self._context.is_reading:
+        if threading.get_ident() != self._thread or self._context.is_busy:
             raise WorldChanged("a parameter was used where no change can be taken part in")
         with _apart():
             self._take_part()

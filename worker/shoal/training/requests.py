@@ -37,7 +37,10 @@ class Requests:
     ) -> None:
         self._context, self._saving, self._parameters = context, saving, parameters
         self._rows = evaluation.rows
+        self._evaluation = evaluation
         self._mine: list[Request] = []
+        self._at_hand: list[tuple[int, str]] = []
+        """Exports of the weights of a step, where the next one is still to come: the step, and the path."""
         self._scripts: set[Request] = set()
         """Requests of the script, whose end it may wait for."""
         self.digest = ""
@@ -61,12 +64,42 @@ class Requests:
 
     def add(self, request: Request, by_script: bool = False) -> None:
         """From now on it is in this worker's votes, until it is carried out."""
+        if request.kind == "export" and self._takes_at_hand(request):
+            return
         if by_script:
             self._scripts.add(request)
         if request.kind == "save":
             self._saving.remember_request()
         elif request not in self._mine:
             self._mine.append(request)
+
+    def _takes_at_hand(self, export: Request) -> bool:
+        """Whether it is made before the next update, of the weights of now: where rank 0 still hears of it in time."""
+        context, path = self._context, export.detail
+        if context.is_over:
+            return False  # no update follows
+        if self._evaluation.can_ask or (context.is_busy and context.rank == 0):
+            self._at_hand.append((context.state.step, path))
+            return True
+        return path in self._evaluation.asked
+
+    @property
+    def at_hand(self) -> list[str]:
+        """Where this worker wants the model of now to be. Those of an earlier step are there: it could not end without
+        them; and where all have gone back, the script comes by that step again.
+        """
+        self._at_hand = [(step, path) for step, path in self._at_hand if step == self._context.state.step]
+        return [path for _, path in self._at_hand]
+
+    def export_at_hand(self) -> None:
+        """Before the next vote: rank 0 writes what was asked for of the weights of now; the others' votes wait for its
+        own. Raises `WorldChanged`; then those who have asked ask again.
+        """
+        paths = dict.fromkeys([*self._evaluation.asked, *self.at_hand])
+        if paths and self._context.rank == 0:
+            self._context.state.buffers.put_back()  # lanes of the next step have changed them
+            for path in paths:
+                self._export(Request("export", path))
 
     @property
     def has_awaited(self) -> bool:

@@ -143,6 +143,7 @@ class Resize:
             state.held.keep_only(NO_BLOCKS)
         elif state.step == recovery.step - 1:
             self._roll_forward(recovery.record)
+        self._boundary.agree_on_evaluations(world)
         self._context.faults.at("promote", state.step)
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
         self._clock.note_bytes(HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish())

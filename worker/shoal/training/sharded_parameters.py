@@ -345,7 +345,7 @@ class ShardedParameters(Parameters):
             try:
                 self._fetch([*units, *chain.from_iterable(self._open)])
             except WorldChanged:
-                if self._is_called or self._is_backward:
+                if self._is_called or self._is_backward or self._context.is_busy:
                     raise
                 self._take_part()
             else:

@@ -59,6 +59,7 @@ class Step:
     def make(self) -> None:
         """Reduce, vote, update, hand out: one optimizer step, or none of it."""
         self.number = self._context.state.step + 1
+        self._boundary.end_body()
         reduction, fills = self.reducing.take(), self._slice()
         sends = self._send_fills(fills)
         self._reduce(reduction)
@@ -66,6 +67,7 @@ class Step:
         self._exchange_buffers()
         norms = self._sums_of_squares()
         take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)
+        self._boundary.settle_evaluations()
         self.parameters.before_vote()
         self._boundary.before_vote()
         wait_for(sends, self._world.group)
@@ -180,10 +182,12 @@ class Step:
         self.number = context.state.step
         if context.is_over and not context.done:
             self._on_end()
+        self._boundary.end_body()
         fills = self._slice()
         sends = send_slice(group, held, fills)
         context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
+        self._boundary.settle_evaluations()
         self.parameters.before_vote()
         self._boundary.before_vote()
         context.state.comparisons.refuse()  # of a step that broke before its vote

@@ -34,6 +34,11 @@ class TrainingLoop:
 
     def __init__(self, context: TrainingContext, parts: Parts) -> None:
         self._context, self._parts = context, parts
+        self._endings: list[Callable[[], None]] = []
+
+    def add_ending(self, ending: Callable[[], None]) -> None:
+        """Called on every member when the loop is over, the job's last step committed."""
+        self._endings.append(ending)
 
     # ---- batches
 
@@ -49,7 +54,7 @@ class TrainingLoop:
             self._settle_evaluations()
             self._settle_requests()
         finally:
-            context.left_loop = True
+            self._leave_loop()
             context.untrained.on_left(context.state.step, context.state.last_step)
             context.loop.fetcher.close()
             context.autocast.end()
@@ -65,11 +70,16 @@ class TrainingLoop:
             if context.is_over and not context.left_loop:
                 self._settle_evaluations()
                 self._settle_requests()
-                context.left_loop = True
+                self._leave_loop()
                 context.loop.fetcher.close()
         finally:
             context.autocast.end()
             context.forward_seed.disarm()
+
+    def _leave_loop(self) -> None:
+        self._context.left_loop = True
+        for ending in self._endings if self._context.is_over else ():
+            ending()
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
@@ -88,6 +98,7 @@ class TrainingLoop:
                 context.state.module_guard.mark(context.world)
                 context.state.set_in_time.check(context.state.record)
                 try:
+                    parts.boundary.end_body()
                     batch = self._next_batch()
                 except WorldChanged:
                     parts.resize.take_part(broken=True)
@@ -104,11 +115,11 @@ class TrainingLoop:
     def _next_batch(self) -> Any:
         """Raises `WorldChanged` from a dataset that computes with the model."""
         context = self._context
-        context.is_reading = True
+        context.is_busy = True
         try:
             return context.loop.next_batch(context.state)
         finally:
-            context.is_reading = False
+            context.is_busy = False
 
     def _warm_up(self) -> Iterator[Any]:
         """A joiner runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
@@ -285,8 +296,22 @@ class TrainingLoop:
         with self._parts.evaluation.running():
             yield
         self._parts.step.parameters.after_evaluating()
+        self._share_evaluation()
         if self._context.is_over and self._context.left_loop:
             self._settle_evaluations()
+
+    def _share_evaluation(self) -> None:
+        """Where one is over that all are to have: with all who evaluate, through any change of the world; then it is
+        told.
+        """
+        evaluation = self._parts.evaluation
+        while evaluation.is_over_here:
+            try:
+                evaluation.share()
+            except WorldChanged:
+                self._parts.resize.take_part(broken=True)
+        evaluation.forget()
+        evaluation.tell()
 
     def _settle_requests(self) -> None:
         """After the last step: waits until what this worker's script has asked for is carried out."""
