@@ -16,6 +16,10 @@ from shoal_protos.checkpoint import SaveOutcome, SaveReport
 from shoal.core.save_part import BUSY, SavePart
 
 RECENT_SAVES = 8
+QUIET_VOTES = 2
+"""So many votes without a save end the last step. The first one tells rank 0 what it may have to ask for, and all that
+nobody writes; a worker that has just joined knows neither.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Saving:
         self.is_under_way = False
         """Whether any member was busy with a save when all voted last."""
         self._number = 0
+        self._quiet = 0
+        """Votes of this world, one after the other, after the last step, without a save."""
         self.is_given_up = False
         """Whether the save at hand began before all went back."""
 
@@ -87,8 +93,13 @@ class Saving:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved, self.is_given_up = step, True
         self._due, self._known = min(self._due, step), step
+        self._quiet = 0
         if self.asked_at is not None:
             self.asked_at = min(self.asked_at, step + 1)
+
+    def on_world(self) -> None:
+        """A world begins: who joins it and who was there count its votes alike."""
+        self._quiet = 0
 
     def on_vote(self, vote: SaveVote) -> SaveChoice:
         """After every vote, once it has heard of a save that is over."""
@@ -96,6 +107,8 @@ class Saving:
         self.is_under_way = any(status in BUSY for status in vote.statuses.values())
         choice = self._choice(vote)
         self._note_due(vote, choice)
+        is_quiet = vote.over and choice is SaveChoice.NOTHING and not self.is_under_way
+        self._quiet = self._quiet + 1 if is_quiet else 0
         self.is_given_up = self.is_given_up and choice is not SaveChoice.BEGIN
         if self.asked_at is not None and (vote.saved >= self.asked_at or vote.saved == vote.step):
             self.asked_at = None
@@ -126,6 +139,13 @@ class Saving:
         asked = [step for step in vote.asked if step <= vote.step] if vote.stepped else []
         due = [vote.step] if vote.stepped and choice is not SaveChoice.NOTHING else []
         self._due = max([self._due, *([nth] if nth > 0 else []), *asked, *due])
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether nothing is left to wait for after the last step, on all members alike: what was due is there, or has
+        failed.
+        """
+        return self._quiet >= QUIET_VOTES
 
     @property
     def is_owed(self) -> bool:

@@ -72,7 +72,6 @@ class CheckpointSaving:
         self._retries = SaveRetries()
         self._failure: SaveFailed | None = None
         """Why the last save that this worker asked for failed, and is not tried again."""
-        self._has_come_to_end = False
 
     # ---- what the script and the controller ask
 
@@ -100,26 +99,39 @@ class CheckpointSaving:
         """Whether no save is under way here, or still to begin: what the end of a job waits for."""
         return not (self.busy or self._saving.asked_at is not None or (self._saver and self._saving.is_owed))
 
+    @property
+    def has_settled(self) -> bool:
+        """Whether the loop may end, on all members alike: nobody writes, and what is owed is there or has failed."""
+        return self._saver is None or self._saving.has_settled
+
+    def on_end(self) -> None:
+        """The loop has come to its end, or the script: what is owed is tried at once, and has its whole time again."""
+        self._failure = None
+        self._retries.on_end()
+
     def ask_for_what_is_owed(self) -> None:
-        """At the job's end, on rank 0 for all: a checkpoint that was due and is not there is saved now. Raises
-        `SaveFailed` where that has failed for as long as it is tried.
+        """After the last step, on rank 0 for all: a checkpoint that was due and is not there is saved now, unless that
+        has failed for as long as it is tried.
         """
-        if not self._has_come_to_end:
-            self._has_come_to_end, self._failure = True, None
-            self._retries.on_end()
         self.take_in_outcome()
-        saving = self._saving
-        waits = self.busy or saving.is_under_way or saving.asked_at is not None
-        if self._context.rank != 0 or waits or self.is_settled:
-            return
-        failure = self.take_failure()
+        if self._is_to_ask and self._failure is None:
+            self.remember_request()
+
+    def check_owed(self) -> None:
+        """At the job's end: raises `SaveFailed` where what is owed has failed for as long as it is tried."""
+        self.take_in_outcome()
+        failure = self.take_failure() if self._is_to_ask else None
         if failure is not None:
             before = f"goes on from step {self.saved}" if self.saved >= 0 else "begins anew"
             raise SaveFailed(
                 f"all steps are done, but the last checkpoint that was due is missing: {str(failure).rstrip('.')}. "
                 f"Started again, the job {before}."
             )
-        self.remember_request()
+
+    @property
+    def _is_to_ask(self) -> bool:
+        waits = self.busy or self._saving.is_under_way or self._saving.asked_at is not None
+        return self._context.rank == 0 and not waits and not self.is_settled
 
     def take_failure(self) -> SaveFailed | None:
         """Why the last save that this worker asked for failed, once."""
@@ -265,6 +277,7 @@ class CheckpointSaving:
 
     def on_world(self, world: World) -> None:
         """A world begins: where saves are scheduled, their memory is taken before the first of them needs it."""
+        self._saving.on_world()
         config = self._config
         if self._saver is None or config.stream or (config.every_steps is None and config.every_minutes is None):
             return
@@ -276,7 +289,6 @@ class CheckpointSaving:
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self._saving.on_return_to(step)
-        self._has_come_to_end = False
 
     # ---- a save is over
 

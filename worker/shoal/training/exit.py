@@ -81,8 +81,10 @@ class _Ending:
         job that ends well has them.
         """
         context, parts, training = self._engine.context, self._engine.parts, self._engine.training
+        parts.saving.on_end()
         try:
             while not (context.ended and context.link.alone and context.done):
+                parts.saving.check_owed()
                 parts.saving.ask_for_what_is_owed()
                 if parts.saving.is_settled:
                     parts.requests.check_exports()

@@ -50,9 +50,7 @@ class TrainingLoop:
             log.warning("the_job_is_over", step=context.global_step, means=means)
         context.left_loop = False
         try:
-            yield from self._batches(lambda: context.is_over)
-            self._settle_evaluations()
-            self._settle_requests()
+            yield from self._batches_until(lambda: context.is_over)
         finally:
             self._leave_loop()
             context.untrained.on_left(context.state.step, context.state.last_step)
@@ -66,10 +64,8 @@ class TrainingLoop:
         """
         context = self._context
         try:
-            yield from self._batches(lambda: context.is_over or context.state.step >= end)  # in a world at least
+            yield from self._batches_until(lambda: context.is_over or context.state.step >= end)  # in a world at least
             if context.is_over and not context.left_loop:
-                self._settle_evaluations()
-                self._settle_requests()
                 self._leave_loop()
                 context.loop.fetcher.close()
         finally:
@@ -80,6 +76,18 @@ class TrainingLoop:
         self._context.left_loop = True
         for ending in self._endings if self._context.is_over else ():
             ending()
+
+    def _batches_until(self, is_over: Callable[[], bool]) -> Iterator[Any]:
+        """`_batches`; after the job's last step what is left is done, unless all go back before it is."""
+        context = self._context
+        while True:
+            yield from self._batches(is_over)
+            if context.is_over and not context.left_loop:
+                self._settle_evaluations()
+                self._settle_requests()
+                self._settle_saves()
+            if is_over():
+                return
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
@@ -322,4 +330,14 @@ class TrainingLoop:
     def _settle_evaluations(self) -> None:
         """After the last step no vote of a step comes: waits for one that carries what is left."""
         while self._parts.evaluation.has_unsettled:
+            self.vote()
+
+    def _settle_saves(self) -> None:
+        """After the last step: waits until the last checkpoint that was due is there, or has failed once more. What a
+        script does after its loop loses nothing then; what has failed is tried again at the script's end.
+        """
+        saving = self._parts.saving
+        saving.on_end()
+        while self._context.is_over and not saving.has_settled:
+            saving.ask_for_what_is_owed()
             self.vote()
