@@ -14,6 +14,7 @@
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make trainer    test the door for the Trainer of Hugging Face (make check does it too)
+#   make trainer-upstream  run transformers' own tests of its Trainer with Shoal's in its place: FOLDER=a checkout of transformers
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
@@ -43,7 +44,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer scripts trackers test-gpu mutants bench protos docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers test-gpu mutants bench protos docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -167,6 +168,12 @@ models: $(MODELS)
 
 trainer: $(MODELS)
 	$(WITH_MODELS) tests/models/test_trainer*.py $(ARGS)
+
+# One of these tests' files wants a package that nothing else does.
+trainer-upstream: $(MODELS)
+	@[ -d $(VENV)/upstream/parameterized ] || $(BIN)/pip install --quiet --target $(VENV)/upstream "parameterized>=0.9,<1"
+	@PYTHONPATH=$(abspath $(VENV)/models):$(abspath $(VENV)/upstream):$(abspath tests/scripts/torchvision_without_cuda):$(abspath tests) \
+		OMP_NUM_THREADS=1 $(BIN)/python -m models.upstream "$(FOLDER)" $(ARGS)
 
 # DeepSpeed is built without its kernels; the original of its script compiles one when it runs, and needs a C++ compiler.
 scripts: $(READY) $(MODELS)
