@@ -13,13 +13,13 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from itertools import accumulate, chain
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from shoal_protos.messages import PROTOCOL_VERSION
+from shoal_protos.release import RELEASE
 
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
 from shoal_controller.core.machine.pending import PendingReason
@@ -171,12 +171,6 @@ def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metr
     yield _gauge("shoal_pods_waiting", "Workers that wait to start, by reason.", ("job_name", "reason"), pending)
 
 
-@cache
-def _version() -> str:
-    """Shoal's own. Kept: Python finds it by reading what is installed, longer than a scrape of a few jobs takes."""
-    return version("shoal")
-
-
 def _controller(sources: Sources) -> Iterator[Metric]:
     """What is read of this controller, whether it leads or not."""
     sessions = (((state,), number) for state, number in sources.sessions().items())
@@ -194,7 +188,7 @@ def _controller(sources: Sources) -> Iterator[Metric]:
         "shoal_event_loop_lag_seconds", "How late the event loop was at most, in the last minute.", (),
         [((), sources.loop_lag())],
     )  # fmt: skip
-    built = (_version(), platform.python_version(), str(PROTOCOL_VERSION))
+    built = (RELEASE, platform.python_version(), str(PROTOCOL_VERSION))
     yield _gauge(
         "shoal_build_info", "Always 1; the labels are the versions of Shoal, of Python and of the sessions' protocol.",
         ("version", "python", "protocol"), [(built, 1)],

@@ -6,13 +6,13 @@ They only read. What is to be thought of a job is decided by `core/overview/`, f
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.quoting import shown_name
+from shoal_protos.release import RELEASE
 
 from shoal_controller.api.act_requests import AnAct
 from shoal_controller.api.answers import EventAnswer
@@ -65,7 +65,7 @@ async def get_about(shell: Readable, caller: ACaller, request: Request) -> About
     """Show this controller's version and clock, and what the token of the request may do."""
     state, site = request.app.state, request.app.state.site
     return AboutAnswer(
-        version=version("shoal"), page=site.digest if site is not None else "", time=shell.clock(), token=caller.token,
+        version=RELEASE, page=site.digest if site is not None else "", time=shell.clock(), token=caller.token,
         role=caller.role, token_required=state.tokens.is_required, leads=controller_of(request).is_leading,
         history_since=shell.since, history=since_sentence(shell.since),
     )  # fmt: skip

@@ -72,9 +72,9 @@ app = typer.Typer(
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from shoal_protos.release import RELEASE
 
-        echo(f"shoal {version('shoal')}")
+        echo(f"shoal {RELEASE}")
         raise typer.Exit
 
 

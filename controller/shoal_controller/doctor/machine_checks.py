@@ -14,11 +14,11 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shoal_protos.finding import Check, Finding, Given, Verdict
 from shoal_protos.open_files import LEAST_OPEN_FILES
+from shoal_protos.release import RELEASE, of_shoal
 
 from shoal_controller.cli.endings import EXTRAS
 
@@ -59,14 +59,7 @@ def packages(given: Given) -> Finding:
     if missing:
         named = "; ".join(f"no {', '.join(modules)}" for modules in missing.values())
         return Finding("packages", Verdict.FAILED, named, needed, f"install {' and '.join(missing)}")
-    return Finding("packages", Verdict.OK, f"shoal {_version()}, all of {needed}", needed)
-
-
-def _version() -> str:
-    try:
-        return version("shoal")
-    except PackageNotFoundError:
-        return "(not installed: run from its sources)"
+    return Finding("packages", Verdict.OK, f"{of_shoal(RELEASE)}, all of {needed}", needed)
 
 
 def clock(_: Given) -> Finding:
