@@ -19,11 +19,12 @@ from shoal_controller.store.store import Store
 class Stander:
     """One controller that stands for election, and what became of it."""
 
-    def __init__(self, store: Store, name: str, address: str = "") -> None:
+    def __init__(self, store: Store, name: str, address: str = "", release: str = "", format: int = 0) -> None:
         self.name = name
         self.neighbours_say = 0
         address = address or name
-        self.election = Election(store, ControllerPlace(name, f"{address}:1", f"{address}:2"), self._term_of)
+        place = ControllerPlace(name, f"{address}:1", f"{address}:2", release=release, format=format)
+        self.election = Election(store, place, self._term_of)
         self.terms: list[Leadership] = []
         self.leads = False
         self.slow = False

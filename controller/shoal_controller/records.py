@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from shoal_protos.errors import StoreError
+from shoal_protos.release import RELEASE, of_shoal
 
 from shoal_controller.core.machine.event_kind import EventKind
 
-FORMAT = 5
+FORMAT = 6
 """Format of the records that this code writes: a higher one than any before it that reads them otherwise."""
 
 OLDEST_FORMAT = 5
@@ -118,7 +119,8 @@ class Head:
 
     def encoded(self) -> bytes:
         head = {one.name: getattr(self, one.name) for one in fields(self)}
-        return json.dumps(head | {"broken": self.broken[:MOST_REASON_CHARACTERS], "format": FORMAT}).encode()
+        by = {"format": FORMAT, "release": RELEASE}
+        return json.dumps(head | {"broken": self.broken[:MOST_REASON_CHARACTERS]} | by).encode()
 
     def check(self, job: str) -> None:
         """Raises `ValueError` for a field that is none: one damaged record must not keep a controller from serving."""
@@ -137,10 +139,11 @@ class Head:
         """The head of this job. Raises `Unreadable`."""
         try:
             found = json.loads(value)
-            if (number := found.pop("format", None)) not in range(OLDEST_FORMAT, FORMAT + 1):
+            number, release = found.pop("format", None), found.pop("release", "")
+            if number not in range(OLDEST_FORMAT, FORMAT + 1):
                 raise Unreadable(
-                    f"its record in the store has format {number}, written by another version of Shoal; this one reads "
-                    f"{FORMAT}. Install that version again"
+                    f"its record in the store has format {str(number)[:30]}, written by {of_shoal(str(release)[:60])}; "
+                    f"this is {of_shoal(RELEASE)}, which reads {OLDEST_FORMAT} to {FORMAT}. Install that release again"
                 )
             head = cls(**found)
             head.check(job)

@@ -22,6 +22,7 @@ from shoal_protos.address_space import check_address_space
 from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError, UserError
 from shoal_protos.open_files import check_open_files
+from shoal_protos.release import RELEASE
 from starlette.types import ASGIApp
 
 from shoal_controller import logs
@@ -47,6 +48,7 @@ from shoal_controller.metrics import Metrics, Sources
 from shoal_controller.page.site import Site
 from shoal_controller.ports import SizeWriter
 from shoal_controller.proxies import Proxies
+from shoal_controller.records import FORMAT
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.streams import Streams
@@ -208,7 +210,7 @@ def _place_of(settings: Settings, http_port: int, grpc: str) -> ControllerPlace:
     """This controller, as the others and their workers reach it."""
     places = [(split_address(settings.http)[0], http_port), split_address(grpc)]
     http, workers = (join_address(settings.advertise or _reached_at(host), port) for host, port in places)
-    return ControllerPlace(secrets.token_hex(8), http, workers, settings.http_scheme)
+    return ControllerPlace(secrets.token_hex(8), http, workers, settings.http_scheme, RELEASE, FORMAT)
 
 
 def _reached_at(host: str) -> str:

@@ -17,9 +17,10 @@ from asynchronous import asynchronous
 from etcd_cluster import etcd_cluster
 from rule import Edit, holds, rule
 from shoal_controller import records, token_register
-from shoal_controller.records import FORMAT
+from shoal_controller.records import FORMAT, OLDEST_FORMAT
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
+from shoal_protos.release import RELEASE, of_shoal
 from tiers import check
 
 pytestmark = check("trains many small jobs")
@@ -27,7 +28,8 @@ pytestmark = check("trains many small jobs")
 NEWER = FORMAT + 1
 SENTENCE = (
     "job a is not served, its records are left as they are: its record in the store has format "
-    f"{NEWER}, written by another version of Shoal; this one reads {FORMAT}. Install that version again"
+    f"{NEWER}, written by {of_shoal(RELEASE)}; this is {of_shoal(RELEASE)}, which reads {OLDEST_FORMAT} to {FORMAT}. "
+    "Install that release again"
 )
 
 
@@ -89,7 +91,7 @@ async def controller(store: str, folder: Path, newer: bool = False, token: str |
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit("shoal_controller.records", "not in range(OLDEST_FORMAT, FORMAT + 1):", "!= FORMAT:"),
-        Edit("shoal_controller.records", '"format": FORMAT}).encode()', '"format": OLDEST_FORMAT}).encode()'),
+        Edit("shoal_controller.records", '{"format": FORMAT, ', '{"format": OLDEST_FORMAT, '),
     ],
 )
 @asynchronous

@@ -26,10 +26,11 @@ from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.core.machine.stored_form import durable_from
 from shoal_controller.probes import ProbeResult
-from shoal_controller.records import FORMAT, Head, Unreadable, packed, record_prefix, unpacked
+from shoal_controller.records import FORMAT, OLDEST_FORMAT, Head, Unreadable, packed, record_prefix, unpacked
 from shoal_controller.store.store import Delete, Put
 from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, MemberState, Refusal, Shutdown, Status
+from shoal_protos.release import RELEASE, of_shoal
 from small_machine import SPEC, SmallMachine, running
 from structlog.testing import capture_logs
 
@@ -274,8 +275,8 @@ async def test_a_machine_that_refuses_what_nobody_wished_has_failed(tmp_path, ev
 
 
 OTHER = (
-    f"its record in the store has format {{}}, written by another version of Shoal; this one reads {FORMAT}. "
-    "Install that version again"
+    f"its record in the store has format {{}}, written by {of_shoal(RELEASE)}; this is {of_shoal(RELEASE)}, which "
+    f"reads {OLDEST_FORMAT} to {FORMAT}. Install that release again"
 )
 HEAD, STATE = "/jobs/train", "its state in the store is damaged"
 
@@ -345,7 +346,7 @@ DAMAGES = {
         "its record in the store is damaged, or of another Shoal (its job is 'other')",
     ),
     "a newer head": (HEAD, with_field("format", FORMAT + 1), OTHER.format(FORMAT + 1)),
-    "an older head": (HEAD, with_field("format", FORMAT - 1), OTHER.format(FORMAT - 1)),
+    "an older head": (HEAD, with_field("format", OLDEST_FORMAT - 1), OTHER.format(OLDEST_FORMAT - 1)),
     "a head with a field of a newer version": (
         HEAD,
         with_field("priority", 3),

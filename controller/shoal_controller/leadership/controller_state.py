@@ -115,7 +115,7 @@ class ControllerState:
     @property
     def trouble(self) -> str:
         """What keeps this controller from its work, as a sentence; empty while nothing does."""
-        conflict = self._election.conflict if self._election is not None else ""
+        conflict = self._election.conflict or self._election.outdated if self._election is not None else ""
         if self.shell is not None:
             return self.shell.trouble or conflict
         if self._ending.is_set():

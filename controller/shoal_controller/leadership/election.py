@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import structlog
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import StoreError
+from shoal_protos.release import of_shoal
 
 from shoal_controller.store.following import follow
 from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store
@@ -63,6 +64,10 @@ class ControllerPlace:
     grpc: str
     scheme: str = "http"
     """`https` where its REST speaks TLS."""
+    release: str = ""
+    """The release of Shoal that it runs; empty: one from before releases were named."""
+    format: int = 0
+    """Format of the records that it writes; 0: not known."""
 
     @property
     def url(self) -> str:
@@ -138,6 +143,23 @@ class Election:
         return tuple(dict.fromkeys([*filter(None, [self.leader]), *others]))
 
     @property
+    def newer(self) -> ControllerPlace | None:
+        """A controller that writes records of a later format than this one reads; None: there is none."""
+        later = [one for one in self.places if one.format > self._me.format]
+        return max(later, key=lambda one: (one.format, one.id), default=None)
+
+    @property
+    def outdated(self) -> str:
+        """Why this controller lets another one lead, as a sentence; empty where it need not."""
+        if (newer := self.newer) is None:
+            return ""
+        return (
+            f"this controller is of {of_shoal(self._me.release)} and reads records of the store up to format "
+            f"{self._me.format}; the one at {newer.http} is of {of_shoal(newer.release)} and writes format "
+            f"{newer.format}, so this one does not stand for election while that one is there"
+        )
+
+    @property
     def leaderless_seconds(self) -> float:
         """How long nobody has been known to lead."""
         return 0.0 if self.leader is not None else asyncio.get_running_loop().time() - self._leader_seen
@@ -211,7 +233,9 @@ class Election:
             found = await self._store.get(LEADER)
             if found is not None and found.lease == lease.id:
                 return found.modified
-            if found is None:
+            if found is None and self.outdated:  # what the other one has written this one cannot serve
+                self._warn("this controller does not stand for election", self.outdated)
+            elif found is None:
                 mine = Put(LEADER, self._me.encoded(), lease.id)
                 outcome = await self._store.transact([Compare(LEADER)], [mine, Put(TERM, self._me.encoded())])
                 if outcome.succeeded:
@@ -318,7 +342,7 @@ def _place_of(value: bytes) -> ControllerPlace | None:
         fields = json.loads(value)
         id_, http, grpc = (str(fields[name]) for name in ("id", "http", "grpc"))
         scheme = "https" if fields.get("scheme") == "https" else "http"
-        return ControllerPlace(id_, http, grpc, scheme)
+        return ControllerPlace(id_, http, grpc, scheme, str(fields.get("release", "")), int(fields.get("format", 0)))
     except (ValueError, TypeError, KeyError) as error:
         log.warning("a controller's place cannot be read", error=str(error))
         return None

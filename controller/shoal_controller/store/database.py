@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal_protos.errors import StoreError
+from shoal_protos.release import RELEASE, of_shoal
 
 from shoal_controller.store.store import (
     Change,
@@ -76,8 +77,8 @@ class Database:
             raise StoreError(f"{self.path} is a database of another program, not a Shoal store. Give another --store.")
         if version > FORMAT:
             raise StoreError(
-                f"the store {self.path} has format {version}, written by a newer Shoal; this one reads {FORMAT}. "
-                "Install the newer Shoal or give another --store."
+                f"the store {self.path} has format {version}, written by a newer shoal; this is {of_shoal(RELEASE)}, "
+                f"which reads {FORMAT}. Install the newer release or give another --store."
             )
         if not self._number("PRAGMA auto_vacuum"):
             self._sql.execute("PRAGMA auto_vacuum=FULL")  # what a transaction frees goes back to the disk
