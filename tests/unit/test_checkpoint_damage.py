@@ -21,7 +21,7 @@ from shoal.checkpoint.commit import commit
 from shoal.checkpoint.draft import draft_of
 from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable
 from shoal.checkpoint.lineage import gone_on
-from shoal.checkpoint.manifest import MANIFEST, Manifest, sealed
+from shoal.checkpoint.manifest import MANIFEST, OLDEST_VERSION, VERSION, Manifest, sealed
 from shoal.checkpoint.restore import has_scheduler_of, load_blocks, load_small_state
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import LocalStorage
@@ -29,6 +29,7 @@ from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal.training.given_values import GivenHyperParameters
 from shoal_protos.errors import NotFound, UserError
+from shoal_protos.release import RELEASE, of_shoal
 from shoal_protos.runs import Runs, every
 
 
@@ -171,10 +172,12 @@ def test_one_with_a_file_missing_is_skipped_for_the_one_before(two: Two) -> None
 def test_one_of_a_newer_version_is_skipped_for_the_one_before(two: Two) -> None:
     storage, (_, newest) = two
     manifest = Path(storage.url) / newest.folder / MANIFEST
-    manifest.write_bytes(manifest.read_bytes().replace(b'"version":2', b'"version":7', 1))
+    written, later = f'"version":{VERSION}'.encode(), f'"version":{VERSION + 4}'.encode()
+    manifest.write_bytes(manifest.read_bytes().replace(written, later, 1))
     step, (sentence,) = latest(storage)
     assert step == 2
-    assert "manifest.json has format version 7; this Shoal reads 2. Use the version that wrote it, or " in sentence
+    both = f"has format version {VERSION + 4}, written by {of_shoal(RELEASE)}; this is {of_shoal(RELEASE)}, which reads"
+    assert f"manifest.json {both} {OLDEST_VERSION} to {VERSION}. Use the release that wrote it, or " in sentence
 
 
 def test_one_under_another_steps_name_is_skipped(two: Two) -> None:
@@ -226,7 +229,7 @@ def test_nothing_to_resume_from_is_no_error_for_latest(tmp_path: Path) -> None:
 
 def newer_version(folder: Path) -> None:
     manifest = folder / MANIFEST
-    content = {"tomorrow": {"more": 1}, **json.loads(manifest.read_bytes()), "version": 9}
+    content = {"tomorrow": {"more": 1}, **json.loads(manifest.read_bytes()), "version": 99}
     del content["layout"]["block_elements"]
     manifest.write_bytes(sealed(json.dumps(content, separators=(",", ":")).encode()))
 
@@ -301,7 +304,9 @@ def test_rests_of_saves_and_what_is_not_the_jobs_are_nothing_to_go_on_from(two: 
 def test_the_format_of_a_manifest_is_judged_before_its_keys(two: Two) -> None:
     storage, (_, newest) = two
     newer_version(Path(storage.url) / newest.folder)
-    with pytest.raises(CheckpointDamaged, match=r"manifest\.json has format version 9; this Shoal reads 2\. Use the v"):
+    with pytest.raises(
+        CheckpointDamaged, match=r"manifest\.json has format version 99, written by shoal .*which reads"
+    ):
         look_into(storage, newest)
 
 

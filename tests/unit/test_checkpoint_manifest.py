@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, rule
 from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.manifest import FileEntry, Manifest, parse, parse_part, sealed
+from shoal.checkpoint.manifest import OLDEST_VERSION, VERSION, FileEntry, Manifest, parse, parse_part, sealed
 from shoal.checkpoint.plain import decode, encode
 from shoal.checkpoint.storage import open_storage
 from shoal.core.layout import MOST_BLOCKS
+from shoal.core.layout import VERSION as LAYOUT_VERSION
+from shoal_protos.release import RELEASE, of_shoal
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "checkpoint").glob("*.txt"))
 
@@ -57,7 +59,19 @@ def test_a_wrong_manifest_gets_its_sentence(attack: Path, right: Manifest) -> No
     text, _, expected = attack.read_text().rpartition("---\n")
     with pytest.raises(CheckpointDamaged) as refusal:
         parse(changed(right, text), "manifest.json")
+    read = {"SHOAL": of_shoal(RELEASE), "READ": f"{OLDEST_VERSION} to {VERSION}", "LAYOUT": str(LAYOUT_VERSION)}
+    for name, value in read.items():
+        expected = expected.replace(name, value)
     assert str(refusal.value) == expected.rstrip("\n")
+
+
+def test_a_manifest_of_the_oldest_version_is_read_without_what_has_come_since(
+    right: Manifest,
+) -> None:
+    older = changed(right, f"version = {OLDEST_VERSION}\nrelease = gone")
+    read = parse(older, "manifest.json")
+    assert (read.version, read.release) == (OLDEST_VERSION, "")
+    assert read.model_copy(update={"version": VERSION, "release": RELEASE, "checksum": right.checksum}) == right
 
 
 @rule(

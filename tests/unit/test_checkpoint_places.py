@@ -18,6 +18,7 @@ from reference import reference
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import saves
 from shoal.checkpoint.errors import NoneReadable, TransientStorageFailure
+from shoal.checkpoint.manifest import VERSION
 from shoal.checkpoint.storage import LocalStorage
 from shoal_controller.core.machine.phases import waiting
 
@@ -64,7 +65,8 @@ def spoil(place: Path) -> Path:
     away = place.with_name("away")
     shutil.copytree(place, away)
     for manifest in place.glob("step-*/manifest.json"):
-        manifest.write_bytes(manifest.read_bytes().replace(b'"version":2', b'"version":3', 1))
+        written, later = f'"version":{VERSION}'.encode(), f'"version":{VERSION + 1}'.encode()
+        manifest.write_bytes(manifest.read_bytes().replace(written, later, 1))
     return away
 
 
@@ -169,7 +171,7 @@ def test_alone_it_ends_at_once_and_begins_at_step_0_only_where_it_is_told_to(tmp
     place = tmp_path / "place"
     undisturbed(task(place, max_steps=3, every_steps=3))
     spoil(place)
-    with pytest.raises(NoneReadable, match=r"has format version 3; this Shoal reads 2\."):
+    with pytest.raises(NoneReadable, match=rf"has format version {VERSION + 1}, written by shoal "):
         undisturbed(task(place, every_steps=3))
     assert undisturbed(task(place, every_steps=7, keep=1, resume=False)) == reference(PLAIN)
     assert len(saves(LocalStorage(place))) > 1, "what could not be read is still there"

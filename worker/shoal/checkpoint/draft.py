@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal_protos.release import RELEASE
 from torch import Tensor
 
 from shoal.checkpoint.layout_entry import LayoutEntry
@@ -46,6 +47,7 @@ def draft_of(
     tensors = {f"buffer/{name}": value.clone() for name, value in state.buffers.committed.items()}
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
     manifest = Manifest(
+        release=RELEASE,
         kind="training",
         job=origin.job,
         run=origin.run,

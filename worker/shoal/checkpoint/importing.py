@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.release import RELEASE
 from torch import Tensor
 
 from shoal.blocks.host_memory import tensor_bytes
@@ -66,9 +67,9 @@ def import_model(file: Path, storage: Storage, model_only: bool = False) -> Impo
     author = Author("import", secrets.token_hex(8))
     name = SaveName.of(0, 0, 0, author.incarnation)
     draft = Manifest(
-        kind="model", job="", step=0, generation=0, last_step=0, layout=LayoutEntry.of(layout, dict(model.tied)),
-        optimizer="", groups=[], data=None, scheduler=None, scaler=None, states={}, record="", buffers=(), frozen=None,
-        config={}, numerics={}, files=(),
+        release=RELEASE, kind="model", job="", step=0, generation=0, last_step=0,
+        layout=LayoutEntry.of(layout, dict(model.tied)), optimizer="", groups=[], data=None, scheduler=None,
+        scaler=None, states={}, record="", buffers=(), frozen=None, config={}, numerics={}, files=(),
     )  # fmt: skip
     storage.prepare()
     try:

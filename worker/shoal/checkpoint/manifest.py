@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
+from shoal_protos.release import RELEASE, of_shoal
 from shoal_protos.runs import Runs
 from shoal_protos.validation import every_sentence
 
@@ -32,7 +33,10 @@ from shoal.core.layout import MOST_BLOCKS, Layout, Stretch
 from shoal.core.layout import VERSION as LAYOUT_VERSION
 
 FORMAT = "shoal checkpoint"
-VERSION = 2
+VERSION = 3
+"""Of the manifest that this code writes; raised as CONTRIBUTING.md, "Numbers of formats", says."""
+OLDEST_VERSION = 2
+"""Of those that it reads: every one from here to `VERSION`. What has come since has a default."""
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 256 << 20
 """Bytes: 65,536 blocks with a dozen state tensors each take a fifth of it."""
@@ -142,7 +146,9 @@ class GivenEntry(Entry):
 
 class Manifest(Entry):
     format: Literal["shoal checkpoint"] = "shoal checkpoint"
-    version: Literal[2] = 2
+    version: Annotated[int, Field(ge=OLDEST_VERSION, le=VERSION)] = VERSION
+    release: Annotated[str, Field(max_length=128)] = ""
+    """The release of Shoal that wrote it; empty: one from before they were named."""
     kind: Literal["training", "model"]
     """`model`: parameters only, imported from elsewhere; training begins with them at step 0."""
     job: Name
@@ -255,14 +261,15 @@ def _refusal(content: bytes, error: ValidationError, where: str) -> str:
         return f"{where} is damaged: it is not JSON."
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         return f'{where} is not the manifest of a checkpoint: its format is not "{FORMAT}".'
-    version = head.get("version")
-    layout = head.get("layout")
+    version, layout, release = head.get("version"), head.get("layout"), str(head.get("release", ""))[:60]
     blocks = layout.get("version", 1) if isinstance(layout, dict) else LAYOUT_VERSION
-    for kind, found, read in (("format", version, VERSION), ("layout", blocks, LAYOUT_VERSION)):
-        if type(found) is int and found != read:
+    readable = range(OLDEST_VERSION, VERSION + 1), range(LAYOUT_VERSION, LAYOUT_VERSION + 1)
+    for kind, found, read in zip(("format", "layout"), (version, blocks), readable, strict=True):
+        if type(found) is int and found not in read:
+            both = f"{read[0]} to {read[-1]}" if len(read) > 1 else read[0]
             return (
-                f"{where} has {kind} version {found}; this Shoal reads {read}. Use the version that wrote it, or "
-                "export its model there and import it here."
+                f"{where} has {kind} version {found}, written by {of_shoal(release)}; this is {of_shoal(RELEASE)}, "
+                f"which reads {both}. Use the release that wrote it, or export its model there and import it here."
             )
     return f"{where} is damaged: {every_sentence(error.errors(), 'it')}."
 
