@@ -11,6 +11,7 @@ from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.proxies import Proxies
 from shoal_controller.worker_tokens import WorkerTokens
+from shoal_protos.release import RELEASE
 from small_machine import SmallMachine
 from tiers import check
 
@@ -38,6 +39,7 @@ async def test_without_the_token_only_health_and_documentation_answer(tmp_path, 
         for path in ("/v1/jobs", "/metrics", "/nothing"):
             answer = await api.client.get(path, headers=headers)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+            assert "shoal-release" not in answer.headers
             assert answer.json()["detail"] == (
                 f"the request shows {found}; send the header `Authorization: Bearer TOKEN` "
                 "with the controller's SHOAL_TOKEN or a token of `shoal token create` (`shoal run` keeps its own in "
@@ -48,10 +50,11 @@ async def test_without_the_token_only_health_and_documentation_answer(tmp_path, 
 
 
 @asynchronous
-async def test_with_the_token_everything_answers_under_any_host_name(tmp_path):
+async def test_with_the_token_everything_answers_under_any_host_name_and_says_its_release(tmp_path):
     async with serving(tmp_path, token="secret") as api:
         headers = {"authorization": "Bearer secret", "host": "shoal.example:7070"}
-        assert await api.ask("GET", "/v1/jobs", headers=headers) == NO_JOBS
+        answer = await api.client.get("/v1/jobs", headers=headers)
+        assert (answer.json(), answer.headers["shoal-release"]) == (NO_JOBS, RELEASE)
 
 
 READS = [("GET", "/v1/jobs"), ("GET", "/v1/jobs/train"), ("GET", "/v1/jobs/train/events"), ("GET", "/metrics")]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
+from shoal_protos.release import RELEASE
 from tiers import check
 from told_controller import Controller
 
@@ -184,7 +184,7 @@ def test_a_long_reason_leaves_a_job_its_name_and_phase() -> None:
 
 
 def test_the_version_is_told() -> None:
-    assert fresh("--version").stdout == f"shoal {version('shoal')}\n"
+    assert fresh("--version").stdout == f"shoal {RELEASE}\n"
 
 
 def test_logs_prints_the_log_of_rank_0_or_of_the_named_worker(controller: str, tmp_path: Path) -> None:
@@ -269,12 +269,14 @@ def test_a_refusal_is_the_controllers_own_sentence(controller: str, status: int,
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "shoal: workers is 9; expected 1 to 8.\n")
 
 
-@pytest.mark.parametrize(("status", "body"), [(200, "<html>"), (404, "<html>"), (500, "[]"), (200, "[1]")])
+@pytest.mark.parametrize(
+    ("status", "body"), [(200, "<html>"), (404, "<html>"), (500, "[]"), (200, "[1]"), (200, '{"jobs": [{}]}')]
+)
 def test_something_else_at_the_address_is_exit_3(controller: str, status: int, body: str) -> None:
     Controller.status, Controller.body = status, body
     done = shoal("jobs", "--url", controller)
     assert done.returncode == 3
-    assert done.stderr.endswith("is it a Shoal controller?\n")
+    assert done.stderr.endswith(f"is it a Shoal controller? This is shoal {RELEASE}\n")
     assert done.stderr.count("\n") == 1
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from shoal.client import Client, JobInfo, NoController, RestProblem, rest_answer
 from shoal_controller.api import answers
 from shoal_protos import path_part
 from shoal_protos.errors import UserError
+from shoal_protos.release import RELEASE
 from tiers import check
 from told_controller import answering
 
@@ -284,6 +286,14 @@ def test_nothing_is_asked_again_beyond_the_time_for_it(moody: str) -> None:
 def test_what_is_no_controller_is_said_so(moody: str, answer: Any) -> None:
     Moody.answers = [answer]
     with Client(moody) as shoal, pytest.raises(NoController, match="is it a Shoal controller"):
+        list(shoal.list_jobs())
+
+
+@pytest.mark.parametrize("jobs", [3, [3], [{}], [{"job": "train", "phase": 3}]])
+def test_an_answer_of_another_release_that_cannot_be_read_is_said_with_both_releases(moody: str, jobs: Any) -> None:
+    Moody.answers = [(200, {"shoal-release": "9.9.9"}, {"jobs": jobs})]
+    both = f"its controller is of shoal 9.9.9, this is shoal {re.escape(RELEASE)}. Use one release for both"
+    with Client(moody) as shoal, pytest.raises(NoController, match=rf"returned an unknown answer .*; {both}$"):
         list(shoal.list_jobs())
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import httpx
 import structlog
+from shoal_protos.release import RELEASE_HEADER
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
@@ -38,6 +39,7 @@ PASSED_ON = ("authorization", "accept", "content-type", "last-event-id", "if-mat
 
 HANDED_BACK = (
     "allow", "content-type", "cache-control", "retry-after", "location", "etag", "age", CLOCK, "www-authenticate",
+    RELEASE_HEADER,
 )  # fmt: skip
 
 CONNECT_SECONDS = 1.0

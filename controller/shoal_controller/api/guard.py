@@ -18,7 +18,8 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, ShoalError, UserError
 from shoal_protos.json_bounds import MOST_BODY_BYTES
 from shoal_protos.quoting import shown, shown_name
-from starlette.datastructures import Headers
+from shoal_protos.release import RELEASE, RELEASE_HEADER
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -76,6 +77,8 @@ class Guard:
 
         async def noted(message: Message) -> None:
             nonlocal begun, finished
+            if message["type"] == "http.response.start" and scope["state"]["caller"] is not None:
+                MutableHeaders(scope=message).setdefault(RELEASE_HEADER, RELEASE)
             await send(message)
             begun, finished = True, message["type"] == "http.response.body" and not message.get("more_body", False)
 

@@ -10,17 +10,20 @@ import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 from shoal_protos.addresses import is_here
+from shoal_protos.answer_object import AnswerObject, is_list_of_objects, unread_answer
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.controller_url import split_url
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
+from shoal_protos.release import RELEASE, RELEASE_HEADER, of_shoal
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead
@@ -199,11 +202,11 @@ class Client:
 
     async def _list(self, path: str, name: str) -> list[Json]:
         answer = await self._ask("GET", path)
-        if not isinstance(answer.get(name), list):
-            raise _stranger(self.url, f"GET {path}")
+        if not is_list_of_objects(answer[name]):
+            raise answer.unread(f"its {name} are no list of objects")
         return list(answer[name])
 
-    async def _ask(self, method: str, path: str, body: Json | None = None, only_if: str = "") -> Json:
+    async def _ask(self, method: str, path: str, body: Json | None = None, only_if: str = "") -> AnswerObject:
         """`only_if`: the version that a job must still have."""
         headers = {"If-Match": f'"{only_if}"'} if only_if else {}
         try:
@@ -213,12 +216,17 @@ class Client:
         except ValueError:
             raise UserError(NOT_FINITE) from None
         answer = await self._send(request)
+        release = answer.headers.get(RELEASE_HEADER, "")
+
+        def unread(why: str = "") -> Unreachable:
+            return Unreachable(unread_answer(self.url, f"{method} {path}", release, why))
+
         try:
-            content = answer.json()
+            content = answer.json(object_hook=partial(AnswerObject, unread))
         except ValueError:
             content = None
-        if not isinstance(content, dict):
-            raise _stranger(self.url, f"{method} {path}")
+        if not isinstance(content, AnswerObject):
+            raise unread()
         return content
 
     async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
@@ -240,10 +248,6 @@ class Client:
         return answer
 
 
-def _stranger(url: str, request: str) -> Unreachable:
-    return Unreachable(f"{url} returned an unknown answer to {request}; is it a Shoal controller?")
-
-
 def _why(error: httpx.TransportError) -> str:
     return str(error) or type(error).__name__
 
@@ -255,7 +259,8 @@ def _refusal(answer: httpx.Response) -> ShoalError:
         sentence = str(problem.get("detail") or problem["title"])
     except (ValueError, KeyError, AttributeError):
         return Unreachable(
-            f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller?"
+            f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller? "
+            f"This is {of_shoal(RELEASE)}"
         )
     if problem.get("code") == ErrorCode.UNAUTHORIZED:
         return Refused(

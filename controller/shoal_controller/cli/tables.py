@@ -91,6 +91,7 @@ def written(document: Json, form: Form) -> str:
         return json.dumps(document, ensure_ascii=False)
     import yaml
 
+    document = json.loads(json.dumps(document))  # YAML writes plain dicts only
     text = str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
     if printable(text) != text:  # escaped by YAML itself, which would read our escapes as text
         text = str(yaml.safe_dump(document, sort_keys=False))

@@ -6,9 +6,11 @@ The names are REST's own (docs/rest.md); times are seconds since the epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+from shoal_protos.answer_object import AnswerObject
+from shoal_protos.validation import every_sentence
 
 OVER = ("succeeded", "failed", "cancelled")
 """Phases in which a job is over."""
@@ -18,6 +20,14 @@ class RestAnswer(BaseModel):
     """What all answers have in common."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    @classmethod
+    def read(cls, content: AnswerObject) -> Self:
+        """The object of an answer's content. Raises `NoController` for one that this release cannot read."""
+        try:
+            return cls.model_validate(content)
+        except ValidationError as error:
+            raise content.unread(every_sentence(error.errors()[:1], "it")) from None
 
 
 class WorkerNumbers(RestAnswer):

@@ -6,7 +6,6 @@ calls.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -59,7 +58,7 @@ class Client(TokenCalls):
 
     def list_jobs(self) -> Iterator[JobInfo]:
         """All jobs by name, finished ones too. Pages are asked for while you iterate."""
-        return (JobInfo.model_validate(one) for one in self._sender.pages("/jobs", "jobs"))
+        return (JobInfo.read(one) for one in self._sender.pages("/jobs", "jobs"))
 
     def create_job(self, spec: Mapping[str, Any], *, key: str | None = None) -> JobInfo:
         """Create a job from its specification, the object of a `job.yaml`. A finished job of that name is replaced.
@@ -68,11 +67,11 @@ class Client(TokenCalls):
         one of your own where your program may be started again.
         """
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        return JobInfo.model_validate(self._sender.ask("POST", "/jobs", dict(spec), headers, is_repeatable=True))
+        return JobInfo.read(self._sender.ask("POST", "/jobs", dict(spec), headers, is_repeatable=True))
 
     def get_job(self, job: str) -> JobInfo:
         """A job as it is now."""
-        return JobInfo.model_validate(self._sender.ask("GET", _path(job)))
+        return JobInfo.read(self._sender.ask("GET", _path(job)))
 
     def get_job_spec(self, job: str) -> Json:
         """What a job was made with, defaults filled in: `create_job` takes it."""
@@ -106,7 +105,7 @@ class Client(TokenCalls):
 
     def get_report(self, job: str) -> ReportInfo:
         """The report of a job's run, as `shoal run --json` writes it."""
-        return ReportInfo.model_validate(self._sender.ask("GET", _path(job, "report")))
+        return ReportInfo.read(self._sender.ask("GET", _path(job, "report")))
 
     def wait_for_job(self, job: str, *, timeout_seconds: float | None = None) -> JobInfo:
         """Wait until a job is over. Raises `TimeoutError`."""
@@ -123,7 +122,7 @@ class Client(TokenCalls):
 
     def list_workers(self, job: str) -> Iterator[WorkerInfo]:
         """A job's workers by their numbers, those that are gone too."""
-        return (WorkerInfo.model_validate(one) for one in self._sender.pages(_path(job, "workers"), "workers"))
+        return (WorkerInfo.read(one) for one in self._sender.pages(_path(job, "workers"), "workers"))
 
     def drain_worker(
         self, job: str, worker: str, *, grace_seconds: float | None = None, why: str = "", if_version: str | None = None
@@ -141,7 +140,7 @@ class Client(TokenCalls):
 
     def list_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
         """A job's events after a revision, oldest first, up to the present one."""
-        return (EventInfo.model_validate(one) for one in self._sender.pages(_path(job, "events"), "events", after))
+        return (EventInfo.read(one) for one in self._sender.pages(_path(job, "events"), "events", after))
 
     def follow_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
         """The same, and then every event as it happens. It never ends by itself, also where the job does; it comes
@@ -151,7 +150,7 @@ class Client(TokenCalls):
             before = after
             for line in self._sender.lines(f"{_path(job, 'events')}?after={after}"):
                 if line.startswith("data:"):
-                    event = EventInfo.model_validate(json.loads(line.removeprefix("data:")))
+                    event = EventInfo.read(self._sender.object_in(line.removeprefix("data:"), "GET /events"))
                     after = event.revision
                     yield event
             if after == before:
@@ -159,7 +158,7 @@ class Client(TokenCalls):
 
     def list_newest_events(self) -> list[EventOfJobInfo]:
         """The newest events of all jobs that the controller has in memory, oldest first."""
-        return [EventOfJobInfo.model_validate(one) for one in self._sender.ask("GET", "/events")["events"]]
+        return [EventOfJobInfo.read(one) for one in self._sender.ask("GET", "/events")["events"]]
 
     def follow_newest_events(self) -> Iterator[EventOfJobInfo | None]:
         """The events of all jobs from now on, as they happen; it never ends by itself, and comes again where the
@@ -175,16 +174,14 @@ class Client(TokenCalls):
                 elif name == "id":
                     after = value.strip()
                 elif name == "data":
-                    yield None if is_anew else EventOfJobInfo.model_validate(json.loads(value))
+                    yield None if is_anew else EventOfJobInfo.read(self._sender.object_in(value, "GET /events"))
                     is_anew = False
             if after == before:
                 time.sleep(REJOIN_SECONDS)
 
     def list_checkpoints(self, job: str) -> Iterator[CheckpointInfo]:
         """A job's complete checkpoints, newest first."""
-        return (
-            CheckpointInfo.model_validate(one) for one in self._sender.pages(_path(job, "checkpoints"), "checkpoints")
-        )
+        return (CheckpointInfo.read(one) for one in self._sender.pages(_path(job, "checkpoints"), "checkpoints"))
 
     def save_checkpoint(self, job: str, *, if_version: str | None = None) -> JobInfo:
         """Save a checkpoint after the next step; it is listed once it is complete."""
@@ -194,7 +191,7 @@ class Client(TokenCalls):
 
     def _changed(self, method: str, path: str, body: Json | None, if_version: str | None) -> JobInfo:
         headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
-        return JobInfo.model_validate(self._sender.ask(method, path, body, headers))
+        return JobInfo.read(self._sender.ask(method, path, body, headers))
 
 
 def _path(job: str, *below: str) -> str:

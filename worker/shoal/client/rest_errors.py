@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 from shoal_protos.errors import ShoalError
+from shoal_protos.release import RELEASE, of_shoal
 
 
 class NoController(ShoalError):
@@ -40,7 +41,8 @@ def problem_in(answer: httpx.Response) -> RestProblem | NoController:
         sentence, code = str(problem["detail"]), str(problem["code"])
     except (ValueError, KeyError, TypeError):
         return NoController(
-            f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller?"
+            f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller? "
+            f"This is {of_shoal(RELEASE)}"
         )
     version = answer.headers.get("etag", "").strip('"')
     return RestProblem(sentence, code, answer.status_code, version)

@@ -7,21 +7,25 @@ Called by `rest_client.py`.
 
 from __future__ import annotations
 
+import json
 import os
 import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import httpx
 from shoal_protos.addresses import is_here
+from shoal_protos.answer_object import AnswerObject, is_list_of_objects, unread_answer
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
 from shoal_protos.controller_url import split_url
 from shoal_protos.errors import UserError
 from shoal_protos.path_part import NOT_FINITE, NOT_TEXT
+from shoal_protos.release import RELEASE_HEADER
 
 from shoal.client.rest_errors import NoController, RestProblem, problem_in
 
@@ -73,15 +77,23 @@ class RestSender:
         body: Json | None = None,
         headers: Mapping[str, str] | None = None,
         is_repeatable: bool = False,
-    ) -> Json:
+    ) -> AnswerObject:
         """The answer's object. `is_repeatable`: it does nothing more if it is sent again."""
         answer = self._sent(self._request(method, path, body, headers or {}), is_repeatable or method == "GET")
+        return self.object_in(answer.content, f"{method} {path}", answer.headers.get(RELEASE_HEADER, ""))
+
+    def object_in(self, text: str | bytes, request: str, release: str = "") -> AnswerObject:
+        """The object that was answered to a request. `release`: the controller's; empty: not known."""
+
+        def unread(why: str = "") -> NoController:
+            return NoController(unread_answer(self.url, request, release, why))
+
         try:
-            content = answer.json()
+            content = json.loads(text, object_hook=partial(AnswerObject, unread))
         except ValueError:
             content = None
-        if not isinstance(content, dict):
-            raise self._stranger(f"{method} {path}")
+        if not isinstance(content, AnswerObject):
+            raise unread()
         return content
 
     def pages(self, path: str, name: str, after: Any = None) -> Iterator[Json]:
@@ -89,8 +101,8 @@ class RestSender:
         while True:
             query = {"limit": PAGE} if after is None else {"limit": PAGE, "after": after}
             answer = self.ask("GET", f"{path}?{urlencode(query)}")
-            if not isinstance(answer.get(name), list):
-                raise self._stranger(f"GET {path}")
+            if not is_list_of_objects(answer[name]):
+                raise answer.unread(f"its {name} are no list of objects")
             yield from answer[name]
             if (after := answer.get("next")) is None:
                 return
@@ -151,9 +163,6 @@ class RestSender:
             f"no controller answers at {self.url} ({why}); start one with `shoal controller`, or give another url "
             "(SHOAL_URL)"
         )
-
-    def _stranger(self, request: str) -> NoController:
-        return NoController(f"{self.url} returned an unknown answer to {request}; is it a Shoal controller?")
 
 
 def _retry_after(answer: httpx.Response, pause: float) -> float:

@@ -22,18 +22,18 @@ class TokenCalls:
 
     def list_tokens(self) -> Iterator[TokenInfo]:
         """All named tokens, without their secrets, by name."""
-        return (TokenInfo.model_validate(one) for one in self._sender.pages("/tokens", "tokens"))
+        return (TokenInfo.read(one) for one in self._sender.pages("/tokens", "tokens"))
 
     def create_token(self, name: str, role: str, *, days: int | None = None) -> TokenInfo:
         """Create a named token of role `view`, `operate` or `admin`; the answer has its secret, this once."""
         asked = {"name": name, "role": role, "days": days}
-        return TokenInfo.model_validate(self._sender.ask("POST", "/tokens", asked))
+        return TokenInfo.read(self._sender.ask("POST", "/tokens", asked))
 
     def rotate_token(self, name: str, *, keep_seconds: float | None = None) -> TokenInfo:
         """Give a token a new secret; the old one stays valid for a while."""
         body = {} if keep_seconds is None else {"keep_seconds": keep_seconds}
-        return TokenInfo.model_validate(self._sender.ask("POST", f"/tokens/{path_part(name)}/rotate", body))
+        return TokenInfo.read(self._sender.ask("POST", f"/tokens/{path_part(name)}/rotate", body))
 
     def revoke_token(self, name: str) -> TokenInfo:
         """Revoke a token: from now on it opens nothing."""
-        return TokenInfo.model_validate(self._sender.ask("DELETE", f"/tokens/{path_part(name)}"))
+        return TokenInfo.read(self._sender.ask("DELETE", f"/tokens/{path_part(name)}"))
