@@ -130,7 +130,7 @@ class Driver:
         self._next += 1
         self.connections[worker] = self._next
         self.statuses[worker] = status
-        effects = self.feed(Connected(self._next, replace(hello, **fields)))
+        effects = self.feed(Connected(self._next, replace(hello, **fields), release="0.1.0"))
         self.welcomed |= {
             effect.message.worker
             for effect in effects

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from shoal_protos.errors import StoreError
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 
 from shoal_controller.core.machine.event_kind import EventKind
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal_protos.errors import ShoalError
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 
 Unread = Callable[[str], ShoalError]
 """What is wrong with an answer → the error."""

@@ -75,6 +75,8 @@ class Description:
     """Names of files that it sees at `checkpoint.path`: by them workers know that they see the same place."""
     parameters_digest: str = ""
     """Of the parameters; empty: not given, or there are none."""
+    peers: int = 0
+    """Number of the form in which workers exchange state; 0: from before it had one."""
     stage: int = 0
     """ZeRO's: 1 shards optimizer state, 2 gradients too, 3 parameters too."""
 

@@ -17,7 +17,9 @@ from shoal_protos.description import Description
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Of what workers and the controller say to each other (CONTRIBUTING.md, "Numbers of formats"). Each side refuses the
+other where they differ."""
 
 
 class MemberState(StrEnum):
@@ -153,7 +155,9 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of every stream, also after a broken one."""
+    """The first message of every stream, also after a broken one. Of one of another version only the version, job,
+    worker, incarnation, host, pid, run and release are read; the version refuses it.
+    """
 
     version: int
     job: str
@@ -173,6 +177,8 @@ class Hello:
     """Generations must exceed this (a checkpoint's manifest knew that many)."""
     run: str = ""
     """The run that it belongs to: named by its launcher or by its first welcome. Empty: it has been in none yet."""
+    release: str = ""
+    """The release of Shoal that it runs; empty: one from before releases were named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,3 +27,8 @@ def shown(value: object) -> str:
 def shown_name(name: str) -> str:
     """The same of a name, without its quotes."""
     return shown(name).removeprefix('"').removesuffix('"')
+
+
+def of_shoal(release: str) -> str:
+    """How a sentence names a release; one from before releases were named has none."""
+    return f"shoal {release}" if release else "an older shoal"

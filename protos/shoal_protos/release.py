@@ -46,8 +46,3 @@ RELEASE: Final = _release(Path(__file__).resolve().parents[2])
 
 RELEASE_HEADER: Final = "shoal-release"
 """Header of a controller's answers to those that it lets in."""
-
-
-def of_shoal(release: str) -> str:
-    """How a sentence names a release; one from before releases were named has none."""
-    return f"shoal {release}" if release else "an older shoal"

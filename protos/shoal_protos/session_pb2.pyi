@@ -234,8 +234,11 @@ class Hello(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     NEXT_GENERATION_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Keeps this number in every version, so that a version that differs can always be named."""
+    """What a hello of another protocol is told by keeps its number and type in every version: version, job, worker,
+    incarnation, host, pid, run and release.
+    """
     job: _builtins.str
     worker: _builtins.str
     incarnation: _builtins.str
@@ -245,6 +248,7 @@ class Hello(_message.Message):
     domain: _builtins.str
     next_generation: _builtins.int
     run: _builtins.str
+    release: _builtins.str
     @_builtins.property
     def description(self) -> Global___Description: ...
     @_builtins.property
@@ -264,10 +268,11 @@ class Hello(_message.Message):
         status: Global___Status | None = ...,
         next_generation: _builtins.int = ...,
         run: _builtins.str = ...,
+        release: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "description", b"description", "domain", b"domain", "host", b"host", "incarnation", b"incarnation", "job", b"job", "next_generation", b"next_generation", "pid", b"pid", "run", b"run", "status", b"status", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "description", b"description", "domain", b"domain", "host", b"host", "incarnation", b"incarnation", "job", b"job", "next_generation", b"next_generation", "pid", b"pid", "release", b"release", "run", b"run", "status", b"status", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -922,6 +927,7 @@ class Description(_message.Message):
     PARAMETERS_DIGEST_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -939,6 +945,7 @@ class Description(_message.Message):
     parameters_digest: _builtins.str
     stage: _builtins.int
     mirror_partners: _builtins.int
+    peers: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
     @_builtins.property
@@ -974,10 +981,11 @@ class Description(_message.Message):
         parameters_digest: _builtins.str = ...,
         stage: _builtins.int = ...,
         mirror_partners: _builtins.int = ...,
+        peers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1329,6 +1337,8 @@ Global___Shutdown: _TypeAlias = Shutdown  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
+    """Keeps its fields' numbers and types in every version, so that a worker of another one can read why it is refused."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SENTENCE_FIELD_NUMBER: _builtins.int

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from integration.cluster import Cluster, alone
+from integration import scripts
+from integration.cluster import TRAIN, Cluster, alone
 from rule import Edit, rule
-from shoal_protos.messages import WRONG_USE
+from shoal.exchange.form import PEER_FORM
+from shoal.session import dialogue
+from shoal.training import start
+from shoal_protos.messages import PROTOCOL_VERSION, WRONG_USE
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}
@@ -50,6 +56,35 @@ def test_a_worker_that_differs_is_told_the_first_difference_and_the_job_is_unhar
             sentence = refused(cluster, worker)
             assert words in sentence
             assert worker in sentence
+        report = cluster.wait_undisturbed()
+    assert [world["generation"] for world in report["generations"]] == [1]
+
+
+def of_another_release(differs: str, **options: Any) -> None:
+    """The usual script, of a release with another number."""
+    if differs == "protocol":
+        dialogue.PROTOCOL_VERSION += 1
+    else:
+        start.PEER_FORM += 1
+    scripts.train(**options)
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ("protocol", f"and speaks protocol {PROTOCOL_VERSION + 1}; this controller is of {of_shoal(RELEASE)}"),
+        ("form", f"and exchanges state with others in form {PEER_FORM + 1}; worker w0 on"),
+    ],
+)
+def test_a_worker_of_another_release_ends_with_a_sentence_that_the_job_says_too(differs: str, words: str) -> None:
+    with Cluster(workers=1, options=LONG, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.script = "integration.test_bad_input:of_another_release"
+        cluster.add(differs=differs)
+        sentence = refused(cluster, "w1")
+        assert sentence.count(f"of {of_shoal(RELEASE)}") == 2 and words in sentence
+        assert [f"shoal: {message}" for message in cluster.messages("refused")] == [sentence]
+        cluster.script = TRAIN
         report = cluster.wait_undisturbed()
     assert [world["generation"] for world in report["generations"]] == [1]
 

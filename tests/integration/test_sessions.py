@@ -217,11 +217,6 @@ def test_a_broken_message_is_refused_with_its_sentence_and_the_jobhears_only_tha
             await receives_only(worker, Refusal(why))
             assert isinstance(connected, Connected)
             assert await port.jobs.next() == Disconnected(connected.connection, f"it was refused: {why}")
-        async with port.worker() as worker:
-            await worker.send(replace(HELLO, version=2))
-            refusal = await worker.receive()
-            assert isinstance(refusal, Refusal)
-            assert refusal.sentence.startswith("the worker speaks protocol version 2, this controller speaks 1.")
         await port.is_unharmed()
 
     on_port(scene)

@@ -29,7 +29,8 @@ from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal.training.given_values import GivenHyperParameters
 from shoal_protos.errors import NotFound, UserError
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 from shoal_protos.runs import Runs, every
 
 

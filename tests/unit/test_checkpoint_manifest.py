@@ -23,7 +23,8 @@ from shoal.checkpoint.plain import decode, encode
 from shoal.checkpoint.storage import open_storage
 from shoal.core.layout import MOST_BLOCKS
 from shoal.core.layout import VERSION as LAYOUT_VERSION
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "checkpoint").glob("*.txt"))
 

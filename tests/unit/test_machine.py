@@ -152,8 +152,9 @@ def refusal(job: Driver) -> str:
 
 def test_another_protocol_version_is_refused() -> None:
     job = Driver()
-    job.hello("w0", version=9)
-    assert "speaks protocol version 9, this controller 1" in refusal(job)
+    job.hello("w0", version=9, release="0.0.9")
+    assert refusal(job).startswith("worker w0 on host is of shoal 0.0.9 and speaks protocol 9; this controller is of ")
+    assert "the last worker to join was refused: worker w0 on host is of shoal 0.0.9" in job.view.reason
 
 
 def test_another_config_is_refused_and_the_job_is_unharmed() -> None:

@@ -20,7 +20,8 @@ from shoal_controller import records, token_register
 from shoal_controller.records import FORMAT, OLDEST_FORMAT
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 from tiers import check
 
 pytestmark = check("trains many small jobs")

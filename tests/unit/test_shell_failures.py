@@ -30,7 +30,8 @@ from shoal_controller.records import FORMAT, OLDEST_FORMAT, Head, Unreadable, pa
 from shoal_controller.store.store import Delete, Put
 from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, MemberState, Refusal, Shutdown, Status
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 from small_machine import SPEC, SmallMachine, running
 from structlog.testing import capture_logs
 

@@ -115,7 +115,7 @@ from_worker = st.one_of(
     st.builds(
         Hello, version=st.just(PROTOCOL_VERSION), job=names, worker=names | st.just(""), incarnation=names,
         address=addresses, host=labels, pid=positive, domain=labels, description=descriptions, status=statuses,
-        next_generation=numbers,
+        next_generation=numbers, release=labels,
     ),
     st.builds(Heartbeat, status=statuses, telemetry=telemetries, echo=numbers),
     st.builds(Ready, generation=positive, status=statuses),
@@ -244,7 +244,7 @@ def test_an_attack_gets_its_sentence(path: Path) -> None:
     if message.startswith("hex:"):
         data = bytes.fromhex(message.removeprefix("hex:"))
     else:
-        data = text_format.Parse(message, form).SerializeToString()
+        data = text_format.Parse(message.replace("NOW", str(PROTOCOL_VERSION)), form).SerializeToString()
     with pytest.raises(UserError) as raised:
         read(data)
     assert str(raised.value) == sentence

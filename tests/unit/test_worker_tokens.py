@@ -12,6 +12,8 @@ from shoal_controller.sessions.door import Door, TokenExpired
 from shoal_controller.worker_tokens import ShownToken, WorkerTokens, is_for_workers
 from shoal_protos.channel import SESSION_TOKEN
 from shoal_protos.errors import Refused
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 
 TOKENS = WorkerTokens("secret")
 JOIN = TOKENS.join("train", "run-1")
@@ -110,3 +112,14 @@ def test_a_refused_token_is_one_sentence(headers: dict[str, str | bytes], found:
     sentence = f"^the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there$"
     with pytest.raises(Refused, match=sentence):
         asyncio.run(Door(TOKENS).proof_of(headers, ""))
+
+
+def test_a_token_for_workers_that_was_not_made_here_is_refused_with_what_it_may_be() -> None:
+    """A controller of another release may have made it in another way: its workers come again and again."""
+    with pytest.raises(Refused) as refused:
+        asyncio.run(Door(TOKENS).proof_of({"authorization": f"Bearer {JOIN[:-1]}"}, ""))
+    assert str(refused.value) == (
+        f"the worker showed another token: one for workers that this controller (of {of_shoal(RELEASE)}) has not made, "
+        "so it was made from another SHOAL_TOKEN, or by a controller of another release of shoal; set SHOAL_TOKEN to "
+        "what `shoal token JOB` prints there"
+    )

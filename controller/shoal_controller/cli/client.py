@@ -23,7 +23,8 @@ from shoal_protos.controller_url import split_url
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
-from shoal_protos.release import RELEASE, RELEASE_HEADER, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE, RELEASE_HEADER
 
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.client_tls import ClientTls, https_instead

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from shoal_protos.finding import Check, Finding, Given, Verdict
 from shoal_protos.open_files import LEAST_OPEN_FILES
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 
 from shoal_controller.cli.endings import EXTRAS
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import structlog
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import StoreError
-from shoal_protos.release import of_shoal
+from shoal_protos.quoting import of_shoal
 
 from shoal_controller.store.following import follow
 from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from shoal_protos.errors import NotFound, Refused, ShoalError, UserError
 from shoal_protos.messages import Heartbeat, Hello, Refusal
+from shoal_protos.release import RELEASE
 from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
 from shoal_controller.core.machine.events import Connected, MessageReceived
@@ -78,7 +79,7 @@ class Dialogue:
         """What the stream keeps of a hello has no text of parameters: there are many streams."""
         self._is_brief = hello.description.is_brief
         self.hello = replace(hello, description=replace(hello.description, parameters=()))
-        return Connected(self.connection, hello, self.proof)
+        return Connected(self.connection, hello, self.proof, RELEASE)
 
     def late(self, seconds: float) -> UserError:
         """What to refuse the stream with when no hello came in time."""

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 
 from shoal_protos.channel import SESSION_TOKEN
 from shoal_protos.errors import Refused, ShoalError
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.failed_logins import FailedLogins
 from shoal_controller.tasks import end_task, guarded, only_logged
-from shoal_controller.worker_tokens import ShownToken, WorkerTokens
+from shoal_controller.worker_tokens import ShownToken, WorkerTokens, is_for_workers
 
 Headers = Mapping[str, str | bytes]
 
@@ -55,8 +57,9 @@ class Door:
             return None
         self._failed_logins.check(address)
         await self._keep_waiting(address)
-        found = "another token" if authorization else "no token"
-        raise Refused(f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there")
+        raise Refused(
+            f"the worker showed {_found(authorization)}; set SHOAL_TOKEN to what `shoal token JOB` prints there"
+        )
 
     async def stop(self) -> None:
         """Nobody waits any more."""
@@ -82,6 +85,17 @@ class Door:
         self._late.add(task)
         task.add_done_callback(self._late.discard)
         await asyncio.wait([task])
+
+
+def _found(authorization: str) -> str:
+    """What was shown in place of a right token. Of one that only looks like a worker's, what it may be."""
+    kind, _, bearer = authorization.partition(" ")
+    if kind == "Bearer" and is_for_workers(bearer):
+        return (
+            f"another token: one for workers that this controller (of {of_shoal(RELEASE)}) has not made, so it was "
+            "made from another SHOAL_TOKEN, or by a controller of another release of shoal"
+        )
+    return "another token" if authorization else "no token"
 
 
 def _text(value: str | bytes | None) -> str:

@@ -45,6 +45,7 @@ def write_description(description: Description) -> pb.Description:
         checkpoint_marks=description.checkpoint_marks,
         parameters_digest=description.parameters_digest,
         stage=description.stage,
+        peers=description.peers,
     )
 
 
@@ -74,6 +75,7 @@ def read_description(message: pb.Description) -> Description:
         checkpoint_marks=bounds.labels("description.checkpoint_marks", message.checkpoint_marks, bounds.MAX_MARKS),
         parameters_digest=bounds.label("description.parameters_digest", message.parameters_digest),
         stage=bounds.whole("description.stage", message.stage, most=HIGHEST_STAGE),
+        peers=bounds.whole("description.peers", message.peers),
     )
 
 

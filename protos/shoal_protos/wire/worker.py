@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
 from shoal_protos import session_pb2 as pb
 from shoal_protos.corruption import CorruptBlock
+from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
@@ -54,6 +56,9 @@ FEW_LENGTHS = 64
 """Holdings of so many run lengths are remembered as read: what anybody may send is bounded."""
 KINDS = {pb.REQUEST_KIND_DRAIN: RequestKind.DRAIN}
 KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
+UNREAD_DESCRIPTION = Description(0, 0, 0, 0, 0, 0, 0, (), "", {}, {}, False, False)
+UNREAD_STATUS = Status(0, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
+"""In place of what a hello of another protocol says of them."""
 
 
 def encode_worker(message: ToController) -> bytes:
@@ -131,37 +136,46 @@ def _write_hello(hello: Hello) -> pb.Hello:
         status=_write_status(hello.status),
         next_generation=hello.next_generation,
         run=hello.run,
+        release=hello.release,
     )
 
 
 def _read_job(message: pb.Hello) -> str:
-    """The name, from a worker that speaks this version."""
-    if message.version != PROTOCOL_VERSION:
-        raise UserError(
-            f"the worker speaks protocol version {message.version}, this controller speaks {PROTOCOL_VERSION}. "
-            "Install the same version of shoal on both sides."
-        )
     if not message.job:
         raise UserError("hello.job is empty; set SHOAL_JOB to the name of a job of this controller")
     return bounds.name("hello.job", message.job)
 
 
 def _read_hello(message: pb.Hello) -> Hello:
-    job = _read_job(message)
+    opening = _read_opening(message)
+    if opening.version != PROTOCOL_VERSION:
+        return opening
     description = read_description(message.description)
-    return Hello(
-        version=message.version,
-        job=job,
-        worker=message.worker and bounds.name("hello.worker", message.worker),
-        incarnation=bounds.name("hello.incarnation", message.incarnation),
+    return replace(
+        opening,
         address=bounds.address("hello.address", message.address),
-        host=bounds.label("hello.host", message.host),
-        pid=bounds.whole("hello.pid", message.pid, least=1),
         domain=bounds.label("hello.domain", message.domain),
         description=description,
         status=_read_status(message.status, description.blocks),
         next_generation=bounds.whole("hello.next_generation", message.next_generation),
+    )
+
+
+def _read_opening(message: pb.Hello) -> Hello:
+    """Read what means the same in every version of the protocol, so that a worker of another one can be named."""
+    return Hello(
+        version=message.version,
+        job=_read_job(message),
+        worker=message.worker and bounds.name("hello.worker", message.worker),
+        incarnation=bounds.name("hello.incarnation", message.incarnation),
+        address="",
+        host=bounds.label("hello.host", message.host),
+        pid=bounds.whole("hello.pid", message.pid, least=1),
+        domain="",
+        description=UNREAD_DESCRIPTION,
+        status=UNREAD_STATUS,
         run=message.run and bounds.name("hello.run", message.run),
+        release=bounds.label("hello.release", message.release),
     )
 
 

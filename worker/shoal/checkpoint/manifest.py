@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
-from shoal_protos.release import RELEASE, of_shoal
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 from shoal_protos.runs import Runs
 from shoal_protos.validation import every_sentence
 

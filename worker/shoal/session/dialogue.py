@@ -45,6 +45,7 @@ from shoal_protos.messages import (
     Welcome,
 )
 from shoal_protos.plan import Plan, check_plan
+from shoal_protos.release import RELEASE
 
 from shoal.core.membership import Membership
 from shoal.session.link import Asked, Ended, Item, JobInfo, Opened, Stopped
@@ -156,6 +157,7 @@ class Dialogue:
             status=self._number_status(),
             next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
             run=self.job.run,
+            release=RELEASE,
         )
 
     @property

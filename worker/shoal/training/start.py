@@ -34,6 +34,7 @@ from shoal.data.given_data import batch_size_of, check_batch_size, data_of
 from shoal.data.given_source import source_of
 from shoal.data.source import Source
 from shoal.device import Device
+from shoal.exchange.form import PEER_FORM
 from shoal.faults import Faults
 from shoal.heap import keep_freed_memory
 from shoal.logs import get_logger
@@ -241,6 +242,7 @@ def _description(
         keep_every=config.checkpoint.keep_every or 0,
         on_corruption=config.on_corruption,
         samples_per_step=config.train_batch_size,
+        peers=PEER_FORM,
     )
 
 

@@ -65,6 +65,8 @@ class WorkerRecord:
     address: str = ""
     host: str = ""
     domain: str = ""
+    release: str = ""
+    """The release of Shoal that it runs."""
     place: Place | None = None
     """Where it runs, as its launcher says, else as it says itself; None: it has not been started yet."""
     standing: Standing = Standing.HERE

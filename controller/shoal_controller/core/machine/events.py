@@ -6,7 +6,7 @@ A `connection` is a number that the sessions room gives to each stream; it is ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
@@ -37,6 +37,8 @@ class Connected:
     hello: Hello
     proof: Proof | None = None
     """What its token proves; None: nothing need be proved."""
+    release: str = field(default="", compare=False)
+    """The release of Shoal that this controller runs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from shoal_protos.description import ANSWER, Description, first_difference, nume
 from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Status, Welcome
 from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
+from shoal_protos.quoting import of_shoal
 
 from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Close, Probe, Send
@@ -24,6 +25,7 @@ from shoal_controller.core.machine.phases import (
     claims,
     ending,
     failure_detector,
+    failures,
     introduction,
     proofs,
     silence,
@@ -58,6 +60,8 @@ def _on_hello(turn: Turn, event: Connected) -> None:
         return claims.refuse_run(turn, event, mismatch)
     if (refusal := proofs.why_not(turn, event)) is not None:
         return proofs.refuse(turn, event, refusal)
+    if hello.version != PROTOCOL_VERSION:
+        return _refuse_protocol(turn, event)
     sentence = _impossible(turn, hello)
     if sentence is not None:
         return _refuse(turn, event, Refusal(sentence))
@@ -65,7 +69,7 @@ def _on_hello(turn: Turn, event: Connected) -> None:
         return introduction.wait(turn, event)
     if turn.durable.description is None:
         _describe_job(turn, hello)
-    _take_over_place(turn, hello)
+    _take_over(turn, hello)
     worker = _identify(turn, hello)
     if worker is None:
         return _refuse_second_process(turn, event)
@@ -95,13 +99,12 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
     name, durable, theirs = hello.worker or "(new)", turn.durable, hello.description
     if false := claims.false_hello(turn, hello):
         return f"worker {name} says that it {false}. Start the controller with the job's own store."
-    if hello.version != PROTOCOL_VERSION:
+    if (jobs := durable.description) is not None:
         return (
-            f"worker {name} speaks protocol version {hello.version}, this controller {PROTOCOL_VERSION}. "
-            "Install the same version of shoal on both sides."
+            _exchanges_otherwise(turn, hello, jobs)
+            or first_difference(name, theirs, jobs)
+            or _saves_elsewhere(turn, hello, jobs)
         )
-    if durable.description is not None:
-        return first_difference(name, theirs, durable.description) or _saves_elsewhere(turn, hello, durable.description)
     if turn.spec.lanes not in (None, theirs.lanes):
         return (
             f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
@@ -113,6 +116,21 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
         )
     return None
+
+
+def _exchanges_otherwise(turn: Turn, hello: Hello, jobs: Description) -> str | None:
+    """Return why this worker may be in no plan with the others: what they send each other it would misread, or wait
+    for.
+    """
+    theirs, others = hello.description.peers, _others(turn, hello)
+    if theirs == jobs.peers or not others:
+        return None
+    other = others[0]
+    return (
+        f"worker {hello.worker or '(new)'} on {hello.host} is of {of_shoal(hello.release)} and exchanges state with "
+        f"others in form {theirs}; worker {other.worker} on {other.host} is of {of_shoal(other.release)}, and the "
+        f"job's form is {jobs.peers}. Start all workers of a job with one release."
+    )
 
 
 def _saves_elsewhere(turn: Turn, hello: Hello, jobs: Description) -> str | None:
@@ -135,19 +153,21 @@ def _others(turn: Turn, hello: Hello) -> list[WorkerRecord]:
     return [record for record in roster if record.serves and record.incarnation not in ("", hello.incarnation)]
 
 
-def _take_over_place(turn: Turn, hello: Hello) -> None:
-    """Where nobody else is there, the job's checkpoints go where the one that has come saves them. What the store knows
-    to be saved lies where it lay: the mark of that place stays the job's.
+def _take_over(turn: Turn, hello: Hello) -> None:
+    """Where no other worker is left, the job's checkpoints go where the one that has come saves them, and the form of
+    its exchange is the job's. What the store knows to be saved lies where it lay: the mark of that place stays the
+    job's.
     """
     jobs, theirs = turn.durable.description, hello.description
     if jobs is None or _others(turn, hello):
         return
     marks = jobs.checkpoint_marks if turn.durable.checkpoints else theirs.checkpoint_marks
-    places = (jobs.can_checkpoint, jobs.checkpoint_places, jobs.checkpoint_marks)
-    if (theirs.can_checkpoint, theirs.checkpoint_places, marks) != places:
+    known = (jobs.peers, jobs.can_checkpoint, jobs.checkpoint_places, jobs.checkpoint_marks)
+    if (theirs.peers, theirs.can_checkpoint, theirs.checkpoint_places, marks) != known:
         turn.keep(
             description=replace(
                 jobs,
+                peers=theirs.peers,
                 can_checkpoint=theirs.can_checkpoint,
                 checkpoint_places=theirs.checkpoint_places,
                 checkpoint_marks=marks,
@@ -172,6 +192,21 @@ def _may_be_lowered(turn: Turn, lanes: int) -> bool:
     return spec.wanted_by_default and durable.wanted == spec.wanted and durable.bounds.least <= lanes
 
 
+def _refuse_protocol(turn: Turn, event: Connected) -> None:
+    """Refuse a worker whose protocol is another one. A member trains on, as where no controller is there, until the job
+    has given it up: then it ends, and makes room.
+    """
+    hello = event.hello
+    record = turn.durable.roster.get(hello.worker)
+    is_member = record is not None and record.serves and record.incarnation == hello.incarnation
+    sentence = (
+        f"worker {hello.worker or '(new)'} on {hello.host} is of {of_shoal(hello.release)} and speaks protocol "
+        f"{hello.version}; this controller is of {of_shoal(event.release)} and speaks {PROTOCOL_VERSION}. Install one "
+        "release on both sides."
+    )
+    _refuse(turn, event, Refusal(sentence, ends_members=bool(hello.run) and not is_member))
+
+
 def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     hello = event.hello
     turn.do(Send(event.connection, refusal))
@@ -184,6 +219,8 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
     record = turn.durable.roster.get(hello.worker)
     if record is not None and record.incarnation in ("", hello.incarnation):
         turn.mark(record.worker, why=refusal.sentence)
+        if record.launched:  # what is started in its place would be refused too
+            turn.keep(spawn_after=max(turn.durable.spawn_after, turn.now + failures.LONGEST_BACKOFF))
         if record.launched and turn.durable.description is None:
             ending.fail(turn, refusal.sentence)
 
@@ -297,6 +334,7 @@ def _record_with(hello: Hello, known: WorkerRecord) -> WorkerRecord:
         address=hello.address,
         host=hello.host,
         domain=hello.domain or hello.host,
+        release=hello.release,
         place=known.place or Place.of_process(hello.pid),
         standing=Standing.HERE if revived else known.standing,
         why="" if revived else known.why,

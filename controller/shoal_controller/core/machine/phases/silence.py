@@ -160,9 +160,10 @@ def doubt(job: Job, now: float) -> str:
         return ""
     who = ", ".join(f"{worker} for {age:.0f} s" for worker, age in list(quiet.items())[:NAMED])
     more = f" and {len(quiet) - NAMED} more" if len(quiet) > NAMED else ""
+    refusal = f". The last worker to come was refused: {job.durable.last_refusal}" if job.durable.last_refusal else ""
     return (
         f"{len(quiet)} of {everyone} {'worker is' if everyone == 1 else 'workers are'} silent ({who}{more})"
-        f'{_consequence(job, silent, quiet)}. If they are dead, say so: "shoal lost {spec.job} WORKER"'
+        f'{_consequence(job, silent, quiet)}. If they are dead, say so: "shoal lost {spec.job} WORKER"{refusal}'
     )
 
 
