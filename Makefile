@@ -22,6 +22,8 @@
 #   make bench      measure for half an hour on a quiet machine, and write the tables of benchmarks/README.md; ARGS="--only
 #                   memory" prints some
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
+#   make formats    list what the formats of the wire, store and checkpoints are, in tests/unit/frozen/formats; RELEASE=0.1.0 notes that
+#                   a release has them
 #   make docs       regenerate pages of docs/ (phases, events, rules, controller, REST, command, configuration, chart) and what the chart
 #                   has from the code: its values, the resource ElasticJob, the dashboards
 #   make page       run all tests of the controller's page, and measure it with 100 jobs of 100 simulated workers
@@ -44,7 +46,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers test-gpu mutants bench protos docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers test-gpu mutants bench protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -194,6 +196,9 @@ bench: $(READY)
 
 protos: $(READY)
 	$(BIN)/python protos/generate.py
+
+formats: $(READY)
+	PYTHONPATH=tests $(BIN)/python tests/formats.py $(if $(RELEASE),--release $(RELEASE))
 
 docs: $(READY)
 	$(BIN)/python docs/generate/phases.py
