@@ -317,7 +317,6 @@ def train_plainly(result: str, **options: Any) -> None:
             loss = model(**batch) / len(places)
             loss.backward()
             total += loss.item()
-        model.unused.grad = torch.zeros_like(model.unused)
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.get("gradient_clipping", 1.0))
         optimizer.step()
         scheduler.step()

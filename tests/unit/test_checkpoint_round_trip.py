@@ -40,7 +40,9 @@ OPTIMIZERS = [
 
 def digest(state: TrainingState) -> str:
     """The fingerprint of a state that holds every block."""
-    return total_of(state.step, state.layout, block_digests(state, state.everything), state.buffers.committed)
+    return total_of(
+        state.step, state.layout, block_digests(state, state.everything), state.buffers.committed, state.misses
+    )
 
 
 def restored(storage: Storage, save_name: object, keeps: Runs, into: TrainingState) -> TrainingState:

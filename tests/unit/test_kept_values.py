@@ -109,7 +109,11 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
             "        give_back_own_values(self._twin, self._user)\n",
             "",
         ),
-        Edit("shoal.blocks.held", "with_no_empty_group(twin) if stands_in else nullcontext()", "nullcontext()"),
+        Edit(
+            "shoal.blocks.optimizer_step",
+            "with_no_empty_group(twin) if stands_in else nullcontext()",
+            "nullcontext()",
+        ),
         Edit("shoal.blocks.held", "given_back(own, numbers)", "own"),
         Edit(
             "shoal.optim.twin",

@@ -22,7 +22,7 @@ from late_device import LateDevice
 from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
-from shoal.blocks.held import Segment
+from shoal.blocks.optimizer_step import Segment
 from shoal.device import HOST, Device, DeviceCopy
 from shoal.exchange.unit_fetch import UnitFetch
 from shoal.group.solo import SoloGroup
@@ -142,8 +142,8 @@ def test_fills_that_take_several_steps_change_no_bit() -> None:
         ),
         Edit(
             "shoal.offload.host_blocks",
-            "            for copy in copies:\n                copy.wait()\n        groups",
-            "            assert copies\n        groups",
+            "            for copy in copies:\n                copy.wait()\n        self",
+            "            assert copies\n        self",
         ),
         Edit("shoal.offload.updated_parameters", "    copy.join()\n", ""),
     ],
@@ -357,8 +357,8 @@ def test_on_the_cpu_nothing_is_staged_and_nothing_is_waited_for() -> None:
 
 
 BESIDE_A_STEP = {
-    "_kept", "<listcomp>", "_keeps_denormals",  # when a worker starts
-    "step_on",  # the optimizer's own counters, after the commit
+    "_kept", "only_counts_steps", "<listcomp>", "_keeps_denormals",  # when a worker starts
+    "_step_on",  # the optimizer's own counters, after the commit
     "is_finite",  # the layout of this device is the host's
     "refuse",  # once a step, where parameters come and go
 }  # fmt: skip

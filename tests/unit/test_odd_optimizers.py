@@ -48,7 +48,7 @@ def by(kind: type[Writing], stage: int, **more: Any) -> Task:
     "What an optimizer assigns to `.data` is written to where the parameter lies",
     "A step",
     broken_by=Edit(
-        "shoal.blocks.held",
+        "shoal.blocks.optimizer_step",
         "        if segment.parameter.data_ptr() != memory.data_ptr():\n",
         "        if segment.parameter.data_ptr() == 0:\n",
     ),

@@ -25,7 +25,7 @@ CONTENT: dict[str, Any] = {
     "buffers": {"norm.running_mean": torch.tensor([0.1, -0.0, 3.0]), "norm.count": torch.tensor(7)},
     "loss_scale": {"scale": 65536.0, "good_steps": 3, "hysteresis_left": 2},
     "last_step": 100, "lineage": [], "frozen": "ab", "registered": {"ema": {"shadow": torch.ones(2, 3)}},
- "streams": [], "followed": 7,
+    "streams": [], "followed": 7, "missed": ((3, 2, False), (1, 4, True)),
 }  # fmt: skip
 
 

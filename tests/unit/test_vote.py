@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rule import Edit, rule
+from rule import Edit, holds, rule
 from shoal.core.exact_sum import MOST_PARTS
 from shoal.core.layout import SMALLEST_BLOCK, Trainable, lay_out
 from shoal.exchange.ballot import Ballot, Request
@@ -63,7 +63,30 @@ def test_a_row_has_the_same_length_whatever_is_in_it() -> None:
     reports = {f"metric{number}": [float(number)] for number in range(16)}
     cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,)), None)
     cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,), reports, requests=(Request("save"),)), None)
-    assert lengths == [BALLOT_BYTES] * 2
+    cast(gather, TRAFFIC, Ballot(1, 1, "00", (1.0,), unused="1"), None)
+    assert lengths == [BALLOT_BYTES + 8] * 3
+
+
+@holds("What a parameter has missed")
+def test_what_is_unused_takes_a_hexadecimal_digit_for_four_parameters_at_most() -> None:
+    """Of which every second one is unused, and each member uses some that another leaves out."""
+    layout = lay_out([Trainable(f"p{number}", (1,), torch.float32, 0) for number in range(10_000)])
+    plan = recovery(1, "ab")
+    shares = tuple(replace(share, lanes=(rank,)) for rank, share in enumerate(plan.shares))
+    traffic, rows = Traffic(replace(plan, lanes=2, shares=shares), 0, layout), list[Tensor]()
+
+    def gather(row: Tensor) -> Tensor:
+        rows.append(row)
+        return torch.stack([row, row])
+
+    unused = [sum(1 << bit for bit in range(0, 10_000, step)) for step in (2, 3)]
+    ballots = [Ballot(3, 1, "00", (1.0,), unused=f"{bits:x}") for bits in unused]
+    for ballot in ballots:
+        cast(gather, traffic, ballot, None)
+    assert {row.numel() for row in rows} == {BALLOT_BYTES + 2_504}
+    record = cast(lambda _: torch.stack(rows), traffic, ballots[0], None)
+    assert int(record.unused, 16) == sum(1 << bit for bit in range(0, 10_000, 6))
+    assert Record.from_bytes(record.to_bytes()).unused == record.unused
 
 
 @pytest.mark.parametrize("lanes", [(0,), (0, 2), tuple(range(0, 64, 2))])

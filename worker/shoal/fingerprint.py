@@ -1,8 +1,9 @@
 """The fingerprint: one digest of a job's state that does not depend on world, stage, mirrors, offload or history.
 
 SHA-256 over the step, the layout, per block in order the SHA-256 of its parameters and of each optimizer state tensor
-(keys sorted, padding +0), and the persistent buffers by name. Owners digest their blocks; everyone gets all digests,
-so that the loss of any member loses none. `shoal verify` computes it of a checkpoint alike.
+(keys sorted, padding +0), the persistent buffers by name, and the updates that parameters have missed, if any. Owners
+digest their blocks; everyone gets all digests, so that the loss of any member loses none. `shoal verify` computes it of
+a checkpoint alike.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.values import without_gaps
 from shoal.core.layout import Layout, Stretch
+from shoal.core.misses import Misses
 from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.group.group import Group
@@ -77,16 +79,20 @@ def fingerprint(state: TrainingState, world: World) -> str:
     everyone = dict(mine)
     for number, digest in _exchange(world.group, mine):
         everyone[number] = digest
-    return total_of(state.step, state.layout, everyone, state.buffers.committed)
+    return total_of(state.step, state.layout, everyone, state.buffers.committed, state.misses)
 
 
-def total_of(step: int, layout: Layout, digests: Mapping[int, bytes], buffers: Mapping[str, Tensor]) -> str:
+def total_of(
+    step: int, layout: Layout, digests: Mapping[int, bytes], buffers: Mapping[str, Tensor], misses: Misses
+) -> str:
     """Hexadecimal. `digests`: of every block, as `block_digests` gives them."""
     total = hashlib.sha256(f"step {step}\n".encode())
     total.update(layout.digest())
     for number in range(layout.blocks):
         total.update(digests[number])
     total.update(digest_of(sorted(buffers.items())).encode())
+    if any(one.updates for one in misses.of):
+        total.update(repr(misses.runs()).encode())
     return total.hexdigest()
 
 

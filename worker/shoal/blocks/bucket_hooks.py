@@ -57,8 +57,18 @@ class BucketHooks:
         self._next, self._on_filled = 0, on_filled
         try:
             yield
+            self._note_used()
         finally:
             self._on_filled = None
+
+    def _note_used(self) -> None:
+        """The backward has come to its end: what it has made no gradient of, it has not used."""
+        if self._sums.unused:
+            left, first = 0, 0
+            for slots, missing in zip(self._slots, self._missing, strict=True):
+                left |= sum(1 << slot for slot in missing) << first
+                first += slots
+            self._sums.unused &= left
 
     def armed_to_take(self) -> AbstractContextManager[None]:
         """For a backward that fills no bucket for good: what is to be taken from parameters is so anyway."""

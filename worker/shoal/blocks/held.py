@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory, FindMemory
 from shoal.blocks.host_memory import memory_on
 from shoal.blocks.loaded_state import GivenStates, LoadedState, Numbers, State, probe_state_bytes
+from shoal.blocks.optimizer_step import OptimizerStep, Segment
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
@@ -31,11 +30,9 @@ from shoal.optim.twin import (
     carried,
     give_back_own_values,
     given_back,
-    keys_of_steps,
     may_step_in_parts,
     take_over_hyper_parameters,
     twin_of,
-    with_no_empty_group,
 )
 
 PART_BYTES = 16 << 20
@@ -58,16 +55,6 @@ MayBeOne = Callable[[State, State], bool]  # each (elements,), or ()
 
 def unheard(_: int) -> None:
     """The `OnUpdated` of an update that nobody waits for."""
-
-
-@dataclass(slots=True)
-class Segment:
-    """A stretch of blocks that are updated as one; their state is the twin's of `parameter`."""
-
-    stretch: Stretch
-    parameter: Tensor  # (elements,): of the bucket's dtype, or master weights of its wide dtype
-    has_master: bool
-    weights: Tensor | None  # (elements,) of the bucket's dtype: where they are with the state
 
 
 def stretch_of(segment: Segment) -> Stretch:
@@ -106,9 +93,9 @@ class HeldBlocks:
         """Of the segments: it grows whenever they are others."""
         self.layout = layout
         self._user = optimizer
-        self._loaded = LoadedState(layout, optimizer, tensors)
+        self.loaded = LoadedState(layout, optimizer, tensors)
         self._twin, self._numbers = twin_of(optimizer), Numbers(layout, optimizer)
-        self._stands_in = bool(keys_of_steps(optimizer, layout.device))
+        self.optimizer_step = OptimizerStep(optimizer, self._twin, layout)
         self._parameters = parameters
         self._segments: list[Segment] = []
         self.runs = NO_BLOCKS
@@ -152,13 +139,13 @@ class HeldBlocks:
         """Begins to hold blocks in the state of step 0. `first`: the parameters' first values, in wide dtypes."""
         segments, kept = list(self._segments), self._parameters if self.keeps_weights else None
         for stretch in self.layout.stretches(runs):
-            state = {**self._loaded.of(stretch), **first_weights(self.layout, stretch, first, kept)}
+            state = {**self.loaded.of(stretch), **first_weights(self.layout, stretch, first, kept)}
             segments.append(self._segment(stretch, state))
         self._regroup(sorted(segments, key=stretch_of), self.runs | runs)
 
     def begin_with(self, given: GivenStates) -> None:
         """What `hold` begins with comes from there; see `LoadedState.take`."""
-        self._loaded.take(given)
+        self.loaded.take(given)
 
     def expect(self, runs: Runs) -> None:
         """The blocks that a world fills, at its beginning: `memory_for` is asked for these."""
@@ -356,9 +343,7 @@ class HeldBlocks:
         gradients: BlockValues,
         scale: float,
     ) -> None:
-        groups = [self.layout.buckets[segment.stretch.bucket].group for segment in segments]
-        coming = [gradients.of(segment.stretch) for segment in segments]
-        step_on(self._twin, groups, segments, coming, scale, self._stands_in)
+        self.optimizer_step.make(segments, [gradients.of(segment.stretch) for segment in segments], scale)
         masters = [segment for segment in segments if segment.has_master]
         if masters:
             rounded = [
@@ -376,51 +361,6 @@ def trained_segments(segments: list[Segment], layout: Layout, twin: torch.optim.
         for segment, bucket in ((segment, buckets[segment.stretch.bucket]) for segment in segments)
         if not bucket.is_frozen and turns[bucket.group]
     ]
-
-
-def step_on(
-    twin: torch.optim.Optimizer,
-    groups: Sequence[int],
-    segments: Sequence[Segment],
-    gradients: Sequence[Tensor],  # of each segment (elements,)
-    scale: float,
-    stands_in: bool = False,
-) -> None:
-    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group.
-
-    `stands_in`: whether groups must not be empty, as a step changes values of them.
-    """
-    for group in twin.param_groups:
-        group["params"] = []
-    for number, segment, gradient in zip(groups, segments, gradients, strict=True):
-        segment.parameter.grad = gradient
-        twin.param_groups[number]["params"].append(segment.parameter)
-    if scale != 1.0 and segments:
-        torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
-    before = [segment.parameter.detach() for segment in segments]
-    with with_no_empty_group(twin) if stands_in else nullcontext():
-        twin.step()
-    for segment, memory in zip(segments, before, strict=True):
-        segment.parameter.grad = None
-        if segment.parameter.data_ptr() != memory.data_ptr():
-            _put_back(segment, memory, twin)
-
-
-def _put_back(
-    segment: Segment,
-    memory: Tensor,  # (elements,): what the parameter was a view of
-    by: torch.optim.Optimizer,
-) -> None:
-    """An optimizer has assigned `.data` where others write: the module would know nothing of it."""
-    made = segment.parameter.detach()
-    if (made.shape, made.dtype) != (memory.shape, memory.dtype):
-        raise UserError(
-            f"optimizer {type(by).__name__} has put a {made.dtype} of shape {tuple(made.shape)} in the place of a "
-            f"{memory.dtype} of shape {tuple(memory.shape)}, a part of the parameters; it must write into parameters, "
-            "or assign `.data` of the same shape and dtype."
-        )
-    memory.copy_(made)
-    segment.parameter.data = memory
 
 
 def first_weights(

@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal.blocks.flat import Gradients, versions
 from shoal.core.layout import Layout
+from shoal.core.misses import every_one
 from shoal.core.tree import push
 
 KEPT_CHANGED = (
@@ -39,6 +40,8 @@ class LaneSums:
         self._live_versions: list[int] = []
         """Of the live copy's, as the lane's begin or its last backward left them."""
         self.live = Gradients(layout)
+        self.unused = every_one(layout)
+        """The parameters that have had no gradient since the step began, as bits."""
 
     @property
     def reduced(self) -> Gradients:  # of whole buckets
@@ -143,7 +146,7 @@ class LaneSums:
     def clear(self) -> None:
         """Forget the step's sums; the live copy keeps its values until the next lane begins."""
         self._pool += [kept for _, kept in self._stack if kept is not self.live and kept not in self._pool]
-        self._stack = []
+        self._stack, self.unused = [], every_one(self._layout)
 
     @property
     def bytes(self) -> int:

@@ -62,6 +62,11 @@ class LoadedState:
             self._dtypes[bucket.index] = {key: value.dtype for key, value in made.items()}
         self._given = given
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there is any."""
+        return self._given is not None or any(self._user.state.values())
+
     def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
         """Copies; empty where the user's object has none (Adagrad makes it when constructed)."""
         state: State = {}

@@ -13,6 +13,7 @@ from torch import nn
 from shoal.blocks.leaves import Leaves
 from shoal.blocks.values import ShardValues
 from shoal.core.layout import Layout
+from shoal.core.misses import every_one
 
 
 class ShardSums:
@@ -20,6 +21,8 @@ class ShardSums:
 
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self.live, self.reduced = Leaves(layout, are_narrow), ShardValues(layout)
+        self._all = self.unused = every_one(layout)
+        """`unused`: the parameters that have had no gradient since the step began, as bits."""
 
     def reserve(self, lanes: Iterable[int]) -> None:
         """Nothing is kept for lanes: their gradients leave."""
@@ -45,6 +48,7 @@ class ShardSums:
         """The step's sums are void, or applied: their memory serves the next forward."""
         self.live.clear()
         self.reduced.keep(NO_BLOCKS)
+        self.unused = self._all
 
     @property
     def bytes(self) -> int:

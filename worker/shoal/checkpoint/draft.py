@@ -72,6 +72,7 @@ def draft_of(
             for name, of in registered.items()
         },
         streams=tuple(state.stream_positions.to_texts()),
+        missed=state.misses.runs(),
         record=state.record.to_bytes().decode() if state.record else "",
         buffers=tuple(state.buffers.committed),
         frozen=None,

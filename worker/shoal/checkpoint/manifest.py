@@ -32,6 +32,7 @@ from shoal.checkpoint.lineage import MOST_BRANCHES, Branch
 from shoal.checkpoint.plain import Json
 from shoal.core.layout import MOST_BLOCKS, Layout, Stretch
 from shoal.core.layout import VERSION as LAYOUT_VERSION
+from shoal.core.misses import Misses
 
 FORMAT = "shoal checkpoint"
 VERSION = 3
@@ -178,6 +179,8 @@ class Manifest(Entry):
     """The user's own, by the name under which they are registered."""
     streams: tuple[str, ...] = ()
     """Where lanes stand in their streams (core/stream_position.py); one that is not here is read from its beginning."""
+    missed: tuple[tuple[Count, Count, bool], ...] = ()
+    """How many updates parameters have missed, as runs in the layout's order (core/misses.py); empty: none has any."""
     record: str
     """The vote's record of the step, JSON; empty for step 0."""
     buffers: tuple[Name, ...]
@@ -284,6 +287,10 @@ def _broken(manifest: Manifest) -> Iterator[str]:
     for file in manifest.files:
         yield from broken_file(file, manifest.blocks)
     yield from broken_cover(manifest.files, manifest.blocks)
+    try:
+        Misses.from_runs(manifest.blocks, manifest.missed)
+    except ValueError as error:
+        yield str(error)
     if manifest.frozen is not None:
         yield from _broken_ranges(manifest.frozen, manifest.frozen.file)
     missing = [name for name in manifest.buffers if f"buffer/{name}" not in manifest.tensors]

@@ -19,6 +19,7 @@ from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
+from shoal.core.misses import Misses
 from shoal.core.module_names import named_state
 
 
@@ -76,10 +77,12 @@ def _masters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bu
 
 
 def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are.
+    """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are, less the
+    updates that it has missed. Of one that was never used they are zeros: whoever loads by names finds all of them.
 
     Master weights are not among them: they are parameters.
     """
+    missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
     for bucket in reader.manifest.blocks.buckets:
         flats: dict[str, Tensor] = {}
         for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
@@ -91,12 +94,12 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
                     continue
                 flat = flats.setdefault(key, torch.zeros(bucket.elements, dtype=value.dtype))
                 flat[slice(*reader.manifest.blocks.elements(stretch))] = value
-        for slot in bucket.slots:
+        for slot, its in zip(bucket.slots, missed, strict=False):  # of this bucket
             first, stop = slot.start, slot.start + slot.parameter.elements
             yield (
                 slot.parameter.name,
                 {
-                    key: flat if flat.dim() == 0 else flat[first:stop].view(slot.parameter.shape)
+                    key: flat - its.updates if flat.dim() == 0 else flat[first:stop].view(slot.parameter.shape)
                     for key, flat in flats.items()
                 },
             )

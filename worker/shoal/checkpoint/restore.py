@@ -29,6 +29,7 @@ from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.state_check import first_difference_in_kind
 from shoal.core.layout import Stretch
 from shoal.core.loss_scale import LossScale
+from shoal.core.misses import Misses
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
@@ -85,6 +86,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
         state.modes.take_over(manifest.evaluating)
     try:
         state.stream_positions.replace(manifest.streams)
+        state.misses = Misses.from_runs(state.layout, manifest.missed)
     except ValueError as error:
         raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
     state.buffers.load(_buffers(reader, beside, state.buffers.committed))

@@ -13,6 +13,7 @@ import torch
 from shoal.blocks.values import WholeValues
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
+from shoal.core.misses import Misses
 from shoal.fingerprint import digests_of, total_of
 
 _NOTHING = torch.empty(0)
@@ -34,7 +35,8 @@ def verify(reader: Reader) -> Verified:
     reader.check_heads()
     reader.tensors()
     reader.frozen()
-    fingerprint = total_of(manifest.step, manifest.blocks, digests, reader.buffers())
+    misses = Misses.from_runs(manifest.blocks, manifest.missed)
+    fingerprint = total_of(manifest.step, manifest.blocks, digests, reader.buffers(), misses)
     return Verified(reader.bytes_read, fingerprint)
 
 

@@ -125,7 +125,7 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
         _TREE,
     ),
     ("zero_optimization", "compute_grad_norm", Ignored("the norm is computed where `gradient_clipping` needs it")),
-    ("zero_optimization", "ignore_unused_parameters", Ignored("an unused parameter has gradient zero")),
+    ("zero_optimization", "ignore_unused_parameters", Ignored("a parameter that no lane of a step uses is left alone")),
     ("zero_optimization", "elastic_checkpoint legacy_stage1 load_from_fp32_weights", _ELASTIC),
     ("zero_optimization", "pipeline_loading_checkpoint", _ELASTIC),
     (

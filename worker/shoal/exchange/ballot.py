@@ -69,6 +69,8 @@ class Ballot:
     """How far it is with the save at hand (core/save_part.py)."""
     stream: str = ""
     """Where one of its lanes stands in its stream (core/stream_position.py)."""
+    unused: str = ""
+    """The parameters that none of its lanes used in this step, as bits of a hexadecimal number; empty: none."""
     saved: int = -1
     """The step of the newest whole checkpoint of this life of the job that it knows of."""
 
@@ -96,7 +98,7 @@ _NUMBERS_OF = (
     "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
     "calls_back",
 )  # fmt: skip
-_TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving", "stream")
+_TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving", "stream", "unused")
 _numbers_of, _texts_of = attrgetter(*_NUMBERS_OF), attrgetter(*_TEXTS_OF)
 _HEAD = struct.Struct("<qI")
 """The step, and the length of what stands behind the losses."""

@@ -13,6 +13,8 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.core.exact_sum import add, total
+from shoal.core.misses import parameters_in
 from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import fold_numbers
 from shoal.exchange.ballot import Ballot, Request
@@ -73,6 +76,8 @@ class Record:
     """Whether rank 0 has callbacks, and so tells the others once it has called them."""
     streams: tuple[str, ...] = ()
     """Where lanes stand in their streams."""
+    unused: str = ""
+    """The parameters that no lane of this step used, as in a ballot."""
     overflow: str = ""
     """What of this step is not finite where the loss is scaled: the step updates nothing, and the scale may fall."""
 
@@ -148,8 +153,9 @@ def _findings(
 
 
 def _ballot_bytes(traffic: Traffic) -> int:
-    subtrees = max(len(spans) for spans in traffic.lane_spans)
-    return BALLOT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2)
+    subtrees, parameters = max(len(spans) for spans in traffic.lane_spans), parameters_in(traffic.layout)
+    digits = -(-parameters // 32) * 8  # four in each; whole words, as numbers of eight bytes stand behind them
+    return BALLOT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2) + digits
 
 
 def read_ballots(
@@ -218,6 +224,7 @@ def _record(
         hypers=tuple(ballot.hyper for ballot in ballots),
         saving=tuple(ballot.saving for ballot in ballots),
         streams=tuple(ballot.stream for ballot in ballots if ballot.stream),
+        unused=_unused(ballots, traffic),
         saved=max(ballot.saved for ballot in ballots),
         updates=bool(counted) and not overflow and not halts(ballots),
         overflow=overflow,
@@ -226,6 +233,17 @@ def _record(
         not_finite=not_finite,
         not_finite_steps=max(ballot.not_finite_before for ballot in ballots) + bool(not_finite),
     )
+
+
+def _unused(ballots: list[Ballot], traffic: Traffic) -> str:
+    """What all members with lanes name."""
+    named = [ballot.unused for ballot, spans in zip(ballots, traffic.lane_spans, strict=True) if spans]
+    return unused_text(reduce(and_, (int(one, 16) for one in named))) if named and all(named) else ""
+
+
+def unused_text(parameters: int) -> str:
+    """A ballot's, of bits."""
+    return f"{parameters:x}" if parameters else ""
 
 
 def halts(votes: Iterable[Ballot | Record]) -> bool:

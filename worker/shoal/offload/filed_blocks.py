@@ -18,7 +18,6 @@ from shoal.blocks.held import (
     MASTER,
     HeldBlocks,
     OnUpdated,
-    Segment,
     first_weights,
     lie_together,
     stretch_of,
@@ -27,6 +26,7 @@ from shoal.blocks.held import (
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State, probe_state
+from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.state_home import WEIGHTS
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch
@@ -106,7 +106,7 @@ class FiledBlocks(HeldBlocks):
         kept = self._parameters if self.keeps_weights else None
 
         def state_of(stretch: Stretch) -> State:
-            return {**self._loaded.of(stretch), **first_weights(self.layout, stretch, first, None)}
+            return {**self.loaded.of(stretch), **first_weights(self.layout, stretch, first, None)}
 
         stretches = self.layout.stretches(runs)
         self._add({one: first_weights(self.layout, one, first, kept) for one in stretches if self.keeps_weights}, runs)

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.blocks.held import MASTER, OnUpdated, Segment, step_on, unheard
+from shoal.blocks.held import MASTER, OnUpdated, unheard
 from shoal.blocks.loaded_state import State
+from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.state_home import OnTheHost
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
@@ -108,8 +109,7 @@ class FiledDeviceBlocks(FiledBlocks):
         parameter = coming.parameters if coming.parameters is not None else state.pop(MASTER)
         segment = Segment(piece.stretch, parameter, has_master=coming.parameters is None, weights=None)
         self._twin.state[parameter].update(state)
-        group = self.layout.buckets[piece.stretch.bucket].group
-        step_on(self._twin, [group], [segment], [coming.gradient], scale)
+        self.optimizer_step.make([segment], [coming.gradient], scale)
         self._device.give_back(coming.gradient)
         is_copied = bring_up(self._device, segment, self._place_of(piece)) is not None
         if is_copied and coming.parameters is not None:

@@ -18,14 +18,13 @@ from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.held import (
     HeldBlocks,
     OnUpdated,
-    Segment,
     parts_of,
-    step_on,
     trained_segments,
     unheard,
 )
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State
+from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.state_home import WEIGHTS, OnTheHost
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
@@ -129,8 +128,7 @@ class HostBlocks(HeldBlocks):
         for _, copies in coming:
             for copy in copies:
                 copy.wait()
-        groups = [self.layout.buckets[segment.stretch.bucket].group for segment in segments]
-        step_on(self._twin, groups, segments, [gradient for gradient, _ in coming], scale, self._stands_in)
+        self.optimizer_step.make(segments, [gradient for gradient, _ in coming], scale)
         for gradient, _ in coming:
             self._device.give_back(gradient)
         copies_up = (bring_up(self._device, segment, self._place_of(segment)) for segment in segments)

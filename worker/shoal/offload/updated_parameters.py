@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shoal.blocks.held import Segment
+from shoal.blocks.optimizer_step import Segment
 from shoal.device import Device, DeviceCopy
 
 

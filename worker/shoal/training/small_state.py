@@ -34,6 +34,7 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "lineage": list,
     "frozen": str,
     "streams": list,
+    "missed": tuple,
     "registered": dict,
     "followed": int,
 }

@@ -42,6 +42,7 @@ from shoal.checkpoint.lineage import Branch, Lineage
 from shoal.config.training import TrainingConfig
 from shoal.core.layout import Layout
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
+from shoal.core.misses import Misses, every_one
 from shoal.core.module_names import named_parameters
 from shoal.core.stream_position import StreamPositions
 from shoal.core.units import unit_numbers
@@ -53,6 +54,7 @@ from shoal.first_values.deferred_values import DeferredValues, deferred_values
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.hyper import hyper_parameters, load_into
 from shoal.optim.take_over import advance
+from shoal.optim.turns import has_turn
 from shoal.precision.rounding import half_dtype, round_module
 from shoal.training.agreed_hyper import SetInTime
 from shoal.training.comparisons import Comparisons
@@ -166,6 +168,7 @@ class TrainingState:
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.modes, self.given = ModuleModes(module), GivenHyperParameters(optimizer, scheduler, self.layout.device)
+        self.misses = self._misses_at_the_start()
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
         self.record: Record | None = None
@@ -249,7 +252,7 @@ class TrainingState:
         self.originals = None
         self.held.keep_only(self.pending)
         if record.updates:
-            self.held.apply(self.sums.reduced, self._clip(record.norm), on_updated)
+            self._update(record, on_updated)
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
@@ -265,6 +268,17 @@ class TrainingState:
             self.last_step = min(self.last_step, record.step)
         self.set_in_time.on_commit(record)
         self.stream_positions.learn(record.streams)
+
+    def _update(self, record: Record, on_updated: OnUpdated) -> None:
+        """Of the parameters that some lane has used."""
+        unused = int(record.unused or "0", 16) & every_one(self.layout)
+        self.held.optimizer_step.cuts = self.misses.cuts(self.layout, unused)
+        self.held.apply(self.sums.reduced, self._clip(record.norm), on_updated)
+        turns = [has_turn(group) for group in self.optimizer.param_groups]
+        self.misses = self.misses.after(self.layout, unused, turns)
+
+    def _misses_at_the_start(self) -> Misses:
+        return Misses.at_the_start(self.layout, self.held.loaded.is_there)
 
     def _current(self, mine: Runs) -> Runs:
         """Where parameters are sharded none is handed out: who needs one asks for it."""
@@ -302,7 +316,7 @@ class TrainingState:
         assert self.originals is not None, "whoever has trained cannot begin"
         self.held.keep_only(NO_BLOCKS)
         self.step, self.committed_in, self.record = 0, 0, None
-        self.lineage, self.current = (), NO_BLOCKS
+        self.lineage, self.current, self.misses = (), NO_BLOCKS, self._misses_at_the_start()
         self.buffers.put_back()
         return self.originals
 
@@ -340,6 +354,7 @@ class TrainingState:
                 "frozen": frozen_digest(self),
                 "streams": self.stream_positions.to_texts(),
                 "followed": self.followed,
+                "missed": self.misses.runs(),
                 "registered": {name: of.state_dict() for name, of in self.registered.items()},
             }
         )
@@ -370,7 +385,8 @@ class TrainingState:
                 raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
         try:
             self.stream_positions.replace(given["streams"])
-        except ValueError as error:
+            self.misses = Misses.from_runs(self.layout, given["missed"])
+        except (TypeError, ValueError) as error:
             raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.exchange.ballot import Ballot
 from shoal.exchange.piece_order import FillTimes
 from shoal.exchange.torn_vote import gather_of
-from shoal.exchange.vote import Record, cast
+from shoal.exchange.vote import Record, cast, unused_text
 from shoal.optim.hyper import Group as Values
 from shoal.optim.hyper import are_untouched, digest
 from shoal.training.agreed_hyper import agreed_values, refuse_others
@@ -87,4 +87,7 @@ class Voting:
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=saving,
             saved=self._saving.saved,
+            unused=unused_text(state.sums.unused)
+            if trained and state.held.optimizer_step.leaves_unused and loop.lanes
+            else "",
         )

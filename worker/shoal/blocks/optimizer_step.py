@@ -1,0 +1,193 @@
+"""The optimizer's own step on flat runs of blocks, each a "parameter" of the twin: on whole segments, or on pieces.
+
+A segment is cut where parameters in it have missed updates (core/misses.py). A piece has views of the segment's state,
+and the counts of steps less what it has missed; one that was never used has no state, so the optimizer begins it. What
+no piece covers stays as it is. The segment's own counts are those of one element that stands in for a parameter that is
+always used. Called by the held blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor
+
+from shoal.core.layout import Layout, Stretch
+from shoal.core.misses import USED_ALWAYS, UpdatePiece, within
+from shoal.optim.counters import only_counts_steps
+from shoal.optim.twin import NUMBERS, keys_of_steps, with_no_empty_group
+
+Cuts = Mapping[int, Sequence[UpdatePiece]]
+"""By bucket, the pieces that an update takes; a bucket that is not among them is taken as it lies."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """A stretch of blocks that are updated as one; their state is the twin's of `parameter`."""
+
+    stretch: Stretch
+    parameter: Tensor  # (elements,): of the bucket's dtype, or master weights of its wide dtype
+    has_master: bool
+    weights: Tensor | None  # (elements,) of the bucket's dtype: where they are with the state
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A segment in pieces. `parts`: where each begins, and the segment that the twin sees."""
+
+    segment: Segment
+    state: dict[str, Any]
+    counting: Segment
+    parts: list[tuple[int, Segment]]
+
+
+class OptimizerStep:
+    """Steps of a twin on segments."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, layout: Layout) -> None:
+        """`optimizer`: the user's, as it is at the start."""
+        self._twin, self._layout = twin, layout
+        self._stands_in = bool(keys_of_steps(optimizer, layout.device))
+        self.leaves_unused = only_counts_steps(optimizer, layout)
+        """Whether an update leaves the parameters alone that no lane used."""
+        self.cuts: Cuts = {}
+        """Of the next update."""
+
+    def make(
+        self,
+        segments: Sequence[Segment],
+        gradients: Sequence[Tensor],  # of each segment (elements,)
+        scale: float,
+    ) -> None:
+        """One step, with the gradients times `scale`."""
+        cut = _CutSegments(self._twin, self._layout, self.cuts, segments, gradients)
+        groups = [self._layout.buckets[one.stretch.bucket].group for one in cut.segments]
+        _step_on(self._twin, groups, cut.segments, cut.gradients, scale, self._stands_in)
+        cut.join()
+
+
+class _CutSegments:
+    """`segments` and `gradients`, each (elements,), are what the step is given. `join` follows it."""
+
+    def __init__(
+        self,
+        twin: torch.optim.Optimizer,
+        layout: Layout,
+        cuts: Cuts,
+        segments: Sequence[Segment],
+        gradients: Sequence[Tensor],  # of each segment (elements,)
+    ) -> None:
+        self._twin, self._cut = twin, list[_Cut]()
+        self.segments, self.gradients = list[Segment](), list[Tensor]()
+        for segment, gradient in zip(segments, gradients, strict=True):
+            pieces = cuts.get(segment.stretch.bucket)
+            spans = None if pieces is None else [*within(pieces, *layout.elements(segment.stretch))]
+            if spans is None or spans == [((0, segment.parameter.numel()), USED_ALWAYS)]:
+                self._give(segment, gradient)
+                continue
+            state: dict[str, Any] = twin.state.pop(segment.parameter, {})
+            counting = replace(segment, parameter=torch.zeros_like(segment.parameter[:1]))
+            cut = _Cut(segment, state, counting, [])
+            twin.state[counting.parameter].update({key: _of_an_element(value) for key, value in state.items()})
+            self._give(counting, torch.zeros_like(gradient[:1]))
+            for (first, stop), missed in spans:
+                part = replace(segment, parameter=segment.parameter.detach()[first:stop])
+                if not missed.is_new:
+                    own = {key: _of_a_piece(value, first, stop, missed.updates) for key, value in state.items()}
+                    twin.state[part.parameter].update(own)
+                cut.parts.append((first, part))
+                self._give(part, gradient[first:stop])
+            self._cut.append(cut)
+
+    def _give(
+        self,
+        segment: Segment,
+        gradient: Tensor,  # (elements,)
+    ) -> None:
+        self.segments.append(segment)
+        self.gradients.append(gradient)
+
+    def join(self) -> None:
+        """What the step has made of the pieces is the state of their segments."""
+        for cut in self._cut:
+            made = self._twin.state.pop(cut.counting.parameter, {})
+            whole = {key: self._whole(cut, key, value) for key, value in made.items()}
+            for first, part in cut.parts:
+                own = self._twin.state.pop(part.parameter, {})
+                for key, value in ((key, value) for key, value in own.items() if _is_large(value)):
+                    place = whole[key][first : first + value.numel()]
+                    if place.data_ptr() != value.data_ptr():
+                        place.copy_(value)
+            self._twin.state[cut.segment.parameter].update(whole)
+
+    @staticmethod
+    def _whole(cut: _Cut, key: str, value: Any) -> Any:
+        """Of what was made of one element: zeros where the segment had no such state, and no piece has any."""
+        if not _is_large(value):
+            return value
+        return cut.state[key] if key in cut.state else value.new_zeros(cut.segment.parameter.numel())
+
+
+def _is_large(value: Any) -> bool:
+    """Whether each element has a value of its own."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _of_an_element(value: Any) -> Any:
+    return torch.zeros_like(value[:1]) if _is_large(value) else value
+
+
+def _of_a_piece(value: Any, first: int, stop: int, missed: int) -> Any:
+    if _is_large(value):
+        return value[first:stop]
+    return value - missed if isinstance(value, Tensor) or type(value) in NUMBERS else value
+
+
+def _step_on(
+    twin: torch.optim.Optimizer,
+    groups: Sequence[int],
+    segments: Sequence[Segment],
+    gradients: Sequence[Tensor],  # of each segment (elements,)
+    scale: float,
+    stands_in: bool,
+) -> None:
+    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group.
+
+    `stands_in`: whether groups must not be empty, as a step changes values of them.
+    """
+    for group in twin.param_groups:
+        group["params"] = []
+    for number, segment, gradient in zip(groups, segments, gradients, strict=True):
+        segment.parameter.grad = gradient
+        twin.param_groups[number]["params"].append(segment.parameter)
+    if scale != 1.0 and segments:
+        torch._foreach_mul_([one.parameter.grad for one in segments if one.parameter.grad is not None], scale)
+    before = [segment.parameter.detach() for segment in segments]
+    with with_no_empty_group(twin) if stands_in else nullcontext():
+        twin.step()
+    for segment, memory in zip(segments, before, strict=True):
+        segment.parameter.grad = None
+        if segment.parameter.data_ptr() != memory.data_ptr():
+            _put_back(segment, memory, twin)
+
+
+def _put_back(
+    segment: Segment,
+    memory: Tensor,  # (elements,): what the parameter was a view of
+    by: torch.optim.Optimizer,
+) -> None:
+    """An optimizer has assigned `.data` where others write: the module would know nothing of it."""
+    made = segment.parameter.detach()
+    if (made.shape, made.dtype) != (memory.shape, memory.dtype):
+        raise UserError(
+            f"optimizer {type(by).__name__} has put a {made.dtype} of shape {tuple(made.shape)} in the place of a "
+            f"{memory.dtype} of shape {tuple(memory.shape)}, a part of the parameters; it must write into parameters, "
+            "or assign `.data` of the same shape and dtype."
+        )
+    memory.copy_(made)
+    segment.parameter.data = memory
