@@ -180,24 +180,29 @@ def test_of_two_models_that_lie_in_mappings_none_is_taken(tmp_path: Path) -> Non
         DcpFolder(written(content, tmp_path / "dcp"))
 
 
-def two(steps: tuple[int, int], second: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> dict[str, Any]:
+def two(
+    steps: tuple[int, int], second: tuple[str, ...] = ("exp_avg", "exp_avg_sq"), numbers: tuple[str, ...] = ("step",)
+) -> dict[str, Any]:
     """Two parameters after so many steps of Adam, the second with these states."""
     states: dict[str, Any] = {}
     for name, step, keys in (("a", steps[0], ("exp_avg", "exp_avg_sq")), ("b", steps[1], second)):
-        states |= {f"state.{name}.{key}": torch.zeros(2) for key in keys} | {f"state.{name}.step": torch.tensor(step)}
+        states |= {f"state.{name}.{key}": torch.zeros(2) for key in keys}
+        states |= {f"state.{name}.{key}": torch.tensor(step) for key in numbers}
     return {"a": torch.zeros(2), "b": torch.ones(2), "optim": {**states, "param_groups.a.lr": 1.0}}
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("kind", "content", "sentence"),
     [
         (
+            torch.optim.Adam,
             two((4, 4), ("exp_avg",)),
             'the checkpoint has exp_avg, step as optimizer state of parameter "b"; Adam keeps exp_avg, exp_avg_sq, '
             "step. Use the optimizer that made it, or import the model alone (--model-only).",
         ),
         (
-            two((4, 5)),
+            torch.optim.NAdam,
+            two((4, 5), numbers=("step", "mu_product")),
             'the numbers that the optimizer keeps of parameters "b" and "a" (its steps, say) differ in the checkpoint, '
             "and the job keeps one for both. Put them into two optimizer groups, or import the model alone "
             "(--model-only).",
@@ -205,12 +210,12 @@ def two(steps: tuple[int, int], second: tuple[str, ...] = ("exp_avg", "exp_avg_s
     ],
 )
 def test_states_that_a_jobs_optimizer_cannot_have_get_a_sentence_when_it_begins(
-    content: dict[str, Any], sentence: str, tmp_path: Path
+    kind: type[torch.optim.Adam], content: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
     import_model(written(content, tmp_path / "dcp"), LocalStorage(tmp_path / "c"))
     model = nn.Module()
     model.a, model.b = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    state = TrainingState(model, torch.optim.Adam(model.parameters()), None, Limits(1, 0.0, 1))
+    state = TrainingState(model, kind(model.parameters()), None, Limits(1, 0.0, 1))
     with pytest.raises(UserError) as refused:
         load_model(found_in(tmp_path / "c").reader(), state, ())
     assert str(refused.value) == sentence

@@ -150,7 +150,7 @@ def test_where_all_have_missed_equally_often_no_bucket_is_cut_within_a_block() -
 
 def test_an_update_of_another_group_is_none_that_a_parameter_misses() -> None:
     layout = lay_out([Trainable("a", (3,), torch.float32, 0), Trainable("b", (3,), torch.float32, 1)])
-    misses = Misses.at_the_start(layout, has_state=False).after(layout, 0b11, [True, False])
+    misses = Misses((Missed(is_new=True),) * 2).after(layout, 0b11, [True, False])
     assert misses.of == (Missed(1, is_new=True), Missed(0, is_new=True))
     assert misses.after(layout, 0, [True, True]).of == (Missed(1), USED_ALWAYS)
-    assert Misses.at_the_start(layout, has_state=True).after(layout, 0b10, [True, True]).of == (USED_ALWAYS, Missed(1))
+    assert Misses((USED_ALWAYS,) * 2).after(layout, 0b10, [True, True]).of == (USED_ALWAYS, Missed(1))

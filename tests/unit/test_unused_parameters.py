@@ -11,12 +11,14 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
 from crew_saves import saved
+from dcp_folders import written
 from integration.scripts import VOCABULARY
 from late_device import LateDevice
 from matrices import shortened
 from rule import Edit, holds, rule
 from shoal.checkpoint import named
 from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
 from shoal.faults import Faults
@@ -192,6 +194,7 @@ def test_heads_that_take_turns_train_as_by_torch_itself(form: str, optimizer: st
     broken_by=[
         Edit("shoal.exchange.vote", "strict=True) if spans]", "strict=True) if ballot.unused]"),
         Edit("shoal.exchange.vote", "strict=True) if spans]", "strict=True)]"),
+        Edit("shoal.blocks.loaded_state", "Missed(max(less, default=0))", "Missed()"),
         Edit("shoal.training.state", 'Misses.from_runs(self.layout, given["missed"])', "self.misses"),
         Edit("shoal.checkpoint.restore", "Misses.from_runs(state.layout, manifest.missed)", "state.misses"),
     ],
@@ -321,3 +324,50 @@ def test_an_optimizer_that_keeps_other_numbers_than_counts_updates_unused_parame
     torch.manual_seed(0)
     assert torch.equal(engine.module.never.weight, Towers().never.weight) is counts  # type: ignore[union-attr,arg-type]
     assert bool(missed(engine)) is counts
+
+
+TURNS = (1, 0, 1, 2, 0)
+"""The head of each step: of the first three by torch, then of two by a job."""
+BATCHES = [torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(one)) for one in range(5)]
+
+
+def trained_by_torch(steps: int, make: Make) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Towers()
+    optimizer = make(model)
+    for which, tokens in zip(TURNS[:steps], BATCHES, strict=False):
+        optimizer.zero_grad()
+        model(tokens, which).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@holds("What a parameter has missed")
+@pytest.mark.parametrize("kind", shortened(["AdamW", "SGD", "Rprop", "Adagrad"], "AdamW", "SGD"))
+@pytest.mark.parametrize("way", ["loaded", "imported"])
+def test_a_job_goes_on_from_torchs_own_state_of_heads_that_took_turns(way: str, kind: str, tmp_path: Path) -> None:
+    """One of them was never used, and has no state there."""
+    model, optimizer = trained_by_torch(3, OPTIMIZERS[kind])
+    checkpoint: dict[str, Any] = {}
+    if way == "imported":
+        states = {name: optimizer.state[one] for name, one in model.named_parameters() if optimizer.state.get(one)}
+        content = {"model": model.state_dict(), "optimizer": {"state": states, "param_groups": [{"lr": 0.01}]}}
+        import_model(written(content, tmp_path / "dcp"), LocalStorage(tmp_path / "all"))
+        (folder,) = (one for one in (tmp_path / "all").iterdir() if one.is_dir())
+        checkpoint = {"shoal": {"checkpoint": {"path": str(tmp_path / "later"), "resume": str(folder)}}}
+
+    def taken_over(module: nn.Module) -> torch.optim.Optimizer:
+        mine = OPTIMIZERS[kind](module)
+        if way == "loaded":
+            module.load_state_dict(model.state_dict())
+            mine.load_state_dict(optimizer.state_dict())
+        return mine
+
+    def body(engine: Engine, _: Any) -> None:
+        engine.backward(engine.module(BATCHES[3 + engine.global_step], TURNS[3 + engine.global_step]))
+        engine.step()
+
+    task = replace(towers("1", tmp_path, taken_over, lanes=1, max_steps=2, **checkpoint), body=body)
+    engine, (theirs, _) = engine_alone(task), trained_by_torch(5, OPTIMIZERS[kind])
+    for (name, mine), other in zip(engine.module.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other), name

@@ -6,14 +6,16 @@ And what state an optimizer makes at all, found by one update of a twin of it. C
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.core.layout import Bucket, Layout, Slot, Stretch
+from shoal.core.misses import Missed, Misses
+from shoal.optim.counters import only_counts_steps
 from shoal.optim.twin import (
     carried,
     may_step_in_parts,
@@ -40,6 +42,10 @@ class GivenStates(Protocol):
         ...
 
 
+Shared = dict[str, Tensor]  # each ()
+"""The numbers that all elements of a parameter share, by the optimizer's keys."""
+
+
 class LoadedState:
     """`tensors`: the user's parameter objects by name, under which their state is found."""
 
@@ -50,7 +56,11 @@ class LoadedState:
         tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
     ) -> None:
         self._layout, self._user, self._tensor_of = layout, optimizer, tensors
+        self.only_counts = only_counts_steps(optimizer, layout)
+        """Whether those numbers count steps and are no others: then parameters of a bucket may differ in them."""
         self._given: GivenStates | None = None
+        self._known: dict[int, Shared | None] = {}
+        """Of it, by the number of those that are alike."""
         self._dtypes: dict[int, dict[str, torch.dtype]] = {}
         """By bucket and key: of the state that the optimizer makes itself."""
 
@@ -58,14 +68,42 @@ class LoadedState:
         """State comes from there. Raises `UserError` where it cannot be this optimizer's."""
         for bucket in self._layout.trained.buckets:
             made = probe_state(self._user, bucket, 2, self._layout.device)
-            _check_given(given, bucket, {key: value.dim() == 0 for key, value in made.items()}, type(self._user))
+            kinds = {key: value.dim() == 0 for key, value in made.items()}
+            _check_given(given, bucket, kinds, type(self._user), self.only_counts)
             self._dtypes[bucket.index] = {key: value.dtype for key, value in made.items()}
-        self._given = given
+        self._given, self._known = given, {}
 
-    @property
-    def is_there(self) -> bool:
-        """Whether there is any."""
-        return self._given is not None or any(self._user.state.values())
+    def misses(self) -> Misses:
+        """What parameters have missed by then: what others of their bucket have counted, and they have not."""
+        return Misses(tuple(one for bucket in self._layout.trained.buckets for one in self._missed(bucket)))
+
+    def _missed(self, bucket: Bucket) -> Iterator[Missed]:
+        numbers = [self._shared(bucket, slot) for slot in bucket.slots]
+        most, updates = _greatest(numbers), 0
+        if self.only_counts and any(own is not None for own in numbers):
+            once = probe_state(self._user, bucket, 2, self._layout.device)
+            updates = max((int(most[key] - once[key].cpu()) + 1 for key in most.keys() & once), default=1)
+        for own in numbers:
+            less = [int(most[key] - value) for key, value in (own or {}).items() if self.only_counts]
+            yield Missed(updates, is_new=True) if own is None else Missed(max(less, default=0))
+
+    def _shared(self, bucket: Bucket, slot: Slot) -> Shared | None:
+        """None: the parameter has no state."""
+        name = slot.parameter.name
+        if self._given is not None:
+            alike, keys = self._given.kept(name)
+            if alike not in self._known:
+                parts = ((key, self._given.state_part(name, key, 0, 1)) for key, is_number in keys.items() if is_number)
+                dtypes = self._dtypes[bucket.index]
+                self._known[alike] = {key: part.reshape(()).to(dtypes[key]) for key, part in parts} if keys else None
+            return self._known[alike]
+        user = carried(self._user.state.get(self._tensor_of[name], {}))
+        numbers = {key: value for key, value in user.items() if not value.dim()}
+        if slot.parameter.shape == ():
+            one_element = probe_state(self._user, bucket, 1, self._layout.device)
+            numbers = {key: numbers[key] for key in numbers.keys() & one_element if not one_element[key].dim()}
+        found = {key: self._first_value(key) if value.is_meta else value for key, value in numbers.items()}
+        return {key: value.cpu() for key, value in found.items()} if user else None
 
     def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
         """Copies; empty where the user's object has none (Adagrad makes it when constructed)."""
@@ -85,7 +123,8 @@ class LoadedState:
                 if value.is_meta:
                     value = self._first_value(key).expand(value.shape)
                 if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
-                    state[key] = value.clone()
+                    is_most = key not in state or not self.only_counts or bool(value > state[key])
+                    state[key] = value.clone() if is_most else state[key]
                     continue
                 flat = state.setdefault(key, torch.zeros(stop - start, dtype=value.dtype, device=value.device))
                 if first < last:
@@ -93,18 +132,18 @@ class LoadedState:
         return state
 
     def _given_of(self, given: GivenStates, stretch: Stretch) -> State:  # each (elements,), or ()
-        state: State = {}
-        start, stop = self._layout.elements(stretch)
-        for slot in self._layout.buckets[stretch.bucket].slots:
+        bucket, (start, stop) = self._layout.buckets[stretch.bucket], self._layout.elements(stretch)
+        state: State = _greatest([self._shared(bucket, slot) for slot in bucket.slots])
+        for slot in bucket.slots:
             name = slot.parameter.name
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
-            for key, dtype in self._dtypes[stretch.bucket].items() if first < last else ():
-                part = given.state_part(name, key, first - slot.start, last - slot.start).to(dtype)
-                if part.dim() == 0:
-                    state[key] = part
-                else:
-                    flat = state.setdefault(key, torch.zeros(stop - start, dtype=part.dtype))
-                    flat[first - start : last - start] = part
+            for key in (key for key, is_number in given.kept(name)[1].items() if not is_number):
+                dtype = self._dtypes[stretch.bucket][key]
+                flat = state.setdefault(key, torch.zeros(stop - start, dtype=dtype))
+                if first < last:
+                    flat[first - start : last - start] = given.state_part(
+                        name, key, first - slot.start, last - slot.start
+                    )
         return state
 
     def _first_value(self, key: str) -> Tensor:  # ()
@@ -124,20 +163,33 @@ class LoadedState:
         return made.reshape(-1)[0]
 
 
+def _greatest(
+    numbers: Iterable[Shared | None],  # each ()
+) -> Shared:
+    """By key: those of a parameter that has missed the fewest updates."""
+    found: Shared = {}
+    for one in numbers:
+        for key, value in (one or {}).items():
+            found[key] = value.clone() if key not in found or bool(value > found[key]) else found[key]
+    return found
+
+
 def _check_given(
-    given: GivenStates, bucket: Bucket, made: Mapping[str, bool], kind: type[torch.optim.Optimizer]
+    given: GivenStates, bucket: Bucket, made: Mapping[str, bool], kind: type[torch.optim.Optimizer], only_counts: bool
 ) -> None:
-    """`made`: what the optimizer keeps of a parameter of that bucket, and whether it is one number."""
+    """`made`: what the optimizer keeps of a parameter of that bucket, and whether it is one number. `only_counts`: one
+    that was never used may have nothing, and the numbers of two may differ.
+    """
     known = {slot.parameter.name: given.kept(slot.parameter.name) for slot in bucket.slots}
     first = next(iter(known))
     for name, (alike, keys) in known.items():
-        if keys != made:
+        if keys != made and (keys or not only_counts):
             raise UserError(
                 f'the checkpoint has {_listed(keys)} as optimizer state of parameter "{name}"; '
                 f"{kind.__name__} keeps {_listed(made)}. Use the optimizer that made it, or import the model alone "
                 "(--model-only)."
             )
-        if alike != known[first][0]:
+        if alike != known[first][0] and not only_counts:
             raise UserError(
                 f'the numbers that the optimizer keeps of parameters "{first}" and "{name}" (its steps, say) differ in '
                 "the checkpoint, and the job keeps one for both. Put them into two optimizer groups, or import the "

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shoal.core.layout import Layout, Stretch
 from shoal.core.misses import USED_ALWAYS, UpdatePiece, within
-from shoal.optim.counters import only_counts_steps
 from shoal.optim.twin import NUMBERS, keys_of_steps, with_no_empty_group
 
 Cuts = Mapping[int, Sequence[UpdatePiece]]
@@ -53,8 +52,6 @@ class OptimizerStep:
         """`optimizer`: the user's, as it is at the start."""
         self._twin, self._layout = twin, layout
         self._stands_in = bool(keys_of_steps(optimizer, layout.device))
-        self.leaves_unused = only_counts_steps(optimizer, layout)
-        """Whether an update leaves the parameters alone that no lane used."""
         self.cuts: Cuts = {}
         """Of the next update."""
 

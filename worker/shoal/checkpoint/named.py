@@ -22,6 +22,9 @@ from shoal.core.layout import Bucket
 from shoal.core.misses import Misses
 from shoal.core.module_names import named_state
 
+BEGINNING_WITH_ZEROS = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "Adadelta", "RMSprop"))
+"""Optimizers to which a state of zeros is the same as none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -78,10 +81,12 @@ def _masters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bu
 
 def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Optimizer states by parameter: its state in its own shape; numbers that all elements share as they are, less the
-    updates that it has missed. Of one that was never used they are zeros: whoever loads by names finds all of them.
+    updates that it has missed. One that was never used has zeros where a state begins with them, so that all names are
+    found; else it has none.
 
     Master weights are not among them: they are parameters.
     """
+    begins_with_zeros = reader.manifest.optimizer in BEGINNING_WITH_ZEROS
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
     for bucket in reader.manifest.blocks.buckets:
         flats: dict[str, Tensor] = {}
@@ -100,7 +105,7 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
                 slot.parameter.name,
                 {
                     key: flat - its.updates if flat.dim() == 0 else flat[first:stop].view(slot.parameter.shape)
-                    for key, flat in flats.items()
+                    for key, flat in (flats if begins_with_zeros or not its.is_new else {}).items()
                 },
             )
 

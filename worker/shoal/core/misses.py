@@ -59,11 +59,6 @@ class Misses:
         """As in most jobs."""
         return all(one == USED_ALWAYS for one in self.of)
 
-    @classmethod
-    def at_the_start(cls, layout: Layout, has_state: bool) -> Misses:
-        """`has_state`: whether the optimizer brings state along."""
-        return cls((Missed(is_new=not has_state),) * parameters_in(layout))
-
     def after(self, layout: Layout, unused: int, turns: Sequence[bool]) -> Misses:
         """As an update leaves them. `unused`: the parameters that it left out, as bits; `turns`: by optimizer group,
         whether it was one of the group.

@@ -168,7 +168,7 @@ class TrainingState:
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.modes, self.given = ModuleModes(module), GivenHyperParameters(optimizer, scheduler, self.layout.device)
-        self.misses = self._misses_at_the_start()
+        self.misses = Misses(())
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
         self.record: Record | None = None
@@ -277,9 +277,6 @@ class TrainingState:
         turns = [has_turn(group) for group in self.optimizer.param_groups]
         self.misses = self.misses.after(self.layout, unused, turns)
 
-    def _misses_at_the_start(self) -> Misses:
-        return Misses.at_the_start(self.layout, self.held.loaded.is_there)
-
     def _current(self, mine: Runs) -> Runs:
         """Where parameters are sharded none is handed out: who needs one asks for it."""
         return mine if self.residency.parameters or not self.frozen_in_place else self.everything
@@ -316,7 +313,7 @@ class TrainingState:
         assert self.originals is not None, "whoever has trained cannot begin"
         self.held.keep_only(NO_BLOCKS)
         self.step, self.committed_in, self.record = 0, 0, None
-        self.lineage, self.current, self.misses = (), NO_BLOCKS, self._misses_at_the_start()
+        self.lineage, self.current, self.misses = (), NO_BLOCKS, self.held.loaded.misses()
         self.buffers.put_back()
         return self.originals
 

@@ -87,7 +87,5 @@ class Voting:
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=saving,
             saved=self._saving.saved,
-            unused=unused_text(state.sums.unused)
-            if trained and state.held.optimizer_step.leaves_unused and loop.lanes
-            else "",
+            unused=unused_text(state.sums.unused) if trained and state.held.loaded.only_counts and loop.lanes else "",
         )
