@@ -277,6 +277,7 @@ def _checkpoint() -> Iterator[str]:
 def _layout() -> Iterator[str]:
     import torch
     from shoal.core.layout import FROZEN, Trainable, lay_out
+    from shoal.core.misses import Misses
     from shoal.fingerprint import digests_of, total_of
 
     model = [
@@ -295,7 +296,7 @@ def _layout() -> Iterator[str]:
         values = (torch.arange(bucket.elements) % 7).to(bucket.dtype)
         state = (torch.arange(bucket.elements) % 5).float(), torch.tensor(2.0)
         digests.update(digests_of(layout.trained, layout.trained.whole(bucket), (values, *state)))
-    yield f"fingerprint {total_of(3, layout.trained, digests, {'mean': torch.ones(2)})}"
+    yield f"fingerprint {total_of(3, layout.trained, digests, {'mean': torch.ones(2)}, Misses(()))}"
 
 
 # ---- classes as lines

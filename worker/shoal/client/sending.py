@@ -96,7 +96,7 @@ class RestSender:
             raise unread()
         return content
 
-    def pages(self, path: str, name: str, after: Any = None) -> Iterator[Json]:
+    def pages(self, path: str, name: str, after: Any = None) -> Iterator[AnswerObject]:
         """The entries of a list, from `after` on; each page is asked for when its first entry is."""
         while True:
             query = {"limit": PAGE} if after is None else {"limit": PAGE, "after": after}
