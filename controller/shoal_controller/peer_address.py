@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from urllib.parse import unquote
 
 IPV6_NETWORK = 64
 """Bits that one site usually has: all of its addresses count as one."""
@@ -20,9 +19,3 @@ def network_of(address: str) -> str:
     if found.ipv4_mapped is not None:
         return str(found.ipv4_mapped)
     return str(ipaddress.ip_network((found, IPV6_NETWORK), strict=False))
-
-
-def address_of_peer(peer: str) -> str:
-    """The address in gRPC's name of the other end: `ipv4:10.0.0.7:5000`, `ipv6:%5B::1%5D:5000`."""
-    kind, _, place = unquote(peer).partition(":")
-    return place.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer

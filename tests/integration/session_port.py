@@ -33,6 +33,9 @@ from shoal_protos.wire import decode_controller, encode_worker
 SECONDS = 20.0
 """No wait of a test takes longer."""
 
+OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+"""As a worker's: each has a connection of its own."""
+
 HELLO = Hello(
     version=PROTOCOL_VERSION, job="demo", worker="w0", incarnation="a1", address="127.0.0.1:29500", host="here",
     pid=1, domain="here", description=Description(8, 40, 4096, 1, 1, 0, 10, (), "AdamW", {}, {}, False, False),
@@ -117,9 +120,9 @@ class Port:
         metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
         address = f"localhost:{self.number}"
         if credentials is None:
-            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         else:
-            channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+            channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
         async with channel:
             yield Worker(channel.stream_stream(METHOD)(metadata=metadata))
 

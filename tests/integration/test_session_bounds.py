@@ -17,7 +17,7 @@ from rule import Edit, holds, rule
 from shoal_controller import failed_logins
 from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.core.machine.proof import Proof
-from shoal_controller.sessions import service
+from shoal_controller.sessions import front, service
 from shoal_controller.sessions.service import MAX_HEADER_BYTES
 from shoal_controller.sessions.stream_counts import StreamLimits
 from shoal_controller.worker_tokens import WorkerTokens
@@ -27,6 +27,7 @@ from shoal_protos.messages import Hello, Refusal
 TOKENS = WorkerTokens("secret")
 JOIN = TOKENS.join("demo", "")
 AN_HOUR = 3600.0
+AT_ONCE = 200
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 ENDS_AN_IDLE_CONNECTION = ("grpc.server_handshake_timeout_ms", "grpc.max_connection_idle_ms")
 
@@ -86,9 +87,11 @@ def test_a_wrong_token_is_answered_later_than_the_one_before_and_a_right_one_at_
             "        self._failed_logins.check(address)\n"
             '        if kind == "Bearer" and self._tokens.is_operators(bearer):\n            return None\n',
         ),
+        Edit("shoal_controller.sessions.door", "        wrong()\n", ""),
     ],
 )
 def test_wrong_tokens_side_by_side_are_refused_and_hold_up_no_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "MOST_OF_ADDRESS", 1)
     delays(monkeypatch, free=0, seconds=AN_HOUR, waiting=2)
 
     async def scene(port: Port) -> None:
@@ -177,22 +180,13 @@ def test_headers_beyond_all_bounds_never_reach_the_door() -> None:
     on_port(scene)
 
 
-@rule(
-    "… and so does a connection to the workers' port that has no stream for 15 s",
-    "Not marked in the design, but needed as much",
-    broken_by=Edit(
-        "shoal_controller.sessions.service", '    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),\n', ""
-    ),
-    after="… and no address has more than half",
-)
+@holds("A connection to the workers' port brings")
 @pytest.mark.parametrize(
     "sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS, b"PRI * HTTP/2.0\r\n\r\n", b"\x16\x03\x01"]
 )
 def test_a_connection_without_a_stream_ends(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Whoever is not let in could else keep every descriptor of the controller."""
-    options = {name: 500 if name in ENDS_AN_IDLE_CONNECTION else value for name, value in service.SERVER_OPTIONS}
-    assert options.items() >= dict.fromkeys(ENDS_AN_IDLE_CONNECTION, 500).items()
-    monkeypatch.setattr(service, "SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr(front, "STRANGER_SECONDS", 0.5)
 
     async def scene(port: Port) -> None:
         async with port.worker() as worker:
@@ -210,6 +204,71 @@ def test_a_connection_without_a_stream_ends(monkeypatch: pytest.MonkeyPatch, sen
             assert isinstance(await port.jobs.next(), MessageReceived), "a worker's own lasts"
 
     on_port(scene)
+
+
+@rule(
+    "… and ends where it has no stream for 15 s later",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit(
+        "shoal_controller.sessions.service", '    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),\n', ""
+    ),
+    after="A connection to the workers' port brings",
+)
+def test_a_connection_whose_stream_has_ended_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {name: 500 if name in ENDS_AN_IDLE_CONNECTION else value for name, value in service.SERVER_OPTIONS}
+    assert options.items() >= dict.fromkeys(ENDS_AN_IDLE_CONNECTION, 500).items()
+    monkeypatch.setattr(service, "SERVER_OPTIONS", tuple(options.items()))
+
+    async def scene(port: Port) -> None:
+        async with port.worker("secret") as worker, port.worker("secret") as other:
+            for one in (worker, other):
+                await one.send(HELLO)
+                assert await one.receive() == WELCOME
+            before_grpc = port.service._front
+            assert before_grpc is not None and len(before_grpc._guests) == 2
+            worker.call.cancel()
+            async with asyncio.timeout(SECONDS):
+                await before_grpc._emptied.wait()
+            assert len(before_grpc._guests) == 1
+            await other.send(BEAT)
+            while not isinstance(await port.jobs.next(), MessageReceived):
+                continue  # the other one's, that has a stream, lasts
+
+    on_port(scene, token=SecretStr("secret"))
+
+
+def test_workers_that_start_at_once_on_one_host_are_all_welcomed_at_their_first_attempt() -> None:
+    """More than have a place at a time: none is ended, or waits until it gives up."""
+    assert front.MOST_STRANGERS < AT_ONCE
+
+    async def scene(port: Port) -> None:
+        async def start(number: int) -> None:
+            async with port.worker("secret") as worker:
+                await worker.send(replace(HELLO, worker=f"w{number}"))
+                assert await worker.receive() == WELCOME
+
+        await asyncio.gather(*map(start, range(AT_ONCE)))
+
+    on_port(scene, token=SecretStr("secret"))
+
+
+@pytest.mark.parametrize("token", ["secret", None])
+def test_a_hello_that_is_larger_than_what_a_stranger_may_bring_needs_a_right_token(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    """A config may have long values. Where no token is needed the hello is all that shows a worker."""
+    monkeypatch.setattr(front, "MOST_BYTES", 1 << 14)
+    monkeypatch.setattr(front, "FULL_SECONDS", 0.5)
+    config = {"a.long.value": "x" * front.MOST_BYTES}
+    large = replace(HELLO, description=replace(HELLO.description, config=config))
+
+    async def scene(port: Port) -> None:
+        async with port.worker(token) as worker:
+            with suppress(grpc.aio.AioRpcError):
+                await worker.send(large)
+            assert await worker.receive() == (WELCOME if token else None)
+
+    on_port(scene, token=token and SecretStr(token))
 
 
 def test_a_message_beyond_all_bounds_costs_a_worker_its_stream_and_nothing_else() -> None:

@@ -57,7 +57,7 @@ def test_a_message_that_is_on_its_way_is_carried_though_the_worker_has_hung_up()
 
     async def scene() -> None:
         context = HungUp()
-        stream = Stream(1, context)  # type: ignore[arg-type]
+        stream = Stream(1, context, None)  # type: ignore[arg-type]
         stream.dialogue.say(b"welcome")
         conversing = asyncio.create_task(Jobs().service._converse(stream))
         await asyncio.wait({conversing}, timeout=0.1)  # it has heard of the end by then

@@ -12,7 +12,7 @@ from shoal_protos.messages import Alive, Prepare, ToWorker
 from shoal_protos.wire import decode_controller, encode_worker
 
 UNUSED: Any = None
-"""gRPC's end of a stream that nobody reads."""
+"""gRPC's end of a stream that nobody reads, and its connection."""
 
 
 def unread(stream: Stream) -> list[ToWorker]:
@@ -28,10 +28,10 @@ def unread(stream: Stream) -> list[ToWorker]:
 def test_every_stream_is_told_once_a_round_that_the_controller_lives_and_one_that_is_not_read_no_more() -> None:
     async def rounds() -> None:
         streams = Streams()
-        greeted = [streams.open(UNUSED) for _ in range(5)]
+        greeted = [streams.open(UNUSED, UNUSED) for _ in range(5)]
         for stream in greeted:
             stream.dialogue.hear(encode_worker(HELLO))
-        silent, last = streams.open(UNUSED), greeted[-1]
+        silent, last = streams.open(UNUSED, UNUSED), greeted[-1]
         streams.send(last.dialogue.connection, Prepare(3))
         for _ in range(2):
             for part in range(3):

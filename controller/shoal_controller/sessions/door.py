@@ -42,9 +42,15 @@ class Door:
         self._late: set[asyncio.Task[None]] = set()
         """Wrong tokens that wait for their answers, each to its end: whoever hangs up has not made room for a guess."""
 
-    async def proof_of(self, headers: Headers, address: str) -> Proof | None:
+    @property
+    def asks(self) -> bool:
+        """Whether a stream must show a token."""
+        return self._tokens is not None
+
+    async def proof_of(self, headers: Headers, address: str, wrong: Callable[[], None]) -> Proof | None:
         """What a stream's tokens prove; None: it may open any session. Raises `Refused`, `TokenExpired`, or
-        `TooManyFailures`. A right token never waits, however many wrong ones of its address do.
+        `TooManyFailures`. A right token never waits, however many wrong ones of its address do; `wrong` hears of one
+        before it does.
         """
         if self._tokens is None:
             return None
@@ -56,6 +62,7 @@ class Door:
         if kind == "Bearer" and self._tokens.is_operators(bearer):
             return None
         self._failed_logins.check(address)
+        wrong()
         await self._keep_waiting(address)
         raise Refused(
             f"the worker showed {_found(authorization)}; set SHOAL_TOKEN to what `shoal token JOB` prints there"

@@ -1,8 +1,9 @@
 """The gRPC side of the controller: one stream per worker.
 
 A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell of the leader,
-which answers on the streams (`streams.py`). It knows no job and decides nothing. gRPC carries bytes; the wire reads
-them, so that a message that cannot be read is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
+which answers on the streams (`streams.py`). Callers reach gRPC through `front.py`, which hears here who is a worker. It
+knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a message that cannot be read is
+answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import grpc
 import grpc.aio
 import structlog
 from shoal_protos.channel import ALIVE_SECONDS, CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
-from shoal_protos.errors import NotFound, ShoalError, UserError
+from shoal_protos.errors import NotFound, ShoalError
 
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.peer_address import address_of_peer
 from shoal_controller.sessions.dialogue import Dialogue
 from shoal_controller.sessions.door import Door
+from shoal_controller.sessions.front import Front
+from shoal_controller.sessions.listening import listen
+from shoal_controller.sessions.private_port import PrivatePort
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.stream_counts import StreamCounts
 from shoal_controller.sessions.streams import Context, Stream, Streams
-from shoal_controller.sessions.taken_port import is_taken
 from shoal_controller.tasks import end_task, guarded, only_logged
 
 MOST_STREAMS = 1 << 14
@@ -49,7 +51,7 @@ IDLE_SECONDS = 15
 SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),  # or a second controller would take half of the workers
-    ("grpc.max_concurrent_streams", 64),
+    ("grpc.max_concurrent_streams", 8),  # a worker has one
     ("grpc.server_handshake_timeout_ms", IDLE_SECONDS * 1000),
     ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SECONDS * 500),
@@ -62,7 +64,7 @@ log = structlog.get_logger("shoal.sessions")
 
 
 class SessionService:
-    """Opens the port and serves the streams."""
+    """Opens the port, with a front before gRPC's, and serves the streams."""
 
     def __init__(self, controller: ControllerState, streams: Streams, settings: SessionSettings) -> None:
         self._controller = controller
@@ -73,6 +75,7 @@ class SessionService:
         self._ending: set[asyncio.Task[None]] = set()
         """What `stop` waits for: the streams' tasks and their farewells."""
         self._server: grpc.aio.Server | None = None
+        self._front: Front | None = None
         self._serving = False
         self._showing_life: asyncio.Task[None] | None = None
 
@@ -80,41 +83,41 @@ class SessionService:
 
     def bind(self, address: str) -> int:
         """Take `HOST:PORT`; returns the port (of use where 0 was asked for). Workers that come wait until `serve`."""
-        if is_taken(address):
-            raise UserError(f"cannot listen for workers on {address}: it is in use; give another --grpc HOST:PORT")
-        server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_STREAMS)
-        service, _, method = METHOD.removeprefix("/").partition("/")
-        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
         credentials = self._settings.credentials()
-        try:
-            if credentials is None:
-                port = server.add_insecure_port(address)
-            else:
-                port = server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise UserError(
-                f"cannot listen for workers on {address}: it is in use or not an address of this machine; "
-                "give another --grpc HOST:PORT"
-            ) from error
-        self._server = server
-        return port
+        with ExitStack() as undone:
+            listening = [undone.enter_context(one) for one in listen(address)]
+            private = PrivatePort()
+            server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_STREAMS)
+            service, _, method = METHOD.removeprefix("/").partition("/")
+            handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._serve)
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+            with private.offered() as place:
+                if credentials is None:
+                    server.add_insecure_port(place)
+                else:
+                    server.add_secure_port(place, credentials)
+            undone.pop_all()
+        self._server, self._front = server, Front(listening, private)
+        return self._front.port
 
     async def serve(self) -> None:
         """Hear workers. To be called when the shell has restored its jobs: an unknown job is refused for good."""
-        assert self._server is not None, "bind comes before serve"
+        assert self._server is not None and self._front is not None, "bind comes before serve"
         self._serving = True
         await self._server.start()
+        self._front.open()
         self._showing_life = guarded("signs of life", self._show_life(), only_logged)
 
     async def stop(self) -> None:
         """End all streams without a word (their workers will be back) and wait until the jobs have heard of it."""
         if self._showing_life is not None:
             await end_task(self._showing_life)
-        if self._server is not None:
+        if self._server is not None and self._front is not None:
+            self._front.close()
             if not self._serving:
                 await self._server.start()  # one that was never started does not let go of its port
             await self._server.stop(grace=None)
+            await self._front.stop()
             self._server = None
         await self._door.stop()
         try:
@@ -134,7 +137,11 @@ class SessionService:
 
     async def _serve(self, _: object, context: Context) -> None:
         self._stop_waits_for(asyncio.current_task())
-        stream = self._streams.open(context)
+        assert self._front is not None, "gRPC knows of no connection but through it"
+        guest = self._front.find(context.peer())
+        if guest is None:  # its connection has ended meanwhile
+            return
+        stream = self._streams.open(context, guest)
         try:
             with ExitStack() as places:
                 await self._admit(stream, places)
@@ -145,11 +152,15 @@ class SessionService:
             self._say_farewell(stream.dialogue)
 
     async def _admit(self, stream: Stream, places: ExitStack) -> None:
-        """● Who shows a wrong token, or has too many streams, is refused before anything that it says is read."""
-        address = address_of_peer(stream.context.peer())
+        """Who shows a wrong token, or has too many streams, is refused before anything that it says is read. Where a
+        token is asked for, a right one makes its connection a worker's, whatever the hello is.
+        """
+        guest = stream.guest
         try:
-            places.enter_context(self._counts.of_address(address))
-            stream.dialogue.proof = await self._door.proof_of(_metadata(stream.context), address)
+            places.enter_context(self._counts.of_address(guest.address))
+            stream.dialogue.proof = await self._door.proof_of(_metadata(stream.context), guest.address, guest.refuse)
+            if self._door.asks:
+                guest.let_in()
             places.enter_context(self._counts.of_token(stream.dialogue.proof))
         except ShoalError as error:
             self._refuse(stream, error)
@@ -192,6 +203,7 @@ class SessionService:
             with _hint():
                 self._controller.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
+        stream.guest.let_in()
         assert dialogue.hello is not None
         if not dialogue.routine:
             return await self._submit(dialogue.hello.job, event)
@@ -204,7 +216,8 @@ class SessionService:
 
     def _refuse(self, stream: Stream, error: ShoalError) -> None:
         connection = stream.dialogue.connection
-        log.warning("a stream was refused", connection=connection, peer=stream.context.peer(), why=str(error))
+        log.warning("a stream was refused", connection=connection, peer=stream.guest.peer, why=str(error))
+        stream.guest.refuse()
         self._streams.refusals.count(error)
         stream.dialogue.refuse(error, leading=self._controller.is_leading)
         stream.stir()

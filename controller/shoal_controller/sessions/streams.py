@@ -18,6 +18,7 @@ from shoal_protos.wire import encode_controller
 
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.sessions.dialogue import Dialogue
+from shoal_controller.sessions.front import Guest
 from shoal_controller.sessions.refusals import StreamRefusals
 from shoal_controller.worker_tokens import SESSION_SECONDS, WorkerTokens
 
@@ -32,11 +33,12 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class Stream:
-    """One open stream: the dialogue, gRPC's end of it, and what wakes its writer."""
+    """One open stream: the dialogue, gRPC's end of it, whose it is, and what wakes its writer."""
 
-    def __init__(self, connection: int, context: Context) -> None:
+    def __init__(self, connection: int, context: Context, guest: Guest) -> None:
         self.dialogue = Dialogue(connection)
         self.context = context
+        self.guest = guest
         self.stirred = asyncio.Event()
         self.holder: Proof | None = None
         """Whose session token it carries; None: it was not welcomed."""
@@ -84,9 +86,9 @@ class Streams:
         self._open: dict[int, Stream] = {}
         self._last_plan: tuple[Plan, bytes] | None = None
 
-    def open(self, context: Context) -> Stream:
+    def open(self, context: Context, guest: Guest) -> Stream:
         """A new stream."""
-        stream = Stream(next(self._numbers), context)
+        stream = Stream(next(self._numbers), context, guest)
         self._open[stream.dialogue.connection] = stream
         return stream
 
