@@ -212,11 +212,10 @@ def test_a_checkpoint_has_what_followed_its_step(tmp_path: Path) -> None:
 @holds("What the script gives to `on_commit`")
 def test_whoever_gets_the_state_of_a_member_that_has_not_followed_yet_follows_itself() -> None:
     """In a recovery the small state of a step is given away before that step's boundary is settled."""
-    task, followed, other = Task(OPTIONS), Followed(), Followed()
+    followed, other = Followed(), Followed()
     engine, taker = (engine_of(Task(OPTIONS), AloneLink(), Faults([])) for _ in range(2))
     followed.prepare(engine)
     other.prepare(taker)
-    del task
     state, boundary = engine.context.state, engine.parts.boundary
     state.step = 3
     for worker in (state, taker.context.state):
@@ -299,10 +298,15 @@ def test_only_who_follows_steps_waits_for_parameters(with_it: bool, stage: int) 
         late.append(any(isinstance(one, Arriving) for one in engine.module.parameters()))
 
     def prepare(engine: Engine) -> None:
-        parameters = engine.parts.step.parameters
-        fetch = getattr(parameters, "_fetch", None)
-        if fetch is not None:
-            parameters._fetch = lambda units: gathered.append(len(units)) or fetch(units)  # type: ignore[attr-defined]
+        units: Any = getattr(engine.parts.step.parameters, "units", None)
+        if units is not None:
+            bring = units.bring
+
+            def note(wanted: list[Any]) -> None:
+                gathered.append(len(wanted))
+                bring(wanted)
+
+            units.bring = note
         if with_it:
             engine.on_commit(lambda engine: None)
 
@@ -387,7 +391,7 @@ def test_what_cannot_follow_steps_is_refused_in_a_sentence() -> None:
     engine, mean = engine_of(Task({"max_steps": 1}), AloneLink(), Faults([])), Mean()
     for wrong in (3, None, Mean):
         with pytest.raises(UserError, match=r"engine\.on_commit got .*; expected a function that takes the engine\."):
-            engine.on_commit(wrong)  # type: ignore[arg-type]
+            engine.on_commit(wrong)
     for function in (mean, mean.update):
         engine.on_commit(function)
         with pytest.raises(UserError, match=r"engine\.on_commit got .* twice, which would count each step twice"):

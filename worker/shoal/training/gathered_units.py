@@ -292,6 +292,15 @@ class GatheredUnits:
             self._fetch.keep(unit)
             self.watch.on_here(unit.buckets)
 
+    def bring(self, wanted: list[Unit]) -> None:
+        """These are here, and stay. Raises `WorldChanged`."""
+        for unit in wanted:
+            unit.is_pinned = True
+            self.begin(unit)
+        for unit in wanted:
+            self.ensure(unit)
+            self.keep(unit)
+
     def settle(self) -> None:
         """Nothing is on its way. Raises `WorldChanged`."""
         for unit in self:

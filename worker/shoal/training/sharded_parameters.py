@@ -317,7 +317,7 @@ class ShardedParameters(Parameters):
     @contextmanager
     def all_here(self) -> Iterator[None]:
         units = list(self.units)
-        self._fetch(units)
+        self.units.bring(units)
         with self._staying(units):
             self._are_all_here = True
             try:
@@ -343,21 +343,13 @@ class ShardedParameters(Parameters):
     def _bring(self, units: list[Unit]) -> None:
         while True:
             try:
-                self._fetch([*units, *chain.from_iterable(self._open)])
+                self.units.bring([*units, *chain.from_iterable(self._open)])
             except WorldChanged:
                 if self._is_called or self._is_backward or self._context.is_busy:
                     raise
                 self._take_part()
             else:
                 return
-
-    def _fetch(self, wanted: list[Unit]) -> None:
-        for unit in wanted:
-            unit.is_pinned = True
-            self.units.begin(unit)
-        for unit in wanted:
-            self.units.ensure(unit)
-            self.units.keep(unit)
 
 
 def _refuse_scripted(model: nn.Module) -> None:

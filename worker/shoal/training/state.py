@@ -110,7 +110,9 @@ class Limits:
 
 
 class TrainingState:
-    """Parameters, optimizer state, buffers and position of one worker."""
+    """Parameters, optimizer state, buffers and position of one worker. `followed`: the last step that the script's
+    functions of `on_commit` have followed, and with them what it registers.
+    """
 
     def __init__(
         self,
@@ -170,10 +172,8 @@ class TrainingState:
         self.modes, self.given = ModuleModes(module), GivenHyperParameters(optimizer, scheduler, self.layout.device)
         self.misses = Misses(())
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
-        self.step, self.last_step, self.committed_in = NO_STEP, limits.last_step, 0
+        self.step, self.last_step, self.committed_in, self.followed = NO_STEP, limits.last_step, 0, 0
         self.record: Record | None = None
-        self.followed = 0
-        """The last step that the script's `on_commit` has followed, and with it what it registers."""
         self.pending = NO_BLOCKS
         """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
         self.current = NO_BLOCKS
