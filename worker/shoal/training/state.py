@@ -150,12 +150,10 @@ class TrainingState:
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self._put_first_values(deferred)
         self.comparisons = Comparisons(at_once=self.device.on_host)
-        self.sums: LaneSums | ShardSums
         self.gradient_guard: GradientGuard | TakenGradientGuard
-        if limits.residency.gradients:
-            self.sums = LaneSums(self.layout, limits.lanes)
-        else:
-            self.sums = ShardSums(self.layout, limits.one_micro_batch)
+        whole = limits.residency.gradients
+        self.sums: LaneSums | ShardSums
+        self.sums = LaneSums(self.layout, limits.lanes) if whole else ShardSums(self.layout, limits.one_micro_batch)
         if isinstance(self.sums, ShardSums) or self.sums.live.has_halves:
             self.gradient_guard = TakenGradientGuard(self.parameters)
         else:
