@@ -333,29 +333,34 @@ def longer(optimizer: Optimizer) -> Any:
 
 
 halving = of_torch("StepLR", step_size=2, gamma=0.5)
+SHARDED = {"stage": 3, "precision": {"bf16": {"enabled": True}}}
 
 
 @holds("A value of the optimizer that script")
 @pytest.mark.parametrize(
-    ("workers", "before", "now", "named"),
+    ("workers", "before", "now", "named", "options"),
     [
-        ("a", constant, constant, "lr: 0.0078125 → 0.25, weight_decay: 0.1 → 0.5"),
-        ("ab", halving, halving, "weight_decay: 0.1 → 0.5, lr: 0.0078125 → 0.25"),
+        ("a", constant, constant, "lr: 0.0078125 → 0.25, weight_decay: 0.1 → 0.5", {}),
+        ("ab", halving, halving, "weight_decay: 0.1 → 0.5, lr: 0.0078125 → 0.25", {}),
         (
             "abc",
             decaying,
             longer,
             "weight_decay: 0.1 → 0.5, lr: 0.0078125 → 0.25, total_num_steps of WarmupDecayLR: 9 → 20",
+            {"stage": 0},
         ),
-        ("abcd", constant, constant, "lr: 0.0078125 → 0.25, weight_decay: 0.1 → 0.5"),
+        ("abcd", constant, constant, "lr: 0.0078125 → 0.25, weight_decay: 0.1 → 0.5", SHARDED),
     ],
 )
 def test_what_a_job_is_given_now_holds_in_any_world_from_the_first_step_on(
-    workers: str, before: Made, now: Made, named: str, tmp_path: Path
+    workers: str, before: Made, now: Made, named: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    resume = written(given(scheduler=before, path=str(tmp_path / "before"), every_steps=3))
-    task = given(0.25, 0.5, now, path=str(tmp_path / "now"), resume=resume)
-    as_before = given(scheduler=before, path=str(tmp_path / "again"), resume=resume)
+    def of(task: Task) -> Task:
+        return replace(task, options={**task.options, **options})
+
+    resume = written(of(given(scheduler=before, path=str(tmp_path / "before"), every_steps=3)))
+    task = of(given(0.25, 0.5, now, path=str(tmp_path / "now"), resume=resume))
+    as_before = of(given(scheduler=before, path=str(tmp_path / "again"), resume=resume))
     with Crew(workers, task) as crew:
         crew.train_to(5)
         crew.kill(workers[-1])
