@@ -24,7 +24,7 @@ STAGE_3 = {"stage": 3}
 NUMBERS = range(22)
 """What is evaluated: not every lane has as many."""
 
-Told = dict[str, list[tuple[int, float]]]
+Hearings = dict[str, list[tuple[int, float]]]
 """By worker, what it was told: the step, and the number."""
 
 
@@ -41,10 +41,10 @@ def after_even_steps(engine: Engine) -> None:
         assert engine.reports["seen"] > 0
 
 
-def listening(told: Told, **task: Any) -> Task:
+def listening(hearings: Hearings, **task: Any) -> Task:
     def prepare(engine: Engine) -> None:
         name = engine.context.link.worker
-        engine.on_evaluation(lambda now: told.setdefault(name, []).append((now.global_step, now.reports["seen"])))
+        engine.on_evaluation(lambda now: hearings.setdefault(name, []).append((now.global_step, now.reports["seen"])))
 
     return Task(**{"step": after_even_steps, **task, "prepare": prepare})
 
@@ -57,10 +57,10 @@ def alone(task: Task) -> Engine:
 
 
 def heard_alone(**task: Any) -> list[tuple[int, float]]:
-    told: Told = {}
-    alone(listening(told, **task))
-    [heard] = told.values()
-    return heard
+    hearings: Hearings = {}
+    alone(listening(hearings, **task))
+    [record] = hearings.values()
+    return record
 
 
 @rule(
@@ -95,7 +95,7 @@ def heard_alone(**task: Any) -> list[tuple[int, float]]:
 def test_every_member_hears_the_numbers_of_a_world_of_one_under_their_step(names: str, options: dict[str, Any]) -> None:
     """Those of the last step too; with its lanes' numbers at the end of the `with`."""
     task = {"options": {"max_steps": 4, **options}}
-    right, told = heard_alone(**task), Told()
+    right, hearings = heard_alone(**task), Hearings()
     assert [step for step, _ in right] == [2, 4]
 
     def look(worker: Worker, point: str, _: int) -> None:
@@ -103,10 +103,10 @@ def test_every_member_hears_the_numbers_of_a_world_of_one_under_their_step(names
         if point == "vote" and world is not None and not options:  # units of stage 3 are sent beside
             assert not world.group.unwaited
 
-    with Crew(names, listening(told, **task)) as crew:
+    with Crew(names, listening(hearings, **task)) as crew:
         crew.watchers.append(look)
         assert crew.finish() == undisturbed(Task(**task))
-    assert told == dict.fromkeys(names, right)
+    assert hearings == dict.fromkeys(names, right)
 
 
 @holds("An evaluation right after a step waits")
@@ -118,11 +118,11 @@ def test_one_member_alone_waits_for_no_evaluation_of_others(options: dict[str, A
         if engine.step() and engine.context.link.worker == "b" and engine.global_step != 3:
             evaluate(engine)
 
-    told = Told()
-    with Crew("abc", listening(told, options={"max_steps": 4, **options}, step=step)) as crew:
+    hearings = Hearings()
+    with Crew("abc", listening(hearings, options={"max_steps": 4, **options}, step=step)) as crew:
         assert crew.finish() == undisturbed(Task({"max_steps": 4, **options}))
-    assert [step for step, _ in told["b"]] == [1, 2, 4]
-    assert told["a"] == told["b"] == told["c"]
+    assert [step for step, _ in hearings["b"]] == [1, 2, 4]
+    assert hearings["a"] == hearings["b"] == hearings["c"]
 
 
 @holds("An evaluation right after a step waits")
@@ -161,17 +161,17 @@ def test_a_worker_that_joins_hears_of_every_evaluation_from_its_first_step_on(op
         if engine.step():
             evaluate(engine)
 
-    told, job = Told(), {"max_steps": 12, **options}
-    with Crew("ab", listening(told, options=job, step=step)) as crew:
+    hearings, job = Hearings(), {"max_steps": 12, **options}
+    with Crew("ab", listening(hearings, options=job, step=step)) as crew:
         crew.train_to(2)
         crew.add("c")
-        crew.train_until("c has joined", lambda: "c" in told)
+        crew.train_until("c has joined", lambda: "c" in hearings)
         assert crew.finish() == undisturbed(Task(job))
         assert crew.workers["c"].engine.lanes
     right = heard_alone(options=job, step=step)
-    assert told["a"] == told["b"] and [step for step, _ in told["a"]] == [step for step, _ in right]
-    assert sum(mine != one for mine, one in zip(told["a"], right, strict=True)) <= 1
-    assert len(told["c"]) < 12 and told["c"] == told["a"][-len(told["c"]) :]
+    assert hearings["a"] == hearings["b"] and [step for step, _ in hearings["a"]] == [step for step, _ in right]
+    assert sum(mine != one for mine, one in zip(hearings["a"], right, strict=True)) <= 1
+    assert len(hearings["c"]) < 12 and hearings["c"] == hearings["a"][-len(hearings["c"]) :]
 
 
 # ---- losses
@@ -185,8 +185,8 @@ def test_a_worker_that_joins_hears_of_every_evaluation_from_its_first_step_on(op
         Edit("shoal.training.resize", "        self._boundary.agree_on_evaluations(world)\n", ""),
         Edit(
             "shoal.training.measured",
-            "            self._told = rows[recovery.counted.index(True)][1]\n",
-            "            self._told = 0\n",
+            "            self._delivered = rows[recovery.counted.index(True)][1]\n",
+            "            self._delivered = 0\n",
             by="test_who_is_given_states_is_told_no_more_than_they_know",
         ),
         Edit(
@@ -203,18 +203,18 @@ def test_survivors_of_a_kill_around_the_exchange_are_told_the_same_once(
     when: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`in`: one of two has its sums, and has told what comes of all, when the third dies."""
-    told, said, say = Told(), set[int](), EvaluationRound._say
+    hearings, senders, say = Hearings(), set[int](), EvaluationRound._say
 
     def strike(round: EvaluationRound, message: list[Any]) -> None:
         group, victim = round.group, crew.workers["c"]
         if when == "in" and message[0] == 0 and group.size == 3:
             if group.rank == victim.engine.rank:
-                victim.wait(lambda: len(said) == 2)
+                victim.wait(lambda: len(senders) == 2)
                 round._others = [crew.workers["a"].engine.rank]
                 say(round, message)
-                victim.wait(lambda: "a" in told)
+                victim.wait(lambda: "a" in hearings)
                 raise Killed
-            said.add(group.rank)
+            senders.add(group.rank)
         say(round, message)
 
     def step(engine: Engine) -> None:
@@ -229,12 +229,12 @@ def test_survivors_of_a_kill_around_the_exchange_are_told_the_same_once(
 
     monkeypatch.setattr(EvaluationRound, "_say", strike)
     task = {"options": {"max_steps": 4, **options}}
-    with Crew("abc", listening(told, **task, step=step)) as crew:
+    with Crew("abc", listening(hearings, **task, step=step)) as crew:
         assert crew.finish() == undisturbed(Task(**task))
         assert not crew.workers["c"].alive
-    assert told["a"] == told["b"] and [step for step, _ in told["a"]] == [2]
+    assert hearings["a"] == hearings["b"] and [step for step, _ in hearings["a"]] == [2]
     if when == "in":
-        assert told["a"] == heard_alone(**task)[:1], "nothing of the dead is lost"
+        assert hearings["a"] == heard_alone(**task)[:1], "nothing of the dead is lost"
 
 
 @holds("Survivors of a loss have the same numbers")
@@ -250,10 +250,10 @@ def test_what_was_measured_before_is_no_reason_to_give_up_the_next_one() -> None
                     if engine.context.link.worker == "c":
                         raise Killed
 
-    told = Told()
-    with Crew("abc", listening(told, options={"max_steps": 4}, step=step)) as crew:
+    hearings = Hearings()
+    with Crew("abc", listening(hearings, options={"max_steps": 4}, step=step)) as crew:
         crew.finish()
-    assert told["a"] == told["b"] and [step for step, _ in told["a"]] == [2, 2]
+    assert hearings["a"] == hearings["b"] and [step for step, _ in hearings["a"]] == [2, 2]
 
 
 @holds("Survivors of a loss have the same numbers")
@@ -281,23 +281,23 @@ def test_a_tracker_of_the_next_rank_0_is_told_what_the_last_one_may_not_have_wri
 @holds("Survivors of a loss have the same numbers")
 def test_who_is_given_states_is_told_no_more_than_they_know() -> None:
     """A worker that comes in with the recovery has the others' callbacks as they are after the evaluation."""
-    told, stopping = Told(), dict[str, EarlyStopping]()
+    hearings, stopping = Hearings(), dict[str, EarlyStopping]()
 
     def prepare(engine: Engine) -> None:
         stopping[engine.context.link.worker] = callback = EarlyStopping("seen", patience=9)
         engine.on_step(callback)
         listened.prepare(engine)
 
-    listened = listening(told)
+    listened = listening(hearings)
     with Crew("abc", Task({"max_steps": 6}, step=after_even_steps, prepare=prepare)) as crew:
         crew.train_to(2)
-        crew.until("all have heard of it", lambda: len(told) == 3)
+        crew.until("all have heard of it", lambda: len(hearings) == 3)
         d = crew.add("d")
         crew.until("it waits to join", lambda: d.link.own.state is MemberState.JOINING)
         crew.kill("c")
         crew.finish()
         assert not crew.workers["d"].killed
-    assert told["d"] == told["a"][1:]
+    assert hearings["d"] == hearings["a"][1:]
     assert stopping["d"].state_dict() == stopping["a"].state_dict() == stopping["b"].state_dict()
     assert stopping["a"].worse == 2
 

@@ -29,7 +29,7 @@ NO_MORE = torch.zeros(1, dtype=torch.int64, device="cpu")
 """The length of a message without content: no more comes, and nothing was asked for."""
 
 
-class Place(IntEnum):
+class LoopPart(IntEnum):
     """Where an evaluation stands; what was said of a later place ends the one before."""
 
     BODY = 0
@@ -42,7 +42,7 @@ class Place(IntEnum):
 class _Stream:
     """What one member has said so far."""
 
-    said: tuple[list[Sums], ...] = field(default_factory=lambda: tuple([] for _ in Place))
+    sums: tuple[list[Sums], ...] = field(default_factory=lambda: tuple([] for _ in LoopPart))
     """By place."""
     asked: list[str] = field(default_factory=list)
     """With its last message: where it wants the model to be exported."""
@@ -50,13 +50,13 @@ class _Stream:
     comes: tuple[Work, Tensor] | None = None
     """The length of its next message, (1,) int64."""
 
-    def has(self, place: Place, number: int) -> bool:
+    def has(self, place: LoopPart, number: int) -> bool:
         """Whether it is known what it brings, if anything, as its evaluation of that number there."""
-        return self.is_over or self.brings(place, number) or any(self.said[place + 1 :])
+        return self.is_over or self.brings(place, number) or any(self.sums[place + 1 :])
 
-    def brings(self, place: Place, number: int) -> bool:
+    def brings(self, place: LoopPart, number: int) -> bool:
         """Whether it is known to bring something."""
-        return len(self.said[place]) > number
+        return len(self.sums[place]) > number
 
     def take(self, message: bytes) -> None:
         """Raises `PeerError` for what no member says."""
@@ -68,7 +68,7 @@ class _Stream:
             if kind is None:
                 self.is_over, self.asked = True, [str(path) for path in content]
             else:
-                self.said[Place(kind)].append(content)
+                self.sums[LoopPart(kind)].append(content)
         except (ValueError, TypeError) as error:
             raise PeerError(f"what another worker said of its evaluation cannot be read: {error}") from None
 
@@ -82,17 +82,17 @@ class EvaluationRound:
         self.speaks = group.rank in speakers
         self._others = [rank for rank in range(group.size) if rank != group.rank] if self.speaks else []
         self._streams = {rank: _Stream() for rank in speakers}
-        self._taken = [0] * len(Place)
+        self._taken = [0] * len(LoopPart)
         """Evaluations whose sums were given out, by place."""
-        self._made = [0] * len(Place)
+        self._made = [0] * len(LoopPart)
         """Evaluations of this member."""
-        self._said: list[tuple[Work, Tensor]] = []
+        self._messages: list[tuple[Work, Tensor]] = []
         """What was sent; the works of a last message without content are `_ending`."""
         self._ending: list[Work] = []
         self.is_open = True
         """Whether this member may still bring something."""
 
-    def share(self, place: Place, sums: Sums) -> list[list[Sums]]:
+    def share(self, place: LoopPart, sums: Sums) -> list[list[Sums]]:
         """This member's next evaluation there is over. Returns when all who evaluate have said theirs: what `take`
         returns. Raises `WorldChanged`.
         """
@@ -100,7 +100,7 @@ class EvaluationRound:
         self._made[place] += 1
         if self.speaks:
             self._say([int(place), sums])
-            self._own.said[place].append(sums)
+            self._own.sums[place].append(sums)
         at = AFTER_THE_LOOP * place + (number + 1) * USER_STEPS
         self.group.progress.reach(StepPhase.LANES, at)
         while lacking := [rank for rank, stream in self._streams.items() if not stream.has(place, number)]:
@@ -130,12 +130,12 @@ class EvaluationRound:
         All that a member with nothing to say has sent is a message for which the others have posted receives, so as a
         rule one wait does for both. What others hear after something else is waited for once all of theirs is heard.
         """
-        if not self._said and (self._ending or self._open):
+        if not self._messages and (self._ending or self._open):
             self._hear(self._open, self._ending)
         while self._open:
             self._hear(self._open)
-        if self._said:
-            self.group.wait([*(work for work, _ in self._said), *self._ending])
+        if self._messages:
+            self.group.wait([*(work for work, _ in self._messages), *self._ending])
         return self.take()
 
     def take(self) -> list[list[Sums]]:
@@ -144,10 +144,10 @@ class EvaluationRound:
         """
         found: list[list[Sums]] = []
         streams = self._streams.values()
-        for place in Place:
+        for place in LoopPart:
             while all(one.has(place, self._taken[place]) for one in streams):
                 at = self._taken[place]
-                brought = [one.said[place][at] for one in streams if one.brings(place, at)]
+                brought = [one.sums[place][at] for one in streams if one.brings(place, at)]
                 if not brought:
                     break
                 found.append(brought)
@@ -176,7 +176,7 @@ class EvaluationRound:
         content = as_bytes_tensor(json.dumps(message, separators=(",", ":")).encode())
         length = torch.tensor([content.numel()], dtype=torch.int64, device="cpu")
         for peer in self._others:
-            self._said += [(self.group.send(one, peer, EVALUATED), one) for one in (length, content)]
+            self._messages += [(self.group.send(one, peer, EVALUATED), one) for one in (length, content)]
 
     def _expect(self, rank: int) -> Work:
         """The next message's length."""

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from shoal.core.exact_sum import add
 from shoal.data.seeds import RandomState, seed_everything
-from shoal.exchange.evaluation_round import EvaluationRound, Place, Sums
+from shoal.exchange.evaluation_round import EvaluationRound, LoopPart, Sums
 from shoal.exchange.vote import check_names, mean_over_lanes
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import GatheredRows
@@ -196,7 +196,7 @@ class Evaluation:
         world, unless others had all of it before.
         """
         assert self._over is not None and self._round is not None
-        place = Place.AFTER if self._context.left_loop else Place.BODY
+        place = LoopPart.AFTER if self._context.left_loop else LoopPart.BODY
         self._take(self._round.share(place, self._over.sums))
         self._over = None
 

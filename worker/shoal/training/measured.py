@@ -25,8 +25,8 @@ class Measured:
 
     def __init__(self) -> None:
         self.numbers: list[Numbers] = []
-        self._told = self._shown = 0
-        """How many of them everybody's listeners have heard of here, and rank 0's."""
+        self._delivered = self._shown = 0
+        """How many of them listeners have heard of here, and observers."""
         self._everywhere: list[Listener] = []
         self._on_first: list[Listener] = []
 
@@ -40,11 +40,11 @@ class Measured:
 
     def begin_step(self) -> None:
         """A step is committed, or training goes on elsewhere: what came before is over."""
-        self.numbers, self._told, self._shown = [], 0, 0
+        self.numbers, self._delivered, self._shown = [], 0, 0
 
     def is_news(self, is_first: bool) -> bool:
         """Whether any listener here has not heard all."""
-        heard = min(self._told, self._shown) if is_first else self._told
+        heard = min(self._delivered, self._shown) if is_first else self._delivered
         return heard < len(self.numbers)
 
     def tell(self, is_first: bool) -> None:
@@ -52,9 +52,9 @@ class Measured:
         while is_first and self._shown < len(self.numbers):
             self._shown += 1
             _call(self._on_first, self.numbers[self._shown - 1])
-        while self._told < len(self.numbers):
-            self._told += 1
-            _call(self._everywhere, self.numbers[self._told - 1])
+        while self._delivered < len(self.numbers):
+            self._delivered += 1
+            _call(self._everywhere, self.numbers[self._delivered - 1])
 
     def agree(self, world: World) -> None:
         """In a recovery, at its step: who lacks numbers gets them from one that has them all. What was told is known of
@@ -65,7 +65,7 @@ class Measured:
         counts = recovery.counted[world.rank]
         if not counts:
             self.begin_step()
-        mine = torch.tensor([len(self.numbers), self._told], dtype=torch.int64, device="cpu")
+        mine = torch.tensor([len(self.numbers), self._delivered], dtype=torch.int64, device="cpu")
         rows = world.group.all_gather(mine).tolist()
         most = max(known for known, _ in rows)
         giver = next(rank for rank, (known, _) in enumerate(rows) if known == most)
@@ -77,7 +77,7 @@ class Measured:
         elif rows[world.rank][0] < most:
             self.numbers = json.loads(receive_framed(world.group, giver, EVALUATED))
         if not counts:
-            self._told = rows[recovery.counted.index(True)][1]
+            self._delivered = rows[recovery.counted.index(True)][1]
 
 
 def _call(listeners: Sequence[Listener], numbers: Numbers) -> None:

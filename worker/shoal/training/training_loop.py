@@ -37,7 +37,7 @@ class TrainingLoop:
         self._endings: list[Callable[[], None]] = []
 
     def add_ending(self, ending: Callable[[], None]) -> None:
-        """Called on every member when the loop is over, the job's last step committed."""
+        """Called on every member, once, when the loop is over and the job's last step committed."""
         self._endings.append(ending)
 
     # ---- batches
@@ -74,8 +74,10 @@ class TrainingLoop:
 
     def _leave_loop(self) -> None:
         self._context.left_loop = True
-        for ending in self._endings if self._context.is_over else ():
-            ending()
+        if self._context.is_over:
+            endings, self._endings = self._endings, []
+            for ending in endings:
+                ending()
 
     def _batches_until(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         """`_batches`; after the job's last step what is left is done, unless all go back before it is."""
