@@ -29,6 +29,8 @@ MULTIPLES = (
 """Of torch, those whose rates are multiples of the groups' own."""
 MULTIPLES_ABOVE_ZERO = ("CosineAnnealingLR", "CosineAnnealingWarmRestarts", "ReduceLROnPlateau")
 """Those that are so where their lowest rate is 0."""
+NO_VALUES = {"optimizer", "last_epoch", "verbose"}
+"""Parameters of schedulers that say nothing of their rates."""
 IN_GROUPS = ("max_lr", "min_lr", "base_momentum", "max_momentum")
 """What torch's schedulers keep of themselves in groups."""
 
@@ -108,7 +110,7 @@ def schedule_values(scheduler: LRScheduler | None) -> dict[str, Any]:
     if isinstance(scheduler, Schedule):
         return scheduler.formula.model_dump()
     attributes, found = vars(scheduler), dict[str, Any]()
-    for name in inspect.signature(type(scheduler)).parameters.keys() - {"optimizer", "last_epoch"}:
+    for name in inspect.signature(type(scheduler)).parameters.keys() - NO_VALUES:
         for attribute in attributes.keys() & {name, f"{name}s", f"_{name}"}:
             value = attributes[attribute]
             with suppress(UserError):
