@@ -1,4 +1,4 @@
-"""A Trainer's job that is resumed: what is the run's, what the arguments of the second start say, which checkpoint."""
+"""A Trainer's job that is resumed: the run's part of its state, the arguments of the second start, which checkpoint."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Unhurried:
 
 
 @rule(
-    "A Trainer that is resumed has of the saved state what was trained, and of its arguments how long and how often: "
-    "it ends where its own arguments say",
+    "A Trainer that is resumed takes over the progress of its run, and has from its own arguments how long and how "
+    "often: it ends where they say",
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
@@ -98,13 +98,13 @@ def test_how_often_a_resumed_job_logs_and_saves_is_as_its_arguments_say_and_one_
     capsys.readouterr()
     more = {**FIRST, "num_train_epochs": 3, "logging_steps": 4, "save_steps": 6}
     again = Script(tmp_path, more, resume=str(tmp_path / FOLDER), mixin=Unhurried).alone()
-    said = capsys.readouterr().err
+    log = capsys.readouterr().err
     assert column(again, "step")[:-1] == [1, 2, 3, 4, 8, 12]
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (4, 6, 8, 12)}
     assert {"step-000000000006", "step-000000000012"} <= {path.name[:17] for path in (tmp_path / "elastic").iterdir()}
-    assert said.count("resumed_with_other_arguments") == 1
+    assert log.count("resumed_with_other_arguments") == 1
     for differs in ("8 then, 12 now", "2 then, 3 now", "1 then, 4 now", "4 then, 6 now"):
-        assert differs in said
+        assert differs in log
     assert first.state.max_steps == 8
 
 
@@ -178,8 +178,8 @@ def test_a_callback_that_a_resumed_script_has_no_more_is_named(
     Script(tmp_path, FIRST, {"callbacks": lambda: [Counts(1.0)]}).alone()
     assert "callbacks_are_missing" not in capsys.readouterr().err
     Script(tmp_path, {**FIRST, "num_train_epochs": 3}, resume=str(tmp_path / FOLDER)).alone()
-    said = capsys.readouterr().err
-    assert "callbacks_are_missing" in said and "Counts" in said
+    log = capsys.readouterr().err
+    assert "callbacks_are_missing" in log and "Counts" in log
 
 
 class Clips(transformers.TrainerCallback):  # type: ignore[misc]
@@ -264,8 +264,8 @@ def test_a_folder_whose_elastic_part_is_missing_means_the_newest_before_it(
     capsys.readouterr()
     with Crew(names, again(tmp_path, last).task()) as crew:
         assert crew.finish() == whole.fingerprint
-    said = capsys.readouterr().err
-    assert f"training goes on from step {2 * STEPS_PER_EPOCH}" in said
+    log = capsys.readouterr().err
+    assert f"training goes on from step {2 * STEPS_PER_EPOCH}" in log
 
 
 def test_where_the_very_first_save_was_cut_short_a_script_that_names_it_begins_anew(
@@ -320,7 +320,7 @@ def test_a_folder_that_there_is_nothing_to_go_on_from_is_refused(
 
 
 @pytest.mark.parametrize("resume", ["out/checkpoint-7", True], ids=["a folder", "the newest"])
-def test_whoever_joins_a_job_under_way_goes_on_with_it_whatever_its_script_asks_for(
+def test_a_worker_that_joins_a_job_under_way_goes_on_with_it_and_ignores_the_argument(
     resume: str | bool, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHOAL_CONTROLLER", "localhost:1")

@@ -1,8 +1,8 @@
 """What a Trainer remembers of its job: saved with every elastic checkpoint, and given to workers that join.
 
 Its log, its best metric, what its callbacks have counted, and sums of losses since the last log. It is kept as JSON,
-the form that the Trainer itself writes. What its arguments ask for now (how long, how often) is theirs, whatever they
-asked for when it was saved.
+the form that the Trainer itself writes. How long and how often its own arguments say,
+also where they said otherwise when it was saved.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def exported(trainer: Any) -> dict[str, Any]:
 
 
 def given_to_callbacks(trainer: Any) -> dict[str, list[Any]]:
-    """What the callbacks were made with, by class, in the form in which it is kept."""
+    """The arguments that the callbacks were made with, by class, in the form in which it is kept."""
     found: dict[str, list[Any]] = {}
     for callback in _exportable(trainer):
         if not isinstance(callback, TrainerControl):
@@ -118,8 +118,8 @@ def _exportable(trainer: Any) -> Iterator[Any]:
 def take_over(trainer: Any, given: Mapping[str, list[Any]], given_then: Mapping[str, list[Any]]) -> None:
     """Puts the callbacks into the states that `trainer.state` has of them. They stay the same objects.
 
-    `given`, `given_then`: what they were made with here, and where the state comes from. What a script gives otherwise
-    than then holds, unless it says by `restore_callback_states_from_checkpoint` that the saved arguments are to.
+    `given`, `given_then`: their arguments here, and where the state comes from. Arguments that the script gives
+    otherwise than then hold, unless it asks for the saved ones by `restore_callback_states_from_checkpoint`.
     """
     states = {
         name: list(kept) if isinstance(kept, list) else [kept]
@@ -136,6 +136,6 @@ def take_over(trainer: Any, given: Mapping[str, list[Any]], given_then: Mapping[
         for attribute, value in {**args, **state.get("attributes", {})}.items():
             setattr(callback, attribute, value)
     if missing := [name for name, left in states.items() if left]:
-        log.warning("callbacks_are_missing", callbacks=missing, means="what they had counted is not kept")
+        log.warning("callbacks_are_missing", callbacks=missing, means="their counters are not kept")
     if control:
         trainer.control = TrainerControl.from_state(control[0])

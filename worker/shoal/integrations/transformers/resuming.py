@@ -28,7 +28,7 @@ log = get_logger("shoal")
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where training is to begin, and what is to be said of it."""
+    """Where training is to begin, and a sentence about it."""
 
     resume: str | bool
     """For `shoal.checkpoint.resume`."""
@@ -36,8 +36,8 @@ class ResumePoint:
     refusal: UserError | None = None
 
     def on_welcome(self, is_under_way: bool) -> None:
-        """It is known now whether the job is under way: then it goes on where it is, and what the script of one of its
-        workers asks for means nothing. Else this warns, or raises `UserError`.
+        """It is known now whether the job is under way: it goes on where it is then, and the argument means nothing.
+        Else this warns, or raises `UserError`.
         """
         if is_under_way:
             return
@@ -67,27 +67,27 @@ def _checkpoint_of(asked: object, output_folder: str) -> tuple[str, str]:
     `asked`: True, the newest in the Trainer's output folder, or a folder that it has saved. Where the elastic part of
     that step is not there, the newest one of the same run before it is meant.
     """
-    said = f"resume_from_checkpoint is {asked}"
+    opening = f"resume_from_checkpoint is {asked}"
     if asked is not True:
-        return _of_folder(Path(str(asked)), said)
-    storage = _saves_in(Path(output_folder), said)
-    newest = _latest(storage, said)
+        return _of_folder(Path(str(asked)), opening)
+    storage = _saves_in(Path(output_folder), opening)
+    newest = _latest(storage, opening)
     if newest is not None:
         return newest.path, ""
     folder = get_last_checkpoint(output_folder)
     if folder is None:
-        raise UserError(f"{said}, and there is no complete checkpoint in {storage.url}.")
-    return _of_folder(Path(folder), said)
+        raise UserError(f"{opening}, and there is no complete checkpoint in {storage.url}.")
+    return _of_folder(Path(folder), opening)
 
 
-def _of_folder(folder: Path, said: str) -> tuple[str, str]:
-    step, runs = _step_of(folder, said), _runs_of(folder)
-    storage = _saves_in(folder.parent, said)
+def _of_folder(folder: Path, opening: str) -> tuple[str, str]:
+    step, runs = _step_of(folder, opening), _runs_of(folder)
+    storage = _saves_in(folder.parent, opening)
     for one in checkpoints(storage, _skipped):
         if one.name.step == step and _is_of(one.name, runs):
             return one.path, ""
-    before = _latest(storage, said, lambda one: one.name.step < step and _is_of(one.name, runs))
-    missing = f"{said}, and {storage.url} has no complete checkpoint of step {step}"
+    before = _latest(storage, opening, lambda one: one.name.step < step and _is_of(one.name, runs))
+    missing = f"{opening}, and {storage.url} has no complete checkpoint of step {step}"
     if before is not None:
         return before.path, f"{missing}; training goes on from step {before.name.step}"
     steps = sorted({name.step for name in saves(storage) if _is_of(name, runs)})
@@ -96,26 +96,26 @@ def _of_folder(folder: Path, said: str) -> tuple[str, str]:
     return "", f"{missing}: the first save of its run was cut short; training begins at step 0"
 
 
-def _saves_in(folder: Path, said: str) -> Storage:
+def _saves_in(folder: Path, opening: str) -> Storage:
     place = folder / FOLDER
     if not place.is_dir():
         raise UserError(
-            f"{said}, and there is no {place}: nothing was saved there by Shoal's Trainer, or with save_only_model. "
+            f"{opening}, and there is no {place}: nothing was saved there by Shoal's Trainer, or with save_only_model. "
             "Load a model that was saved by from_pretrained, and train from there."
         )
     return open_storage(str(place))
 
 
-def _latest(storage: Storage, said: str, is_meant: Callable[[Found], bool] = lambda _: True) -> Found | None:
+def _latest(storage: Storage, opening: str, is_meant: Callable[[Found], bool] = lambda _: True) -> Found | None:
     try:
         return latest(storage, _skipped, is_meant=is_meant)
     except NoneReadable as error:
-        raise UserError(f"{said}: {error}") from None
+        raise UserError(f"{opening}: {error}") from None
 
 
 def mark_runs(folder: Path, run: str, lineage: Lineage) -> None:
     """Leaves in a folder `checkpoint-N` which run has saved it, and which ones that run has continued: a Trainer that
-    began anew in an output folder that was used before does not go on from what another one has saved there.
+    began anew in an output folder that was used before does not go on from the checkpoints of another one there.
     """
     runs = {run, *(branch.run for branch in lineage)}
     (folder / RUNS).write_text(json.dumps({"runs": sorted(runs)}), encoding="utf-8")
@@ -133,12 +133,12 @@ def _runs_of(folder: Path) -> list[str] | None:
         return None
 
 
-def _step_of(folder: Path, said: str) -> int:
+def _step_of(folder: Path, opening: str) -> int:
     path = folder / "trainer_state.json"
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{said}, and {path} cannot be read; name a folder that a Trainer has saved.") from None
+        raise UserError(f"{opening}, and {path} cannot be read; name a folder that a Trainer has saved.") from None
 
 
 def _skipped(sentence: str) -> None:
