@@ -156,8 +156,8 @@ class Meeting:
 
 @rule(
     "A loop ends once the last checkpoint that was due is there, or a save of the last step has failed, and so it "
-    "ends on all members after the same vote, also on one that joined after the last step: what a script does after "
-    "its loop loses nothing",
+    "ends on all members after the same vote, also on one that joined after the last step: code after the loop can "
+    "fail without losing it",
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit("shoal.training.training_loop", "                self._settle_saves()\n", ""),

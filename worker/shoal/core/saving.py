@@ -17,8 +17,8 @@ from shoal.core.save_part import BUSY, SavePart
 
 RECENT_SAVES = 8
 QUIET_VOTES = 2
-"""So many votes without a save end the last step. The first one tells rank 0 what it may have to ask for, and all that
-nobody writes; a worker that has just joined knows neither.
+"""So many votes without a save end the last step. After the first one rank 0 knows that no member writes, and asks for
+the save that is owed, if any is; a worker that has just joined knows of neither.
 """
 
 
@@ -98,7 +98,7 @@ class Saving:
             self.asked_at = min(self.asked_at, step + 1)
 
     def on_world(self) -> None:
-        """A world begins: who joins it and who was there count its votes alike."""
+        """A world begins: those that join it and those that were there count its votes alike."""
         self._quiet = 0
 
     def on_vote(self, vote: SaveVote) -> SaveChoice:
@@ -142,8 +142,8 @@ class Saving:
 
     @property
     def has_settled(self) -> bool:
-        """Whether nothing is left to wait for after the last step, on all members alike: what was due is there, or has
-        failed.
+        """Whether no save is to be waited for after the last step, on all members alike: the one that was due is there,
+        or has failed.
         """
         return self._quiet >= QUIET_VOTES
 

@@ -101,11 +101,11 @@ class CheckpointSaving:
 
     @property
     def has_settled(self) -> bool:
-        """Whether the loop may end, on all members alike: nobody writes, and what is owed is there or has failed."""
+        """Whether the loop may end, on all members alike: none writes, and the save that was owed is over."""
         return self._saver is None or self._saving.has_settled
 
     def on_end(self) -> None:
-        """The loop has come to its end, or the script: what is owed is tried at once, and has its whole time again."""
+        """The loop has come to its end, or the script: a save that is owed is tried at once, and for the whole time."""
         self._failure = None
         self._retries.on_end()
 
@@ -118,7 +118,7 @@ class CheckpointSaving:
             self.remember_request()
 
     def check_owed(self) -> None:
-        """At the job's end: raises `SaveFailed` where what is owed has failed for as long as it is tried."""
+        """At the job's end: raises `SaveFailed` where the save that is owed has failed for as long as it is tried."""
         self.take_in_outcome()
         failure = self.take_failure() if self._is_to_ask else None
         if failure is not None:

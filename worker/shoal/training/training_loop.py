@@ -80,7 +80,7 @@ class TrainingLoop:
                 ending()
 
     def _batches_until(self, is_over: Callable[[], bool]) -> Iterator[Any]:
-        """`_batches`; after the job's last step what is left is done, unless all go back before it is."""
+        """`_batches`; after the job's last step, requests and saves, unless all go back before they are done."""
         context = self._context
         while True:
             yield from self._batches(is_over)
@@ -335,8 +335,8 @@ class TrainingLoop:
             self.vote()
 
     def _settle_saves(self) -> None:
-        """After the last step: waits until the last checkpoint that was due is there, or has failed once more. What a
-        script does after its loop loses nothing then; what has failed is tried again at the script's end.
+        """After the last step: waits until the last checkpoint that was due is there, or has failed once more:
+        that is tried again at the script's end.
         """
         saving = self._parts.saving
         saving.on_end()
