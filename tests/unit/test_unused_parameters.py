@@ -192,7 +192,12 @@ def test_heads_that_take_turns_train_as_by_torch_itself(form: str, optimizer: st
     "a joiner and a checkpoint have it",
     "A step",
     broken_by=[
-        Edit("shoal.exchange.vote", "strict=True) if spans]", "strict=True) if ballot.unused]"),
+        Edit(
+            "shoal.exchange.vote",
+            "strict=True) if spans]",
+            "strict=True) if ballot.unused]",
+            by="test_what_is_unused_takes_a_hexadecimal_digit_for_four_parameters_at_most",
+        ),
         Edit("shoal.exchange.vote", "strict=True) if spans]", "strict=True)]"),
         Edit("shoal.blocks.loaded_state", "Missed(max(less, default=0))", "Missed()"),
         Edit("shoal.training.state", 'Misses.from_runs(self.layout, given["missed"])', "self.misses"),

@@ -87,6 +87,8 @@ def test_what_is_unused_takes_a_hexadecimal_digit_for_four_parameters_at_most() 
     record = cast(lambda _: torch.stack(rows), traffic, ballots[0], None)
     assert int(record.unused, 16) == sum(1 << bit for bit in range(0, 10_000, 6))
     assert Record.from_bytes(record.to_bytes()).unused == record.unused
+    cast(gather, traffic, Ballot(3, 1, "00", (1.0,)), None)
+    assert cast(lambda _: torch.stack(rows[1:]), traffic, ballots[0], None).unused == ""  # one has used all
 
 
 @pytest.mark.parametrize("lanes", [(0,), (0, 2), tuple(range(0, 64, 2))])
