@@ -44,8 +44,8 @@ class Measured:
 
     def is_news(self, is_first: bool) -> bool:
         """Whether any listener here has not heard all."""
-        heard = min(self._delivered, self._shown) if is_first else self._delivered
-        return heard < len(self.numbers)
+        reached = min(self._delivered, self._shown) if is_first else self._delivered
+        return reached < len(self.numbers)
 
     def tell(self, is_first: bool) -> None:
         """`is_first`: whether this worker is rank 0."""
