@@ -112,6 +112,14 @@ class ControllerHost:
         self._handle([Started()])
         self.clock.after(TICK_SECONDS + self.late, self._tick, self.life)
 
+    def put_back(self, backup: StoredJob) -> None:
+        """The controller dies, and its store is what it was then."""
+        self.crash()
+        self.store, self.stored = backup, backup.read()
+        self.simulation.say("the store is put back to generation", self.stored.last_generation)
+        self.simulation.watch.put_back(self.stored)
+        self.simulation.launcher.forget_the_dead()
+
     def crash(self) -> None:
         if not self.alive:
             return
@@ -300,9 +308,15 @@ class Launcher:
     def spawn(self, worker: str) -> None:
         self.clock.after(0.05 + 0.2 * self.chance.random(), self._spawned, worker, self._life)
 
+    def forget_the_dead(self) -> None:
+        """Their ends were reported to a controller whose store is gone."""
+        self.started = {worker: process for worker, process in self.started.items() if process.alive}
+
     def _spawned(self, worker: str, life: int) -> None:
         if life == self._life:
-            process = self.simulation.start_process(worker, launched=True)
+            process = self.started.get(worker)  # of a store that was put back, and gives the id again
+            if process is None or not process.alive:
+                process = self.simulation.start_process(worker, launched=True)
             self.started[worker] = process
             self._tell(Spawned(worker, Place.of_process(process.pid, f"{worker}.log")))
 

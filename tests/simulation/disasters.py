@@ -1,4 +1,4 @@
-"""What takes more at once than mirrors are for: all who hold a block die.
+"""What takes more at once than mirrors are for: all who hold a block die; the store is put back to an older state.
 
 Drawn apart from the other faults, so that a seed without them goes as it did before there were any.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .simulation import Simulation
+    from .stored import StoredJob
 
 SHARE_OF_SEEDS = 0.3
 
@@ -21,12 +22,37 @@ class Disasters:
         self.simulation, self.clock = simulation, simulation.clock
         self.chance = Random(f"disasters of {simulation.seed}")
         self.count = 0
+        self._backup: StoredJob | None = None
 
     def rage(self, seconds: float) -> None:
         if self.chance.random() >= SHARE_OF_SEEDS or self.simulation.kinds:
             return
         if self.simulation.spec.launcher == "none":
             self.clock.after(self.chance.uniform(0, seconds), self.lose_a_block)
+        if self.chance.random() < 0.5:
+            self.clock.after(self.chance.uniform(0, seconds), self.back_up)
+
+    def back_up(self) -> None:
+        """Of a job that trains, whose world may be another one later."""
+        host = self.simulation.host
+        if host.stored.current is not None and not host.stored.phase.is_over:
+            self._backup = host.store.copy()
+
+    def calm(self) -> None:
+        """The network is whole, and the controller is to start: with the backup, where all who live have gone beyond
+        what it knows, and nothing else is amiss that it does not know of.
+        """
+        simulation = self.simulation
+        amiss = simulation.stubborn or simulation.bits.flips or simulation.promises.cancel_was_asked
+        if self._backup is None or amiss or simulation.host.job.durable.phase.is_over:
+            return
+        then = self._backup.read()
+        members = [worker for worker in simulation.workers() if worker.training.generation]
+        beyond = bool(members) and all(worker.training.generation > then.last_generation for worker in members)
+        if beyond and not any(record.leaving for record in then.roster.values()):
+            self.count += 1
+            simulation.put_back += 1
+            simulation.host.put_back(self._backup)
 
     def lose_a_block(self) -> None:
         """All its holders die at once, where nobody but people starts others: some have, some do soon."""

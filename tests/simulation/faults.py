@@ -79,6 +79,7 @@ class Faults:
         simulation.host.crash_after = simulation.host.crash_before = None
         simulation.planner.mend()
         self.pods.calm()
+        self.disasters.calm()
         simulation.host.start()
         if simulation.host.job.durable.paused:
             simulation.host.request(Resume())

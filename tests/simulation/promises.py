@@ -105,6 +105,10 @@ class Promises:
         """A save of that step was made, or given up and told of: it answers what was asked for before."""
         self._saves = [asked for asked in self._saves if asked > step]
 
+    def put_back(self) -> None:
+        """What was promised since is forgotten with the store."""
+        self._graces, self._saves, self._parting, self._is_parting = {}, [], set(), False
+
     def went_back(self, step: int) -> None:
         self._saves = [min(asked, step) for asked in self._saves]
 

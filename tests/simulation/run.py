@@ -43,6 +43,7 @@ def attempt(task: Task) -> Outcome:
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["disasters"] += getattr(simulation, "disasters", 0)
+    happened["put back"] += simulation.put_back
     happened["faults of pods"] += getattr(simulation, "pod_faults", 0)
     happened["started anew"] += durable.first_valid_generation > 0
     happened["checkpoints"] += simulation.checkpoints.made

@@ -23,6 +23,7 @@ from .liars import Liars
 from .pods import PodLauncher
 from .seeds import settled
 from .simulation import Simulation
+from .stored import StoredJob
 from .watch import Violation
 from .worker import SimWorker
 
@@ -78,6 +79,7 @@ class Script:
         numbers = {name: int(value) if value.isdigit() else value for name, value in shape.items()}
         self.simulation = Simulation(0, **{**defaults, **numbers})
         self._shown = 0
+        self._backup: StoredJob | None = None
         self.expected: list[str] | None = None
         """Effects of the command that is being done; None: nobody compares."""
 
@@ -273,6 +275,12 @@ class Script:
             self._wait("the controller's death", lambda: not host.alive)
         elif act == "dies":
             host.crash()
+        elif act == "backs":  # its store up
+            self._backup = host.store.copy()
+        elif act == "restores":  # what it was then
+            assert self._backup is not None, "nothing was backed up"
+            host.put_back(self._backup)
+            host.start()
         elif act == "forgets":  # it is started again with an empty store
             Liars(self.simulation).stand_in(60.0)
         elif act == "late":  # by SECONDS with every tick

@@ -80,6 +80,8 @@ class Simulation:
         self.incarnations = 0
         self.liars: set[str] = set()
         """Workers that have said what cannot be."""
+        self.put_back = 0
+        """How often the store was, to an older state."""
         self.walled = False
         self.kinds = tuple(str(shape.get("kinds", "")).split())
         """Of faults; none: drawn."""

@@ -47,6 +47,12 @@ class StoredJob:
         self._durable = durable_from(head["state"], {name: value.decode() for name, value in values.items()})
         return self._durable
 
+    def copy(self) -> StoredJob:
+        """A backup of it as it is now."""
+        copied = StoredJob(self.room)
+        copied.keys, copied._records, copied._durable = dict(self.keys), self._records, self._durable
+        return copied
+
     def _carry_out(self, transaction: Sequence[Operation]) -> None:
         for operation in transaction:
             if isinstance(operation, Put):

@@ -57,6 +57,8 @@ class Watch:
         self.commits = 0
         self.began_at: dict[int, int] = {}
         self.floor = 0
+        self.was_put_back = False
+        """The store was, and gives numbers and ids again."""
         self.called_dead: set[str] = set()
         """Incarnations that an operator gave up while they were silent, alive or not."""
 
@@ -64,6 +66,16 @@ class Watch:
         words = " ".join(map(str, (sentence, *about)))
         self.simulation.say("VIOLATION", words)
         raise Violation(words, self.simulation.log)
+
+    def put_back(self, durable: Durable) -> None:
+        """The store is an older one: what no living worker knows of is given again, and people see the step of then."""
+        self.was_put_back = True
+        known = max([durable.last_generation, *(w.membership.newest_known for w in self.simulation.workers())])
+        self.opened = {number: plan for number, plan in self.opened.items() if number <= known}
+        self.plans = {number: plan for number, plan in self.plans.items() if number <= known}
+        self.incarnations = {one.worker: one.incarnation for one in durable.roster.values() if one.incarnation}
+        self.shown = min(self.shown, durable.step)
+        self.simulation.promises.put_back()
 
     # ---- the training side
 
@@ -156,7 +168,7 @@ class Watch:
     def spawns(self, stored: Durable, worker: str) -> None:
         if worker not in stored.roster:
             self.violated("a worker was started before it was stored", worker)
-        if worker in self.simulation.launcher.started:
+        if worker in self.simulation.launcher.started and not self.was_put_back:
             self.violated("an id was used twice", worker)
 
     def stored(self, before: Durable, after: Durable) -> None:

@@ -175,7 +175,7 @@ def test_a_failure_that_may_have_been_before_the_request_does_not_answer_it_afte
         ),
         Edit(
             "shoal_controller.core.machine.phases.scaling",
-            "        turn.do(Adopt((*unheard, *turn.durable.ending_since)))\n",
+            "        turn.do(Adopt((*(record.worker for record in launched), *turn.durable.ending_since)))\n",
             "        turn.do(Adopt(tuple(unheard)))\n"
             "        for worker in turn.durable.roster:\n"
             "            turn.mark(worker, ending_since=None)\n",
@@ -253,7 +253,7 @@ def test_a_clock_that_was_set_back_makes_the_back_off_after_failures_no_longer_t
     "Not marked in the design, but needed as much",
     broken_by=Edit(
         "shoal_controller.core.machine.phases.scaling",
-        "        turn.do(Adopt((*unheard, *turn.durable.ending_since)))\n",
+        "        turn.do(Adopt((*(record.worker for record in launched), *turn.durable.ending_since)))\n",
         "        turn.do(Adopt(tuple(turn.durable.ending_since)))\n",
     ),
     after="… a process that was told to end",
@@ -262,7 +262,7 @@ def test_whoever_was_being_started_is_asked_about_and_started_if_it_never_was() 
     job = Driver(wanted=2, **LAUNCHED)
     job.hello("w1")
     job.restart()
-    assert Adopt(("w0",)) in job.effects
+    assert Adopt(("w0", "w1")) in job.effects
     effects = job.feed(NeverStarted("w0"))
     assert Spawn("w0") in effects and [e.worker for e in effects if isinstance(e, Note)] == ["w0"]
 

@@ -225,8 +225,10 @@ class LocalLauncher:
     async def _spawn(self, worker: WorkerId, spec: JobSpec, environment: Mapping[str, str]) -> Place:
         records = self._records(spec.job)
         async with self._on_disk.of(spec.job):
-            if (spec.job, worker) in self._watched:  # an earlier run's, whose start hung until its job was replaced
-                await self._end_silently([(spec.job, worker)])
+            if found := self._watched.get((spec.job, worker)):
+                if found[1].run == spec.run:  # its store was restored from an older state, and gives its id again
+                    return _place(records, found[1])
+                await self._end_silently([(spec.job, worker)])  # an earlier run's, whose start hung until then
             process, record = await asyncio.to_thread(self._start, worker, spec, environment, records)
             self._watch(spec.job, process, record)
         return _place(records, record)

@@ -196,6 +196,8 @@ class Job:
     """When a probe was last sent to a process."""
     live_processes: frozenset[WorkerId] = frozenset()
     """Whose process the launcher has started or adopted in this life, and has not seen end."""
+    absent: frozenset[WorkerId] = frozenset()
+    """Of whom the launcher has no process, though the store takes them for started."""
     greeting: Mapping[int, Connected] = field(default_factory=dict)
     """Hellos by connection that name a model whose text is not known yet, with what their tokens prove."""
     asked_to_describe: Mapping[int, float] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from shoal_protos.plan import Plan, WorkerId
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.phases.next_message import inventory_for, is_member, may_hold
+from shoal_controller.core.machine.phases.older_store import is_succeeded
 from shoal_controller.core.machine.turn import Turn
 
 
@@ -44,7 +45,7 @@ def _holds_nothing(turn: Turn, worker: WorkerId) -> bool:
 def _may_hold(turn: Turn, worker: WorkerId) -> bool:
     process = turn.process(worker)
     if process is None:  # not heard of since the controller started
-        return any(is_member(plan, worker) for plan in worlds(turn))
+        return any(is_member(plan, worker) for plan in worlds(turn) if not is_succeeded(turn, plan))
     return may_hold(turn.durable, process)
 
 
@@ -58,7 +59,7 @@ def may_still_train(turn: Turn) -> Plan | None:
     """● [Note: no two worlds] The first world that may still train, None where all have stopped.
 
     A vote needs all members, so a world has stopped when one living member of it has answered PREPARE, or when all of
-    its members are confirmed dead. No generation opens before.
+    its members are confirmed dead, or when a living member of a later one has answered. No generation opens before.
     """
     return next((plan for plan in worlds(turn) if not _has_stopped(turn, plan)), None)
 
@@ -69,7 +70,11 @@ def _has_stopped(turn: Turn, plan: Plan) -> bool:
     members = [member.worker for member in plan.members]
     if any(inventory_for(turn.process(worker), attempt.generation) is not None for worker in members):
         return True
-    return all(is_dead(turn, worker) for worker in members)
+    if all(is_dead(turn, worker) for worker in members):
+        return True
+    answers = [inventory_for(process, attempt.generation) for process in turn.serving()]
+    later = any(answer is not None and answer.generation > plan.generation for answer in answers)
+    return later and is_succeeded(turn, plan)
 
 
 def is_dead(turn: Turn, worker: WorkerId) -> bool:

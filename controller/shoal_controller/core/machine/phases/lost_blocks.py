@@ -17,7 +17,15 @@ from shoal_controller.core.machine.durable import Anew, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
-from shoal_controller.core.machine.phases import checkpoints, corruption, ending, failures, history, step_figures
+from shoal_controller.core.machine.phases import (
+    checkpoints,
+    corruption,
+    ending,
+    failures,
+    history,
+    older_store,
+    step_figures,
+)
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
@@ -26,12 +34,18 @@ from shoal_controller.core.machine.turn import Turn
 
 def stall(turn: Turn, attempt: Attempt) -> None:
     """The planner has found blocks of which no inventory has a copy."""
-    turn.enter(Phase.STALLED, _sentence(turn, attempt.lost_blocks))
-    turn.note(EventKind.STALLED, turn.durable.reason, blocks=len(attempt.lost_blocks))
+    sentence, holders = _sentence(turn, attempt.lost_blocks), _possible_holders(turn, attempt)
+    turn.enter(Phase.STALLED, f"{sentence}{older_store.if_gone(turn, holders)}")
+    turn.note(EventKind.STALLED, sentence, blocks=len(attempt.lost_blocks))
 
 
 def may_come_back(turn: Turn, attempt: Attempt) -> bool:
-    """Whether somebody may still have a copy, for at most `stall_seconds`."""
+    """Whether somebody may still have a copy, for at most `stall_seconds`. Of a world that this controller never heard
+    whole there may be others than the store knows: whoever lives comes back by itself.
+    """
+    members = turn.world.members if turn.world is not None else ()
+    if older_store.may_others_come(turn) and any(turn.process(member.worker) is None for member in members):
+        return True
     return bool(_possible_holders(turn, attempt)) and turn.now - attempt.since <= turn.spec.stall_seconds
 
 
@@ -42,7 +56,8 @@ def give_up(turn: Turn, attempt: Attempt) -> bool:
     if _all_done(turn):
         ending.succeed(turn)
         return False
-    why = f"{turn.durable.reason}; {_why_no_more(_possible_holders(turn, attempt), turn.now - attempt.since)}"
+    no_more = _why_no_more(_possible_holders(turn, attempt), turn.now - attempt.since)
+    why = f"{_sentence(turn, attempt.lost_blocks)}; {no_more}"
     history.count_resize(turn, attempt.reason, "failed")
     found = checkpoints.latest(turn.durable)
     if found is not None:

@@ -28,6 +28,7 @@ from shoal_controller.core.machine.phases import (
     history,
     link_faults,
     lost_blocks,
+    older_store,
     planned_changes,
     planner_inputs,
     planner_questions,
@@ -115,8 +116,21 @@ def settle(turn: Turn) -> None:
         _plan(turn, attempt)
 
 
+def _is_behind(turn: Turn, attempt: Attempt) -> bool:
+    """Begin again with what all hold where a worker is in a generation that the number does not exceed: it was given by
+    a store that was restored from an older state, before that worker was heard. Returns whether it has.
+    """
+    why = older_store.ahead(turn, attempt.generation - 1) if turn.world is not None else ""
+    if why:
+        recover(turn, why, turn.now)
+    return bool(why)
+
+
 def _prepare(turn: Turn, attempt: Attempt) -> None:
     """All who are asked have answered, and no world may train any more: ask for a plan."""
+    if _is_behind(turn, attempt):
+        return None
+    older_store.confirm_absent(turn)
     asked = planner_questions.take(turn)
     if asked is not None and _is_right_now(turn, attempt, asked):
         return _on_answer(turn, attempt, asked)
@@ -127,17 +141,20 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
         return _give_up_start(turn)
     waiting = missing_answers(turn, attempt)
     if waiting:
-        _wait(turn, attempt, f"waiting for {_names(waiting)} to stop")
+        _wait(turn, attempt, f"waiting for {_names(waiting)} to stop{older_store.if_gone(turn, waiting)}")
         if _overdue(turn, attempt.since):
             _give_up(turn, waiting, "did not stop")
         return None
+    unknown = 0 if attempt.start else older_store.unknown_generation(turn)
+    if unknown and older_store.may_others_come(turn):
+        return _wait(turn, attempt, f"waiting for others of generation {unknown}, which the store does not know")
     world = None if attempt.start else may_still_train(turn)
     if world is not None:
-        unknown = [m.worker for m in world.members if not is_dead(turn, m.worker)]
-        sentence = f"no member of generation {world.generation} has answered, and {_names(unknown)} may be alive"
-        _wait(turn, attempt, f"{sentence}: it might still train")
+        alive = [m.worker for m in world.members if not is_dead(turn, m.worker)]
+        sentence = f"no member of generation {world.generation} has answered, and {_names(alive)} may be alive"
+        _wait(turn, attempt, f"{sentence}: it might still train{older_store.if_gone(turn, alive)}")
         if _overdue(turn, attempt.since):
-            for worker in unknown:
+            for worker in alive:
                 scaling.give_up(turn, worker, f"it has been silent for {turn.spec.stall_seconds:g} s")
         return None
     if planner_questions.is_busy(turn):
@@ -335,6 +352,8 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     """All members have built the group and caught up: open."""
     plan = attempt.plan
     assert plan is not None
+    if _is_behind(turn, attempt):
+        return None
     gone = [member.worker for member in plan.members if not turn.record(member.worker).serves]
     if gone:
         return retry(turn, attempt, f"{_names(gone)} lost while generation {plan.generation} was being built")

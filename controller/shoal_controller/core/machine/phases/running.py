@@ -14,6 +14,7 @@ from shoal_controller.core.machine.phases import (
     failure_detector,
     final_drain,
     link_faults,
+    older_store,
     planned_changes,
     preemption,
     progress_watch,
@@ -100,9 +101,7 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
         return True
     ahead = next((process for process in turn.serving() if process.status.generation > world.generation), None)
     if ahead is not None:
-        known = f"the store knows none after {world.generation}: it was restored from an older state"
-        why = f"worker {ahead.worker} is in generation {ahead.status.generation}, and {known}"
-        recovery.recover(turn, why, turn.now)
+        recovery.recover(turn, older_store.ahead(turn, world.generation), turn.now)
         return True
     back = _who_could_rejoin(turn, world)
     if back is not None:

@@ -42,7 +42,8 @@ def settle(turn: Turn) -> None:
         return
     here = staying_workers(turn)
     wanted = turn.durable.wanted + _spares(turn, here)
-    for record in reversed(here[wanted:]):
+    heard = [record for record in here if record.worker in turn.job.processes or not record.incarnation]
+    for record in reversed(heard[wanted:]):  # ● whom this controller has never heard is no reason to let others go
         drain(turn, record.worker, Leaving.SCALE_DOWN, SCALE_DOWN_GRACE)
     if turn.now >= turn.durable.spawn_after:
         for _ in range(wanted - len(here)):
@@ -107,7 +108,8 @@ def on_restart(turn: Turn) -> None:
     """After a controller's restart: processes that were requested and have not been heard of get their full time again,
     and the launcher says what became of them. Deadlines go on; a clock that was set back makes none longer than it was.
     """
-    unheard = [r.worker for r in turn.durable.roster.values() if r.serves and r.launched and not r.incarnation]
+    launched = [record for record in turn.durable.roster.values() if record.serves and record.launched]
+    unheard = [record.worker for record in launched if not record.incarnation]
     turn.change(spawned_at=dict.fromkeys(unheard, turn.now))
     turn.keep(spawn_after=min(turn.durable.spawn_after, turn.now + LONGEST_BACKOFF))
     for record in tuple(turn.durable.roster.values()):
@@ -116,7 +118,7 @@ def on_restart(turn: Turn) -> None:
         if record.ending_since is not None:
             turn.mark(record.worker, ending_since=min(record.ending_since, turn.now))
     if has_launcher(turn):
-        turn.do(Adopt((*unheard, *turn.durable.ending_since)))
+        turn.do(Adopt((*(record.worker for record in launched), *turn.durable.ending_since)))
 
 
 def on_never_started(turn: Turn, event: NeverStarted) -> None:
@@ -126,6 +128,7 @@ def on_never_started(turn: Turn, event: NeverStarted) -> None:
         return
     if record.incarnation or not record.serves:
         turn.mark(event.worker, ending_since=None)
+        turn.change(absent=turn.job.absent | {event.worker})
         return
     turn.put("spawned_at", event.worker, turn.now)
     sentence = f"worker {event.worker} is being started again: the controller ended before starting it"

@@ -1,0 +1,156 @@
+"""A store that was restored from an older state: living members of later generations go on by what they prove."""
+
+from __future__ import annotations
+
+import pytest
+from machine_driver import MADE_OF, Driver, through_the_store, training
+from rule import Edit, rule
+from shoal_controller.core.machine.effects import Adopt, Spawn
+from shoal_controller.core.machine.events import DrainWorker, Exited, NeverStarted, Started
+from shoal_controller.core.machine.machine import restore
+from shoal_controller.core.machine.phases.older_store import unknown_generation
+from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.turn import Turn
+from shoal_protos.messages import MemberState, Status
+from shoal_protos.runs import Runs, every
+
+WHOLE = every(MADE_OF.blocks)
+LAUNCHED = {"launcher": "local", "command": ("train",)}
+
+
+def restored(**spec: object) -> Driver:
+    """A controller has started with a store that knows generation 1, of w0 and w1, of whom nothing is heard."""
+    job = training(workers=2, **spec)  # type: ignore[arg-type]
+    job.job = restore(through_the_store(job.job.durable), job.now)
+    job.connections, job.statuses = {}, {}
+    job.feed(Started())
+    return job
+
+
+def come(job: Driver, *workers: str, generation: int = 9, holds: Runs = WHOLE) -> None:
+    """Members of a later generation say hello."""
+    job.welcomed |= set(workers)
+    for worker in workers:
+        job.hello(worker, status=Status(
+            1, generation, MemberState.TRAINING, generation, 50, generation, 40, holds, parameters_current=True,
+        ))  # fmt: skip
+
+
+def answer(job: Driver) -> None:
+    """All who are connected stop for the attempt under way."""
+    for worker in list(job.connections):
+        job.stop(worker, job.statuses[worker])
+
+
+@rule(
+    "A living member of a later generation proves that the one which the store knows is over: nobody waits for the "
+    "members of that, once all who live have had time to come",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.older_store",
+            "    return plan.generation < unknown_generation(turn) and not may_others_come(turn)\n",
+            "    return False\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.older_store",
+            "    return turn.now - turn.job.started_at < turn.spec.reconnect_seconds\n",
+            "    return False\n",
+        ),
+    ],
+)
+def test_members_of_a_later_generation_go_on_though_nobody_has_confirmed_that_those_of_the_store_are_dead() -> None:
+    job = restored()
+    come(job, "w2", "w3")
+    assert "the store knows none after 1" in job.job.attempt.why  # type: ignore[union-attr]
+    answer(job)
+    job.wait(job.spec.reconnect_seconds - 1)
+    assert job.job.attempt is not None and job.job.attempt.plan is None, "others may be about to come"
+    job.wait(1.5)
+    plan = job.planned()
+    assert plan.workers == {"w2", "w3"} and plan.generation > 9
+    job.recover()
+    assert job.view.phase is Phase.RUNNING and job.statuses["w2"].step == 51
+
+
+@pytest.mark.parametrize("silent", [4, 1])
+def test_one_living_member_is_enough_though_most_whom_the_store_knows_are_silent(silent: int) -> None:
+    job = training(workers=silent)
+    job.job = restore(through_the_store(job.job.durable), job.now)
+    job.connections, job.statuses = {}, {}
+    job.feed(Started())
+    come(job, "w9")
+    answer(job)
+    job.wait(job.spec.reconnect_seconds + 1)
+    assert job.planned().workers == {"w9"}
+
+
+@rule(
+    "A number that a living member has gone beyond is given up: it is one of a store from an older backup",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "    if why:\n        recover(turn, why, turn.now)\n",
+        "    if False:\n        recover(turn, why, turn.now)\n",
+    ),
+)
+def test_a_change_that_has_begun_before_they_came_begins_again_with_a_number_beyond_theirs() -> None:
+    job = restored(**LAUNCHED)
+    job.feed(Exited("w0", -9, "killed", ""))
+    assert job.job.attempt is not None and job.job.attempt.generation == 2
+    come(job, "w2", "w3")
+    assert job.job.attempt.generation > 9
+
+
+def test_nothing_is_given_up_before_all_who_live_have_had_time_to_come() -> None:
+    job = restored(**LAUNCHED)
+    for worker in ("w0", "w1"):
+        job.feed(Exited(worker, -9, "killed", ""))
+    assert job.view.phase is Phase.STALLED and job.job.durable.first_valid_generation == 0
+    come(job, "w2", "w3")
+    answer(job)
+    job.wait(job.spec.reconnect_seconds + 1)
+    assert job.planned().workers == {"w2", "w3"}
+
+
+@rule(
+    "… and its launcher is asked for them: of whom it has no process is dead",
+    "A change of the world",
+    broken_by=Edit("shoal_controller.core.machine.phases.recovery", "    older_store.confirm_absent(turn)\n", ""),
+    after="A living member of a later generation",
+)
+def test_blocks_that_only_those_of_the_store_might_hold_are_lost_at_once_where_their_launcher_has_no_such_process() -> (
+    None
+):
+    job = restored(**LAUNCHED)
+    assert Adopt(("w0", "w1")) in job.effects
+    for worker in ("w0", "w1"):
+        job.feed(NeverStarted(worker))
+    assert all(job.job.durable.roster[worker].serves for worker in ("w0", "w1")), "by itself that proves nothing"
+    come(job, "w2", holds=WHOLE.first(4))
+    answer(job)
+    job.wait(job.spec.reconnect_seconds + 2)
+    assert job.job.durable.first_valid_generation > 9, "it has begun anew"
+
+
+def test_where_nobody_can_say_what_became_of_them_the_job_names_the_command_that_says_it() -> None:
+    job = restored()
+    come(job, "w2", holds=WHOLE.first(4))
+    answer(job)
+    job.wait(job.spec.reconnect_seconds + 2)
+    assert job.view.phase is Phase.STALLED
+    assert 'If they are gone, say so: "shoal lost job WORKER"' in job.view.reason
+
+
+def test_nobody_who_is_heard_is_let_go_in_favour_of_those_who_are_not() -> None:
+    job = restored(**LAUNCHED)
+    come(job, "w2", "w3", "w4")
+    leaving = [one.worker for one in job.job.durable.roster.values() if one.leaving]
+    assert leaving == ["w4"], "the store wants two"
+    assert not job.of(Spawn)
+
+
+def test_a_generation_of_the_store_is_not_unknown() -> None:
+    job = training(workers=2)
+    job.feed(DrainWorker("w1"))
+    assert unknown_generation(Turn(job.job, job.now)) == 0
