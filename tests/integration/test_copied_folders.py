@@ -259,3 +259,23 @@ def test_shoal_run_in_a_copy_trains_its_own_script_beside_the_original(tmp_path:
         errors = copy.errors.read_text()
         assert "job train is begun anew: the one that is unfinished here was copied with the folder\n" in errors
         assert f"the workers of job train belong to the controller of {a}/.shoal and are left alone; to take" in errors
+
+
+@holds("A living worker is adopted or ended by the controller alone")
+def test_shoal_run_with_another_store_in_the_same_folder_ends_no_worker_and_says_why_it_has_none(
+    tmp_path: Path,
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    b.mkdir()
+    with running(a, LONG, "--workers", "1") as first:
+        first.wait_step(2)
+        pids = sorted(worker["pid"] for worker in first.workers())
+        with running(b, LONG, "--workers", "1", "--data", str(a / ".shoal"), "--store", "embedded:elsewhere") as other:
+            log = a / ".shoal/jobs/train/w0.log"
+            why = f"worker w0 of job train lives and writes to {log}, and another controller has started it"
+            until_seen("it to say why", lambda: why in other.output.read_text() + other.errors.read_text())
+            step = first.job()["step"]
+            first.wait_step(step + 2)
+            assert sorted(worker["pid"] for worker in first.workers()) == pids
+            assert [world["reason"] for world in first.get("/jobs/train/report")["generations"]] == ["start"]
