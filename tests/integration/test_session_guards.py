@@ -19,6 +19,8 @@ from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Heartbeat, Refusal, Telemetry
+from shoal_protos.quoting import of_shoal
+from shoal_protos.release import RELEASE
 from tiers import promise
 
 
@@ -64,8 +66,11 @@ def test_noise_on_the_raw_socket_harms_nothing() -> None:
 def test_only_who_shows_the_token_is_heard() -> None:
     async def scene(port: Port) -> None:
         forged = WorkerTokens("guess").join("demo", "run-1")
-        for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token"),
-                             (forged, "another token")):  # fmt: skip
+        strange = (
+            f"another token: one for workers that this controller (of {of_shoal(RELEASE)}) has not made, so it was "
+            "made from another SHOAL_TOKEN, or by a controller of another release of shoal"
+        )
+        for token, found in ((None, "no token"), ("guess", "another token"), ("", "another token"), (forged, strange)):
             async with port.worker(token) as worker:
                 await worker.send(HELLO)
                 sentence = f"the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there"
