@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from shoal.callbacks import CSV, EarlyStopping, SaveBest, TensorBoard
 from shoal.exchange.evaluation_round import EvaluationRound, _Stream
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
-from shoal.training import requests
+from shoal.training import measured, requests
 from shoal.training.engine import Engine
+from shoal.world import World
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import MemberState
 
@@ -279,8 +282,21 @@ def test_a_tracker_of_the_next_rank_0_is_told_what_the_last_one_may_not_have_wri
 
 
 @holds("Survivors of a loss have the same numbers")
-def test_who_is_given_states_is_told_no_more_than_they_know() -> None:
-    """A worker that comes in with the recovery has the others' callbacks as they are after the evaluation."""
+def test_who_is_given_states_is_told_no_more_than_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a recovery: of two evaluations the states that it was given know the first."""
+    rows, numbers = torch.tensor([[2, 1], [2, 2], [0, 0]]), [{"seen": 1.0}, {"seen": 2.0}]
+    group = SimpleNamespace(all_gather=lambda _: rows)
+    plan = SimpleNamespace(recovery=SimpleNamespace(counted=(True, True, False)))
+    monkeypatch.setattr(measured, "receive_framed", lambda *_: json.dumps(numbers).encode())
+    newcomer, heard_of = measured.Measured(), list[dict[str, float]]()
+    newcomer.add_listener(heard_of.append)
+    newcomer.agree(cast(World, SimpleNamespace(plan=plan, rank=2, group=group)))
+    newcomer.tell(is_first=False)
+    assert newcomer.numbers == numbers and heard_of == [{"seen": 2.0}]
+
+
+def test_a_worker_that_comes_after_an_evaluation_has_the_others_callbacks_as_they_are() -> None:
+    """Where another one is lost before the next step."""
     hearings, stopping = Hearings(), dict[str, EarlyStopping]()
 
     def prepare(engine: Engine) -> None:
@@ -358,7 +374,7 @@ def test_the_best_weights_are_those_that_were_measured(names: str, options: dict
 @holds("An export that is asked for between")
 def test_a_standby_that_hears_of_the_best_number_later_exports_no_other_weights(tmp_path: Path) -> None:
     """Each number is the best, while there is one."""
-    path, weights, measured = tmp_path / "best.safetensors", dict[int, dict[str, torch.Tensor]](), set[int]()
+    path, weights, with_standby = tmp_path / "best.safetensors", dict[int, dict[str, torch.Tensor]](), set[int]()
 
     def prepare(engine: Engine) -> None:
         engine.on_step(SaveBest(path, "score", mode="max"))
@@ -368,7 +384,7 @@ def test_a_standby_that_hears_of_the_best_number_later_exports_no_other_weights(
         if not engine.step() or engine.context.world is None:
             return
         if any(not share.lanes for share in engine.context.world.plan.shares):
-            measured.add(engine.global_step)
+            with_standby.add(engine.global_step)
             with engine.evaluating():
                 for _ in engine.shard(NUMBERS):
                     engine.report(score=engine.global_step)
@@ -379,7 +395,7 @@ def test_a_standby_that_hears_of_the_best_number_later_exports_no_other_weights(
         crew.train_until("c has lanes", lambda: bool(crew.workers["c"].engine.lanes))
         crew.finish()
     found = load_file(path)
-    assert all(torch.equal(found[name], weights[max(measured)][name]) for name in found)
+    assert all(torch.equal(found[name], weights[max(with_standby)][name]) for name in found)
 
 
 def keep(engine: Engine, weights: dict[int, dict[str, torch.Tensor]]) -> None:
