@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from typing import Any
 
@@ -141,29 +140,4 @@ def test_the_controller_is_killed_five_times() -> None:
             cluster.wait_step(3 * (turn + 1))
             cluster.kill_controller()
             cluster.start_controller()
-        cluster.wait_undisturbed()
-
-
-def test_a_store_from_an_older_backup_does_not_stop_those_who_have_come_since() -> None:
-    with Cluster(workers=2, options=LONG, pace=PACE) as cluster:
-        cluster.wait_step(2)
-        cluster.kill_controller()
-        store, backup = cluster.folder / "store", cluster.folder / "backup"
-        shutil.copytree(store, backup)
-        cluster.start_controller()
-        cluster.add(2)
-        cluster.wait_world(4)
-        for victim, left in (("w0", 3), ("w1", 2)):
-            cluster.kill(victim)
-            cluster.wait_state(victim, "lost")
-            cluster.wait_world(left)
-        generation = cluster.job()["generation"]
-        cluster.kill_controller()
-        for file in store.glob("store.db*"):
-            file.unlink()
-        for file in backup.glob("store.db*"):
-            shutil.copy(file, store)
-        cluster.start_controller()
-        cluster.until("a generation after theirs", lambda job: job["generation"] > generation)
-        cluster.wait_world(2)
         cluster.wait_undisturbed()

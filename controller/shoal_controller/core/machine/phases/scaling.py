@@ -42,8 +42,8 @@ def settle(turn: Turn) -> None:
         return
     here = staying_workers(turn)
     wanted = turn.durable.wanted + _spares(turn, here)
-    heard = [record for record in here if record.worker in turn.job.processes or not record.incarnation]
-    for record in reversed(heard[wanted:]):  # ● whom this controller has never heard is no reason to let others go
+    present = [record for record in here if record.worker in turn.job.processes or not record.incarnation]
+    for record in reversed(present[wanted:]):  # ● whom this controller has never heard is no reason to let others go
         drain(turn, record.worker, Leaving.SCALE_DOWN, SCALE_DOWN_GRACE)
     if turn.now >= turn.durable.spawn_after:
         for _ in range(wanted - len(here)):
