@@ -27,7 +27,7 @@ def large_job() -> Durable:
     roster = {
         member.worker: WorkerRecord(
             member.worker, age, True, member.incarnation, member.address, f"host{age // 8}", f"rack{age // 100}",
-            Place.of_process(1000 + age, f"/logs/{member.worker}.log"),
+            place=Place.of_process(1000 + age, f"/logs/{member.worker}.log"),
         )
         for age, member in enumerate(members)
     }  # fmt: skip

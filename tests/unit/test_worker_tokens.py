@@ -56,17 +56,21 @@ def test_neither_the_secret_nor_what_is_made_of_it_is_printed() -> None:
     assert repr(TOKENS) == "WorkerTokens()"
 
 
+def unheard() -> None:
+    """A caller's connection of whose wrong token nobody needs to hear."""
+
+
 def opened(*, bearer: str | None = None, beside: str = "", now: float = 0.0) -> Proof | None:
     headers = {} if bearer is None else {"authorization": f"Bearer {bearer}"}
     door = Door(TOKENS, lambda: now)
-    return asyncio.run(door.proof_of({**headers, **({SESSION_TOKEN: beside} if beside else {})}, "10.0.0.7"))
+    return asyncio.run(door.proof_of({**headers, **({SESSION_TOKEN: beside} if beside else {})}, "10.0.0.7", unheard))
 
 
 def test_the_operators_token_opens_every_session_and_each_other_what_it_proves() -> None:
     assert opened(bearer="secret") is None
     assert opened(bearer=JOIN) == RUN
     assert opened(bearer=SESSION, now=999.0) == W0
-    assert asyncio.run(Door(None).proof_of({}, "")) is None, "where no token is asked for, none is read"
+    assert asyncio.run(Door(None).proof_of({}, "", unheard)) is None, "where no token is asked for, none is read"
 
 
 @rule(
@@ -111,13 +115,13 @@ def test_a_session_token_whose_time_is_over_opens_nothing_alone_and_says_whose_i
 def test_a_refused_token_is_one_sentence(headers: dict[str, str | bytes], found: str) -> None:
     sentence = f"^the worker showed {found}; set SHOAL_TOKEN to what `shoal token JOB` prints there$"
     with pytest.raises(Refused, match=sentence):
-        asyncio.run(Door(TOKENS).proof_of(headers, ""))
+        asyncio.run(Door(TOKENS).proof_of(headers, "", unheard))
 
 
 def test_a_token_for_workers_that_was_not_made_here_is_refused_with_what_it_may_be() -> None:
     """A controller of another release may have made it in another way: its workers come again and again."""
     with pytest.raises(Refused) as refused:
-        asyncio.run(Door(TOKENS).proof_of({"authorization": f"Bearer {JOIN[:-1]}"}, ""))
+        asyncio.run(Door(TOKENS).proof_of({"authorization": f"Bearer {JOIN[:-1]}"}, "", unheard))
     assert str(refused.value) == (
         f"the worker showed another token: one for workers that this controller (of {of_shoal(RELEASE)}) has not made, "
         "so it was made from another SHOAL_TOKEN, or by a controller of another release of shoal; set SHOAL_TOKEN to "
