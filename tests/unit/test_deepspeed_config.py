@@ -133,6 +133,14 @@ def test_an_optimizer_beside_its_section_is_the_one_that_the_section_describes()
     ]
 
 
+def test_the_rate_of_a_section_is_compared_with_the_base_of_a_schedule_that_has_begun_below_it() -> None:
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25)
+    config = load_config({**SMALLEST, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, Beside(optimizer=True))
+    assert config.optimizer is not None and optimizer.param_groups[0]["lr"] == 0.025
+    assert list(optimizer_differs(config.optimizer, optimizer)) == []
+
+
 # ---- what is shown of a job
 
 

@@ -36,7 +36,8 @@ def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[s
         yield _other_class("optimizer", section.type, kind)
         return
     for key, value in section.params.items():
-        found = [group[key] for group in given.param_groups if key in group]
+        # a schedule that begins below its base has moved the rate already
+        found = [group.get(f"initial_{key}", group[key]) for group in given.param_groups if key in group]
         odd = next((one for one in found if not _same(one, value)), None)
         if value != "auto" and odd is not None:
             yield _other_value("optimizer", key, value, odd)
