@@ -305,6 +305,7 @@ def test_a_store_from_a_backup_believes_the_higher_numbers_of_its_workers_and_ma
     for worker, status in statuses.items():
         job.hello(worker, status=status)
     assert job.job.attempt is not None and job.job.attempt.generation == 8
+    job.wait(job.job.spec.reconnect_seconds)  # others of their generation may be alive, whom the store does not know
     job.recover()
     job.wait(1)
     assert job.view.phase is Phase.RUNNING and job.view.generation == 8 and job.view.step == 91

@@ -154,7 +154,18 @@ def test_every_epoch_ends_at_its_last_step_also_where_the_job_goes_on_from_the_m
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 7, "resume": "latest"}}
     options = {**OPTIONS, "shoal": place}
     whole = reference(Task(OPTIONS))
-    assert undisturbed(Task(options, script=script)) == whole
+
+    def no_faster_than_the_disk(elastic: Engine, before: Callable[[], None]) -> None:
+        saver = elastic.parts.saving._saver
+        assert saver is not None
+
+        def wait_too() -> None:
+            before()
+            saver.join()
+
+        script(elastic, wait_too)
+
+    assert undisturbed(Task(options, script=no_faster_than_the_disk)) == whole
     for folder in tmp_path.glob("step-000000000014*"):
         for file in folder.iterdir():
             file.unlink()

@@ -106,5 +106,5 @@ def test_a_terminal_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
     get_logger("shoal.world").info("world", generation=2)
-    line = terminal.getvalue()
+    line = terminal.getvalue().splitlines()[-1]  # before it stands what the test before has lost, if anything
     assert "world" in line and "generation" in line and not is_entry(line)
