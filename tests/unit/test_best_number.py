@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
+from crew_saves import saved
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest, best_number
@@ -63,6 +64,12 @@ def stops() -> EarlyStopping:
             "started over\n",
             "            return\n",
         ),
+        Edit(
+            "shoal.training.boundary",
+            "        self._keep()\n        self._carry_out(record, stepped=True)\n",
+            "        self._carry_out(record, stepped=True)\n        self._keep()\n",
+            by="test_a_checkpoint_has_the_judgement_of_its_own_steps_loss",
+        ),
     ],
 )
 def test_a_job_stops_when_a_number_was_no_better_so_often(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +108,33 @@ def test_a_job_that_goes_on_from_a_checkpoint_knows_how_often_it_was_no_better(t
 
     assert once(7).global_step == 7
     assert once(12).global_step == 9
+
+
+@holds("What follows from the best number")
+def test_a_checkpoint_has_the_judgement_of_its_own_steps_loss(tmp_path: Path) -> None:
+    """Who goes on from it does not come by that step again."""
+    callbacks: dict[str, EarlyStopping] = {}
+
+    def prepare(engine: Engine) -> None:
+        callbacks[engine.context.link.worker] = callback = EarlyStopping(patience=99, mode="max")
+        engine.on_step(callback)
+
+    def of(steps: int) -> Task:
+        checkpoint = {"path": str(tmp_path), "every_steps": 3}
+        return Task({"max_steps": steps, "shoal": {"checkpoint": checkpoint}}, prepare=prepare)
+
+    with Crew("ab", of(9)) as crew:
+        crew.train_to(4)
+        saved(crew, 3)
+        for name in "ab":
+            crew.kill(name)
+        crew.until("all to be lost", lambda: crew.job.durable.current is None)
+        for name in "cd":
+            crew.add(name)
+        crew.finish()
+    alone(Task({"max_steps": 9}, prepare=prepare))
+    assert callbacks["c"].state_dict() == callbacks["d"].state_dict() == callbacks["w0"].state_dict()
+    assert callbacks["w0"].worse > 5
 
 
 @holds("What follows from the best number")

@@ -74,7 +74,9 @@ class Boundary:
         self._context.calls_back = True
 
     def add_watcher(self, watcher: Callable[[], None]) -> None:
-        """Called on every member after each committed step, and perhaps again: it knows how far it is."""
+        """Called on every member after each committed step, before what is saved of it, and perhaps again: it knows how
+        far it is. It reads no parameters.
+        """
         self._watchers.append(watcher)
 
     def add_keeper(self, keeper: Callable[[], None]) -> None:
@@ -179,6 +181,8 @@ class Boundary:
             with self._evaluation.anywhere():
                 for keeper in self._keepers:
                     keeper()
+        for watcher in self._watchers:
+            watcher()
 
     def _carry_out(self, record: Record, stepped: bool) -> None:
         context = self._context
@@ -193,8 +197,6 @@ class Boundary:
 
     def _call_back(self, record: Record) -> None:
         context, step = self._context, record.step
-        for watcher in self._watchers:
-            watcher()
         if self._called.last < step:
             group = context.world.group if context.world is not None else None
             others = group if record.calls_back and group is not None and group.size > 1 else None
