@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
+from crew import ONE_AT_A_TIME, Crew, Task, Worker, engine_of, train
 from crew_saves import saved
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest, best_number
 from shoal.faults import Faults
+from shoal.group.group import WorldChanged
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
@@ -63,6 +64,12 @@ def stops() -> EarlyStopping:
             '            self.load_state_dict({"step": 0, "best_step": 0, "worse": 0, "best": None})  # it '
             "started over\n",
             "            return\n",
+        ),
+        Edit(
+            "shoal.callbacks.best_number",
+            "_of_the_step(engine).get(self.number)",
+            "engine.reports.get(self.number)",
+            by="test_what_was_measured_after_a_step_counts_once_for_a_member_that_still_owes_the_step",
         ),
         Edit(
             "shoal.training.boundary",
@@ -135,6 +142,41 @@ def test_a_checkpoint_has_the_judgement_of_its_own_steps_loss(tmp_path: Path) ->
     alone(Task({"max_steps": 9}, prepare=prepare))
     assert callbacks["c"].state_dict() == callbacks["d"].state_dict() == callbacks["w0"].state_dict()
     assert callbacks["w0"].worse > 5
+
+
+@holds("What follows from the best number")
+def test_what_was_measured_after_a_step_counts_once_for_a_member_that_still_owes_the_step() -> None:
+    """A standby has not come to the boundary when the others measure; then one of them dies."""
+    callbacks: dict[str, EarlyStopping] = {}
+    struck: list[int] = []
+
+    def prepare(engine: Engine) -> None:
+        callbacks[engine.context.link.worker] = callback = EarlyStopping("score", patience=99)
+        engine.on_step(callback)
+
+    def step(engine: Engine) -> None:
+        if engine.step():
+            with engine.evaluating():
+                for _ in engine.shard(range(8)):
+                    engine.report(score=1.0)
+
+    def strike(worker: Worker, point: str, step: int) -> None:
+        context = worker.engine.context
+        is_standby = context.world is not None and not context.lanes and context.begins is None
+        if (worker.name, point, struck) == ("d", "hand_out", []) and is_standby:
+            struck.append(step)
+            survivors = [crew.workers[name].engine.parts.evaluation for name in "ab"]
+            worker.wait(lambda: all(one.measured.numbers for one in survivors))
+            crew.workers["c"].killed = True
+            raise WorldChanged("the connection to c broke")
+
+    with Crew("abc", Task({"max_steps": 12}, step=step, prepare=prepare)) as crew:
+        crew.watchers.append(strike)
+        crew.train_to(2)
+        crew.add("d")
+        crew.finish()
+    assert struck and callbacks["a"].worse == 11
+    assert callbacks["d"].state_dict() == callbacks["b"].state_dict() == callbacks["a"].state_dict()
 
 
 @holds("What follows from the best number")

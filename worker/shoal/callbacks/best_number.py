@@ -68,7 +68,7 @@ class BestNumber:
         if step == self.step:
             return
         self.step = step
-        value = engine.loss if self.number == LOSS else engine.reports.get(self.number)
+        value = engine.loss if self.number == LOSS else _of_the_step(engine).get(self.number)
         if value is not None:
             self._judge(engine, value)
 
@@ -98,6 +98,14 @@ class BestNumber:
 
     def on_worse(self, engine: Engine) -> None:
         """It is no better."""
+
+
+def _of_the_step(engine: Engine) -> Mapping[str, float]:
+    """Numbers that the step's vote has carried. `on_evaluation` hears of those that were measured after it, which a
+    member may have before it comes to this.
+    """
+    record = engine.context.state.record
+    return {**record.reports, **record.evaluations} if record is not None else {}
 
 
 class EarlyStopping(BestNumber):
