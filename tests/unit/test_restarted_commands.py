@@ -92,3 +92,27 @@ def test_the_command_is_killed_with_its_parent() -> None:
         assert one.stdout.readline()
         one.kill()
         assert one.stdout.read() == "", "a command that lives keeps its output open"
+
+
+SHOAL = "from shoal_controller.cli.console import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("text", "restarts", "why"),
+    [
+        ("echo hello\n", 0, "Exec format error"),
+        ("echo hello\n", 1, "Exec format error"),
+        ("#!/bin/sh\nrm $0\nexit 75\n", 1, "No such file or directory"),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_named_in_a_sentence(
+    tmp_path: Path, text: str, restarts: int, why: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(text)
+    program.chmod(0o755)
+    given = ["worker", "--restarts", str(restarts), "--controller", "h:1", "--job", "j", "--", str(program)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    one = subprocess.run([sys.executable, "-c", SHOAL, *given], env=environment, capture_output=True, text=True)
+    assert f"shoal: {program} cannot be run as a worker: {why}; expected a program" in one.stderr
+    assert (one.returncode, "Traceback" in one.stderr) == (2, False)

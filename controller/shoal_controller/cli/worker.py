@@ -75,9 +75,13 @@ def worker(
         raise UserError(f"there is no program {command[0]!r} to run as a worker; expected a command after `--`")
     environment = GRPC_VARIABLES | os.environ | {"SHOAL_CONTROLLER": controller, "SHOAL_JOB": job}
     most = 0 if os.environ.get("SHOAL_LAUNCHER") else int(restarts)
-    if os.getpid() != 1 and not most:
-        os.execve(program, command, environment)
-    return Parent(program, command, environment).run(most)
+    try:
+        if os.getpid() != 1 and not most:
+            os.execve(program, command, environment)
+        return Parent(program, command, environment).run(most)
+    except OSError as error:
+        why = f"{error.strerror}; expected a program, or a script whose first line names one, such as #!/bin/sh"
+        raise UserError(f"{program} cannot be run as a worker: {why}") from None
 
 
 class Parent:
@@ -100,7 +104,7 @@ class Parent:
         signal.pthread_sigmask(signal.SIG_BLOCK, {*self._handed_on, signal.SIGCHLD})
         for restart in range(restarts + 1):
             status = self._run_once()
-            if status != START_AGAIN or self._told_to_end:
+            if status != START_AGAIN or self._told_to_end or signal.sigpending() & set(ENDS):
                 return status
             if restart < restarts:
                 say(f"the job begins anew: the command is started again ({restart + 1} of --restarts {restarts})", 0)
