@@ -91,7 +91,7 @@ def said_by_a_worker(job: Driver) -> Iterator[ToController]:
     number = job.job.attempt.generation if job.job.attempt is not None else status.generation
     saved = SaveReport(1, 1, SaveOutcome.DONE, "/checkpoints/a", 5, 0.1, 0.1, 0.1)
     change = Change(1, 0, 0.1, {"prepare": 0.1}, 1, 2, 3)
-    telemetry = Telemetry(1.0, 0.1, 0.1, 5.0, 3, {"rss": 5}, (change,), (saved,), "", 1, 1, "lane 0")
+    telemetry = Telemetry(1.0, 0.1, 0.1, 5.0, 3, {"rss": 5}, (change,), (saved,), "", "", 1, 1, "lane 0")
     activity = Activity(1, 1, StepPhase.VOTE, 0, ("w2",), 1.0, 0.1)
     full = replace(
         status, broken=("w2",), checkpoint=CheckpointRef(1, 1, "/checkpoints/a", 5, RUN, verified=True),
