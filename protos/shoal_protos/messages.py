@@ -174,7 +174,7 @@ class Hello:
     """Brief, unless the controller has asked for all of it."""
     status: Status
     next_generation: int = 0
-    """Generations must exceed this (a checkpoint's manifest knew that many)."""
+    """Generations must exceed this: a checkpoint's manifest knew that many, or a plan that may still begin has it."""
     run: str = ""
     """The run that it belongs to: named by its launcher or by its first welcome. Empty: it has been in none yet."""
     release: str = ""

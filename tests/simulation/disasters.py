@@ -8,11 +8,15 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
+from shoal_controller.core.machine.durable import Durable
+
 if TYPE_CHECKING:
     from .simulation import Simulation
     from .stored import StoredJob
 
 SHARE_OF_SEEDS = 0.3
+BACKUPS = 4
+"""Of a store, some of which all who live have gone beyond."""
 
 
 class Disasters:
@@ -22,37 +26,37 @@ class Disasters:
         self.simulation, self.clock = simulation, simulation.clock
         self.chance = Random(f"disasters of {simulation.seed}")
         self.count = 0
-        self._backup: StoredJob | None = None
+        self._backups: list[StoredJob] = []
 
     def rage(self, seconds: float) -> None:
         if self.chance.random() >= SHARE_OF_SEEDS or self.simulation.kinds:
             return
         if self.simulation.spec.launcher == "none":
             self.clock.after(self.chance.uniform(0, seconds), self.lose_a_block)
-        if self.chance.random() < 0.5:
+        for _ in range(BACKUPS):
             self.clock.after(self.chance.uniform(0, seconds), self.back_up)
 
     def back_up(self) -> None:
         """Of a job that trains, whose world may be another one later."""
         host = self.simulation.host
         if host.stored.current is not None and not host.stored.phase.is_over:
-            self._backup = host.store.copy()
+            self._backups.append(host.store.copy())
 
     def calm(self) -> None:
-        """The network is whole, and the controller is to start: with the backup, where all who live have gone beyond
-        what it knows, and nothing else is amiss that it does not know of.
+        """The network is whole, and the controller is to start: with the newest backup of which all who live have gone
+        beyond what it knows, where nothing else is amiss that it does not know of.
         """
         simulation = self.simulation
         amiss = simulation.stubborn or simulation.bits.flips or simulation.promises.cancel_was_asked
-        if self._backup is None or amiss or simulation.host.job.durable.phase.is_over:
-            return
-        then = self._backup.read()
         members = [worker for worker in simulation.workers() if worker.training.generation]
-        beyond = bool(members) and all(worker.training.generation > then.last_generation for worker in members)
-        if beyond and not any(record.leaving for record in then.roster.values()):
+        if amiss or not members or simulation.host.job.durable.phase.is_over:
+            return
+        least = min(worker.training.generation for worker in members)
+        older = [one for one in self._backups if _is_whole(then := one.read()) and then.last_generation < least]
+        if older:
             self.count += 1
             simulation.put_back += 1
-            simulation.host.put_back(self._backup)
+            simulation.host.put_back(older[-1])
 
     def lose_a_block(self) -> None:
         """All its holders die at once, where nobody but people starts others: some have, some do soon."""
@@ -66,3 +70,9 @@ class Disasters:
                 worker.end(-9, f"killed with all who hold block {block}")
         for _ in range(self.chance.randint(0, 3)):
             self.clock.after(self.chance.uniform(0, 3), self.simulation.start_process)
+
+
+def _is_whole(durable: Durable) -> bool:
+    """Whether a member was to stay: the graces of a world that leaves are of another time."""
+    members = durable.current.members if durable.current is not None else ()
+    return any(not durable.roster[member.worker].leaving for member in members)

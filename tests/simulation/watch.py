@@ -70,9 +70,15 @@ class Watch:
     def put_back(self, durable: Durable) -> None:
         """The store is an older one: what no living worker knows of is given again, and people see the step of then."""
         self.was_put_back = True
-        known = max([durable.last_generation, *(w.membership.newest_known for w in self.simulation.workers())])
+        known = max(
+            [
+                durable.last_generation,
+                *(max(w.membership.newest_known, w.membership.newest_planned) for w in self.simulation.workers()),
+            ]
+        )
         self.opened = {number: plan for number, plan in self.opened.items() if number <= known}
         self.plans = {number: plan for number, plan in self.plans.items() if number <= known}
+        self.simulation.worlds.forget_after(known)
         self.incarnations = {one.worker: one.incarnation for one in durable.roster.values() if one.incarnation}
         self.shown = min(self.shown, durable.step)
         self.simulation.promises.put_back()

@@ -68,3 +68,7 @@ class Worlds:
         if known is None:
             known = self._worlds[plan.generation] = World(plan)
         return known
+
+    def forget_after(self, generation: int) -> None:
+        """Their numbers are given again."""
+        self._worlds = {number: world for number, world in self._worlds.items() if number <= generation}

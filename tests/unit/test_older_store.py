@@ -27,11 +27,11 @@ def restored(**spec: object) -> Driver:
     return job
 
 
-def come(job: Driver, *workers: str, generation: int = 9, holds: Runs = WHOLE) -> None:
+def come(job: Driver, *workers: str, generation: int = 9, holds: Runs = WHOLE, next_generation: int = 0) -> None:
     """Members of a later generation say hello."""
     job.welcomed |= set(workers)
     for worker in workers:
-        job.hello(worker, status=Status(
+        job.hello(worker, next_generation=next_generation, status=Status(
             1, generation, MemberState.TRAINING, generation, 50, generation, 40, holds, parameters_current=True,
         ))  # fmt: skip
 
@@ -100,6 +100,34 @@ def test_a_change_that_has_begun_before_they_came_begins_again_with_a_number_bey
     assert job.job.attempt is not None and job.job.attempt.generation == 2
     come(job, "w2", "w3")
     assert job.job.attempt.generation > 9
+
+
+@rule(
+    "… and so is one of a plan that may still begin where a worker has it, though none has gone so far",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.older_store",
+            "(attempt is not None and hello.next_generation == attempt.generation)",
+            "0",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.older_store",
+            'older state" if highest > number else "")',
+            'older state" if False else "")',
+        ),
+    ],
+    after="A number that a living member has gone beyond",
+)
+@pytest.mark.parametrize("planned", [10, 11])
+def test_a_number_that_a_pending_plan_has_is_not_given_again(planned: int) -> None:
+    job = restored(**LAUNCHED)
+    come(job, "w2")
+    assert job.job.attempt is not None and job.job.attempt.generation == 10
+    come(job, "w3", next_generation=planned)
+    assert job.job.attempt.generation == 12
+    job.beat("w3", generation=planned, promised=planned)
+    assert not job.job.distrusted, "it has begun meanwhile"
 
 
 def test_nothing_is_given_up_before_all_who_live_have_had_time_to_come() -> None:

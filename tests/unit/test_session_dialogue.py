@@ -56,6 +56,30 @@ def dialogue_of(worker: str = "a") -> Dialogue:
     return dialogue
 
 
+@rule(
+    "A hello tells the highest number of a plan that may still begin at its worker: no controller gives that again",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal.core.membership",
+        "        plans = (self.next, self.begins, self.deferred, *self.kept.values())\n",
+        "        plans = (self.begins, *self.kept.values())\n",
+    ),
+)
+def test_a_hello_tells_the_number_of_a_plan_that_may_still_begin() -> None:
+    dialogue = dialogue_of()
+    dialogue.membership.on_prepare(1)
+    dialogue.membership.on_recovery(recovery(1, "ab"))
+    dialogue.membership.begin(recovery(1, "ab"))
+    dialogue.membership.on_planned(planned(3, 1, "abC"))
+    assert dialogue.say_hello().next_generation == 3
+    dialogue.membership.enter_vote(every(BLOCKS))
+    dialogue.membership.voted = 3
+    dialogue.membership.on_planned(planned(4, 1, "abD"))
+    assert dialogue.say_hello().next_generation == 4
+    dialogue.membership.on_prepare(5)
+    assert dialogue.say_hello().next_generation == 0
+
+
 @holds("A hello names the model by a digest")
 def test_a_hello_names_its_parameters_and_tells_them_when_it_is_asked() -> None:
     whole = replace(DESCRIPTION, parameters=(Parameter("weight", (4096, BLOCKS), "torch.float32", 0),))

@@ -194,3 +194,9 @@ class Membership:
     def newest_known(self) -> int:
         """What the status says as `promised`: the highest generation stopped for, built or voted."""
         return max(self.promised, self.generation, self.voted)
+
+    @property
+    def newest_planned(self) -> int:
+        """The highest generation of a plan that may still begin here, promised or not; 0: there is none."""
+        plans = (self.next, self.begins, self.deferred, *self.kept.values())
+        return max((plan.generation for plan in plans if plan is not None), default=0)

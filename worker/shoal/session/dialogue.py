@@ -144,6 +144,7 @@ class Dialogue:
             self._due[Result] = None
         if self._drain:
             self._due[Request] = None
+        checkpoint = self._status.checkpoint
         return Hello(
             version=PROTOCOL_VERSION,
             job=self.job.name,
@@ -155,7 +156,7 @@ class Dialogue:
             domain=self.process.domain,
             description=self._brief,
             status=self._number_status(),
-            next_generation=self._status.checkpoint.generation if self._status.checkpoint is not None else 0,
+            next_generation=max(self.membership.newest_planned, checkpoint.generation if checkpoint is not None else 0),
             run=self.job.run,
             release=RELEASE,
         )

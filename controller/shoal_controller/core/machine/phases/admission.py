@@ -27,6 +27,7 @@ from shoal_controller.core.machine.phases import (
     failure_detector,
     failures,
     introduction,
+    older_store,
     proofs,
     silence,
     survival,
@@ -273,7 +274,7 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     first = known is None or not known.incarnation
     silence.note_first(turn)
     turn.enlist(_record_with(hello, turn.enlist_new(worker) if known is None else known))
-    turn.keep(last_generation=max(turn.durable.last_generation, hello.next_generation))
+    turn.keep(last_generation=max(turn.durable.last_generation, older_store.taken(turn, hello)))
     before = turn.process(worker)
     if before is not None:
         silence.note_return(turn)

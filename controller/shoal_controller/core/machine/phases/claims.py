@@ -62,7 +62,7 @@ def false_hello(turn: Turn, hello: Hello) -> str:
     known = worker_of(turn, hello.incarnation) in turn.job.processes
     highest = turn.durable.last_generation + (0 if known or turn.world is None else GREATEST_LEAP)
     if hello.next_generation > turn.durable.last_generation + GREATEST_LEAP:
-        return f"knows a checkpoint of generation {hello.next_generation}; expected at most {highest}"
+        return f"knows a checkpoint or a plan of generation {hello.next_generation}; expected at most {highest}"
     return _false_status(turn, hello.status, highest) or _false_world(turn, hello.worker, hello.status.generation)
 
 

@@ -7,6 +7,7 @@ a worker says of itself is bounded by `claims.py`.
 
 from __future__ import annotations
 
+from shoal_protos.messages import Hello
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.phases import failure_detector
@@ -38,6 +39,21 @@ def ahead(turn: Turn, generation: int) -> str:
             known = f"the store knows none after {generation}: it was restored from an older state"
             return f"worker {process.worker} is in generation {status.generation}, and {known}"
     return ""
+
+
+def taken(turn: Turn, hello: Hello) -> int:
+    """● The number up to which none can be given any more, as a hello tells. Where it is that of the change under way,
+    which nobody can have told this worker, it was given twice: one more is taken, so that the change begins again.
+    """
+    attempt = turn.job.attempt
+    return hello.next_generation + (attempt is not None and hello.next_generation == attempt.generation)
+
+
+def outnumbered(turn: Turn, number: int) -> str:
+    """Why a number that this controller has given is not beyond all that were given before; empty: it is."""
+    highest = turn.durable.last_generation
+    known = f"a worker knows a plan beyond generation {number - 1}, the last that the store knows"
+    return ahead(turn, number - 1) or (f"{known}: it was restored from an older state" if highest > number else "")
 
 
 def confirm_absent(turn: Turn) -> None:

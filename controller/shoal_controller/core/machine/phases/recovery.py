@@ -117,10 +117,11 @@ def settle(turn: Turn) -> None:
 
 
 def _is_behind(turn: Turn, attempt: Attempt) -> bool:
-    """Begin again with what all hold where a worker is in a generation that the number does not exceed: it was given by
-    a store that was restored from an older state, before that worker was heard. Returns whether it has.
+    """Begin again with what all hold where a worker is in a generation that the number does not exceed, or knows a plan
+    beyond it: it was given by a store that was restored from an older state, before that worker was heard. Returns
+    whether it has.
     """
-    why = older_store.ahead(turn, attempt.generation - 1) if turn.world is not None else ""
+    why = older_store.outnumbered(turn, attempt.generation) if turn.world is not None else ""
     if why:
         recover(turn, why, turn.now)
     return bool(why)
