@@ -296,6 +296,19 @@ def test_a_momentum_that_is_new_begins_with_no_buffer(tmp_path: Path) -> None:
 # ---- jobs
 
 
+def test_another_rate_is_taken_where_every_step_so_far_has_overflowed_and_the_optimizer_keeps_nothing_yet(
+    tmp_path: Path,
+) -> None:
+    """Of half precision a checkpoint has master weights then, which are not the optimizer's."""
+    endless = {"precision": {"fp16": {"enabled": True, "initial_scale_power": 60}}}
+    task = given(path=str(tmp_path), every_steps=3)
+    place = written(replace(task, options={**task.options, **endless}))
+    later = given(0.25, resume=place)
+    with Crew("ab", replace(later, options={**later.options, **endless})) as crew:
+        crew.finish()
+        assert any("lr: 0.0078125 → 0.25" in message for message in messages(crew))
+
+
 def constant(_: Optimizer) -> None:
     """No schedule."""
 

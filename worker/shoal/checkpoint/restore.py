@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.given_states import check_masters
+from shoal.blocks.held import MASTER
 from shoal.blocks.host_memory import host_memory
 from shoal.blocks.state_home import WEIGHTS
 from shoal.checkpoint.by_name import take_by_name
@@ -141,7 +142,8 @@ def _refuse_other_states(reader: Reader, state: TrainingState, outcome: OtherVal
     tried = set()
     for piece in (piece for file in reader.manifest.files for piece in file.pieces):
         bucket = state.layout.buckets[piece.bucket]
-        kept = {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in sorted(piece.state.items())}
+        own = sorted((key, entry) for key, entry in piece.state.items() if key != MASTER)
+        kept = {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in own}
         tried.add((bucket.group, bucket.wide_dtype, tuple(kept.items())))
     for group, dtype, entries in tried:
         failure = failure_from(
