@@ -17,8 +17,8 @@ from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 
 HIGHEST_STAGE = 3
 ANSWER = "Start it with the job's script and config."
-GIVEN_FIELDS = ("optimizer", "lanes", "mirrors", "max_steps")
-"""What must agree whatever the model is."""
+GIVEN_FIELDS = ("lanes", "mirrors", "max_steps")
+"""What must agree whatever the model is, besides the optimizer."""
 MODEL_FIELDS = ("block_elements", "blocks", "state_bytes")
 """What follows from the model: where parameters are not known to agree, the first one that differs says more."""
 
@@ -124,6 +124,7 @@ def first_difference(worker: str, theirs: Description, jobs: Description) -> str
     untold = theirs.is_brief and theirs.parameters_digest != jobs.parameters_digest
     return (
         (None if theirs.is_brief else _parameters_differ(worker, theirs, jobs))
+        or _fields_differ(worker, theirs, jobs, ("optimizer",))  # what its groups are given follows from it
         or _texts_differ(worker, "another config", theirs.config, jobs.config)
         or _fields_differ(worker, theirs, jobs, GIVEN_FIELDS if untold else (*GIVEN_FIELDS, *MODEL_FIELDS))
         or (None if jobs.mixed_numerics else numerics_differ(worker, theirs, jobs))

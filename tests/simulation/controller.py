@@ -311,6 +311,7 @@ class Launcher:
     def forget_the_dead(self) -> None:
         """Their ends were reported to a controller whose store is gone."""
         self.started = {worker: process for worker, process in self.started.items() if process.alive}
+        self.gone &= self.started.keys()
 
     def _spawned(self, worker: str, life: int) -> None:
         if life == self._life:
