@@ -17,7 +17,9 @@ from tiers import check
 pytestmark = check("starts commands")
 
 PARENT = """
-import sys
+import signal, sys
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # ignored by what a shell has put into the background
+    signal.signal(number, signal.SIG_DFL)
 from shoal_controller.cli.worker import worker
 sys.exit(worker("h:1", "j", sys.argv[2:], sys.argv[1]))
 """
