@@ -107,13 +107,13 @@ class PodFaults:
     # ---- to whom
 
     def _end(self, worker: str) -> None:
-        process = self._pods.started[worker]
-        if process.alive:
+        process = self._pods.started.get(worker)  # one that has ended is forgotten with its store
+        if process is not None and process.alive:
             process.end(-9, "the pod was evicted")
 
     def _terminate(self, worker: str) -> None:
-        process = self._pods.started[worker]
         if worker in self._pods.running():
+            process = self._pods.started[worker]
             self.simulation.say("SIGTERM to the pod of", worker)
             process.awake(process.session.request_drain)
             self._later(self._end, worker)

@@ -111,6 +111,9 @@ class _CutSegments:
 
     def join(self) -> None:
         """What the step has made of the pieces is the state of their segments."""
+        if self._cut:  # a view of a piece counts as another use of parameters that are on their way
+            for group in self._twin.param_groups:
+                group["params"] = []
         for cut in self._cut:
             made = self._twin.state.pop(cut.counting.parameter, {})
             whole = {key: self._whole(cut, key, value) for key, value in made.items()}

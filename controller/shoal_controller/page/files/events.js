@@ -26,7 +26,7 @@ export class Events {
     this.kinds = element("select", { id: "kind", onchange: () => this.refill() });
     this.workers = element("select", { id: "worker", onchange: () => this.refill() });
     this.options = new Map([[this.kinds, new Set()], [this.workers, new Set()]]);
-    this.list = element("ol", { class: "events", "aria-label": "Events, newest first" });
+    this.list = element("ol", { class: "events", tabindex: "0", "aria-label": "Events, newest first" });
     this.none = element("p", { class: "quiet", role: "status", hidden: true }, "No event is like that.");
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.widen() }, "Show older ones");
     this.kinds.append(element("option", { value: ALL }, "all kinds"));

@@ -10,7 +10,7 @@ export const EVENT_KINDS = [
   "anew", "audit", "begun", "cancelled", "cancelling", "checkpoint_damaged", "checkpoint_failed", "checkpoint_found",
   "checkpoint_passed_over", "checkpoint_saved", "checkpoint_skipped", "claim_refused", "corrupt_block", "disconnected",
   "dismissed", "draining", "failed", "heard", "joined", "kept_out", "killed", "left", "lost", "micro_batches_skipped",
-  "not_bit_exact", "not_finite", "open", "parting", "paused", "pending", "plan", "prepare", "refused", "resized",
+  "not_bit_exact", "not_finite", "open", "other_values", "parting", "paused", "pending", "plan", "prepare", "refused", "resized",
   "restoring", "resumed", "returned", "saving", "scaled", "silent", "stalled", "starting", "stays", "straggler",
   "succeeded", "survives", "suspected", "trains", "unreachable", "unreadable_event", "waiting",
 ];
