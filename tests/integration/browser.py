@@ -68,6 +68,11 @@ class Watched:
         if world:
             expect(self.page.locator(".marks .mark").first).to_be_visible()
 
+    def as_answered(self) -> None:
+        """Answers are no longer altered; one that a test has in hand at this moment goes to the page as it is."""
+        for page in self.page.context.pages:
+            page.unroute_all(behavior="ignoreErrors")
+
     def button(self, name: str) -> Locator:
         return self.page.get_by_role("button", name=name, exact=True)
 
@@ -116,9 +121,10 @@ def browsed(url: str, allowed: str = "", look: Mapping[str, Any] | None = None) 
         page.set_default_timeout(PATIENCE)
         watched = Watched(page, url, allowed)
         watched.watch()
-        yield watched
-        watched.check()
+        try:
+            yield watched
+            watched.check()
+        finally:
+            watched.as_answered()
     finally:
-        for page in context.pages:
-            page.unroute_all(behavior="ignoreErrors")  # an answer that a test alters may be on its way
         context.close()

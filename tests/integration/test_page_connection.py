@@ -74,7 +74,7 @@ def test_events_that_do_not_come_are_asked_for_and_one_steady_sentence_says_so()
         cluster.kill("w1")
         expect(seen.page.locator(".events [data-kind=lost]")).to_have_count(1)
         assert len(refusals) >= 3
-        seen.page.unroute("**/v1/jobs/job/events*")
+        seen.as_answered()
         expect(banner).to_be_hidden()
         sentences = {one for one in seen.page.evaluate("window.banners") if one}
         assert len(sentences) == 1, "one sentence, all the time"
@@ -192,14 +192,14 @@ def test_the_page_goes_on_where_a_clock_was_set_back_and_says_what_it_waits_for(
         assert same == [[1000, 1001, 1002], "nobody leads"]
         assert back == [[998, 999], "recorded"], "what was later than that is measured once more"
         assert later == [[998, 999, 1000], "recorded"]
-        seen.page.unroute_all()
+        seen.as_answered()
         seen.page.clock.set_system_time("2020-02-02T02:02:02Z")
         seen.page.route(re.compile(r"/v1/(?!.*events)"), answer_on_another_date)
         cluster.wait_step(2)
         seen.open_job()
         expect(seen.page.locator("#axis-range")).to_contain_text("following")
         expect(seen.page.locator("#axis-range")).not_to_contain_text(re.compile("2015|2020"))
-        seen.page.unroute_all()
+        seen.as_answered()
         seen.page.evaluate(UNANSWERED)
         seen.page.clock.fast_forward(5000)
         expect(seen.page.locator("#banner")).to_contain_text("The controller takes long to answer")

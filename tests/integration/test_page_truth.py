@@ -137,7 +137,7 @@ def test_what_was_done_or_refused_is_said_no_longer_than_it_holds() -> None:
         seen.page.route("**/v1/jobs/job/scale", lambda route: route.abort("connectionrefused"))
         press.click()
         expect(seen.dialog().get_by_role("alert")).to_contain_text("The controller does not answer")
-        seen.page.unroute("**/v1/jobs/job/scale")
+        seen.as_answered()
         confirm(seen, "Scale", preview(cluster, "scale", workers=3))
         cluster.until("3 wanted", lambda job: job["workers"]["wanted"] == 3)
 
