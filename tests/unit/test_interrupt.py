@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from integration.cluster import until
 
 WHILE_IT_IS_IMPORTED = """
 class Interrupting:
@@ -51,8 +52,11 @@ def test_an_interrupt_ends_a_submit_that_waits_for_its_specification(tmp_path: P
     code = "from shoal_controller.cli.console import main; main()"
     command = (sys.executable, "-c", code, "submit", str(pipe))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as submit:
-        end = os.open(pipe, os.O_WRONLY)  # returns once the command reads
+        end = os.open(pipe, os.O_WRONLY)  # returns once the command has opened it
         try:
+            # Python looks for signals before it reads: one that comes after that look, yet before the system call,
+            # waits for the next byte or the next Ctrl-C. So it is sent to a command that sleeps in its read.
+            until("it reads", lambda: "pipe_read" in Path(f"/proc/{submit.pid}/wchan").read_text())
             submit.send_signal(signal.SIGINT)
             printed, _ = submit.communicate(timeout=20)
         finally:
