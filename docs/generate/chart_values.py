@@ -27,8 +27,8 @@ class Values(BaseModel):
 
 
 class Image(Values):
-    repository: Annotated[str, Field(min_length=1)]
-    """Registry and repository."""
+    repository: str = ""
+    """Registry and repository. One without a default must be named."""
     tag: str = ""
     """Tag or `sha256:…` digest. Default: the chart's version of the application."""
     pullPolicy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
@@ -253,10 +253,10 @@ class Test(Values):
 
 
 class ChartValues(Values):
-    image: Image = Image(repository="shoal-controller")
-    """Image of the controllers (deploy/controller.Dockerfile)."""
-    workerImage: Image = Image(repository="shoal-worker")
-    """Image of the job that `helm test` runs (deploy/worker.Dockerfile)."""
+    image: Image = Image()
+    """Image of the controllers (deploy/controller.Dockerfile). None is published, so name yours."""
+    workerImage: Image = Image()
+    """Image of the job that `helm test` runs (deploy/worker.Dockerfile). None is published, so name yours."""
     imagePullSecrets: list[Name] = []
     """Names of secrets for the registry."""
     nameOverride: Name = ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from api_faults import served
 from api_server import RESOURCES, kubeconfig
-from charts.rendering import HELMS, PROGRAMS, ROOT, Json
+from charts.rendering import HELMS, PROGRAMS, ROOT, Json, with_images
 from cluster_choice import NAMESPACE
 from kubelet import Kubelets
 from ports import free_port
@@ -58,7 +58,7 @@ class Desk:
         programs = {"kubectl": PROGRAMS / "helm4" / "kubectl", "helm": HELMS[self._helm]}
         home = {"HOME": str(self._folder), "KUBECONFIG": self.options.kubeconfig, "PATH": os.environ["PATH"]}
         process = await asyncio.create_subprocess_exec(
-            programs[word], *arguments, cwd=ROOT, env=home, stdin=asyncio.subprocess.PIPE,
+            programs[word], *(with_images(arguments) if word == "helm" else arguments), cwd=ROOT, env=home, stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         async with asyncio.timeout(COMMAND_SECONDS):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,23 @@ WHOLE = bool(os.environ.get("SHOAL_CHARTS"))
 ALL_VALUES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 VALUES = ALL_VALUES if WHOLE else ALL_VALUES[:2]
 """Files of values that are tried."""
+IMAGES = Path(__file__).parent / "images.yaml"
 NEWEST = "helm4"
 RELEASE, NAMESPACE = "shoal", "ml"
 HELM_SECONDS = 60
+
+
+def with_images(arguments: Sequence[str | Path]) -> Sequence[str | Path]:
+    """The arguments of a helm's command, with images that values given later may replace."""
+    takes_values = arguments[0] in ("lint", "template", "install", "upgrade")
+    return [arguments[0], "--values", IMAGES, *arguments[1:]] if takes_values else arguments
 
 
 def helm(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """One helm's command, without a cluster."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "KUBECONFIG": "/nonexistent"}
     return subprocess.run(
-        [HELMS[name], *arguments], capture_output=True, text=True, timeout=HELM_SECONDS, env=environment
+        [HELMS[name], *with_images(arguments)], capture_output=True, text=True, timeout=HELM_SECONDS, env=environment
     )
 
 

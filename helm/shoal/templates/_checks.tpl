@@ -4,6 +4,11 @@
 {{- $values := .Values -}}
 {{- $external := $values.etcd.external -}}
 {{- $fullname := include "shoal.fullname" . -}}
+{{- range $name, $program := dict "image" "controller" "workerImage" "worker" -}}
+{{- if not (index $values $name).repository -}}
+{{- fail (printf "%s.repository is empty, and no image is published; build deploy/%s.Dockerfile, push it to a registry that the cluster reaches, and name it" $name $program) -}}
+{{- end -}}
+{{- end -}}
 {{- if not (regexMatch "^[a-z]" $fullname) -}}
 {{- fail (printf "everything would be named %s, but a service's name begins with a letter; set fullnameOverride, or give the release another name" $fullname) -}}
 {{- end -}}
