@@ -7,7 +7,7 @@
         shoal.scale_job("train", workers=4)
         print(shoal.wait_for_job("train").reason)
 
-Needs httpx and pydantic, which come with `pip install shoal`, and no torch. See docs/client.md.
+Needs httpx and pydantic, which come with the package without extras, and no torch. See docs/client.md.
 """
 
 from shoal.client.rest_answers import (

@@ -192,7 +192,7 @@ class Checkpoint(Section):
         Allowed(f"a path or URL of at most {MOST_PATH} characters"),
     ] = None
     """Folder or URL of the checkpoints: a folder that all workers can access, or an fsspec URL such as
-    s3://bucket/jobs/demo (`pip install shoal[s3]`). Variables such as $HOME are replaced. All workers must save to one
+    s3://bucket/jobs/demo (`pip install '.[s3]'`). Variables such as $HOME are replaced. All workers must save to one
     place: another path, or another disk of the same path, is refused. None: no checkpoints."""
     every_steps: Count = None
     """Steps between two checkpoints. None: no schedule by steps."""
