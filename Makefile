@@ -18,6 +18,9 @@
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
+#   make images     build both images and run the demo's job from them (root, Debian): buildah in a chroot, over a base by debootstrap
+#   make versions   run the tests of make test with the oldest and the newest Python and PyTorch that the package allows, each pair in an
+#                   environment of its own; VERSIONS="3.12-2.14" takes some. With CUDA builds of PyTorch they take 6 GB each
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices; ARGS="--part 1/8"
 #   make bench      measure for half an hour on a quiet machine, and write the tables of benchmarks/README.md; ARGS="--only
 #                   memory" prints some
@@ -35,6 +38,7 @@
 
 PYTHON ?= $(shell for v in python3.11 python3.12 python3.13 python3; do $$v -c "" 2>/dev/null && echo $$v && exit; done)
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODELS := $(VENV)/models/.ready
@@ -46,7 +50,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers test-gpu mutants bench protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers images versions test-gpu mutants bench protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,7 +61,7 @@ $(READY): pyproject.toml constraints.txt tests/charts/binaries.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit(f"Shoal needs Python 3.11 to 3.13; {sys.executable} is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]' --group dev
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[all]' --group dev
 	$(BIN)/python tests/charts/binaries.py
 	@touch $@
 
@@ -183,6 +187,20 @@ scripts: $(READY) $(MODELS)
 		&& $(BIN)/pip install --quiet --upgrade --no-deps --target $(VENV)/deepspeed hjson py-cpuinfo einops msgpack ninja tqdm; }
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m scripts.run $(ARGS)
 	$(BIN)/python docs/generate/script_table.py
+
+images: $(READY)
+	$(BIN)/python -m tests.images.run $(ARGS)
+
+# An environment is removed once its tests have passed; its log stays beside it.
+VERSIONS ?= 3.11-2.13 3.11-2.15 3.12-2.14 3.13-2.13 3.13-2.15
+versions:
+	@failed=0; for pair in $(VERSIONS); do \
+		place=$(VENV)/versions/$$pair; mkdir -p $$place; \
+		sed "s/^torch==.*/torch==$${pair#*-}.*/; /^torchvision==/d" constraints.txt > $$place/constraints.txt; \
+		if $(MAKE) --keep-going unit whole VENV=$$place CONSTRAINTS=$$place/constraints.txt PYTHON=python$${pair%-*} \
+			ARGS="-m 'not check and not matrix'" > $$place.log 2>&1; then verdict=passed; rm -r $$place; else verdict=FAILED; failed=1; fi; \
+		echo "Python $${pair%-*}, PyTorch $${pair#*-}: $$verdict; $$(grep -E '^[0-9]+ (passed|failed)' $$place.log | tr '\n' ';') $$place.log"; \
+	done; exit $$failed
 
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/gpu $(ARGS)

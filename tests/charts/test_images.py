@@ -1,6 +1,6 @@
 """The images' recipes: versions are fixed, nobody is root, an init is process 1, and the controller's has no torch.
 
-The images themselves are not built here.
+`make images` builds and starts them (tests/images/run.py).
 """
 
 from __future__ import annotations
