@@ -241,7 +241,7 @@ def test_no_model_swallows_the_loss_of_a_peer_while_rank_0_alone_evaluates() -> 
 def test_a_forward_that_is_given_up_leaves_nothing_for_the_next_step() -> None:
     def body(engine: Engine, batch: Any) -> None:
         loss = engine.module(**batch)
-        if engine.global_step in (1, 2):
+        if engine.global_step in (1, 2) and engine.context.loop.lane % 2:  # the last one of each worker
             engine.skip()
             return
         engine.backward(loss)
