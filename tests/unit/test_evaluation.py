@@ -119,18 +119,20 @@ def test_after_the_loop_all_lanes_numbers_are_in_one_mean() -> None:
 
 
 @holds("The sum of an evaluation is")
-@pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "in_vote"))
+@pytest.mark.parametrize("point", shortened(["vote", "in_vote", "hand_out"], "vote"))
 def test_the_sums_that_a_failed_vote_carried_are_not_lost(point: str) -> None:
-    """Of an evaluation at the top of the body: survivors give their sums to the next vote; those of a vote that passed
-    anywhere are in its record.
+    """Of an evaluation at the top of the body, of which each worker makes one: survivors give their sums to the next
+    vote; those of a vote that passed anywhere are in its record.
     """
     reports: dict[int, dict[str, float]] = {}
+    measured: set[int] = set()
 
     def watch(engine: Engine) -> None:
         reports[engine.global_step] = engine.reports
 
     def measure(engine: Engine) -> None:
-        if engine.global_step == 2:
+        if engine.global_step == 2 and id(engine) not in measured:
+            measured.add(id(engine))
             with engine.evaluating():
                 for _ in engine.shard(DATA):
                     engine.report(seen=1.0)
