@@ -57,8 +57,10 @@ class Desk:
         word, *arguments = shlex.split(command)
         programs = {"kubectl": PROGRAMS / "helm4" / "kubectl", "helm": HELMS[self._helm]}
         home = {"HOME": str(self._folder), "KUBECONFIG": self.options.kubeconfig, "PATH": os.environ["PATH"]}
+        if word == "helm":
+            arguments = [*map(str, with_images(arguments))]
         process = await asyncio.create_subprocess_exec(
-            programs[word], *(with_images(arguments) if word == "helm" else arguments), cwd=ROOT, env=home, stdin=asyncio.subprocess.PIPE,
+            programs[word], *arguments, cwd=ROOT, env=home, stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         )  # fmt: skip
         async with asyncio.timeout(COMMAND_SECONDS):
