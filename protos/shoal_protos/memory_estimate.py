@@ -205,13 +205,14 @@ OPTIMIZER_STATE_BYTES = {
     "adamax": 8,
     "adamw": 8,
     "asgd": 4,
+    "lion": 4,
     "nadam": 8,
     "radam": 8,
     "rmsprop": 4,
     "rprop": 8,
     "sgd": 0,
 }
-"""By parameter, of classes of torch.optim in lower case, for parameters or masters in fp32."""
+"""By parameter, of classes that a configuration can name in lower case, for parameters or masters in fp32."""
 MORE_STATE_BYTES = {"amsgrad": 4, "centered": 4, "momentum": 4}
 """What an argument of the class adds where it is not 0 or false."""
 

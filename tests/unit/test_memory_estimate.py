@@ -23,6 +23,7 @@ from shoal.device import HOST
 from shoal.exchange import pieces
 from shoal.exchange.traffic import Traffic
 from shoal.offload import held_piece, transfers
+from shoal.optim.elementwise import ELEMENTWISE
 from shoal.training.engine import Engine
 from shoal.training.telemetry import held_bytes
 from shoal_controller.cli.estimate import COLUMNS
@@ -137,6 +138,7 @@ def test_the_gradient_copies_are_those_that_a_worker_takes(lanes: int) -> None:
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {"amsgrad": True}), ("NAdam", {}), ("RAdam", {}),
     ("Adamax", {}), ("Adagrad", {}), ("Adadelta", {}), ("Rprop", {}), ("ASGD", {}), ("RMSprop", {}),
+    ("Lion", {}),
     ("RMSprop", {"momentum": 0.5, "centered": True}),
 ]  # fmt: skip
 
@@ -144,7 +146,8 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "arguments"), OPTIMIZERS)
 def test_what_an_optimizer_keeps_of_a_parameter_is_known(name: str, arguments: dict[str, Any]) -> None:
     model = nn.Linear(64, 64)
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **arguments)
+    [kind] = [one for one in ELEMENTWISE if one.__name__ == name]
+    optimizer = kind(model.parameters(), lr=0.1, **arguments)
     layout, _ = lay_out_model(trainable(model, optimizer))
     assert state_bytes_of(name, arguments) == probe_state_bytes(layout, optimizer) // layout.block_elements
     assert state_bytes_of(name, optimizer.defaults) == state_bytes_of(name, arguments)

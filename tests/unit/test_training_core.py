@@ -21,6 +21,7 @@ from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.norm import subtree_sums
+from shoal.optim.elementwise import ELEMENTWISE
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 from torch import nn
@@ -161,7 +162,7 @@ def test_the_norm_has_the_same_bits_for_every_split_of_the_blocks(world: int, se
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9}, "Adam": {}, "AdamW": {"fused": True}, "NAdam": {}, "RAdam": {}, "Adamax": {},
     "Adagrad": {"initial_accumulator_value": 0.5}, "Adadelta": {}, "RMSprop": {"momentum": 0.5, "centered": True},
-    "Rprop": {}, "ASGD": {},
+    "Rprop": {}, "ASGD": {}, "Lion": {"weight_decay": 0.1},
 }  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def small_model() -> nn.Module:
 def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_optimizer(name: str) -> None:
     model = small_model()
     twin = copy.deepcopy(model)
-    kind = getattr(torch.optim, name)
+    [kind] = [one for one in ELEMENTWISE if one.__name__ == name]
     optimizer, plain = kind(model.parameters(), **OPTIMIZERS[name]), kind(twin.parameters(), **OPTIMIZERS[name])
     layout, parameters = lay_out_model(trainable(model, optimizer))
     flats = adopt(layout, parameters)

@@ -11,6 +11,7 @@ from shoal_protos.errors import UserError
 from torch.optim import Optimizer
 
 from shoal.logs import get_logger
+from shoal.optim.lion import Lion
 from shoal.optim.probe import probe
 from shoal.optim.take_over import HOOK_ADVICE
 
@@ -28,6 +29,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.ASGD,
+    Lion,
 )
 
 NOT_ELEMENTWISE = {
