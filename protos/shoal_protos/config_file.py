@@ -1,6 +1,8 @@
 """A training configuration as the JSON object that it is: from a file or a text, or refused in one sentence.
 
-A worker trains by one (`shoal.config`), `shoal estimate` looks into one. What its keys mean is not known here.
+A worker trains by one (`shoal.config`), `shoal estimate` looks into one. What is no JSON is read as Hjson, which is
+JSON with comments and without needless commas and quotes: DeepSpeed reads its files so. What keys mean is not known
+here.
 """
 
 from __future__ import annotations
@@ -9,11 +11,22 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hjson
+
 from shoal_protos.errors import UserError
 from shoal_protos.quoting import shown
-from shoal_protos.strict_json import parsed_json
+from shoal_protos.strict_json import each_key_once, parsed_json
 
 LARGEST_FILE = 1 << 20
+LARGEST_EXACT = 2.0**53
+"""Floating-point numbers beyond this one are whole because they have no digits left for the rest."""
+
+BREAKS: dict[type[Exception], str] = {
+    ValueError: "a number has thousands of digits",
+    IndexError: "a comment or a text has no end",
+    OverflowError: "a number is too large",
+}
+"""What else than its own error hjson lets out, and of which text."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -39,14 +52,38 @@ def parsed_config(text: str, name: str = "") -> dict[str, Any]:
     try:
         given = parsed_json(text, f"config{name}", _no_constant)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"config{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
+        given = _read_as_hjson(text, name, error)
     except UserError as error:
         raise UserError(f"{error}.") from None
     if not isinstance(given, dict):
         raise UserError(f"config{name} is {shown(given)}; expected an object {{…}}.")
     return given
+
+
+def whole(value: object) -> object:
+    """An integer for a number that is written with a point or an exponent and is whole (2000.0, 1e5); everything else
+    as it is.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST_EXACT:
+        return int(value)
+    return value
+
+
+def _read_as_hjson(text: str, name: str, as_json: json.JSONDecodeError) -> Any:
+    """The value in a text that is no JSON. Raises `UserError` with what both readers say."""
+    try:
+        return hjson.loads(text, object_pairs_hook=each_key_once(f"config{name}"))
+    except UserError as error:
+        raise UserError(f"{error}.") from None
+    except RecursionError:
+        raise UserError(f"config{name} is nested too deeply.") from None
+    except tuple(BREAKS) as error:
+        why = f"{error.msg}, {_place(error)}" if isinstance(error, hjson.HjsonDecodeError) else BREAKS[type(error)]
+        raise UserError(f"config{name} is neither JSON ({as_json.msg}, {_place(as_json)}) nor Hjson ({why}).") from None
+
+
+def _place(error: Any) -> str:
+    return f"line {error.lineno}, column {error.colno}"
 
 
 def _no_constant(name: str) -> NoReturn:

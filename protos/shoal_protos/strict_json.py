@@ -18,16 +18,8 @@ def parsed_json(text: str | bytes, whole: str, parse_constant: Callable[[str], A
     `json.JSONDecodeError` where it is no JSON.
     """
 
-    def single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise UserError(given_twice(key, whole))
-            found[key] = value
-        return found
-
     try:
-        return json.loads(text, object_pairs_hook=single, parse_constant=parse_constant)
+        return json.loads(text, object_pairs_hook=each_key_once(whole), parse_constant=parse_constant)
     except json.JSONDecodeError:
         raise
     except UnicodeDecodeError:
@@ -36,6 +28,20 @@ def parsed_json(text: str | bytes, whole: str, parse_constant: Callable[[str], A
         raise UserError(f"{whole} holds a number with thousands of digits") from None
     except RecursionError:
         raise UserError(f"{whole} is nested too deeply") from None
+
+
+def each_key_once(whole: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """An `object_pairs_hook` that refuses a key which comes twice in one section of `whole`."""
+
+    def section(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise UserError(given_twice(key, whole))
+            found[key] = value
+        return found
+
+    return section
 
 
 def given_twice(key: str, whole: str) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal_protos.config_file import whole
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MOST, MOST_LANES, state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
@@ -79,7 +80,7 @@ class _Keys:
         for depth, part in enumerate(parts):
             if not isinstance(value, dict):
                 raise UserError(f"{wrong_value('.'.join(parts[:depth]), value, 'an object {…}')}.")
-            value = value.get(part)
+            value = whole(value.get(part))
             if value is None or value == "auto":
                 return None
         if not is_right(value):

@@ -1,16 +1,14 @@
 """What becomes of every key of DeepSpeed's that `document.py` does not have: left alone, refused unless off, renamed.
 
 Taken from DeepSpeed's configuration reference (deepspeed.ai/docs/config-json) and its source up to 0.19.8, keys that
-it has removed since included, because files still carry them. Only data: `load.py` applies it, docs/deepspeed.md is
-written from it (deepspeed_page.py). A name covers all that stands below it; `section.*` covers those keys of the
-section that have no row of their own.
+it has removed since included, because files still carry them. Only data: `sifting.py` applies it, docs/deepspeed.md is
+written from it (deepspeed_page.py). A name covers all that stands below it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 OFF = (False, None, "auto")
 
@@ -27,10 +25,20 @@ class Ignored:
 class Unsupported:
     """Of something that Shoal lacks."""
 
+    why: str
     off: tuple[object, ...] = OFF
     """Values that leave it off."""
-    why: str = ""
-    """Where it is not merely missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A section of something that Shoal lacks: refused where it is on, of no meaning where it is off."""
+
+    why: str
+    switch: str = "enabled"
+    """The key that switches it on; not given, it is off. Empty: only sections within have one."""
+    off: tuple[object, ...] = OFF
+    """Values of the switch that leave it off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,7 @@ class Renamed:
     to: str
 
 
-Fate = Ignored | Unsupported | Renamed
+Fate = Ignored | Unsupported | Switched | Renamed
 
 
 def _below(section: str, names: str, fate: Fate) -> Iterator[tuple[str, Fate]]:
@@ -55,7 +63,8 @@ _FLOAT32 = "master weights, sums of gradients and optimizer state are float32"
 _AS_THEY_ARE = "gathered parameters have the bits of their owner's, on every worker"
 _ALL_WORKERS = "blocks are spread over all workers; `shoal.mirrors` makes copies, which need not be gathered"
 _DATA_ORDER = "the order of samples is Shoal's own, the same in every world"
-_SPARSE_MODEL = "it replaces modules of the model; give the model as it is to be trained"
+_OTHER_MODEL = "it replaces or drops modules of the model; give the model as it is to be trained"
+_WHOLE_MODEL = "every lane runs the whole model"
 
 _UNITS = Ignored("buckets follow from the model's units (`shoal.units`), in every stage alike")
 _SENDS = Ignored("blocks travel by sends between the workers that hold them")
@@ -90,13 +99,29 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "zero_allow_untested_optimizer", Ignored("see `shoal.elementwise`")),
     ("", "zero_force_ds_cpu_optimizer", Ignored("updates in host memory are made by torch's own kernels")),
     ("optimizer", "legacy_fusion", Ignored("updates are made by torch's own kernels")),
-    ("", "ddp_bf16 pipeline sparse_gradients weight_quantization", Unsupported()),
-    ("", "gradient_allreduce_op", Unsupported(("mean", None))),
-    ("", "compression_training sparse_attention", Unsupported((None, {}), _SPARSE_MODEL)),
+    ("", "pipeline", Ignored("it is for a PipelineModule only, and every lane runs the whole model")),
+    ("", "ddp_bf16", Unsupported("gradients are always added up in float32")),
+    ("", "sparse_gradients", Unsupported("a bucket's gradient travels with all of its elements")),
+    ("", "gradient_allreduce_op", Unsupported("a step's gradient is the mean over its samples", ("mean", None))),
     ("", "data_parallel_size", _ANY_SIZE),
-    ("", "sequence_parallel_size", Unsupported((1, None), "every lane runs the whole model")),
-    ("", "expert_parallel tensor_parallel", Unsupported((None, {}), "every lane runs the whole model")),
-    ("data_types", "grad_accum_dtype", Unsupported((None, "auto", "fp32"), "gradients are always added up in float32")),
+    ("", "sequence_parallel_size", Unsupported(_WHOLE_MODEL, (1, None))),
+    ("data_types", "grad_accum_dtype", Unsupported("gradients are always added up in float32", (None, "auto", "fp32"))),
+    ("", "amp", Switched("see `bf16` and `fp16`")),
+    ("", "autotuning", Switched("it starts jobs of its own; `shoal estimate` says what fits into memory")),
+    ("", "compression_training", Switched(_OTHER_MODEL, switch="")),
+    ("", "progressive_layer_drop", Switched(_OTHER_MODEL)),
+    ("", "sparse_attention", Switched(_OTHER_MODEL, "mode", ("dense", None))),
+    ("", "curriculum_learning data_efficiency", Switched(_DATA_ORDER)),
+    ("", "eigenvalue", Switched("it serves `quantize_training` only")),
+    ("", "elasticity", Switched("every job is elastic, and its batch is fixed by `train_batch_size`, which you give; "
+     "leave the section out")),
+    ("", "expert_parallel", Switched(_WHOLE_MODEL)),
+    ("", "tensor_parallel", Switched(_WHOLE_MODEL, "autotp_size", (0, 1, None))),
+    ("", "fp8", Switched("the scales of float8 follow from the values of earlier steps, which belong to the lane: a "
+     "lane's result would depend on the worker that trains it")),
+    ("", "hybrid_engine", Switched("it generates text between two steps; a script does so itself, with the model")),
+    ("", "quantize_training weight_quantization", Switched(_FLOAT32)),
+    ("", "torch_autocast", Switched("see `auto_cast` of `bf16` and `fp16`")),
     (
         "zero_optimization",
         "allgather_bucket_size allgather_size reduce_bucket_size prefetch_bucket_size stage3_prefetch_bucket_size "
@@ -135,13 +160,13 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
         _WHOLE_EXPORT,
     ),
     ("zero_optimization", "cpu_offload_use_pin_memory", _PINNED),
-    ("zero_optimization", "zero_hpz_partition_size", Unsupported((1, None), _ALL_WORKERS)),
-    ("zero_optimization", "zero_quantized_weights zero_quantized_nontrainable_weights", Unsupported(why=_AS_THEY_ARE)),
-    ("zero_optimization", "zero_quantized_gradients", Unsupported(why=ERROR_FEEDBACK)),
-    ("zero_optimization", "zeropp_loco_param", Unsupported((None,), ERROR_FEEDBACK)),
-    ("zero_optimization", "zenflow", Unsupported((None,))),
-    ("zero_optimization", "mics_shard_size", Unsupported((-1, None), _ALL_WORKERS)),
-    ("zero_optimization", "mics_hierarchical_params_gather", Unsupported(why=_ALL_WORKERS)),
+    ("zero_optimization", "zero_hpz_partition_size", Unsupported(_ALL_WORKERS, (1, None))),
+    ("zero_optimization", "zero_quantized_weights zero_quantized_nontrainable_weights", Unsupported(_AS_THEY_ARE)),
+    ("zero_optimization", "zero_quantized_gradients", Unsupported(ERROR_FEEDBACK)),
+    ("zero_optimization", "zeropp_loco_param", Unsupported(ERROR_FEEDBACK, (None,))),
+    ("zero_optimization", "zenflow", Unsupported("a step updates all parameters before the next one begins", (None,))),
+    ("zero_optimization", "mics_shard_size", Unsupported(_ALL_WORKERS, (-1, None))),
+    ("zero_optimization", "mics_hierarchical_params_gather", Unsupported(_ALL_WORKERS)),
     ("zero_optimization", "cpu_offload", Renamed("zero_optimization.offload_optimizer.device")),
     ("zero_optimization", "cpu_offload_param cpu_offload_params", Renamed("zero_optimization.offload_param.device")),
     ("zero_optimization.offload_optimizer", "buffer_count buffer_size pipeline pipeline_read pipeline_write fast_init",
@@ -152,43 +177,15 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
      "ratio max_in_cpu super_offload cpuadam_cores_perc nvme_path", Ignored("parameters are in no file")),
     ("zero_optimization.offload_param", "pin_memory", _PINNED),
     ("bf16", "check_grad_overflow immediate_grad_update", Ignored("see `shoal.stop_on_nan`")),
-    ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", Unsupported(why=_FLOAT32)),
-    ("fp16", "fp16_master_weights_and_grads", Unsupported(why=_FLOAT32)),
+    ("bf16", "bf16_master_weights_and_grads bf16_optimizer_states", Unsupported(_FLOAT32)),
+    ("fp16", "fp16_master_weights_and_grads", Unsupported(_FLOAT32)),
     ("", "bfloat16", Renamed("bf16")),
-    ("elasticity", "enabled", Unsupported(why="every job is elastic, and its batch is fixed by `train_batch_size`, "
-     "which you give; leave the section out")),
-    ("elasticity", "ignore_non_elastic_batch_info max_gpus max_train_batch_size micro_batch_sizes min_gpus min_time "
-     "model_parallel_size num_gpus_per_node prefer_larger_batch version", _ANY_SIZE),
     ("activation_checkpointing", "contiguous_memory_optimization number_checkpoints partition_activations",
      _NO_MODEL_PARALLEL),
     ("activation_checkpointing", "profile synchronize_checkpoint_boundary", _TIMES),
 )  # fmt: skip
 
-_SWITCHED: Mapping[str, str] = {
-    "amp": "see `bf16` and `fp16`",
-    "autotuning": "",
-    "curriculum_learning": _DATA_ORDER,
-    "data_efficiency": _DATA_ORDER,
-    "eigenvalue": "",
-    "fp8": "the scales of float8 follow from the values of earlier steps, which belong to the lane: a lane's result "
-    "would depend on the worker that trains it",
-    "hybrid_engine": "",
-    "progressive_layer_drop": "",
-    "quantize_training": "",
-    "torch_autocast": "see `auto_cast` of `bf16` and `fp16`",
-}
-"""Sections that are refused where they are on, with the reason; switched off all else in them means nothing."""
-
-
-def _fates() -> Iterator[tuple[str, Fate]]:
-    for section, names, fate in _ROWS:
-        yield from _below(section, names, fate)
-    for section, why in _SWITCHED.items():
-        yield f"{section}.enabled", Unsupported(why=why)
-        yield f"{section}.*", Ignored("of a section that is off")
-
-
-FATES: Mapping[str, Fate] = dict(_fates())
+FATES: Mapping[str, Fate] = {key: fate for section, names, fate in _ROWS for key, fate in _below(section, names, fate)}
 """By dotted key."""
 
 VALUES_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -200,18 +197,19 @@ VALUES_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 """Values of keys that are honoured otherwise, with the reason."""
 
-
-def fate_of(key: str) -> Fate | None:
-    """None for a key that has no row, nor its section one for all its keys."""
-    section = key.rpartition(".")[0]
-    return FATES.get(key) or FATES.get(f"{section}.*")
-
-
-@cache
-def sections() -> frozenset[str]:
-    """The names of all sections that the table knows, dotted."""
-    names: set[str] = set()
-    for key in FATES:
-        parts = key.split(".")
-        names.update(".".join(parts[:depth]) for depth in range(1, len(parts)))
-    return frozenset(names)
+REASONS: Mapping[str, str] = {
+    "is not supported": "A feature is on that Shoal does not have; the sentence and the table below say why. Switch it "
+    "off, or leave the key out.",
+    "; expected ": "A value is of another kind than its key allows. Often the file is a template whose placeholders "
+    'are still to be filled in: without quotes, they are read as text (`"GBSIZE,"`).',
+    "is an unknown key": "A key is one edit from a known one, which the sentence names.",
+    "is an unknown parameter": "The optimizer, or the schedule, does not take this argument.",
+    "is not for the optimizer": "DeepSpeed refuses it too; the sentence names the key to use.",
+    "always correct it": "An Adam without correction of its first steps' bias: none of torch's is.",
+    "needed to derive the third": "Batch size, micro-batch and lanes: two of them must be known, from the file, the "
+    "script's `shoal=` or its DataLoader.",
+    "does not divide into": "Batch size, micro-batch and lanes do not fit together; the sentence has the figures.",
+    "nothing determines it": 'A value is "auto", and neither the rest of the file nor the script says what it is.',
+    "is neither JSON": "The file cannot be read.",
+}
+"""Why a file of DeepSpeed's is refused: what its sentence has in it, and what that means."""

@@ -7,20 +7,29 @@ from collections.abc import Iterator
 
 from shoal_protos.validation import model_in
 
-from shoal.config.deepspeed import FATES, VALUES_REFUSED, Fate, Ignored, Renamed, Unsupported
+from shoal.config.deepspeed import FATES, REASONS, VALUES_REFUSED, Fate, Ignored, Renamed, Switched, Unsupported
 from shoal.config.document import Document
 from shoal.config.sentences import keys_of
 
 
 def config_table() -> Iterator[str]:
-    """Every key, and what becomes of it."""
+    """Why files are refused; every key, and what becomes of it."""
     yield (
+        "\n## Why a `ds_config.json` is refused\n\n"
+        "All faults of a file are told at once, each in a sentence that has one of these in it:\n\n"
+        "| in the sentence | what it means |\n|---|---|\n"
+    )
+    yield from (f"| {phrase.strip(' ;')} | {meaning} |\n" for phrase, meaning in REASONS.items())
+    yield (
+        "\nKeys that DeepSpeed does not have (`_comment`, `logging`, …) are left alone, as DeepSpeed does; the log\n"
+        "names them, and the place where such a key would be read if there is one. The section `shoal` is Shoal's\n"
+        "own, and every key in it must be known.\n"
         "\n## Every key of `ds_config.json`\n\n"
         "*Honoured*: [Configuration](configuration.md) says how. *Nothing*: accepted, changes nothing, and one log "
         "line\n"
         "names all such keys of a file. *Refused*: unless it has one of the values shown, which leave the feature off. "
         "A\n"
-        "name covers all that stands below it; `*` is whatever else its section has.\n\n"
+        "name covers all that stands below it.\n\n"
         "| key | | |\n|---|---|---|\n"
     )
     rows = dict.fromkeys(_honoured(), "| honoured | |") | {key: _row(fate) for key, fate in FATES.items()}
@@ -43,8 +52,15 @@ def _row(fate: Fate) -> str:
             return f"| nothing | {why} |"
         case Renamed(to):
             return f"| honoured | an old name of `{to}` |"
-        case Unsupported(off, why):
-            return f"| refused | off: {_shown(off)}.{f' {why[0].upper()}{why[1:]}.' if why else ''} |"
+        case Unsupported(why, off):
+            return f"| refused | off: {_shown(off)}. {_sentence(why)} |"
+        case Switched(why, switch, off):
+            key = f"`{switch}`" if switch else "each `enabled` within"
+            return f"| refused | off: {key} is not given, or {_shown(off)}. {_sentence(why)} |"
+
+
+def _sentence(why: str) -> str:
+    return f"{why[0].upper()}{why[1:]}."
 
 
 def _shown(values: tuple[object, ...]) -> str:

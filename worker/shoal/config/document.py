@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from shoal_protos.config_file import whole
 from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 from shoal_protos.validation import Allowed
@@ -26,10 +27,12 @@ NO_NUL = r"^[^\x00]*$"
 UNITS: Literal["units"] = "units"
 """In place of class names: the model's units."""
 
-Positive = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, BeforeValidator(whole)]
+"""2000.0 and 1e5 are whole numbers too."""
+Positive = Annotated[Whole, Field(ge=1, le=MOST)]
 CountOrAuto = Annotated[Positive | Auto | None, Allowed('a whole number from 1 to 10^15, or "auto"')]
 Count = Annotated[Positive | None, Allowed("a whole number from 1 to 10^15")]
-Natural = Annotated[int, Field(ge=0, le=MOST), Allowed("a whole number from 0 to 10^15")]
+Natural = Annotated[Whole, Field(ge=0, le=MOST), Allowed("a whole number from 0 to 10^15")]
 Switch = Annotated[bool, Allowed("true or false")]
 Name = Annotated[str, Field(min_length=1), Allowed("a string")]
 Folder = Annotated[
@@ -52,8 +55,8 @@ class Optimizer(Section):
     """`optimizer`: the optimizer that Shoal builds if the script passes none."""
 
     type: Name
-    """Adam, AdamW, SGD, Adagrad, RMSprop or another elementwise class of torch.optim, in any case. As in DeepSpeed,
-    `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false."""
+    """Adam, AdamW, SGD, Adagrad, RMSprop or another elementwise class of torch.optim, or Lion, in any case. As in
+    DeepSpeed, `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false."""
     params: Parameters = {}
     """Arguments of the class: `lr`, `betas`, `eps`, `weight_decay`, …; also DeepSpeed's `torch_adam` and
     `adam_w_mode`. What is not given, or `"auto"` (not for `lr`), is the class's own default; but the `weight_decay` of
@@ -97,7 +100,7 @@ class OffloadParam(Section):
 class ZeroOptimization(Section):
     """`zero_optimization`: the state that is sharded over the workers."""
 
-    stage: Annotated[int, Field(ge=0, le=3), Allowed("0, 1, 2 or 3")] = 0
+    stage: Annotated[Whole, Field(ge=0, le=3), Allowed("0, 1, 2 or 3")] = 0
     """0: every worker keeps all optimizer state. 1: each worker keeps the state of the blocks that it owns or mirrors.
     2: and their gradients; a lane's gradient leaves while its backward runs. 3: and their parameters; a unit of the
     model is gathered while it is used (sharded_parameters.md). The bits are the same."""
@@ -126,7 +129,7 @@ class Fp16(Section):
     """True: parameters stay float32, and the module's forward runs under `torch.autocast`; the loss is scaled."""
     loss_scale: Annotated[float, Field(ge=0), Allowed("a number of at least 0")] = 0.0
     """The scale; 0: it is found while training (dynamic)."""
-    initial_scale_power: Annotated[int, Field(ge=0, le=64), Allowed("a whole number from 0 to 64")] = 16
+    initial_scale_power: Annotated[Whole, Field(ge=0, le=64), Allowed("a whole number from 0 to 64")] = 16
     """Of a dynamic scale: it begins with 2 to this power."""
     loss_scale_window: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 1000
     """Of a dynamic scale: steps without an overflow after which it doubles."""
@@ -207,7 +210,7 @@ class Checkpoint(Section):
     keep_every: Count = None
     """Interval of steps whose checkpoints are kept for good. None: none are."""
     resume: Annotated[
-        Annotated[int, Field(ge=0, le=MOST)] | Annotated[str, Field(pattern=NO_NUL)] | Literal[False],
+        Annotated[Whole, Field(ge=0, le=MOST)] | Annotated[str, Field(pattern=NO_NUL)] | Literal[False],
         Allowed('"latest", a step, a path, or false'),
     ] = "latest"
     """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start. Where there
@@ -224,14 +227,14 @@ class Shoal(Section):
     """`shoal`: settings that DeepSpeed does not have."""
 
     lanes: Annotated[
-        Annotated[int, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"a whole number from 1 to {MOST_LANES}")
+        Annotated[Whole, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"a whole number from 1 to {MOST_LANES}")
     ] = None
     """Micro-batches of one optimizer step that workers share; fixed for the job's life, so batch size, learning rate
     and data order never depend on how many workers there are. Not given: train_batch_size /
     (train_micro_batch_size_per_gpu × micro_batches_per_lane)."""
     micro_batches_per_lane: Count = None
     """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else 1."""
-    mirrors: Annotated[int, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
+    mirrors: Annotated[Whole, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
     """Copies of every block's optimizer state besides the owner's: the number of workers that may die at once without
     losing a step. At most the number of other workers; stage 0 mirrors everything everywhere."""
     mirror_partners: Annotated[
@@ -240,14 +243,14 @@ class Shoal(Section):
     """Workers among whom the mirrors of one worker's blocks are spread; at least `mirrors`, all others where there are
     no more. Few: two workers that die at once seldom lose a block, and after a loss few take over, who own more until
     the next fills are done. Many: the loss is spread evenly at once, and any two that die at once lose some blocks."""
-    seed: Annotated[int, Field(ge=0, lt=2**64), Allowed("a whole number from 0 to 2^64 - 1")] = 0
+    seed: Annotated[Whole, Field(ge=0, lt=2**64), Allowed("a whole number from 0 to 2^64 - 1")] = 0
     """Seed of the data order and of every lane's random numbers. The script initializes the weights."""
     max_steps: Count = None
     """Optimizer steps after which the job ends. With `epochs` too, whichever comes first."""
     epochs: Count = None
     """Passes over the dataset after which the job ends. The rest of an epoch, less than a step, is dropped."""
     torch_threads: Annotated[
-        Annotated[int, Field(ge=1, le=MOST_THREADS)] | None, Allowed(f"a whole number from 1 to {MOST_THREADS}")
+        Annotated[Whole, Field(ge=1, le=MOST_THREADS)] | None, Allowed(f"a whole number from 1 to {MOST_THREADS}")
     ] = None
     """Threads of PyTorch's kernels on the CPU; part of the numeric identity, other counts give other bits.
     Not given: 1."""

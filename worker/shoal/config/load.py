@@ -1,8 +1,8 @@
 """From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
-Called once, by whoever makes an engine. All errors are reported at once. Five steps: read (JSON), give old keys their
-names of today (`old_config_keys.py`), sift out what only DeepSpeed knows (`deepspeed.py`), check against the models
-(`document.py`), settle batch sizes and "auto" (`batch.py`).
+Called once, by whoever makes an engine. All errors are reported at once. Five steps: read (`config_file.py`), give old
+keys their names of today (`old_config_keys.py`), sift out what only DeepSpeed knows (`sifting.py`), check against the
+models (`document.py`), settle batch sizes and "auto" (`batch.py`).
 """
 
 from __future__ import annotations
@@ -21,34 +21,21 @@ from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.quoting import shown
-from shoal_protos.validation import what_is_left
+from shoal_protos.validation import MOST_FAULTS, what_is_left
 
 from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
-from shoal.config.deepspeed import VALUES_REFUSED, Ignored, Unsupported, fate_of, sections
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.monitoring import Monitoring
 from shoal.config.paths import expanded, unset_variable
 from shoal.config.precision import Precision, precision_faults
-from shoal.config.sentences import (
-    all_of,
-    keys_of,
-    not_built,
-    refused_value,
-    sentences_of,
-    unknown_key,
-    unread_in,
-    wrong_value,
-)
+from shoal.config.sentences import all_of, misplaced_key, not_built, sentences_of, unread_in, wrong_value
+from shoal.config.sifting import Sifted, sift
 from shoal.config.training import TrainingConfig
 from shoal.logs import get_logger
 
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
 Settled = TypeVar("Settled")
-OUR_SECTIONS = frozenset(
-    key for key in keys_of(Document) if any(one.startswith(f"{key}.") for one in keys_of(Document))
-)
-"""Dotted names of the models' sections."""
 log = get_logger("shoal.config")
 
 
@@ -75,21 +62,33 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
     given = parsed_config(_as_json(source)) if isinstance(source, Mapping) else read_config(Path(source))
     faults: list[str] = []
     given = _with_section_shoal(with_todays_names(given, faults), beside.shoal, faults)
-    kept, ignored = sift(given, faults)
+    sifted = sift(given, faults)
+    misplaced = [misplaced_key(key, place) for key, place in sifted.misplaced.items()]
     try:
-        document = Document.model_validate(kept)
+        document = Document.model_validate(sifted.kept)
     except ValidationError as error:
         faults += sentences_of(error)
         unread = unread_in(error)
-        more = [] if unread else _also_unfit(kept, error, faults, beside)
-        raise UserError(all_of([*faults, *more], unread)) from None
+        more = [] if unread else _also_unfit(sifted.kept, error, faults, beside)
+        raise UserError(all_of([*faults, *more, *misplaced], unread)) from None
     settled = _resolve(document, faults, beside)
     if faults:
-        raise UserError(all_of(faults))
-    if ignored:
-        log.info("DeepSpeed keys without meaning here are left alone", keys=ignored)
+        raise UserError(all_of([*faults, *misplaced]))
+    _tell(sifted)
     assert settled is not None, "sizes that do not settle are a fault"
     return settled
+
+
+def _tell(sifted: Sifted) -> None:
+    """What of the file is not read, in one line for each reason."""
+    if sifted.left_alone:
+        log.info("DeepSpeed keys without meaning here are left alone", keys=sifted.left_alone)
+    if sifted.unknown:
+        more = len(sifted.unknown) - MOST_FAULTS
+        log.info("keys that neither Shoal nor DeepSpeed reads are left alone", keys=sifted.unknown[:MOST_FAULTS],
+                 **({"more": more} if more > 0 else {}))  # fmt: skip
+    if sifted.misplaced:
+        log.warning("keys are left alone where nothing reads them", belong_at=sifted.misplaced)
 
 
 def _also_unfit(kept: Mapping[str, Any], error: ValidationError, faults: Sequence[str], beside: Beside) -> list[str]:
@@ -125,58 +124,6 @@ def _as_json(source: Mapping[str, Any]) -> str:
         return json.dumps(dict(source))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"the config is not JSON: {error}.") from None
-
-
-def sift(given: Mapping[str, Any], faults: list[str], section: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Take out what only DeepSpeed knows. Returns what the models must check, and the dotted keys left alone.
-
-    What is wrong with the rest of it is added to `faults`.
-    """
-    kept: dict[str, Any] = {}
-    ignored: list[str] = []
-    for key, value in given.items():
-        name = f"{section}.{key}" if section else key
-        fate = fate_of(name)
-        if isinstance(fate, Unsupported):
-            if not _is_among(value, fate.off):
-                faults.append(not_built(name, value, fate.why))
-        elif name in VALUES_REFUSED and _is_among(value, VALUES_REFUSED[name][0]):
-            faults.append(refused_value(name, value, VALUES_REFUSED[name][1]))
-        elif misplaced := _of_the_section_shoal(name, value):
-            faults += misplaced
-        elif isinstance(fate, Ignored):
-            ignored.append(name)
-        elif name in sections():
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                faults.append(wrong_value(name, value, "an object {…}"))
-                continue
-            inner, below = sift(value, faults, name)
-            ignored += below
-            if name in OUR_SECTIONS:
-                kept[key] = inner
-            else:
-                faults += [unknown_key(f"{name}.{other}", inner[other]) for other in inner]
-        else:
-            kept[key] = value
-    return kept, ignored
-
-
-def _is_among(value: object, values: tuple[object, ...]) -> bool:
-    """`True` is not 1 here."""
-    return any(value is one or (type(value) is type(one) and value == one) for one in values)
-
-
-def _of_the_section_shoal(name: str, value: object) -> list[str]:
-    """DeepSpeed has a section `checkpoint` too, whose keys mean nothing here; ours are looked for under `shoal`."""
-    if name != "checkpoint" or not isinstance(value, Mapping):
-        return []
-    ours = [key for key in value if key in Checkpoint.model_fields]
-    return [
-        f"`checkpoint.{key}` is given at the top level, where it has no meaning; did you mean `shoal.checkpoint.{key}`?"
-        for key in ours
-    ]
 
 
 def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingConfig | None:

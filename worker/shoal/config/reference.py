@@ -21,8 +21,13 @@ OPENING = """\
 
 <!-- Written by `python -m shoal.config.reference > docs/configuration.md`; do not edit. -->
 
-`shoal.initialize(config=…)` takes a dict or the path of a JSON file: a DeepSpeed `ds_config.json` with one more
-section, `shoal`. An unknown or impossible key is an error that names it.
+`shoal.initialize(config=…)` takes a dict or the path of a file: a DeepSpeed `ds_config.json` with one more section,
+`shoal`. The file is JSON, or [Hjson](https://hjson.github.io) as DeepSpeed reads it: with comments, without needless
+quotes and commas. Where a whole number is expected, `2000.0` and `1e5` are one.
+
+A value that is not allowed is an error that names its key, and so is a key that the section `shoal` does not have.
+Elsewhere an unknown key is an error only where it is one edit from a known one (`gradient_cliping`); others are left
+alone, as DeepSpeed does, and the log names them. What stands in a section that is off is not looked at.
 
 `"auto"` is derived from the rest of the file: batch sizes from each other, a scheduler's length from the job's last
 step, its `warmup_max_lr` from the optimizer's rate, an optimizer's other arguments from the class's defaults. If

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 from shoal_protos import validation
-from shoal_protos.quoting import shown
+from shoal_protos.quoting import shown, shown_name
 from shoal_protos.validation import MOST_READ, Fault, find, model_in
 
 from shoal.config.deepspeed import FATES
@@ -41,13 +41,13 @@ def keys_of(model: type[BaseModel], section: str = "") -> Iterator[str]:
             yield from keys_of(inner, key)
 
 
-def unknown_key(key: str, value: object, model: type[BaseModel] = Document, section: str = "") -> str:
-    """Naming the nearest known key, and all that are allowed beside it. `section`: where `model` stands in the file."""
+def unknown_key(
+    key: str, value: object, meant: str | None, model: type[BaseModel] = Document, section: str = ""
+) -> str:
+    """Naming the known key that was meant, and all that are allowed beside it. `section`: where `model` stands."""
     parent, _, name = key.rpartition(".")
-    known = set(keys_of(model, section))
-    foreign = {known for known in FATES if not known.endswith("*")}
-    beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == parent]
-    refused = validation.unknown_key(parent, name, shown(value), beside, _nearest(key, name, known | foreign))
+    beside = [other.rpartition(".")[2] for other in keys_of(model, section) if other.rpartition(".")[0] == parent]
+    refused = validation.unknown_key(parent, name, shown(value), beside, meant)
     if beside:
         return f"{refused}."
     return f"{refused}{'' if refused.endswith('?') else '.'} See {REFERENCE} for the allowed keys."
@@ -76,13 +76,18 @@ ELSEWHERE = {
 """What other programs call it, or where it stands there."""
 
 
-def _nearest(key: str, name: str, known: set[str]) -> str | None:
+def misplaced_key(key: str, place: str) -> str:
+    return f"`{shown_name(key)}` is not read where it stands; it belongs at `{place}`."
+
+
+def _nearest(key: str, known: set[str]) -> str | None:
+    """Of the models' own keys and DeepSpeed's."""
     if key in ELSEWHERE:
         return ELSEWHERE[key]
+    parent, _, name = key.rpartition(".")
     same_name = sorted(other for other in known if other.rpartition(".")[2] == name)
     if same_name:
         return same_name[0]
-    parent = key.rpartition(".")[0]
     siblings = sorted(other for other in known if other.rpartition(".")[0] == parent)
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.75)
     return close[0] if close else None
@@ -109,6 +114,7 @@ def unread_in(error: ValidationError) -> int:
 def _sentence_of(fault: Fault, model: type[BaseModel], section: str) -> str:
     if fault["type"] == "extra_forbidden":
         key, _, _ = find(fault["loc"][:-1], model, section)
-        name = str(fault["loc"][-1])
-        return unknown_key(f"{key}.{name}" if key else name, fault["input"], model, section)
+        name = f"{key}.{fault['loc'][-1]}" if key else str(fault["loc"][-1])
+        nearest = _nearest(name, {*keys_of(model, section), *FATES})
+        return unknown_key(name, fault["input"], nearest, model, section)
     return f"{validation.sentence(fault, 'the config', model, section)}."

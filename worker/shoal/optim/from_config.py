@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from pydantic import ValidationError
+from shoal_protos.config_file import whole
 from shoal_protos.errors import UserError
 from shoal_protos.quoting import shown
 from torch import nn
@@ -108,7 +109,13 @@ def build_scheduler(section: SchedulerSection, optimizer: Optimizer, last_step: 
         return Schedule(optimizer, formula)
     kind = TORCH_SCHEDULES[name]
     _check_names("scheduler", kind, given)
-    return _make("scheduler", kind, optimizer, given)
+    return _make("scheduler", kind, optimizer, _with_whole_numbers(kind, given))
+
+
+def _with_whole_numbers(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """2000.0 is one for an argument that the class says is an integer."""
+    types = {name: str(one.annotation) for name, one in inspect.signature(kind).parameters.items()}
+    return {name: whole(value) if "int" in types[name] else value for name, value in given.items()}
 
 
 def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:

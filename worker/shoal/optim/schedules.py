@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from shoal_protos.validation import Allowed
 
-from shoal.config.document import Section, Switch
+from shoal.config.document import Section, Switch, Whole
 
 Rate = Annotated[
     float | Annotated[tuple[float, ...], Field(strict=False)],
@@ -27,9 +27,9 @@ RateOrNone = Annotated[
     Allowed("a number, or a list with one for each parameter group"),
 ]
 Number = Annotated[float, Allowed("a number")]
-Steps = Annotated[int, Field(ge=1), Allowed("a whole number of at least 1")]
-FromZero = Annotated[int, Field(ge=0), Allowed("a whole number of at least 0")]
-CountOrNone = Annotated[Annotated[int, Field(ge=0)] | None, Allowed("a whole number of at least 0")]
+Steps = Annotated[Whole, Field(ge=1), Allowed("a whole number of at least 1")]
+FromZero = Annotated[Whole, Field(ge=0), Allowed("a whole number of at least 0")]
+CountOrNone = Annotated[Annotated[Whole, Field(ge=0)] | None, Allowed("a whole number of at least 0")]
 WarmupType = Annotated[Literal["log", "linear"], Allowed('"log" or "linear"')]
 
 
