@@ -53,7 +53,7 @@ def test_a_worker_is_told_who_it_is_and_writes_to_its_log(tmp_path: Path) -> Non
         expected = {
             "SHOAL_CONTROLLER": "127.0.0.1:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "run-1", "SHOAL_WORKER_ID": "w0",
             "SHOAL_TOKEN": TOKENS.join("demo", "run-1"), "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1",
-            "MINE": "yes", "PATH": os.environ["PATH"],
+            "MINE": "yes", "PATH": os.environ["PATH"], "SHOAL_WANTED_WORKERS": str(job.wanted),
         }  # fmt: skip
         assert {key: variables.get(key) for key in expected} == expected
         assert lines[-2:] == ["to-stderr", "/dev/null"]

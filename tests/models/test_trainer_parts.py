@@ -242,6 +242,11 @@ def test_numbers_that_file_and_arguments_give_differently_are_named_all_at_once(
     config = {**DS_CONFIG, "gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": 5}
     with pytest.raises(UserError, match=r"`train_micro_batch_size_per_gpu` is 5 .*3.*`gradient_clipping` is 0.5"):
         Script(tmp_path, {"deepspeed": config}).alone()
+    elasticity = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [3]}
+    with pytest.raises(
+        UserError, match="`elasticity` is on in the DeepSpeed configuration, and the Trainer's arguments"
+    ):
+        Script(tmp_path, {"deepspeed": {**DS_CONFIG, "elasticity": elasticity}}).alone()
 
 
 def test_lanes_stand_for_the_processes_that_a_script_was_written_for(tmp_path: Path) -> None:

@@ -192,6 +192,35 @@ def test_a_config_is_read_as_training_reads_it(tmp_path: Path) -> None:
     assert stages("--params", "1e9", "--workers", "8", "--config", file).keys() == {2}
 
 
+def counts(*arguments: str) -> dict[int, tuple[int, int, float]]:
+    """Lanes and micro-batches of the busiest worker, and how uneven that is, by workers."""
+    status, output, errors = ran(*arguments, "--output", "json")
+    assert (status, errors) == (0, "")
+    rows = json.loads(output)["counts"]
+    return {row["workers"]: (row["lanes"], row["micro_batches"], round(row["uneven"], 3)) for row in rows}
+
+
+def test_without_params_a_config_says_for_how_many_workers_its_lanes_are(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    asked = ("--config", config(tmp_path, sizes))
+    even = {1: (6, 12, 0.0), 2: (3, 6, 0.0), 3: (2, 4, 0.0), 6: (1, 2, 0.0)}
+    assert counts(*asked) == even
+    assert counts(*asked, "--workers", "4") == {**even, 4: (2, 4, 0.333)}
+    heading, *_ = ran(*asked)[1].splitlines()
+    assert heading == "Batch 48 = 6 lanes × 2 micro-batches × 4 samples"
+
+
+def test_the_counts_of_a_section_elasticity_are_those_that_its_batch_is_made_for(tmp_path: Path) -> None:
+    section: dict[str, Any] = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}
+    asked = ("--config", config(tmp_path, {"elasticity": {**section, "version": 0.1, "max_gpus": 3}}))
+    assert counts(*asked) == {1: (280, 280, 0.0), 2: (140, 140, 0.0), 3: (94, 94, 0.007)}
+    assert "--min 1 --max 3." in ran(*asked)[1]
+    asked = ("--config", config(tmp_path, {"elasticity": section}), "--workers", "11")
+    assert counts(*asked) == {11: (30, 30, 0.0)}
+    assert "job submitted with 11 workers (--workers)" in ran(*asked)[1]
+    assert stages("--params", "1e9", *asked).keys() == {0, 1, 2, 3}
+
+
 def test_old_names_of_keys_are_read_as_training_reads_them(tmp_path: Path) -> None:
     old = {"bfloat16": {"enabled": True}, "zero_optimization": {"stage": 2, "cpu_offload": True}}
     today = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -260,6 +289,16 @@ WRONG_CONFIGS: list[tuple[Any, str]] = [
         "parameter.",
     ),
 ]
+
+
+def test_half_a_question_gets_one_sentence(tmp_path: Path) -> None:
+    needed = "shoal: shoal estimate needs --params and --workers; or --config alone, for the counts of workers.\n"
+    assert ran("--params", "7e9") == ran("--workers", "8") == (2, "", needed)
+    file = config(tmp_path, {"train_batch_size": 8})
+    assert ran("--config", file)[2].startswith("shoal: the config does not say how many lanes there are; it needs ")
+    wrong = config(tmp_path, {"elasticity": {"enabled": True, "micro_batch_sizes": [0]}})
+    status, _, errors = ran("--config", wrong)
+    assert (status, errors.count("  - `elasticity.")) == (2, 2)
 
 
 @pytest.mark.parametrize(("document", "sentence"), WRONG_CONFIGS)

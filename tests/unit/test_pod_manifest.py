@@ -78,6 +78,7 @@ def test_a_worker_is_told_who_it_is_where_it_is_and_how_long_it_has(monkeypatch:
     assert {name: value for name, value in plain.items() if name.startswith(("SHOAL", "A"))} == {
         "A": "1", "SHOAL_CONTROLLER": "c:7071,d:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "a1b2",
         "SHOAL_WORKER_ID": "w0", "SHOAL_LAUNCHER": "kubernetes", "SHOAL_GRACE_SECONDS": "115",
+        "SHOAL_WANTED_WORKERS": "4",
     }  # fmt: skip
     assert variables["SHOAL_HOST"]["valueFrom"]["fieldRef"] == {"fieldPath": "status.podIP"}
     assert variables["SHOAL_FAILURE_DOMAIN"]["valueFrom"]["fieldRef"] == {"fieldPath": "spec.nodeName"}

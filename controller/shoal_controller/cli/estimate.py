@@ -1,11 +1,13 @@
 """`shoal estimate`: bytes that a worker needs, by stage, with mirrors and without. It talks to no controller.
 
-The arithmetic is `shoal_protos.memory_estimate`; what a training config says is read in estimate_config.py.
+The arithmetic is `shoal_protos.memory_estimate`; what a training config says is read in estimate_config.py. How lanes
+are spread over workers, which is the answer without `--params`, is in estimate_counts.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,8 +30,10 @@ LAYERS = 32
 
 
 def estimate(
-    params: Annotated[str, typer.Option("--params", metavar="N", help="Trained parameters, such as 7e9.")],
-    workers: Annotated[int, typer.Option("--workers", metavar="W", help="Number of workers.")],
+    params: Annotated[
+        str | None, typer.Option("--params", metavar="N", help="Trained parameters, such as 7e9. Default: no memory.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", metavar="W", help="Number of workers.")] = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="Training config; the flags below take precedence over it."),
@@ -67,35 +71,61 @@ def estimate(
     ] = None,
     output: Output = Form.TABLE,
 ) -> None:
-    """Estimate the memory that a worker needs, without activations."""
+    """Estimate the memory that a worker needs, without activations; or how many workers a config's lanes are for."""
     from shoal_protos.config_file import read_config
 
-    from shoal_controller.cli.estimate_config import refused_by_training, wanted_by
+    from shoal_controller.cli.estimate_config import wanted_by
 
     given = read_config(config) if config is not None else {}
-    wanted = wanted_by(given, state_bytes)
+    if params is None and config is not None:
+        _show_counts(given, config, workers, output)
+        return
+    if params is None or workers is None:
+        raise UserError("shoal estimate needs --params and --workers; or --config alone, for the counts of workers.")
+    wanted = wanted_by(given, state_bytes, workers)
     flags = {
         "stage": stage, "lanes": lanes, "micro_batches": micro_batches, "precision": precision, "offload": offload,
         "state_bytes": state_bytes,
     }  # fmt: skip
     wanted |= {name: value for name, value in flags.items() if value is not None}
     _check(workers, mirrors, wanted)
-    trained, at_rest = _count("--params", params), _count("--frozen", frozen) if frozen is not None else 0
-    total = trained + at_rest
-    largest = _count("--largest-parameter", largest_parameter) if largest_parameter is not None else 0
-    setup: dict[str, Any] = {
-        "parameters": trained,
-        "largest_parameter": min(trained, largest),
-        "frozen": at_rest,
-        "workers": workers,
-        "lanes": workers,
-        "unit": min(total, _count("--unit", unit) if unit is not None else -(-total // LAYERS)),
-        **wanted,
-        "mirrors": mirrors if mirrors is not None else min(wanted.get("mirrors", 1), workers - 1),
-    }
+    given_sizes = {"--unit": unit, "--largest-parameter": largest_parameter, "--frozen": frozen}
+    sizes = {flag: _count(flag, text) for flag, text in given_sizes.items() if text is not None}
+    setup = _setup(_count("--params", params), workers, sizes) | wanted
+    setup["mirrors"] = mirrors if mirrors is not None else min(wanted.get("mirrors", 1), workers - 1)
     stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
     _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
-    if config is not None and (sentence := refused_by_training(given, config)):
+    if config is not None:
+        _say_what_training_refuses(given, config, workers)
+
+
+def _setup(trained: int, workers: int, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What the flags and their defaults say of the model and the job, `sizes` by flag."""
+    frozen = sizes.get("--frozen", 0)
+    total = trained + frozen
+    return {
+        "parameters": trained,
+        "largest_parameter": min(trained, sizes.get("--largest-parameter", 0)),
+        "frozen": frozen,
+        "workers": workers,
+        "lanes": workers,
+        "unit": min(total, sizes.get("--unit", -(-total // LAYERS))),
+    }
+
+
+def _show_counts(given: dict[str, Any], config: Path, workers: int | None, output: Form) -> None:
+    from shoal_controller.cli.estimate_config import counts_of
+    from shoal_controller.cli.estimate_counts import show_counts
+
+    _check(1 if workers is None else workers, None, {})
+    show_counts(counts_of(given, workers), workers, output)
+    _say_what_training_refuses(given, config, workers)
+
+
+def _say_what_training_refuses(given: dict[str, Any], config: Path, workers: int | None) -> None:
+    from shoal_controller.cli.estimate_config import refused_by_training
+
+    if sentence := refused_by_training(given, config, workers):
         echo(f"shoal: {sentence}", err=True)
 
 

@@ -7,6 +7,7 @@ process of its own what training would refuse.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from shoal_protos.memory_estimate import MOST, MOST_LANES, state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.validation import wrong_value
 
+from shoal_controller.cli.estimate_counts import LaneSpread, elastic_spread, spread_of
+
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
 CHECK_SECONDS = 30.0
 """How long the check of a config may take; it takes a second."""
@@ -26,17 +29,18 @@ FAULTS = 1
 """The exit status of a check that has found some."""
 
 
-def wanted_by(given: Mapping[str, Any], state_bytes: int | None) -> dict[str, Any]:
+def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -> dict[str, Any]:
     """Fields of `MemorySetup` that the config decides. `state_bytes`: where somebody knows better than its optimizer.
 
     Raises `UserError`.
     """
     config = _Keys(with_todays_names(given, []))
+    elastic = elastic_spread(given, _stage(config), workers)
     found = {
-        "stage": config.at("zero_optimization.stage", _is_stage, "0, 1, 2 or 3"),
+        "stage": _stage(config),
         "mirrors": config.at("shoal.mirrors", _is_natural, "a whole number of at least 0"),
-        "lanes": _lanes(config),
-        "micro_batches": _micro_batches(config),
+        "lanes": elastic.lanes.lanes if elastic else _lanes(config),
+        "micro_batches": elastic.lanes.micro_batches_per_lane if elastic else _micro_batches(config),
         "precision": _precision(config),
         "state_bytes": state_bytes if state_bytes is not None else _state_bytes(config),
         "offload": _device(config, "zero_optimization.offload_optimizer.device", DEVICES),
@@ -46,16 +50,30 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None) -> dict[str, An
     return {name: value for name, value in found.items() if value is not None}
 
 
-def refused_by_training(given: Mapping[str, Any], file: Path) -> str:
+def counts_of(given: Mapping[str, Any], workers: int | None) -> LaneSpread:
+    """The lanes of a config, and for how many workers they are. Raises `UserError`."""
+    config = _Keys(with_todays_names(given, []))
+    elastic, lanes = elastic_spread(given, _stage(config), workers), _lanes(config)
+    if elastic is None and lanes is None:
+        raise UserError(
+            "the config does not say how many lanes there are; it needs a section elasticity, `shoal.lanes`, or both "
+            "`train_batch_size` and `train_micro_batch_size_per_gpu`."
+        )
+    micro_batch = config.count("train_micro_batch_size_per_gpu")
+    return elastic or spread_of(lanes or 1, micro_batch, _micro_batches(config) or 1)
+
+
+def refused_by_training(given: Mapping[str, Any], file: Path, workers: int | None = None) -> str:
     """What `shoal.initialize` would refuse of this config whatever the script adds, in its words; empty: nothing.
 
     It is no error here: the answer may be good for what it is asked, and nobody trains yet.
     """
     command = (sys.executable, "-X", "utf8", "-P", "-m", "shoal.config")
+    environment = {**os.environ, "SHOAL_WANTED_WORKERS": str(workers or 1)}
     try:
         check = subprocess.run(
             command, input=json.dumps(given), capture_output=True, encoding="utf-8", errors="replace",
-            timeout=CHECK_SECONDS, check=False,
+            timeout=CHECK_SECONDS, check=False, env=environment,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"whether training takes config {file} is not known: {error}"
@@ -96,6 +114,11 @@ class _Keys:
 
 def _is_natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _stage(config: _Keys) -> int | None:
+    stage: int | None = config.at("zero_optimization.stage", _is_stage, "0, 1, 2 or 3")
+    return stage
 
 
 def _is_stage(value: Any) -> bool:

@@ -71,7 +71,7 @@ class WorkerEnvironment:
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **GRPC_VARIABLES}
         identity = {
             "SHOAL_CONTROLLER": ",".join(self.controllers()), "SHOAL_JOB": spec.job, "SHOAL_RUN": spec.run,
-            "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local",
+            "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "local", "SHOAL_WANTED_WORKERS": str(spec.wanted),
         }  # fmt: skip
         token = {} if self.tokens is None else {"SHOAL_TOKEN": self.tokens.join(spec.job, spec.run)}
         device = device_variable(self.devices, taken)

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 SET_BY_SHOAL = frozenset(f"SHOAL_{name}" for name in ("CONTROLLER", "JOB", "RUN", "WORKER_ID", "TOKEN"))
 """Whatever starts the worker."""
-SET_IN_PODS = SET_BY_SHOAL | {f"SHOAL_{name}" for name in ("LAUNCHER", "HOST", "FAILURE_DOMAIN", "GRACE_SECONDS")}
+IN_PODS = ("LAUNCHER", "HOST", "FAILURE_DOMAIN", "GRACE_SECONDS", "WANTED_WORKERS")
+SET_IN_PODS = SET_BY_SHOAL | {f"SHOAL_{name}" for name in IN_PODS}

@@ -16,6 +16,7 @@ from shoal_protos.errors import UserError
 
 from shoal.config.batch import BATCH
 from shoal.config.load import Beside, load_config
+from shoal.config.sifting import is_on
 
 
 def main() -> int:
@@ -35,7 +36,8 @@ def _all_that_is_open(given: Mapping[str, Any]) -> dict[str, int]:
     if not isinstance(mine, Mapping):
         return {}
     steps = {} if _says(mine, "max_steps") or _says(mine, "epochs") else {"max_steps": 1}
-    lanes = {} if _says(mine, "lanes") or _says(given, BATCH) else {"lanes": 1}
+    is_elastic = is_on(given.get("elasticity"))
+    lanes = {} if is_elastic or _says(mine, "lanes") or _says(given, BATCH) else {"lanes": 1}
     return steps | lanes
 
 

@@ -113,8 +113,6 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "sparse_attention", Switched(_OTHER_MODEL, "mode", ("dense", None))),
     ("", "curriculum_learning data_efficiency", Switched(_DATA_ORDER)),
     ("", "eigenvalue", Switched("it serves `quantize_training` only")),
-    ("", "elasticity", Switched("every job is elastic, and its batch is fixed by `train_batch_size`, which you give; "
-     "leave the section out")),
     ("", "expert_parallel", Switched(_WHOLE_MODEL)),
     ("", "tensor_parallel", Switched(_WHOLE_MODEL, "autotp_size", (0, 1, None))),
     ("", "fp8", Switched("the scales of float8 follow from the values of earlier steps, which belong to the lane: a "

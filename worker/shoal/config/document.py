@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from shoal_protos.config_file import whole
+from shoal_protos.elastic_section import Elasticity
 from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 from shoal_protos.validation import Allowed
@@ -331,4 +332,5 @@ class Document(Section):
     tensorboard: TensorBoard = TensorBoard()
     csv_monitor: CsvMonitor = CsvMonitor()
     wandb: Wandb = Wandb()
+    elasticity: Elasticity | None = None
     shoal: Shoal = Shoal()

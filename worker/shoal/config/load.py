@@ -25,6 +25,7 @@ from shoal_protos.validation import MOST_FAULTS, what_is_left
 
 from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
+from shoal.config.elastic import elastic_of
 from shoal.config.monitoring import Monitoring
 from shoal.config.paths import expanded, unset_variable
 from shoal.config.precision import Precision, precision_faults
@@ -75,6 +76,7 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
     if faults:
         raise UserError(all_of([*faults, *misplaced]))
     _tell(sifted)
+    _tell_batch(document)
     assert settled is not None, "sizes that do not settle are a fault"
     return settled
 
@@ -91,6 +93,16 @@ def _tell(sifted: Sifted) -> None:
         log.warning("keys are left alone where nothing reads them", belong_at=sifted.misplaced)
 
 
+def _tell_batch(document: Document) -> None:
+    """What `elasticity` has made of it, and of how many workers it is made evenly."""
+    elastic, section = elastic_of(document), document.elasticity
+    if elastic is not None and section is not None:
+        sizes = elastic.sizes
+        log.info("elastic_batch", train_batch_size=sizes.train_batch_size, micro_batch_size=sizes.micro_batch_size,
+                 lanes=sizes.lanes, micro_batches_per_lane=sizes.micro_batches_per_lane,
+                 even_workers=elastic.found.counts, min=section.min_gpus, max=section.max_gpus)  # fmt: skip
+
+
 def _also_unfit(kept: Mapping[str, Any], error: ValidationError, faults: Sequence[str], beside: Beside) -> list[str]:
     """What does not fit together in the rest of a config that has faults, so that a second look finds no more."""
     left, keys = what_is_left(kept, error.errors(), Document)
@@ -99,6 +111,8 @@ def _also_unfit(kept: Mapping[str, Any], error: ValidationError, faults: Sequenc
         document = Document.model_validate(left)
     except ValidationError:
         return []
+    if "elasticity" in kept and document.elasticity is None:
+        keys.add(BATCH)  # which the section would have determined
     more: list[str] = []
     _resolve(document, more, beside)
     return [one for one in more if not any(key in one for key in keys)]
@@ -131,7 +145,8 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
     shoal = document.shoal
     faults += _unfit(document, beside)
     try:
-        sizes = settle(_sizes(document, beside))
+        elastic = elastic_of(document)
+        sizes = elastic.sizes if elastic else settle(_sizes(document, beside))
     except UserError as error:
         faults.append(f"{error}{_left_open(document)}")
         return None
@@ -140,6 +155,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         lanes=sizes.lanes,
         micro_batch_size=sizes.micro_batch_size,
         micro_batches_per_lane=sizes.micro_batches_per_lane,
+        elastic_workers=elastic.workers if elastic else None,
         mirrors=shoal.mirrors,
         mirror_partners=shoal.mirror_partners,
         seed=shoal.seed,

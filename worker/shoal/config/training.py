@@ -25,6 +25,8 @@ class TrainingConfig:
     micro_batch_size: int
     """Samples of one forward pass (`train_micro_batch_size_per_gpu`)."""
     micro_batches_per_lane: int
+    elastic_workers: int | None
+    """The number of workers for which `elasticity` 0.2 has made the batch; None: the batch follows from no number."""
     mirrors: int
     mirror_partners: int
     """Mirrors as given: not yet limited by the world nor raised by stage 0."""
@@ -77,7 +79,9 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
     """Dotted keys with values as JSON: all that changes bits, data order, length or what a vote carries. Not what only
     guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners), saves memory (activation
     checkpointing, offload) or is compared elsewhere (threads: in the numeric identity)."""
+    elastic = {} if config.elastic_workers is None else {"elasticity workers": config.elastic_workers}
     values: dict[str, object] = {
+        **elastic,
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization.stage": config.stage,

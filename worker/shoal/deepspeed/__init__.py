@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shoal.deepspeed import zero
+from shoal.deepspeed import elasticity, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
 from shoal.deepspeed.not_here import module_lacks
 
-__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "elasticity", "init_distributed", "initialize", "zero"]
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -65,6 +65,30 @@ A job goes on from its newest checkpoint by itself (`shoal.checkpoint.resume`), 
 `(None, {})`. After it, the first pass over `loader` is the epoch of that checkpoint, for a script that counts its
 epochs on from there; without the call the passes count from the first epoch.
 
+## Elasticity
+
+The section `elasticity`, where it is on, determines batch, micro-batch and lanes as DeepSpeed 0.19.7 computes them: of
+some candidates below `max_train_batch_size` the batch that most numbers of workers divide, and the largest of
+`micro_batch_sizes` that leaves each of them a lane. There is a lane for each micro-batch of a step; in ZeRO stages 2
+and 3, where every lane costs a reduction, as few lanes as keep all those numbers even, within a sixteenth. The batch
+keys of the top level are left out then.
+
+    $ shoal estimate --config ds_config.json
+    Batch 1680 = 280 lanes × 1 micro-batch × 6 samples
+    workers  lanes each  micro-batches a step  uneven by
+          1         280                   280          –
+          2         140                   140          –
+          3          94                    94       0.7%
+    …
+
+Shoal trains by any number of workers up to that of the lanes, and needs no whole nodes: the section's numbers are
+those among which lanes divide evenly. What bounds a running job are its own `--min` and `--max`; the command names
+those of the section, and a job that is submitted with more or fewer workers is refused. Version 0.1 needs no number of
+workers. Version 0.2 makes the batch for the number that the job was submitted with (`--workers`, `workers.wanted`; 1
+for a script that trains alone), once for a run: workers that come and go, and a changed `workers.wanted`, do not
+change it. The number is part of what all workers must agree on, and of the manifests of checkpoints. Workers that no
+launcher starts are told it by `SHOAL_WANTED_WORKERS`.
+
 """
 
 

@@ -80,6 +80,8 @@ MODULE: Mapping[str, str] = {
     "initialize": "See above.",
     "init_distributed": "Does nothing, and says so once in the log: workers meet through the controller.",
     "add_config_arguments": "Adds `--deepspeed` and `--deepspeed_config` to a parser.",
+    "elasticity.compute_elastic_config": "The batch of the section `elasticity`, by DeepSpeed's arguments and errors; "
+    "`target_deepspeed_version` is not looked at.",
     "zero.Init": "A context in which a model is built without memory: `shoal.deferred()`.",
     "zero.GatheredParameters": "A context in which all of a parameter can be read: `engine.gathered()`.",
     "DeepSpeedEngine": "The class of the engine.",

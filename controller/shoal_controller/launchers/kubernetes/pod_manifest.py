@@ -128,6 +128,7 @@ def _env(worker: WorkerId, terms: PodTerms) -> list[Json]:
     plain = {
         **DEFAULTS, **spec.env, "SHOAL_CONTROLLER": ",".join(terms.controllers), "SHOAL_JOB": spec.job,
         "SHOAL_RUN": spec.run, "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "kubernetes",
+        "SHOAL_WANTED_WORKERS": str(spec.wanted),
         "SHOAL_GRACE_SECONDS": str(terms.section.grace_seconds - LEFT_OVER_SECONDS),
     }  # fmt: skip
     fields = {"SHOAL_HOST": "status.podIP", "SHOAL_FAILURE_DOMAIN": "spec.nodeName"}

@@ -19,6 +19,7 @@ from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.quoting import shown
 
 from shoal.config.load import Beside
+from shoal.config.sifting import is_on
 
 FOLDER = "elastic"
 """Of elastic checkpoints, in the Trainer's output folder."""
@@ -99,6 +100,11 @@ def config_of(
             "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else NO_CLIPPING,
         }
     else:
+        if is_on(document.get("elasticity")):
+            raise UserError(
+                "`elasticity` is on in the DeepSpeed configuration, and the Trainer's arguments say what a batch is; "
+                "switch the section off."
+            )
         given = [name for name in ("optimizer", "scheduler") if getattr(beside, name)]
         meanings = {
             key: meaning

@@ -1,0 +1,100 @@
+"""`shoal estimate --config FILE` without `--params`: how the lanes of a batch are spread over so many workers.
+
+For a section `elasticity` the counts are those for which its batch is made; else those that divide the lanes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from shoal_protos.elastic_batch import ElasticLanes, as_lanes, elastic_batch
+from shoal_protos.elastic_section import Elasticity
+from shoal_protos.errors import UserError
+from shoal_protos.plural import plural
+from shoal_protos.validation import all_of, sentence
+
+from shoal_controller.cli.options import Form
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpread:
+    """A batch, and the numbers of workers that are shown."""
+
+    lanes: ElasticLanes
+    counts: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+def elastic_spread(given: Mapping[str, Any], stage: int | None, workers: int | None) -> LaneSpread | None:
+    """Of a config whose section `elasticity` is on; None: it has none. `workers`: with how many the job is submitted.
+
+    Raises `UserError`.
+    """
+    section = given.get("elasticity")
+    if not isinstance(section, Mapping) or section.get("enabled") in (None, False, "auto"):
+        return None
+    try:
+        asked = Elasticity.model_validate({key: one for key, one in section.items() if key in Elasticity.model_fields})
+        found = elastic_batch(asked, workers or 1)
+        lanes = as_lanes(found, asked.micro_batch_sizes, (stage or 0) >= 2)
+    except ValidationError as error:
+        faults = [sentence(fault, "the config", Elasticity, "elasticity") for fault in error.errors()]
+        raise UserError(f"{all_of(faults, 'the config')}.") from None
+    except UserError as error:
+        raise UserError(f"{error}.") from None
+    notes = [f"Give the section's bounds to the job: --min {asked.min_gpus} --max {min(asked.max_gpus, lanes.lanes)}."]
+    if asked.version == "0.2":
+        notes.append(f"Version 0.2: made for a job submitted with {plural(workers or 1, 'worker')} (--workers).")
+    return LaneSpread(lanes, found.counts, tuple(notes))
+
+
+def spread_of(lanes: int, micro_batch: int | None, micro_batches_per_lane: int) -> LaneSpread:
+    """Of a config that says how many lanes there are: every number of workers among which they divide."""
+    even = tuple(count for count in range(1, lanes + 1) if lanes % count == 0)
+    return LaneSpread(ElasticLanes(lanes, micro_batch or 0, micro_batches_per_lane), even)
+
+
+def show_counts(spread: LaneSpread, workers: int | None, form: Form) -> None:
+    """Print a row for each count, and for `workers`."""
+    from shoal_controller.cli.tables import listed
+
+    counts = sorted({*spread.counts, *([workers] if workers is not None else [])})
+    rows = [_row(count, spread.lanes) for count in counts if count <= spread.lanes.lanes]
+    listed("counts", rows, lambda shown: _table(shown, spread), form)
+
+
+def _row(workers: int, lanes: ElasticLanes) -> dict[str, Any]:
+    """`lanes`, `micro_batches`: of the busiest worker in one step."""
+    most = math.ceil(lanes.lanes / workers)
+    micro_batches = most * lanes.micro_batches_per_lane
+    return {"workers": workers, "lanes": most, "micro_batches": micro_batches, "uneven": lanes.uneven(workers)}
+
+
+def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread) -> RenderableType:
+    from rich.console import Group
+
+    from shoal_controller.cli.tables import table_of
+
+    columns = ("workers", "lanes each", "micro-batches a step", "uneven by")
+    table = table_of(*columns, numbers=columns)
+    for row in rows:
+        uneven = f"{row['uneven']:.1%}" if row["uneven"] else "–"
+        table.add_row(str(row["workers"]), str(row["lanes"]), str(row["micro_batches"]), uneven)
+    uneven_note = "Other numbers up to that of the lanes train too: some workers then wait for the busiest."
+    return Group(_heading(spread.lanes), table, *spread.notes, uneven_note)
+
+
+def _heading(lanes: ElasticLanes) -> str:
+    each = lanes.micro_batches_per_lane
+    parts = [plural(lanes.lanes, "lane"), f"{each} micro-batch{'es' if each > 1 else ''}"]
+    if not lanes.micro_batch:
+        return f"A step of {' × '.join(parts)}"
+    batch = lanes.lanes * each * lanes.micro_batch
+    return f"Batch {batch} = {' × '.join([*parts, plural(lanes.micro_batch, 'sample')])}"
