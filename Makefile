@@ -18,6 +18,7 @@
 #   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
+#   make quickstart type what the quick start says, in a fresh clone, up to a killed worker, and time it
 #   make images     build both images and run the demo's job from them (root, Debian): buildah in a chroot, over a base by debootstrap
 #   make versions   run the tests of make test with the oldest and the newest Python and PyTorch that the package allows, each pair in an
 #                   environment of its own; VERSIONS="3.12-2.14" takes some. With CUDA builds of PyTorch they take 6 GB each
@@ -50,7 +51,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers images versions test-gpu mutants bench protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers quickstart images versions test-gpu mutants bench protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -187,6 +188,9 @@ scripts: $(READY) $(MODELS)
 		&& $(BIN)/pip install --quiet --upgrade --no-deps --target $(VENV)/deepspeed hjson py-cpuinfo einops msgpack ninja tqdm; }
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m scripts.run $(ARGS)
 	$(BIN)/python docs/generate/script_table.py
+
+quickstart: $(READY)
+	$(BIN)/python tests/quick_start.py $(ARGS)
 
 images: $(READY)
 	$(BIN)/python -m tests.images.run $(ARGS)

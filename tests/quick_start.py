@@ -64,9 +64,9 @@ class Newcomer:
             finally:
                 process.send_signal(signal.SIGINT)
 
-    def note(self, what: str) -> None:
+    def note(self, done: str) -> None:
         now = time.monotonic()
-        print(f"{now - self._began:6.1f} s  (+{now - self._at:.1f})  {what}", flush=True)
+        print(f"{now - self._began:6.1f} s  (+{now - self._at:.1f})  {done}", flush=True)
         self._at = now
 
 
