@@ -1,7 +1,9 @@
 """Batch arithmetic: train_batch_size = micro-batch × lanes × micro-batches per lane. Pure.
 
-Any two of the first three give the third; a lane has one micro-batch unless said otherwise. `load.py` calls it once;
-every contradiction gets its figures in one sentence.
+Any three give the fourth, and two of the first three the third where a lane has one micro-batch. A batch without a
+micro-batch and without lanes, as DeepSpeed's own documents write it, is divided into as many lanes as fit, from the
+file alone: so they are the same alone and on any number of workers. `load.py` calls it once; every contradiction gets
+its figures in one sentence.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ MICRO = "train_micro_batch_size_per_gpu"
 LANES = "shoal.lanes"
 PER_LANE = "shoal.micro_batches_per_lane"
 ACCUMULATION = "gradient_accumulation_steps"
+LANES_UNSAID = 8
+"""At most so many lanes has a job of which only the batch is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ def settle(given: Sizes) -> Sizes:
             raise UserError(_too_few(given))
         return Sizes(micro * lanes * accumulated, micro, lanes, accumulated)
     if micro is None and lanes is None:
-        raise UserError(_too_few(given))
+        parts = _divide(batch, accumulated, "micro-batches", f"{PER_LANE} {accumulated}")
+        lanes = next(lanes for lanes in range(LANES_UNSAID, 0, -1) if parts % lanes == 0)
     if lanes is None:
         assert micro is not None
         lanes = _divide(batch, micro * accumulated, "lanes", f"{MICRO} {micro} × {PER_LANE} {accumulated}")
@@ -60,6 +65,8 @@ def settle(given: Sizes) -> Sizes:
                 f"`{BATCH}` {batch} and `{MICRO}` {micro} make {lanes} lanes; at most {MOST_LANES} are allowed. "
                 f"Raise `{MICRO}` or `{PER_LANE}`."
             )
+    if micro is not None and given.micro_batches_per_lane is None and batch % (micro * lanes) == 0:
+        accumulated = batch // (micro * lanes)
     if micro is None:
         micro = _divide(batch, lanes * accumulated, "micro-batches", f"{LANES} {lanes} × {PER_LANE} {accumulated}")
     if batch != micro * lanes * accumulated:
@@ -93,6 +100,4 @@ def _contradiction(sizes: Sizes) -> str:
     sentence = (
         f"`{BATCH}` is {batch}, but `{MICRO}` {micro} × `{LANES}` {lanes} × `{PER_LANE}` {accumulated} is {product}."
     )
-    if accumulated == 1 and batch % (micro * lanes) == 0:
-        return f"{sentence} With `{PER_LANE}` {batch // (micro * lanes)} they agree."
     return f"{sentence} Leave one of them out."

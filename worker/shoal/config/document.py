@@ -232,9 +232,11 @@ class Shoal(Section):
     ] = None
     """Micro-batches of one optimizer step that workers share; fixed for the job's life, so batch size, learning rate
     and data order never depend on how many workers there are. Not given: train_batch_size /
-    (train_micro_batch_size_per_gpu × micro_batches_per_lane)."""
+    (train_micro_batch_size_per_gpu × micro_batches_per_lane); without a micro-batch size the greatest number up to 8
+    that divides train_batch_size / micro_batches_per_lane."""
     micro_batches_per_lane: Count = None
-    """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else 1."""
+    """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else what
+    the other sizes leave, else 1."""
     mirrors: Annotated[Whole, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
     """Copies of every block's optimizer state besides the owner's: the number of workers that may die at once without
     losing a step. At most the number of other workers; stage 0 mirrors everything everywhere."""
@@ -300,7 +302,7 @@ class Document(Section):
 
     train_batch_size: CountOrAuto = None
     """Samples of one optimizer step over all lanes: train_micro_batch_size_per_gpu × lanes × micro_batches_per_lane.
-    Two of them give the third."""
+    What is not given follows from the others."""
     train_micro_batch_size_per_gpu: CountOrAuto = None
     """Samples of one forward pass."""
     gradient_accumulation_steps: CountOrAuto = None

@@ -51,6 +51,8 @@ class Beside:
     optimizer: bool = False
     """Whether an optimizer was given: what is "auto" is as it has it."""
     scheduler: bool = False
+    open_end: bool = False
+    """Whether the job may end where the scripts do: nothing in the file need say at which step."""
 
 
 NOTHING_BESIDE = Beside()
@@ -145,12 +147,15 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
     shoal = document.shoal
     faults += _unfit(document, beside)
     try:
-        elastic = elastic_of(document)
-        sizes = elastic.sizes if elastic else settle(_sizes(document, beside))
+        given, elastic = _sizes(document, beside), elastic_of(document)
+        sizes = elastic.sizes if elastic else settle(given)
     except UserError as error:
         faults.append(f"{error}{_left_open(document)}")
         return None
     assert sizes.lanes and sizes.micro_batch_size and sizes.micro_batches_per_lane
+    if elastic is None and given.lanes is None and given.micro_batch_size is None and not faults:
+        means = "the greatest number up to 8 that divides the step's batch; `shoal.lanes` may say another"
+        log.info("lanes", lanes=sizes.lanes, micro_batch_size=sizes.micro_batch_size, means=means)
     return TrainingConfig(
         lanes=sizes.lanes,
         micro_batch_size=sizes.micro_batch_size,
@@ -237,7 +242,7 @@ def _unfit(document: Document, beside: Beside) -> Iterator[str]:
     for key, path in paths.items():
         if name := unset_variable(path):
             yield f"`{key}` is {shown(path)}, and the environment has no {name}; set it, or write the path out."
-    if shoal.max_steps is None and shoal.epochs is None:
+    if shoal.max_steps is None and shoal.epochs is None and not beside.open_end:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
     yield from precision_faults(document)
     yield from _wrong_parameters(document.optimizer, beside.optimizer)
