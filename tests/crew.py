@@ -23,7 +23,7 @@ import torch
 from crew_link import CrewLink
 from integration.scripts import Model, Samples, config, optimizer_of
 from memory_group import MemoryGroup, Wire, group_on
-from shoal.config.load import load_config
+from shoal.config.load import Beside, load_config
 from shoal.data.data_workers import HERE
 from shoal.data.fetch import Fetcher
 from shoal.data.given_source import source_of
@@ -114,11 +114,11 @@ class Opened:
 
 def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     """As `shoal.initialize` makes it, with another link and without hooks at the process's exit."""
-    settled = load_config(config({"lanes": 4, "dropout": 0.1, **task.options}))
+    beside = Beside(open_end=task.options.get("max_steps", 0) is None)
+    settled = load_config(config({"lanes": 4, "dropout": 0.1, **task.options}), beside)
     make_exact(settled.exact, settled.torch_threads)
     source = source_of(task.data(), None, settled, HERE)
-    last_step = source.sampler.last_step(settled.max_steps, settled.epochs)
-    limits = Limits.of(settled, last_step)
+    limits = Limits.of(settled, source.sampler.last_step(settled.max_steps, settled.epochs))
     torch.manual_seed(0)
     model = task.model()
     checkpoint_activations(model, settled)
@@ -161,6 +161,7 @@ def undisturbed(task: Task) -> str:
     with ONE_AT_A_TIME:
         engine = engine_of(task, AloneLink(), Faults([]))
         train(engine, task, lambda: None)
+        engine.script_end.reach()
         return str(engine.fingerprint())
 
 

@@ -15,6 +15,10 @@ MOST_NAMED = 64
 """Peers that one activity names."""
 
 
+LANES_BEGIN = 1 << 40
+"""`Activity.bucket` in the phase of lanes from where members exchange what lanes have summed up."""
+
+
 class StepPhase(IntEnum):
     """Where a member stands between two votes, in the order of a step (docs/architecture.md, "A step")."""
 

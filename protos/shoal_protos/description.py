@@ -49,7 +49,7 @@ class Description:
     fill_bytes_per_step: int
     """0: the planner decides."""
     max_steps: int
-    """The step at which the job ends."""
+    """The step at which the job ends; 0: where its scripts do."""
     parameters: tuple[Parameter, ...]
     """Empty where only their digest is given."""
     optimizer: str

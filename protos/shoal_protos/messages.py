@@ -127,7 +127,8 @@ class Status:
     done: bool = False
     """It has committed the last step and given its digests."""
     ended: bool = False
-    """Its script has ended too; it serves changes at exit."""
+    """Its script has ended too; it serves changes at exit. Not `done`, where nothing says at which step the job ends:
+    it has ended at `step`."""
     drain: bool = False
     """It was asked to end (SIGTERM) and asks to be drained."""
     grace_seconds: float = GRACE_SECONDS
@@ -362,6 +363,8 @@ class AskKind(StrEnum):
 
     SAVE = "save"
     STOP = "stop"
+    END = "end"
+    """Not for a vote: all scripts have ended at the step `number`, which is the job's last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,14 @@ class _AskKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AskKind.Value
     ASK_KIND_UNSPECIFIED: _AskKind.ValueType  # 0
     ASK_KIND_SAVE: _AskKind.ValueType  # 1
     ASK_KIND_STOP: _AskKind.ValueType  # 2
+    ASK_KIND_END: _AskKind.ValueType  # 3
 
 class AskKind(_AskKind, metaclass=_AskKindEnumTypeWrapper): ...
 
 ASK_KIND_UNSPECIFIED: AskKind.ValueType  # 0
 ASK_KIND_SAVE: AskKind.ValueType  # 1
 ASK_KIND_STOP: AskKind.ValueType  # 2
+ASK_KIND_END: AskKind.ValueType  # 3
 Global___AskKind: _TypeAlias = AskKind  # noqa: Y015
 
 class _Ending:

@@ -52,7 +52,9 @@ class Liars:
             worker, name = self.chance.choice(awake), self.chance.choice(NUMBERS)
             worker.say("lies about", name)
             self.simulation.liars.add(worker.membership.worker)
-            worker.session.lie(name, self.chance.choice((10**6, 1 << 61)))
+            number = self.chance.choice((10**6, 1 << 61))
+            is_possible = name == "step" and self.simulation.open_end
+            worker.session.lie(name, 1 << 61 if is_possible else number)
 
     def _come(self) -> None:
         taken = [worker.membership.worker for worker in self.simulation.workers()]

@@ -40,6 +40,7 @@ def attempt(task: Task) -> Outcome:
     happened: Counter[str] = Counter(seeds=1, steps=simulation.watch.commits, worlds=len(simulation.watch.began_at))
     happened[f"ended {durable.phase.value}" if durable.phase.is_over else "still training"] += 1
     happened[f"of stage {simulation.stage}"] += 1
+    happened["ended by its scripts"] += durable.ends_at > 0
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["disasters"] += getattr(simulation, "disasters", 0)

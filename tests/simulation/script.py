@@ -169,6 +169,10 @@ class Script:
     def do_kill(self, worker: str, *at: str) -> None:
         self._at(worker, at).end(-9, "killed")
 
+    def do_end(self, worker: str) -> None:
+        """Its script ends at the next step, whatever the others' do."""
+        self.simulation.by_id(worker).training.end.is_through = True
+
     def do_fail(self, worker: str, *at: str) -> None:
         self._at(worker, at).fail("ValueError: no such column")
 

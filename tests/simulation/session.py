@@ -158,8 +158,8 @@ class Session:
         m, t, knows = self.membership, self.worker.training, self.worker.training.loading.known
         return Status(
             0, 0, m.state, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
-            done=t.done, ended=t.ended, checkpoint=knows.reference, unreadable_checkpoint=knows.unreadable_checkpoint,
-            corrupt=t.copies.reported,
+            done=t.done, ended=t.ended or t.end.is_awaited, checkpoint=knows.reference,
+            unreadable_checkpoint=knows.unreadable_checkpoint, corrupt=t.copies.reported,
         )  # fmt: skip
 
     def notice(self) -> None:
@@ -249,8 +249,10 @@ class Session:
                 training.stop(generation)
             case Opened():
                 training.opened()
-            case Asked(kind, _) if kind is AskKind.STOP:
+            case Asked(AskKind.STOP, _):
                 training.stop_asked = True
+            case Asked(AskKind.END, _):
+                training.end.learn()
             case Asked():
                 training.saves.ask()
             case Ended():

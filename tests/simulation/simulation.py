@@ -51,6 +51,8 @@ class Simulation:
         drawn_stage = 1 if self.still else Random(f"{seed} stage of zero").choice(STAGES)
         self.stage = 0 if mirrors == EVERYONE else int(shape.get("stage", drawn_stage))  # type: ignore[call-overload]
         self.max_steps = int(shape.get("max_steps", chance.choice((20, 60, 10_000))))  # type: ignore[call-overload]
+        self.open_end = bool(self._shape(shape, "open_end", 0, (False, False, True)))
+        """Whether nothing but the scripts says that `max_steps` is the last one."""
         drawn = 0 if self.still else Random(f"{seed} saves").choice((0, 5))
         every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
         self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]
@@ -64,7 +66,7 @@ class Simulation:
         )  # fmt: skip
         self.description = Description(
             lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
-            self.max_steps, (Parameter("weight", (self.blocks, 4096), "torch.float32", 0),),
+            0 if self.open_end else self.max_steps, (Parameter("weight", (self.blocks, 4096), "torch.float32", 0),),
             "AdamW", {}, {}, False, bool(every), keep=3,
             mirror_partners=self._shape(shape, "mirror_partners", 4, (1, 2, 4)),
             on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),

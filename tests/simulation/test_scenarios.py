@@ -185,6 +185,17 @@ RULES = [
     ],
     case="cancel_paused",
 )
+@rule(
+    "Where nothing says beforehand which step is the last, it is the one at which the scripts of all members have "
+    "ended; one that has ended waits outside all exchange, and a worker that begins another step fails the job",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.open_end",
+        "    if len(ended) == world.world_size:\n",
+        "    if ended:\n",
+    ),
+    case="ends_apart",
+)
 @holds(RULES)
 @pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
 def test_a_scenario_goes_as_its_transcript_says(file: Path, taken: set[tuple[Phase, Phase]], played: set[Path]) -> None:

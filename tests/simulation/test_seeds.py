@@ -64,6 +64,7 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end:
     assert happened["from a checkpoint"] > count / 25, "next to no world began from a checkpoint"
     assert happened["all went back"] > count / 50, "next to no world went back"
     assert happened["damaged"], "no damaged checkpoint was met"
+    assert happened["ended by its scripts"], "no job's last step was one that its scripts had said"
     assert happened["put back"], "no store was put back to an older state"
     assert all(happened[f"of stage {stage}"] > count / 10 for stage in range(4)), "a stage was hardly drawn"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shoal.core.loading import StepZero
-from shoal_protos.messages import Inventory, MemberState, Result
+from shoal_protos.messages import Inventory, MemberState
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
@@ -17,6 +17,7 @@ from .copies import Copies
 from .lanes import GradientsOnShards, WholeGradients
 from .links import UserCode
 from .loading import Reading
+from .open_end import OpenEnd
 from .saving import Ballot, Saves
 from .symbols import initial, right, updated
 from .world import World, runs_of
@@ -59,6 +60,7 @@ class Training:
         self.closed: set[int] = set()
         self.built: set[int] = set()
         self.done = self.ended = self.stop_asked = self.stops = False
+        self.end = OpenEnd(self)
         self.ballots: dict[SimWorker, Ballot] = {}
         self.idle = True
         self.over = False
@@ -135,7 +137,9 @@ class Training:
         """Lanes, or a pause where no steps run; the slices of fills travel beside it."""
         world = self.world
         assert world is not None
-        self.idle = not world.plan.steps or self.step >= self.simulation.max_steps or self.stops
+        self.idle = not world.plan.steps or self.end.is_last
+        if self.end.begins():
+            return
         for source, target, blocks in world.fills(self.boundary):
             if source == self.rank:
                 missing = blocks - self.blocks.keys()
@@ -256,7 +260,7 @@ class Training:
     def _switch(self) -> bool:
         """After the hand-out: the planned generation begins that all have voted, or the next boundary."""
         begins = self.membership.begins
-        self._look_done()
+        self.end.look_done()
         if begins is None:
             self.begin_boundary()
             return False
@@ -272,10 +276,11 @@ class Training:
         senders = [m for m in begins.members if m in self.world.plan.members]
         self._begin(begins)
         if senders and senders[0].incarnation == self.worker.incarnation:
+            small_state = self.step, self.stops, self.end.is_told
             for member in joiners:
                 to = self.simulation.process_of(member)
                 if to is not None:
-                    self.groups.send(self.worker, to, (begins.generation, "s", 0), (self.step, self.stops))
+                    self.groups.send(self.worker, to, (begins.generation, "s", 0), small_state)
         return False
 
     def _begin(self, plan: Plan) -> None:
@@ -292,16 +297,6 @@ class Training:
             self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
             self.copies.enter()
             self.begin_boundary()
-        self.worker.session.publish()
-
-    def _look_done(self) -> None:
-        if not self.done and (self.step >= self.simulation.max_steps or self.stops):
-            self.done = True
-            self.worker.session.report(Result(self.step, f"fingerprint of {self.step}", 1.0))
-            self.worker.after(self.worker.chance.random(), self._end_script)
-
-    def _end_script(self) -> None:
-        self.ended = True
         self.worker.session.publish()
 
     # ---- a planned change
@@ -329,7 +324,7 @@ class Training:
         for plan in plans:
             parts = self.box.get((plan.generation, "s", 0), {})
             if parts:
-                self.step, self.stops = next(iter(parts.values()))
+                self.step, self.stops, self.end.is_told = next(iter(parts.values()))
                 self.blocks, self.pending, self.current = {}, frozenset(), self.sharded
                 self.step_phase = ""
                 self._begin(plan)
@@ -440,7 +435,7 @@ class Training:
         """Everything as it was at the checkpoint's step, if it can be read."""
         recovery, world = plan.recovery, self.world
         assert recovery is not None and world is not None
-        if self.ended and recovery.step < self.simulation.max_steps:
+        if self.end.is_given_up(recovery.step):
             self.worker.fail(f"the job goes back to step {recovery.step}, and this script has ended")
             return False
         content = self.loading.take_up(recovery.checkpoint)

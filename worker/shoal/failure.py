@@ -5,10 +5,12 @@ Used where a script ends in an error (exit.py) and where an update does (update.
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from shoal_protos.errors import JobFailed, ShoalError, StoreError, UserError
 from shoal_protos.messages import Fault, Result
@@ -73,6 +75,19 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         one = one.__cause__ or one.__context__
+
+
+def script_line() -> str:
+    """The script's own line that runs now, `train.py:31`; empty where none does."""
+    frame = script_frame(sys._getframe(1))
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def script_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost one of the script, from `frame` on outwards."""
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_SCRIPT):
+        frame = frame.f_back
+    return frame
 
 
 def _frame(error: BaseException) -> str:

@@ -43,6 +43,7 @@ class JobAnswer(Answer):
     """How many; None until a worker has said so."""
     step: int
     max_steps: int | None
+    """The last step; None until a worker has said it, or all scripts have ended where nothing else says it."""
     loss: float | None
     samples: int | None
     """Read in committed steps; None while a controller that was started again does not know yet."""

@@ -124,7 +124,8 @@ def seconds(value: float | None) -> str:
 
 
 def step_of(job: Json) -> str:
-    return f"{job['step']}/{job['max_steps'] if job['max_steps'] is not None else '?'}"
+    unknown = "?" if job["lanes"] is None else "open"  # the job ends where its scripts do
+    return f"{job['step']}/{job['max_steps'] if job['max_steps'] is not None else unknown}"
 
 
 def phase(name: str) -> str:

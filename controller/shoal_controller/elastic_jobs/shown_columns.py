@@ -38,7 +38,9 @@ def span(seconds: float) -> str:
 
 
 def _step(view: JobView) -> str:
-    return f"{view.step:,}/{view.max_steps:,}" if view.max_steps is not None else f"{view.step:,}"
+    if view.max_steps is None:
+        return f"{view.step:,}" if view.lanes is None else f"{view.step:,}/open"
+    return f"{view.step:,}/{view.max_steps:,}"
 
 
 def _left(view: JobView) -> str:

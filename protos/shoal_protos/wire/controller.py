@@ -28,7 +28,7 @@ from shoal_protos.messages import (
 from shoal_protos.wire import bounds
 from shoal_protos.wire.plan import read_plan, write_plan
 
-KINDS = {pb.ASK_KIND_SAVE: AskKind.SAVE, pb.ASK_KIND_STOP: AskKind.STOP}
+KINDS = {pb.ASK_KIND_SAVE: AskKind.SAVE, pb.ASK_KIND_STOP: AskKind.STOP, pb.ASK_KIND_END: AskKind.END}
 KIND_NUMBERS = {kind: number for number, kind in KINDS.items()}
 ENDINGS = {
     pb.ENDING_DONE: Ending.DONE,

@@ -60,7 +60,7 @@ def settled(engine: Engine) -> dict[str, Any]:
         "groups": _plain(groups),
         "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else None,
         "device": str(engine.device),
-        "last_step": state.last_step,
+        "last_step": state.last_step or None,
     }
 
 

@@ -36,14 +36,14 @@ class Progress:
         line = line_of(step, last, engine.loss, rate, engine.context.config.train_batch_size, engine.world_size)
         redraws = sys.stdout.isatty()
         sys.stdout.write(f"\r{line}\x1b[K" if redraws else f"{line}\n")
-        if redraws and step >= last >= 0:
+        if redraws and step >= last > 0:
             sys.stdout.write("\n")
         sys.stdout.flush()
 
 
 def line_of(step: int, last: int, loss: float, rate: float | None, samples: int, world: int) -> str:
-    """`rate`: steps per second; None: not known yet. `samples`: of a step. `last`: below 0 there is no last step."""
-    parts = [f"step {step}/{last}" if last >= 0 else f"step {step}", f"loss {loss:.4f}"]
+    """`rate`: steps per second; None: not known yet. `samples`: of a step. `last`: 0: nobody knows the last step."""
+    parts = [f"step {step}/{last}" if last > 0 else f"step {step}", f"loss {loss:.4f}"]
     if rate is not None:
         parts.append(f"{rate * samples:.4g} samples/s")
         if last > step:

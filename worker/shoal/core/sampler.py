@@ -53,13 +53,11 @@ class Sampler:
         return self.samples // self.samples_per_step
 
     def last_step(self, max_steps: int | None, epochs: int | None) -> int:
-        """How many steps the job has: `max_steps` or `epochs`, whichever ends first. One of them is given."""
+        """How many steps the job has: `max_steps` or `epochs`, whichever ends first; 0 where neither says it."""
         ends = [max_steps] if max_steps is not None else []
         if epochs is not None:
             ends.append(epochs * self.steps_per_epoch)
-        if not ends:
-            raise UserError("neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end.")
-        return min(ends)
+        return min(ends, default=0)
 
     def indices(self, step: int, lane: int, micro: int) -> list[int]:
         """The samples of one micro-batch."""

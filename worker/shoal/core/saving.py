@@ -89,6 +89,11 @@ class Saving:
         if self.asked_at is None and not self.is_given_up:
             self.asked_at = step
 
+    def on_end(self, step: int) -> None:
+        """No step comes after this one, which nobody knew when the request was made."""
+        if self.asked_at is not None:
+            self.asked_at = min(self.asked_at, step)
+
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved, self.is_given_up = step, True

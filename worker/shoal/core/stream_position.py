@@ -109,7 +109,7 @@ class StreamOrder:
         return (self.length or 0) // self.samples_per_step
 
     def last_step(self, max_steps: int | None, epochs: int | None) -> int:
-        """How many steps the job has. Raises `UserError` where nothing ends it."""
+        """How many steps the job has; 0: the script says it. Raises `UserError` where nothing can end it."""
         if epochs is not None and not self.steps_per_epoch:
             raise UserError(
                 f"`shoal.epochs` is {epochs}, and the stream does not say how long it is (it has no __len__, or less "
@@ -117,9 +117,9 @@ class StreamOrder:
             )
         ends = [] if epochs is None else [epochs * self.steps_per_epoch]
         ends += [] if max_steps is None else [max_steps]
-        if not ends:
-            raise UserError("neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end.")
-        return min(ends)
+        if not ends and not self.steps_per_epoch:
+            raise UserError("a stream that does not say how long it is has no epochs; give `shoal.max_steps`.")
+        return min(ends, default=0)
 
     def number(self, step: int, micro: int) -> int:
         """Of a micro-batch among those of its lane."""

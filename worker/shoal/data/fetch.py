@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,16 +36,27 @@ class Fetcher:
         reading: Reading = HERE,
     ) -> None:
         """`collate_fn`: for other datasets than the job's, in evaluations."""
-        self._source, self._collate, self._seed = source, collate_fn or default_collate, seed
-        self._device = torch.device(device)
-        self._is_pinned = reading.pinned and self._device.type != "cpu"
-        if reading.pinned and not self._is_pinned:
-            log.info("pin_memory_is_left_alone", means="the model is on the CPU, and batches stay where they are")
-        self._workers = DataWorkers(source, reading, seed) if reading.processes else None
+        self._seed, self._device = seed, torch.device(device)
+        self._workers: DataWorkers | None = None
+        self._give(source, collate_fn, reading)
+        self.given_late = 0
+        """Samples of a dataset that was given after the job knew of this worker: all workers must have as many."""
         self.positions = StreamPositions()
         """What all members know of the lanes' streams."""
         self._bookmarks: dict[int, Bookmark] = {}
         """The newest one of each lane that was read here."""
+
+    def _give(self, source: Source, collate_fn: Collate | None, reading: Reading) -> None:
+        self._source, self._collate = source, collate_fn or default_collate
+        self._is_pinned = reading.pinned and self._device.type != "cpu"
+        if reading.pinned and not self._is_pinned:
+            log.info("pin_memory_is_left_alone", means="the model is on the CPU, and batches stay where they are")
+        self._workers = DataWorkers(source, reading, self._seed) if reading.processes else None
+
+    def give_late(self, source: Source, collate_fn: Collate | None, reading: Reading) -> None:
+        """What is read from now on, in place of nothing (`data.late_source`)."""
+        self._give(source, collate_fn, reading)
+        self.given_late = source.sampler.samples
 
     @property
     def sampler(self) -> Sampler | StreamOrder:
@@ -92,11 +104,11 @@ class Fetcher:
 
 
 def upcoming(place: Place, lanes: Sequence[int], micro_batches: int, last_step: int) -> Iterator[Place]:
-    """What a worker with these lanes reads after `place`, if the world stays."""
+    """What a worker with these lanes reads after `place`, if the world stays. `last_step`: 0: nobody knows it."""
     step, *at = place
     in_step = [(lane, micro) for lane in lanes for micro in range(micro_batches)]
     yield from ((step, *other) for other in in_step[in_step.index((at[0], at[1])) + 1 :])
-    for later in range(step + 1, last_step):
+    for later in range(step + 1, last_step) if last_step else count(step + 1):
         yield from ((later, *other) for other in in_step)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from shoal_protos.activity import StepPhase
+from shoal_protos.activity import LANES_BEGIN, StepPhase
 from torch import Tensor
 
 from shoal.blocks.shard_sums import ShardSums
@@ -26,7 +26,7 @@ from shoal.exchange.pieces import Extents, cached, elements_in
 from shoal.exchange.rounds_traffic import RoundsTraffic
 from shoal.exchange.traffic import MIRRORED, PARTIALS, sums_dtype
 from shoal.group.group import Group, Waiting, Work, WorldChanged
-from shoal.group.group_progress import LANES_BEGIN, USER_STEPS
+from shoal.group.group_progress import USER_STEPS
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from shoal_protos.activity import MOST_NAMED, Activity, StepPhase
+from shoal_protos.activity import LANES_BEGIN, MOST_NAMED, Activity, StepPhase
 
 BEFORE_THE_FIRST = 0
 """The boundary of a group whose world has not begun."""
@@ -19,9 +19,9 @@ USER_STEPS = 1 << 20
 """Between two places where a member waits for others beside user code (`bucket` counts them), that may take so many
 steps.
 """
-AFTER_THE_LOOP, LANES_BEGIN = 1 << 39, 1 << 40
-"""Such places of a boundary, in order: where evaluations are over in the loop's body, then after the loop, then the
-rounds of lanes.
+AFTER_THE_LOOP = LANES_BEGIN >> 1
+"""Such places of a boundary, in order: where evaluations are over in the loop's body, then after the loop, then (from
+`LANES_BEGIN` on) the rounds of lanes.
 """
 
 

@@ -95,7 +95,7 @@ def _as_deepspeed(name: str, given: dict[str, Any]) -> tuple[type[Optimizer], di
 
 
 def build_scheduler(section: SchedulerSection, optimizer: Optimizer, last_step: int) -> LRScheduler:
-    """The scheduler; `last_step` is what "auto" lengths mean."""
+    """The scheduler; `last_step` is what "auto" lengths mean, 0: nothing says where the job ends."""
     given = _without_auto(section.params, last_step)
     known = {name.lower(): name for name in (*FORMULAS, *TORCH_SCHEDULES)}
     name = known.get(section.type.lower())
@@ -127,6 +127,11 @@ def _without_auto(params: Mapping[str, Any], last_step: int) -> dict[str, Any]:
             continue  # DeepSpeed's own default: from the beginning
         if value != "auto":
             given[name] = value
+        elif name in LAST_STEP and not last_step:
+            raise UserError(
+                f'`scheduler.params.{name}` is "auto", which means the job\'s last step, and nothing says where that '
+                "is; give a number, or `shoal.epochs` or `shoal.max_steps`."
+            )
         elif name in meant:
             given[name] = meant[name]
         else:

@@ -223,7 +223,7 @@ class Dialogue:
     @property
     def script_has_ended(self) -> bool:
         """Nothing is left to do here but to serve changes."""
-        return self._status.ended
+        return self._status.ended and self._status.done
 
     # ---- from the training thread
 

@@ -24,11 +24,14 @@ from shoal.training.module_modes import ModuleModes
 from shoal.world import World
 
 EVALUATING = "evaluating"
+SAMPLES = "samples"
 
 
-def agreed_values(optimizer: torch.optim.Optimizer, modes: ModuleModes) -> list[dict[str, Any]]:
-    """What the vote compares: a mapping for each optimizer group, and one of modes."""
-    return [*hyper_parameters(optimizer), {EVALUATING: modes.evaluating}]
+def agreed_values(optimizer: torch.optim.Optimizer, modes: ModuleModes, samples: int = 0) -> list[dict[str, Any]]:
+    """What the vote compares: a mapping for each optimizer group, and one of modes and of the dataset's length, where
+    the description did not have it.
+    """
+    return [*hyper_parameters(optimizer), {EVALUATING: modes.evaluating, SAMPLES: samples}]
 
 
 def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer, modes: ModuleModes) -> None:
@@ -75,14 +78,16 @@ class SetInTime:
             )
 
 
-def refuse_others(group: Group, record: Record, optimizer: torch.optim.Optimizer, modes: ModuleModes) -> None:
+def refuse_others(
+    group: Group, record: Record, optimizer: torch.optim.Optimizer, modes: ModuleModes, samples: int = 0
+) -> None:
     """Raises `JobFailed` naming group and key, or the part of the module, where members' values differ; all see it in
     the same vote.
     """
     if len(set(record.hypers)) <= 1:
         return
     rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
-    mine = agreed_values(optimizer, modes)
+    mine = agreed_values(optimizer, modes, samples)
     content = json.dumps(mine).encode()
     others = [peer for peer in range(group.size) if peer != group.rank]
     sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
@@ -96,6 +101,11 @@ def refuse_others(group: Group, record: Record, optimizer: torch.optim.Optimizer
             f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
             "Set them by a scheduler that reads no parameters, or by what all workers know alike, such as "
             "engine.global_step."
+        )
+    if modes_here[SAMPLES] != modes_there[SAMPLES]:
+        raise JobFailed(
+            f"the dataset that rank {rank} loops over has {modes_here[SAMPLES]} samples, rank 0's has "
+            f"{modes_there[SAMPLES]}; give all workers the whole dataset: which of them reads which samples changes."
         )
     raise JobFailed(
         f"rank {rank} has trained in other modes than rank 0 at step {record.step}: "

@@ -160,7 +160,8 @@ class CheckpointLoading:
         """All that a plan with a checkpoint asks of this worker; returns the bytes read. Raises `WorldChanged`."""
         recovery, state, context = world.plan.recovery, self._context.state, self._context
         assert recovery is not None
-        if context.is_over and recovery.step < state.last_step and context.left_loop:
+        has_left = (context.is_over and context.left_loop) or context.is_through
+        if has_left and recovery.step < max(state.step, state.last_step):
             raise NeedsFreshProcess(
                 f"the job goes back to step {recovery.step}, and this script has left its loop at step {state.step}."
             )

@@ -107,6 +107,7 @@ class CheckpointSaving:
     def on_end(self) -> None:
         """The loop has come to its end, or the script: a save that is owed is tried at once, and for the whole time."""
         self._failure = None
+        self._saving.on_end(self._context.state.step)
         self._retries.on_end()
 
     def ask_for_what_is_owed(self) -> None:

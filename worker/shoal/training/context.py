@@ -55,6 +55,12 @@ class TrainingContext:
         """The script has asked for its first batch."""
         self.left_loop = False
         """The script has gone through its loop, and cannot go back."""
+        self.is_through = False
+        """The script has gone through all its epochs, where nothing else says at which step the job ends."""
+        self.awaits_end = False
+        """It waits, in a world at rest, until all others have come to that step."""
+        self.left_at = ""
+        """Why a loop that was left says nothing of the job's end; empty where none was left so."""
         self.untrained = Untrained()
         """Steps that a loop has left out."""
         self.ended = False
@@ -82,7 +88,7 @@ class TrainingContext:
     @property
     def is_over(self) -> bool:
         """Whether the last step is committed."""
-        return 0 <= self.state.last_step <= self.state.step
+        return 0 < self.state.last_step <= self.state.step
 
     @property
     def rank(self) -> int:

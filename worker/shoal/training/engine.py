@@ -31,6 +31,7 @@ from shoal.training.gathered_rows import refuse_metric
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
+from shoal.training.script_end import ScriptEnd
 from shoal.training.state import TrainingState
 from shoal.training.step_times import StepTimes
 from shoal.training.training_loop import TrainingLoop
@@ -54,6 +55,7 @@ class Engine:
         self.context = context = TrainingContext(config, state, link, loop, faults)
         self.parts = Parts.of(context)
         self.training = TrainingLoop(context, self.parts)
+        self.script_end = ScriptEnd(context, self.parts, self.training)
         self.times = StepTimes(config.monitoring.times)
         self.module: nn.Module = state.module
         self.device = state.device.kind

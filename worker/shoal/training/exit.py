@@ -46,12 +46,22 @@ class _Ending:
         self._failure = error
         self._hook(kind, error, trace)
 
+    def end_alone(self) -> None:
+        """Where nothing but the script says when the job ends, an error that has ended it is no end of the job."""
+        context = self._engine.context
+        if not context.state.last_step:
+            self._failure = getattr(sys, "last_value", None)
+        self.at_exit()
+        if context.left_at and self._failure is None:
+            log.warning("ended_early", step=context.state.step, means=context.left_at)
+
     def at_exit(self) -> None:
         context = self._engine.context
         try:
             if context.leaving:
                 return
-            if self._failure is None and context.is_over:
+            self._engine.script_end.close_loops()
+            if self._failure is None and (context.is_over or self._engine.script_end.is_open):
                 self._serve()
             else:
                 context.link.result(self._result())
@@ -66,23 +76,25 @@ class _Ending:
             context.link.close()
 
     def _result(self) -> Result:
-        state = self._engine.context.state
+        context = self._engine.context
+        state = context.state
         if self._failure is not None:
             return result_of(self._failure, state.step)
         step = max(0, state.step)
-        why = (
-            f"the script ended at step {step} of {state.last_step}; "
-            "go through the loop to its end, or call engine.stop()."
+        of = f" of {state.last_step}" if state.last_step else ""
+        why = context.left_at or (
+            f"the script ended at step {step}{of}; go through the loop to its end, or call engine.stop()."
         )
-        return Result(step, failure=why, fault=Fault("", why, ""))
+        return Result(step, failure=why, everyone=bool(context.left_at), fault=Fault("", why, ""))
 
     def _serve(self) -> None:
         """Votes without a step until told to end. Raises why a checkpoint or an export that is owed cannot be made: a
         job that ends well has them.
         """
         context, parts, training = self._engine.context, self._engine.parts, self._engine.training
-        parts.saving.on_end()
         try:
+            self._engine.script_end.reach()
+            parts.saving.on_end()
             while not (context.ended and context.link.alone and context.done):
                 parts.saving.check_owed()
                 parts.saving.ask_for_what_is_owed()
@@ -166,7 +178,8 @@ def serve_at_exit(engine: Engine) -> None:
         finalize(engine, engine.parts.saving.saver_end)
         finalize(engine, engine.context.loop.fetcher.close)
         finalize(engine, _unless_forked(engine.context.untrained.tell))
-        _at_end(partial(_end_alone, ref(engine)))
+        ends_here = not engine.context.state.last_step  # what is asked for after the loop is carried out at the end
+        _at_end(partial(_end_alone, (lambda: engine) if ends_here else ref(engine)))
         return
     ending = _Ending(engine)
     sys.excepthook = ending.excepthook
@@ -210,11 +223,11 @@ def _unless_forked(act: Callable[[], None]) -> Callable[[], None]:
     return here_only
 
 
-def _end_alone(known: ReferenceType[Engine]) -> None:
+def _end_alone(known: Callable[[], Engine | None]) -> None:
     """Alone nobody waits for an engine: it lives as long as the script keeps it, for a sweep makes many."""
     engine = known()
     if engine is not None:
         context = engine.context
         if context.world is not None:
             context.untrained.on_left(context.state.step, context.state.last_step)
-        _Ending(engine).at_exit()
+        _Ending(engine).end_alone()

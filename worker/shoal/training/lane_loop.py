@@ -85,6 +85,11 @@ class LaneLoop:
         return not self.is_warming_up and self._micro == self._micro_batches - 1
 
     @property
+    def has_begun(self) -> bool:
+        """Whether something of the step at hand is trained here."""
+        return self._index > 0 or self._micro > 0 or self.has_gradient
+
+    @property
     def samples(self) -> int:
         """Length of the dataset."""
         return self.fetcher.sampler.samples
@@ -222,6 +227,12 @@ class LaneLoop:
         state.sums.lane_done(self.lane, is_last=self._index == len(self.lanes) - 1)
         self.numbers.lane_done(self.lane)
         self._index, self._micro = self._index + 1, 0
+
+    def give_back(self) -> None:
+        """The user's loop is left with a micro-batch, of a warm-up perhaps, of which nothing was made."""
+        if self.in_flight and not self.has_begun:
+            self.begin_step(self.lanes)
+            self.is_warming_up = False
 
     # ---- a void lane
 

@@ -83,6 +83,8 @@ class Resize:
                 case Begun(plan, group, state):
                     self._join(plan, group, state)
                     waiting = False
+                case Asked(AskKind.END, step):
+                    context.state.last_step = context.state.last_step or step
                 case Asked(kind, _):
                     self._requests.add(Request("stop" if kind is AskKind.STOP else "save"))
                 case Ended() as ended:

@@ -77,6 +77,7 @@ class Limits:
     clipping: float
     """The greatest norm of a step's gradient; 0: none."""
     last_step: int
+    """0: where the script ends."""
     units: tuple[str, ...] = ()
     """Classes of the modules that are units of the layout; none: by rule (core/units.py)."""
     residency: Residency = EVERYTHING
@@ -263,7 +264,7 @@ class TrainingState:
         if self.scheduler is not None and record.updates:
             advance(self.scheduler, record.loss)
         if any(request.kind in ENDS for request in record.requests):
-            self.last_step = min(self.last_step, record.step)
+            self.last_step = min(self.last_step or record.step, record.step)
         self.set_in_time.on_commit(record)
         self.stream_positions.learn(record.streams)
 
@@ -384,7 +385,7 @@ class TrainingState:
         except (TypeError, ValueError) as error:
             raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
         self.buffers.load(given["buffers"])
-        self.last_step = given["last_step"]
+        self.last_step = given["last_step"] or self.last_step  # which this worker may know before that one
         self.lineage = tuple(Branch(**branch) for branch in given["lineage"])
         check_registered(self.registered, given["registered"], "another worker of this job")
         for name, of in self.registered.items():

@@ -72,6 +72,12 @@ class TrainingLoop:
             context.autocast.end()
             context.forward_seed.disarm()
 
+    def end(self) -> None:
+        """The job's last step is committed, and the script has left its loop before it knew that it is the last."""
+        self._settle_end()
+        self._leave_loop()
+        self._context.loop.fetcher.close()
+
     def _leave_loop(self) -> None:
         self._context.left_loop = True
         if self._context.is_over:
@@ -85,11 +91,15 @@ class TrainingLoop:
         while True:
             yield from self._batches(is_over)
             if context.is_over and not context.left_loop:
-                self._settle_evaluations()
-                self._settle_requests()
-                self._settle_saves()
+                self._settle_end()
             if is_over():
                 return
+
+    def _settle_end(self) -> None:
+        """After the last step: waits for what is left of it."""
+        self._settle_evaluations()
+        self._settle_requests()
+        self._settle_saves()
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts

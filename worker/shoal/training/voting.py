@@ -53,12 +53,14 @@ class Voting:
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step), times)
         if step > context.state.step:  # in one without a step some have begun the next body, and set its values
-            refuse_others(group, record, context.state.optimizer, context.state.modes)
+            samples = context.loop.fetcher.given_late
+            refuse_others(group, record, context.state.optimizer, context.state.modes, samples)
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 
     def _digest(self) -> str:
-        values = agreed_values(self._context.state.optimizer, self._context.state.modes)
+        state, samples = self._context.state, self._context.loop.fetcher.given_late
+        values = agreed_values(state.optimizer, state.modes, samples)
         if not are_untouched(values, self._digested[0]):
             self._digested = values, digest(values).hex()
         return self._digested[1]

@@ -278,6 +278,8 @@ class Durable:
     """When the first world of this run began."""
     ended_at: float | None = None
     """When the job was over, or its workers were asked to stop."""
+    ends_at: int = 0
+    """The step at which all scripts have ended, where nothing else says which one is the last; 0: it is not known."""
     version: int = 0
     """How often what is asked of the job was changed: `version.py` says what counts."""
 
@@ -285,6 +287,12 @@ class Durable:
     def bounds(self) -> WorkerBounds:
         """Between which numbers `wanted` may be."""
         return self.changed_bounds or WorkerBounds(self.spec.min_workers, self.spec.max_workers)
+
+    @property
+    def last_step(self) -> int | None:
+        """The job's last step; None: it ends where its scripts do, or nobody has said yet."""
+        given = self.description.max_steps if self.description is not None else 0
+        return given or self.ends_at or None
 
     @property
     def unused_number(self) -> int:

@@ -31,7 +31,7 @@ def view(job: Job, now: float) -> JobView:
         max_workers=durable.bounds.most or lanes,
         lanes=lanes,
         step=durable.step,
-        max_steps=description.max_steps if description is not None else None,
+        max_steps=durable.last_step,
         loss=shown_loss(job),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,

@@ -231,7 +231,8 @@ class Facts {
     };
     this.bar.hidden = !job.max_steps;
     this.bar.value = job.max_steps ? job.step / job.max_steps : 0;
-    const took = job.ended === null ? "" : `took ${duration(job.ended - job.created)}`;
+    const open = job.max_steps === null && job.lanes !== null ? "until its scripts end" : "";
+    const took = job.ended === null ? open : `took ${duration(job.ended - job.created)}`;
     put("step", job.max_steps === null ? count(job.step) : `${count(job.step)} of ${count(job.max_steps)}`, row.seconds_left === null ? took : `${duration(row.seconds_left)} left`);
     put("world", `${count(job.workers.active)} of ${plural(job.workers.wanted, "worker")}`, `${count(job.workers.min)} to ${job.workers.max === null ? "as many as lanes" : count(job.workers.max)}, ${job.lanes === null ? "lanes not known" : plural(job.lanes, "lane")}`);
     put("loss", figure(job.loss), row.step_seconds === null ? "" : `${duration(row.step_seconds)} per step`);

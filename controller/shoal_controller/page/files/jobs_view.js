@@ -119,7 +119,8 @@ function updateLine(line, row, hour) {
   once(parts, "why", why, (text) => [foreignText(text)]);
   once(parts, "attention", more, (text) => [foreignText(text)]);
   setText(parts.world, `${count(job.workers.active)}/${count(job.workers.wanted)}`);
-  setText(parts.step, job.max_steps === null ? count(job.step) : `${count(job.step)}/${count(job.max_steps)}`);
+  const last = job.lanes === null || job.max_steps !== null ? job.max_steps : "open";
+  setText(parts.step, last === null ? count(job.step) : `${count(job.step)}/${last === "open" ? last : count(last)}`);
   parts.bar.hidden = job.max_steps === null;
   parts.bar.value = job.max_steps ? job.step / job.max_steps : 0;
   setText(parts.left, timeLeft(row));

@@ -18,6 +18,7 @@ from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.machine.turn import Turn, worker_of
 
+GREATEST_STEP = 10**15
 GREATEST_LEAP = 1 << 20
 """● So many generations may a first hello, or a checkpoint, be ahead of the store: one that was restored from a backup
 knows fewer numbers than its workers, and no claim takes the numbers to their end.
@@ -135,9 +136,11 @@ def _false_world(turn: Turn, worker: WorkerId, generation: int) -> str:
 
 
 def _false_step(turn: Turn, step: int) -> str:
-    """No step lies beyond the job's last one, or beyond that of the checkpoint that it began from."""
+    """No step lies beyond the job's last one, or beyond that of the checkpoint that it began from. Of a job that its
+    scripts end, none beyond what a config could say.
+    """
     durable = turn.durable
-    last = durable.description.max_steps if durable.description is not None else 0
+    last = durable.last_step or (GREATEST_STEP if durable.description is not None else 0)
     if step <= last:
         return ""
     highest = max([last, durable.step, *(one.step for one in durable.checkpoints)])

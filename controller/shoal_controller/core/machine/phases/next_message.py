@@ -127,6 +127,8 @@ def _of_world(job: Job, process: Process) -> ToWorker | None:
         return Prepare(durable.last_generation)  # a joiner of a start that was given up
     if member and status.state is MemberState.READY and status.promised == world.generation:
         return Open(world.generation)
+    if durable.ends_at and member and not status.done:
+        return Ask(AskKind.END, durable.ends_at, world.generation)  # before a plan, which begins by a vote of all
     if durable.planned:
         plan = durable.planned[-1]
         takes_part = member or is_member(plan, process.worker)

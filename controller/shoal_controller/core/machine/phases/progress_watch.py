@@ -92,11 +92,13 @@ def _all_are_heard(job: Job, world: Plan, now: float) -> bool:
 
 
 def _activities(job: Job, world: Plan) -> Activities:
-    """What each member does in the world, or in the one before that it cannot leave. A joiner waits in a group."""
+    """What each member does in the world, or in the one before that it cannot leave. A joiner waits in a group. One
+    whose script has ended waits for the other scripts.
+    """
     processes = (job.processes.get(member.worker) for member in world.members)
     found = {}
     for process in processes:
-        if process is not None:
+        if process is not None and not (process.status.ended and job.durable.last_step is None):
             joiner = not process.status.generation
             does = _build(process, world.generation) if joiner else None
             found[process.worker] = _steady(process, does or process.activity)

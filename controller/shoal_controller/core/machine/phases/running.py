@@ -15,6 +15,7 @@ from shoal_controller.core.machine.phases import (
     final_drain,
     link_faults,
     older_store,
+    open_end,
     planned_changes,
     preemption,
     progress_watch,
@@ -34,6 +35,8 @@ def settle(turn: Turn) -> None:
     if _at_its_end(turn, world):
         return _end(turn)
     if _recover_if_broken(turn, world):
+        return None
+    if open_end.settle(turn, world):
         return None
     preemption.settle(turn)
     _settle_last_ones(turn, world)
