@@ -2,8 +2,8 @@
 
 A batch size is never changed: a step has `per_device_train_batch_size × gradient_accumulation_steps` samples, as on one
 process, and its micro-batches are the lanes; or, where `shoal={"lanes": n}` says for how many processes the script was
-written, n times as many. Every "auto" that the Trainer would fill in is filled in here; numbers that the file and the
-arguments give differently are faults.
+written, n times as many. So does a DeepSpeed configuration whose `train_batch_size` is n times as much. Every "auto"
+that the Trainer would fill in is filled in here; numbers that the file and the arguments give differently are faults.
 """
 
 from __future__ import annotations
@@ -48,12 +48,21 @@ class TrainerSizes:
 
 def sizes_of(args: Any, shoal: Mapping[str, Any]) -> TrainerSizes:
     """Raises `UserError` for lanes that are no number."""
-    lanes, steps = shoal.get("lanes"), args.gradient_accumulation_steps
+    steps = args.gradient_accumulation_steps
+    lanes = shoal.get("lanes", _processes_of(args))
     if lanes is None:
         return TrainerSizes(args.per_device_train_batch_size, steps, 1, steps)
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
         raise UserError(f"`shoal.lanes` is {shown(lanes)}; expected a whole number of at least 1.")
     return TrainerSizes(args.per_device_train_batch_size, lanes, steps, steps)
+
+
+def _processes_of(args: Any) -> int | None:
+    """For how many processes the DeepSpeed configuration was written, by its batch; None: it says nothing of more."""
+    batch = (deepspeed_config(args) or {}).get("train_batch_size")
+    of_one = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    is_more = isinstance(batch, int) and batch > of_one and batch % of_one == 0
+    return batch // of_one if is_more else None
 
 
 ARGUMENTS = {"max_steps": "max_steps", "epochs": "num_train_epochs", "seed": "seed",
