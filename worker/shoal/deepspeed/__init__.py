@@ -9,10 +9,13 @@ from typing import NoReturn
 
 from shoal.deepspeed import elasticity, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
+from shoal.deepspeed.hf_config import HfDeepSpeedConfig
 from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
 from shoal.deepspeed.not_here import module_lacks
 
-__all__ = ["DeepSpeedEngine", "add_config_arguments", "elasticity", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "elasticity", "init_distributed", "initialize", "zero",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> NoReturn:

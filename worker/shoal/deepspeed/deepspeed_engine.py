@@ -13,21 +13,28 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from shoal.deepspeed.client_state import NAME, ClientState, saved_in
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.engine_facts import EngineFacts
+from shoal.deepspeed.own_loader import OwnLoaders, watch
+from shoal.training.arguments import refuse_unknown
 from shoal.training.engine import Engine
 
 WEIGHTS = "model.safetensors"
+OF_A_LOADER = {"pin_memory": "pin_memory", "data_sampler": "sampler", "collate_fn": "collate_fn",
+               "num_local_io_workers": "num_workers"}  # fmt: skip
+"""Arguments of `deepspeed_io`, with their names in a DataLoader."""
 _ENGINES: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
 class DeepSpeedEngine(EngineFacts):
     """What is not here is the model's; what neither has says so by name."""
 
-    def __init__(self, elastic: Engine, loader: ElasticLoader) -> None:
-        self.elastic, self.training_dataloader = elastic, loader
+    def __init__(self, elastic: Engine) -> None:
+        self.elastic, self.training_dataloader = elastic, ElasticLoader(elastic)
+        self._own_loaders: OwnLoaders | None = None
         self._client_state = ClientState()
         self._applied = False
         elastic.register_state(NAME, self._client_state)
@@ -42,6 +49,25 @@ class DeepSpeedEngine(EngineFacts):
     def lr_scheduler(self) -> LRScheduler | None:
         """The engine calls it once per step."""
         return self.elastic.context.state.scheduler
+
+    # ---- data
+
+    def take_own_loaders(self) -> None:
+        """It trains on the dataset of the DataLoader that the script's loop goes over."""
+        self._own_loaders = OwnLoaders(self.elastic, self.training_dataloader)
+        watch(self._own_loaders)
+
+    def deepspeed_io(
+        self, dataset: Any, batch_size: int | None = None, route: str = "train", **more: Any
+    ) -> ElasticLoader | DataLoader[Any]:
+        """The loader of a training's dataset, where `initialize` got none; of any other dataset torch's own."""
+        refuse_unknown("engine.deepspeed_io", [name for name in more if name not in OF_A_LOADER], OF_A_LOADER)
+        own, trains = self._own_loaders, route == "train"
+        given = {OF_A_LOADER[name]: value for name, value in more.items() if value is not None}
+        loader: DataLoader[Any] = DataLoader(
+            dataset, batch_size or self.train_micro_batch_size_per_gpu(), trains and "sampler" not in given, **given
+        )
+        return self.training_dataloader if trains and own is not None and own.take(loader) else loader
 
     # ---- the loop
 
@@ -66,6 +92,7 @@ class DeepSpeedEngine(EngineFacts):
                 "returned, or a second one of the same batch; loop over that loader (engine.training_dataloader), and "
                 "call it once for each batch."
             )
+        self.training_dataloader.check_goes_on()
         self.elastic.backward(loss)
         return loss
 
@@ -84,6 +111,14 @@ class DeepSpeedEngine(EngineFacts):
     def stop(self) -> None:
         """Ends the job after this step, on all workers alike."""
         self.elastic.stop()
+
+    def destroy(self) -> None:
+        """The script trains no more. Where nothing but it says at which step the job ends, this waits until all workers
+        have come to the same end. Raises `UserError` where it cannot be theirs.
+        """
+        self.elastic.script_end.reach()
+        if self.elastic.context.left_at:
+            raise UserError(self.elastic.context.left_at)
 
     # ---- checkpoints
 

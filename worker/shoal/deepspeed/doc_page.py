@@ -17,24 +17,62 @@ OPENING = """\
 
 <!-- Written by `make docs` from the code; do not edit. -->
 
-A script for DeepSpeed trains elastic with another import, its data set handed to `initialize`, and two things that
-DeepSpeed takes from how it was started: how many micro-batches a step has (`lanes`), and where the job ends.
+A script for DeepSpeed trains elastic with another import, and nothing else.
 
 ```python
+import torch
 import shoal.deepspeed as deepspeed                                    # was: import deepspeed
 
-engine, optimizer, loader, scheduler = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config="ds_config.json",
-    training_data=dataset, shoal={"lanes": 8, "epochs": 3},
+deepspeed.init_distributed()
+sampler = torch.utils.data.DistributedSampler(dataset)
+loader = torch.utils.data.DataLoader(dataset, batch_size=4, sampler=sampler)
+engine, optimizer, _, scheduler = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config="ds_config.json"
 )
 for epoch in range(3):
+    sampler.set_epoch(epoch)
     for batch in loader:
         loss = engine(**batch)
         engine.backward(loss)
         engine.step()
 ```
 
-`examples/deepspeed_script.py` is a whole one. Start it with `shoal run --workers 3 script.py`, or alone.
+```json
+{
+  "train_batch_size": 64,
+  "gradient_accumulation_steps": 2,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+  "zero_optimization": {"stage": 2}
+}
+```
+
+`examples/deepspeed_script.py` is a whole one. Start it with `shoal run --workers 3 script.py`, or alone: both give the
+same bits.
+
+## The batch, the data and the end
+
+- **Lanes.** How many parts a step's batch has is the job's, and never the number of workers. Where the configuration
+  says neither a micro-batch nor `shoal.lanes`, they are the greatest number up to 8 that divides `train_batch_size /
+  gradient_accumulation_steps`, from the file alone; one log line says so. At most so many workers train. With a
+  micro-batch they are `train_batch_size / (micro-batch × accumulation)`.
+- **Data.** `initialize` takes `training_data`, a dataset or a DataLoader, and returns a loader. Without it, the first
+  DataLoader that the script goes over to train (with gradients, and the model in train mode) gives the dataset, the
+  `collate_fn` and the ways of reading; it may be made before or after `initialize`, or by `engine.deepspeed_io`.
+  Samples are read in Shoal's order, in micro-batches of the configuration's size. The DataLoader must shuffle: a
+  `DistributedSampler`, or `shuffle=True`. Loops over other DataLoaders, and loops after `engine.eval()` or in
+  `torch.no_grad()`, are left as they are.
+- **`len(loader)`** of a DataLoader of your own counts its own batches on one process. For a schedule's length take
+  `len(engine.training_dataloader) // engine.gradient_accumulation_steps()` steps of an epoch, once the loop has begun,
+  or write the number.
+- **Ranks.** `init_distributed` gives `torch.distributed` a group of this process alone, so that a `DistributedSampler`
+  can be made. A line that picks samples by a rank that it asked the engine for is refused.
+- **The end.** `shoal.max_steps` or `shoal.epochs` may say it. Where neither does, the job ends with its scripts: when
+  the script of every member has ended, or called `engine.destroy()`, at the same step. Until then `max_steps` is null
+  in REST, and people are shown "open". What a script asks for after its last epoch, such as a checkpoint, is done then.
+- A script that ends at a step while another one goes on with the next fails the job, which names both. A loop that is
+  left in the middle of an epoch must be left by `engine.global_steps`, right after `engine.step()` or at the top of the
+  body: it is the same on all workers, and a count of batches is not. All else fails the job with the script's line.
+- A schedule of the configuration whose length is `"auto"` needs an end that is known: give a number.
 
 ## What the loop means on lanes
 
@@ -46,8 +84,8 @@ for epoch in range(3):
   of one lane in an epoch, so `len(loader) // gradient_accumulation_steps` is the number of steps, as in DeepSpeed.
 - `loader` reads the data set in Shoal's order, on `engine.device`. One pass of the loop over it is one epoch. A
   worker that joins in the middle of the third epoch goes through the first two at once (they are empty for it) and
-  begins where the others are. Go through each epoch to its end: what ends a job early is `engine.stop()`, or
-  `max_steps` in the config.
+  begins where the others are. What ends a job in the middle of an epoch is `engine.stop()`, `max_steps` in the config,
+  or `engine.global_steps` (see above).
 - The engine calls optimizer and scheduler. `optimizer.param_groups` are the real ones; `optimizer.state_dict()` is
   refused with a sentence, because the state lies in blocks on all workers.
 - `engine.eval()`, a forward without gradients, `engine.train()`: as usual, between two micro-batches. A part of an

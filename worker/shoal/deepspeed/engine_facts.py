@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.deepspeed import rank_reads
+from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.training.engine import Engine
 
 
@@ -14,6 +16,7 @@ class EngineFacts:
     """Numbers of batches, of the world and of the step. `elastic` is Shoal's engine."""
 
     elastic: Engine
+    training_dataloader: ElasticLoader
 
     # ---- batches
 
@@ -38,6 +41,7 @@ class EngineFacts:
     @property
     def global_steps(self) -> int:
         """Steps that the job has committed."""
+        self.training_dataloader.on_asked()
         return self.elastic.global_step
 
     @property
@@ -104,8 +108,9 @@ class EngineFacts:
 
     @property
     def global_rank(self) -> int:
-        """This worker's number among the members; -1 while it is in no world."""
-        return self.elastic.rank
+        """This worker's number among the members; 0 before its first world."""
+        rank_reads.note()
+        return max(0, self.elastic.rank)
 
     @property
     def world_size(self) -> int:

@@ -12,13 +12,16 @@ from typing import Any
 
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import UserError
-from torch import nn
+from torch import distributed, nn
+from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.config.load import Beside, load_config
 from shoal.config.sentences import all_of
-from shoal.data.given_data import batch_size_of, check_batch_size, data_of
+from shoal.data.given_data import GivenData, batch_size_of, check_batch_size, data_of
+from shoal.data.late_source import LateSource
+from shoal.deepspeed import rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.surface import ARGUMENTS
@@ -28,7 +31,7 @@ from shoal.training.exit import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 
 log = get_logger("shoal")
-Made = tuple[DeepSpeedEngine, Optimizer, ElasticLoader, LRScheduler | None]
+Made = tuple[DeepSpeedEngine, Optimizer, ElasticLoader | None, LRScheduler | None]
 
 
 def initialize(*by_position: Any, **named: Any) -> Made:
@@ -40,7 +43,7 @@ def initialize(*by_position: Any, **named: Any) -> Made:
     given = _arguments(by_position, named)
     refusals, samples = Refusals("deepspeed.initialize"), given.get("training_data")
     refusals.of(_check_meaning, given)
-    data = refusals.of(data_of, samples, given.get("collate_fn"), "training_data")
+    data = refusals.of(_data, samples, given.get("collate_fn"))
     model, parameters = given.get("model"), given.get("model_parameters")
     parameters = list(parameters) if parameters is not None else None
     optimizer, scheduler = given.get("optimizer"), given.get("lr_scheduler")
@@ -48,20 +51,24 @@ def initialize(*by_position: Any, **named: Any) -> Made:
         optimizer = optimizer(parameters if parameters is not None else _trainable(model))
     made_later = callable(scheduler) and not isinstance(scheduler, LRScheduler)
     refusals.of(check_given, model, optimizer, None if made_later else scheduler)
-    beside = Beside(given.get("shoal"), batch_size_of(samples), optimizer is not None, scheduler is not None)
+    beside = Beside(
+        given.get("shoal"), batch_size_of(samples), optimizer is not None, scheduler is not None, open_end=True
+    )
     source = refusals.of(_config, given)
     config = refusals.of(load_config, source, beside) if source is not None else None
     if config is not None:
         refusals.of(check_batch_size, samples, config.micro_batch_size)
     refusals.raise_all()
     assert isinstance(model, nn.Module) and data is not None and config is not None, "refused otherwise"
+    late = LateSource() if samples is None else None
     given_parts = Given(
-        model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters, reading=data.reading
+        model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters, data.reading, late
     )
-    elastic = assemble(given_parts)
-    loader = ElasticLoader(elastic, elastic.context.loop.steps_per_epoch)
-    engine = DeepSpeedEngine(elastic, loader)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    engine = DeepSpeedEngine(assemble(given_parts))
+    if samples is None:
+        init_distributed()
+        engine.take_own_loaders()
+    return engine, engine.optimizer, engine.training_dataloader if samples is not None else None, engine.lr_scheduler
 
 
 def _arguments(by_position: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,19 +83,19 @@ def _arguments(by_position: tuple[Any, ...], named: Mapping[str, Any]) -> dict[s
 
 
 def _check_meaning(given: Mapping[str, Any]) -> None:
-    """Raises `UserError` for arguments that have none here, and for the one that is needed here."""
+    """Raises `UserError` for arguments that have none here."""
     faults = [
         f"deepspeed.initialize got {name}; every lane runs the whole model. Leave it out."
         for name in ("mpu", "mesh_param")
         if given.get(name) is not None
     ]
-    if given.get("training_data") is None:
-        faults.append(
-            "deepspeed.initialize got no training_data; give it the dataset, or the DataLoader, and loop over the "
-            "loader that it returns: which worker reads which samples changes with the world."
-        )
     if faults:
         raise UserError(all_of(faults))
+
+
+def _data(samples: Any, collate_fn: Any) -> GivenData:
+    rank_reads.check()
+    return data_of(samples, collate_fn, "training_data") if samples is not None else GivenData(None, collate_fn)
 
 
 def _config(given: Mapping[str, Any]) -> str | Path | Mapping[str, Any]:
@@ -111,8 +118,13 @@ def _trainable(model: Any) -> list[nn.Parameter]:
 
 
 def init_distributed(*_: Any, **__: Any) -> None:
-    """Does nothing: workers meet through the controller."""
-    log.info("deepspeed.init_distributed does nothing", means="workers meet through the controller")
+    """Gives torch.distributed a group of this process alone, of which a DistributedSampler can be made: workers meet
+    through the controller.
+    """
+    if distributed.is_available() and not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        means = "workers meet through the controller; torch.distributed knows this process alone"
+        log.info("deepspeed.init_distributed", means=means)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

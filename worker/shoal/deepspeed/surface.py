@@ -14,7 +14,7 @@ ARGUMENTS: Mapping[str, str] = {
     "where the configuration names none.",
     "model_parameters": "What the configuration's optimizer trains: parameters, or groups of them.",
     "training_data": "A map-style dataset, or a DataLoader, of which the dataset, `collate_fn` and `batch_size` are "
-    "taken. Needed: Shoal reads the samples, because which worker reads which changes.",
+    "taken. Without it: of the DataLoader that the loop goes over.",
     "lr_scheduler": "A scheduler of torch, or a function that makes one from the optimizer.",
     "distributed_port": "Nothing: the controller says where workers meet.",
     "mpu": "Refused: every lane runs the whole model.",
@@ -51,13 +51,15 @@ ENGINE: Mapping[str, str] = {
     "training_dataloader": "The loader.",
     "device": "The device of the batches.",
     "local_rank": "The number of this worker's device; 0 on the CPU.",
-    "global_rank": "This worker's number among the members; it changes, and is -1 while the worker is in no world.",
+    "global_rank": "This worker's number among the members; it changes, and is 0 before its first world.",
     "world_size": "How many members there are now.",
     "dp_world_size": "The number of lanes: the world that batch sizes are for, always the same.",
     "save_checkpoint(folder, tag, client_state)": "See above.",
     "load_checkpoint(folder, tag)": "See above.",
     "save_16bit_model(folder, name)": "Writes the model's weights as safetensors, on rank 0.",
     "stop()": "Ends the job after this step, on all workers alike.",
+    "destroy()": "The script trains no more; where nothing else says when the job ends, it waits for the others.",
+    "deepspeed_io(dataset, …)": "The loader of the training's dataset, where `initialize` got none.",
     "elastic": "Shoal's own engine ([the script](api.md)): `report`, `on_step`, `evaluating`, `shard`, `gathered`, …",
 }
 
@@ -78,13 +80,14 @@ ABSENT: Mapping[str, str] = {
 
 MODULE: Mapping[str, str] = {
     "initialize": "See above.",
-    "init_distributed": "Does nothing, and says so once in the log: workers meet through the controller.",
+    "init_distributed": "Makes a group of this process alone for torch.distributed: workers meet elsewhere.",
     "add_config_arguments": "Adds `--deepspeed` and `--deepspeed_config` to a parser.",
     "elasticity.compute_elastic_config": "The batch of the section `elasticity`, by DeepSpeed's arguments and errors; "
     "`target_deepspeed_version` is not looked at.",
     "zero.Init": "A context in which a model is built without memory: `shoal.deferred()`.",
     "zero.GatheredParameters": "A context in which all of a parameter can be read: `engine.gathered()`.",
     "DeepSpeedEngine": "The class of the engine.",
+    "HfDeepSpeedConfig": "In place of transformers' class of that name, which wants DeepSpeed: import it from here.",
 }
 
 OTHERS: Mapping[str, str] = {

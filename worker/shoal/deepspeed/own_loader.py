@@ -1,0 +1,87 @@
+"""A script's own DataLoader: the loop over it is the training loop of an engine that was given no data.
+
+Scripts for DeepSpeed make a DataLoader with a DistributedSampler, before or after `initialize`, and go over it once for
+each epoch. Which worker reads which samples changes here, so such a pass is one over the engine's own loader, of the
+dataset, the collate function and the ways of reading of the one that the loop goes over. Every other DataLoader (one of
+an evaluation, in which the model is in eval mode or no gradient is made) is torch's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from shoal_protos.errors import UserError
+from torch.utils.data import DataLoader
+
+from shoal.data.given_data import data_of
+from shoal.data.given_source import source_of
+from shoal.deepspeed import rank_reads
+from shoal.deepspeed.elastic_loader import ElasticLoader
+from shoal.logs import get_logger
+from shoal.training.engine import Engine
+
+log = get_logger("shoal")
+
+
+class OwnLoaders:
+    """Those of one script, whose engine has no data before its loop begins."""
+
+    def __init__(self, engine: Engine, loader: ElasticLoader) -> None:
+        self._engine, self._loader = engine, loader
+        self._dataset: Any = None
+        self._is_given = False
+
+    def passes_over(self, loader: DataLoader[Any]) -> Iterator[Any] | None:
+        """One pass of the engine's, where this is the loop that trains; None: it is not. Raises `UserError`."""
+        trains = torch.is_grad_enabled() and self._engine.module.training
+        return iter(self._loader) if trains and self.take(loader) else None
+
+    def take(self, loader: DataLoader[Any]) -> bool:
+        """Whether the engine trains on this loader's dataset: on the first one that it is given. Raises `UserError`."""
+        if not self._is_given:
+            self._give(loader)
+        return loader.dataset is self._dataset
+
+    def _give(self, loader: DataLoader[Any]) -> None:
+        """What the engine trains on from now on. Raises `UserError` where its order would not be kept."""
+        context = self._engine.context
+        config = context.config
+        rank_reads.check()
+        try:
+            data = data_of(loader, None, "training_data")
+        except UserError as error:
+            evaluates = "A loop that evaluates comes after engine.eval(), or in torch.no_grad()."
+            raise UserError(f"{error} {evaluates}") from None
+        source = source_of(data.dataset, data.collate_fn, config, data.reading)
+        source.sampler.last_step(config.max_steps, None)
+        context.loop.fetcher.give_late(source, data.collate_fn, data.reading)
+        self._dataset, self._is_given = loader.dataset, True
+        if loader.batch_size not in (None, config.micro_batch_size):
+            means = f"micro-batches have {config.micro_batch_size} samples, as the configuration says"
+            log.info("the DataLoader's batch_size is left alone", batch_size=loader.batch_size, means=means)
+
+
+_here = threading.local()
+"""`newest`: those of the last engine that this thread has made without data."""
+_iterate: Callable[[DataLoader[Any]], Iterator[Any]] | None = None
+"""torch's own, once it is in use no more."""
+
+
+def watch(loaders: OwnLoaders) -> None:
+    """From now on a loop over a DataLoader that trains is one of these. They live as long as their engine."""
+    global _iterate
+    _here.newest = ref(loaders)
+    if _iterate is None:
+        _iterate, DataLoader.__iter__ = DataLoader.__iter__, _passes  # type: ignore[method-assign,assignment]
+
+
+def _passes(loader: DataLoader[Any]) -> Iterator[Any]:
+    assert _iterate is not None
+    newest: ReferenceType[OwnLoaders] | None = getattr(_here, "newest", None)
+    loaders = newest() if newest is not None else None
+    ours = loaders.passes_over(loader) if loaders is not None else None
+    return ours if ours is not None else _iterate(loader)
