@@ -160,7 +160,7 @@ class Meeting:
     "fail without losing it",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal.training.training_loop", "                self._settle_saves()\n", ""),
+        Edit("shoal.training.training_loop", "        self._settle_saves()\n", ""),
         Edit(
             "shoal.core.saving",
             "return self._quiet >= QUIET_VOTES",

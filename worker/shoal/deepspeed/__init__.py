@@ -14,7 +14,8 @@ from shoal.deepspeed.initializing import add_config_arguments, init_distributed,
 from shoal.deepspeed.not_here import module_lacks
 
 __all__ = [
-    "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "elasticity", "init_distributed", "initialize", "zero",
+    "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "elasticity", "init_distributed", "initialize",
+    "zero",
 ]  # fmt: skip
 
 
