@@ -71,12 +71,6 @@ def stops() -> EarlyStopping:
             "engine.reports.get(self.number)",
             by="test_what_was_measured_after_a_step_counts_once_for_a_member_that_still_owes_the_step",
         ),
-        Edit(
-            "shoal.training.boundary",
-            "        self._keep()\n        self._carry_out(record, stepped=True)\n",
-            "        self._carry_out(record, stepped=True)\n        self._keep()\n",
-            by="test_a_checkpoint_has_the_judgement_of_its_own_steps_loss",
-        ),
     ],
 )
 def test_a_job_stops_when_a_number_was_no_better_so_often(capsys: pytest.CaptureFixture[str]) -> None:

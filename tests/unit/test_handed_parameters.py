@@ -236,8 +236,8 @@ def test_an_average_of_the_weights_after_every_step_has_the_same_bits() -> None:
             '        getattr(self._step.parameters, "units", None) and self._step.parameters.before_leaving(old)\n',
         ),
         Edit(
-            "shoal.training.checkpoint_saving",
-            "            if state.registered or not is_made_of_numbers(state.scheduler):\n"
+            "shoal.training.saved_states",
+            "            if self._context.state.registered:\n"
             "                self._parameters.settle()  # a state of the user's may be one of parameters\n",
             "",
         ),

@@ -13,7 +13,7 @@ from checkpoints import origin, trained
 from rule import holds
 from shoal.checkpoint import saver as module
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
-from shoal.checkpoint.draft import draft_of
+from shoal.checkpoint.draft import TakenStates, draft_of
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep, Ours
@@ -75,6 +75,7 @@ class World:
             snapshot = take_snapshot(state.layout, state.weights, state.held, OWNERS[number], tensors, saver.arena)
             part = SavePart(SharedSave(state.step, 1, WRITERS), WRITERS[number])
             saver.begin(SaveTask(part, name, snapshot, None if number else lead), copy_seconds=0.0)
+        self.savers[0].states = TakenStates.of({})
         return name
 
     def write(self, *numbers: int) -> None:
@@ -291,6 +292,18 @@ def test_a_leader_that_did_not_begin_leaves_no_checkpoint(tmp_path: Path) -> Non
             saver.on_vote(SavePartVote(statuses))
         assert [saver.status for saver in three.savers[1:]] == [FREE, FREE]
         assert three.savers[1].outcome and "did not begin" in three.savers[1].outcome.part.failure
+
+
+@holds("What a script has registered stands in a checkpoint")
+def test_a_save_whose_leader_cannot_have_the_scripts_states_is_a_failed_one(tmp_path: Path) -> None:
+    with world(tmp_path) as three:
+        three.begin()
+        three.savers[0].states = "the state cannot be kept"
+        three.write(0, 1, 2)
+        three.vote()
+        three.finish()
+        assert not files(tmp_path)
+        assert three.savers[0].outcome and three.savers[0].outcome.part.failure == "the state cannot be kept"
 
 
 def test_at_the_end_of_a_job_what_has_begun_is_completed(tmp_path: Path) -> None:

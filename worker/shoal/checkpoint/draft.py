@@ -16,13 +16,30 @@ from torch import Tensor
 
 from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition, GivenEntry, Manifest
-from shoal.checkpoint.plain import encode
+from shoal.checkpoint.plain import Json, encode
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.scheduler import class_of
 from shoal.training.state import TrainingState
 
 States = Mapping[str, Any]
 """Registered states by name: objects with `state_dict` and `load_state_dict`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenStates:
+    """The states that the script has registered, as they were at one moment."""
+
+    tree: dict[str, Json]
+    """By name, as the manifest has them."""
+    tensors: dict[str, Tensor]
+    """Theirs, in host memory."""
+
+    @classmethod
+    def of(cls, registered: States) -> TakenStates:
+        """Those of now. Raises `UserError` naming one that cannot be kept."""
+        tensors: dict[str, Tensor] = {}
+        return cls({name: encode(one.state_dict(), tensors, f'the state registered as "{name}"')
+                    for name, one in registered.items()}, tensors)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,7 @@ def draft_of(
     Raises `UserError` naming a state that cannot be kept.
     """
     tensors = {f"buffer/{name}": value.clone() for name, value in state.buffers.committed.items()}
+    states = TakenStates.of(registered)
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
     manifest = Manifest(
         release=RELEASE,
@@ -67,10 +85,7 @@ def draft_of(
         scheduler=encode(scheduler, tensors, "the scheduler's state"),
         scheduler_class=class_of(state.scheduler),
         scaler=encode(state.loss_scale.position, tensors, "the loss scale") if state.loss_scale is not None else None,
-        states={
-            name: encode(of.state_dict(), tensors, f'the state registered as "{name}"')
-            for name, of in registered.items()
-        },
+        states=states.tree,
         streams=tuple(state.stream_positions.to_texts()),
         missed=state.misses.runs(),
         record=state.record.to_bytes().decode() if state.record else "",
@@ -80,7 +95,7 @@ def draft_of(
         numerics=dict(origin.numerics),
         files=(),
     )
-    return manifest, tensors
+    return manifest, tensors | states.tensors
 
 
 def _given(state: TrainingState) -> GivenEntry:

@@ -3,7 +3,8 @@
 The training thread calls `begin` at a boundary and `on_vote` after each vote. What follows from the votes is decided in
 core/save_part.py; an act is carried out by the thread whose file it waited for, or by a new one if it waited for the
 vote. Retention follows a save that is complete. Nothing here waits for training, and training for nothing here, unless
-the file is written from what training holds (`write`).
+the file is written from what training holds (`write`). The leader's manifest has states of the script's that are taken
+later than the blocks (`states`), and before the vote that decides upon it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from shoal_protos.errors import ShoalError
@@ -20,11 +22,12 @@ from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
+from shoal.checkpoint.draft import TakenStates
 from shoal.checkpoint.errors import StorageFull
 from shoal.checkpoint.frozen import write_frozen
 from shoal.checkpoint.manifest import FrozenEntry, Manifest
 from shoal.checkpoint.retention import Keep, Ours, delete, delete_rests, prune, withdraw
-from shoal.checkpoint.snapshot import Arena, DataContent
+from shoal.checkpoint.snapshot import Arena, DataContent, TensorsAlone
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, part_of, write_content
 from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
@@ -39,6 +42,10 @@ NICE = 15
 """The writing thread steps back for the training threads of the machine: it takes what they leave idle, and a thirtieth
 of what they do not."""
 
+OF_STATES = "-states"
+"""In the name of the file that has the tensors of the script's own states."""
+NOT_TAKEN = "this worker left before the script's own states could be taken for it"
+
 T = TypeVar("T")
 
 log = get_logger("shoal.checkpoint")
@@ -49,6 +56,7 @@ class Lead:
     """What the leader of a save has beside its own part."""
 
     draft: Manifest
+    """Without the script's own states."""
     frozen: Mapping[str, Tensor]
     """None where `write_frozen_now` has written them."""
     in_use: str
@@ -101,6 +109,8 @@ class Saver:
         """So many more saves can be made before an old one may go: the place need not be looked through for them."""
         self._frozen: FrozenEntry | None = None
         self._written_now: FrozenEntry | None = None
+        self.states: TakenStates | str = ""
+        """The script's own, for the manifest of the save that this member leads; or why there are none."""
 
     # ---- on the training thread
 
@@ -163,8 +173,22 @@ class Saver:
 
     def _expect(self, part: SavePart, name: SaveName) -> SaveResult:
         self._room = self._room if part.leads else 0  # another one leads, and knows better what is there
+        self.states = NOT_TAKEN if part.leads else ""
         self.outcome = self._fresh = SaveResult(part, name, f"{self.storage.url}/{name.folder}")
         return self.outcome
+
+    @property
+    def lacks_states(self) -> bool:
+        """Whether this member leads a save whose states were not taken yet."""
+        return self.states == NOT_TAKEN and self._save is not None and not self._save.part.is_over
+
+    def may_retake(self, step: int) -> bool:
+        """Whether it leads one of that step whose states were taken, and nothing is made of them yet."""
+        save = self._save
+        if save is None or not isinstance(self.states, TakenStates):
+            return False
+        with self._lock:
+            return save.part.save.step == step and not (save.part.is_decided or save.part.is_over)
 
     def on_vote(self, vote: SavePartVote) -> None:
         """After a vote: see `SavePart.on_vote`."""
@@ -274,7 +298,7 @@ class Saver:
 
     def _withdraw(self, save: SaveTask, outcome: SaveResult, act: WithdrawSave) -> None:
         """The next save may need the room."""
-        folder = save.name.folder
+        folder, self.states = save.name.folder, ""
         if not save.part.is_over:
             log.error("save_failed", checkpoint=outcome.path, reason=save.part.failure)
         try:
@@ -286,12 +310,18 @@ class Saver:
             log.error("failed_save_not_deleted", checkpoint=folder, reason=str(error))
 
     def _complete(self, save: SaveTask, outcome: SaveResult, act: CompleteSave) -> Manifest:
-        lead = save.lead
+        lead, states, self.states = save.lead, self.states, ""
         assert lead is not None
+        if not isinstance(states, TakenStates):
+            raise ShoalError(states)
         began = time.monotonic()
         self._wait_for_parts(save, act.gone)
-        draft = lead.draft.model_copy(update={"frozen": self._frozen, "verified": act.verified})
         files = [Author.of(writer).file(save.name.step) for writer in save.part.save.writers]
+        if states.tensors:
+            name, author, content = save.name, Author.of(save.part.member), TensorsAlone(states.tensors)
+            write = partial(write_content, self.storage, name.folder, name.step, author, content, OF_STATES)
+            files.append(self._making_room(name, save.ours, write).name)
+        draft = lead.draft.model_copy(update={"frozen": self._frozen, "verified": act.verified, "states": states.tree})
         manifest = self._making_room(save.name, save.ours, lambda: commit(self.storage, save.name.folder, draft, files))
         outcome.seconds["commit"] = time.monotonic() - began
         log.info("saved", checkpoint=outcome.path, step=manifest.step, bytes=manifest.data_bytes)

@@ -17,6 +17,7 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues
 from shoal.checkpoint.container import Region
@@ -99,6 +100,19 @@ class DataContent(Protocol):
         there are zeros: an optimizer may count there.
         """
         ...
+
+
+class TensorsAlone:
+    """A `DataContent` without blocks. `values`: contiguous, in host memory, by name."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.block_elements, self.pieces, self._values = 0, (), values
+        self.regions = _regions([], values)
+        self.tensors = {region.name: region for region in self.regions}
+
+    def contents(self) -> Iterator[tuple[Region, memoryview]]:
+        for region in self.regions:
+            yield region, tensor_bytes(self._values[region.name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ class Author:
     def of(cls, member: Member) -> Author:
         return cls(member.worker, member.incarnation)
 
-    def file(self, step: int) -> str:
-        """The data file's name."""
-        return f"{step:012d}-{safe_name(self.worker)}-{safe_name(self.incarnation)}.safetensors"
+    def file(self, step: int, of: str = "") -> str:
+        """The data file's name. `of`: what it has, beside that of the author's blocks."""
+        return f"{step:012d}-{safe_name(self.worker)}-{safe_name(self.incarnation)}{of}.safetensors"
 
 
 def part_of(file: str) -> str:
@@ -46,11 +46,13 @@ def part_of(file: str) -> str:
     return f"{file}.json"
 
 
-def write_content(storage: Storage, folder: str, step: int, author: Author, content: DataContent) -> FileEntry:
-    """Writes the file, then its entry. Raises `StorageFailed`."""
+def write_content(
+    storage: Storage, folder: str, step: int, author: Author, content: DataContent, of: str = ""
+) -> FileEntry:
+    """Writes the file, then its entry. `of`: see `Author.file`. Raises `StorageFailed`."""
     head = header(content.regions, {"format": "pt", "shoal": f"step {step}, a part; see manifest.json"})
     checksums: dict[str, list[bytes]] = {}
-    name = author.file(step)
+    name = author.file(step, of)
     size = storage.write(f"{folder}/{name}", Chunks(partial(_stream, head, content, checksums)))
     entry = FileEntry(
         name=name,

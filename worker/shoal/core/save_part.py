@@ -59,6 +59,10 @@ class SavePartVote:
     """The step of the newest whole checkpoint that any member knows of; -1: none."""
     given_up: bool = False
     """Whether all have gone back to a checkpoint since the save began: then `saved` says nothing of it."""
+    owed: bool = False
+    """Whether it settles a boundary that the world before did not come to: an evaluation right after the save's step
+    may be under way then, and the script's own states that stand in the manifest follow from it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,11 @@ class SavePart:
         assert isinstance(self._decision, CompleteSave)
         self.status, self.is_over, self.verified = SaveStatus.IDLE, True, self._decision.verified
 
+    @property
+    def is_decided(self) -> bool:
+        """The leader: whether it is known what becomes of the save."""
+        return self._decision is not None
+
     def close(self) -> SaveAct | None:
         """The process ends after this, and so do all others of the job: no vote will decide any more."""
         if not self.leads or self.is_over or self._decision is not None:
@@ -152,7 +161,7 @@ class SavePart:
         if self.is_over:
             return None
         if self.leads:
-            return self._lead(vote.statuses, vote.planned, vote.sound)
+            return self._lead(vote.statuses, vote.planned, None if vote.owed else vote.sound)
         leader = vote.statuses.get(self.save.writers[0].incarnation)
         if leader == SaveStatus.WRITING:
             self._leader_has_begun = True

@@ -231,6 +231,8 @@ class Boundary:
         Raises `WorldChanged`.
         """
         self._evaluation.end_round(self._requests.at_hand)
+        if not self._owed:  # else the script may be in the midst of an evaluation
+            self._saving.states.take()
 
     def settle_evaluations(self) -> None:
         """Before a vote, with the last step's weights: who has not heard what was measured after it hears it now, and

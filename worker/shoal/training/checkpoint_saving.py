@@ -1,7 +1,8 @@
 """Saving, as one member sees it: when a save falls due, beginning it at a boundary, learning how it went.
 
 What follows from a vote's record is decided in core/saving.py, on all members alike. The copy is made here, on the
-training thread; the rest is the saver's, on its own (checkpoint/saver.py).
+training thread; the rest is the saver's, on its own (checkpoint/saver.py). The script's own states come later
+(saved_states.py).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.parameters import Parameters
+from shoal.training.saved_states import SavedStates
 from shoal.training.state import frozen_in_blocks, frozen_parameters
 from shoal.world import World
 
@@ -68,6 +70,7 @@ class CheckpointSaving:
             self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every), context.state.device)
         self._origin: Origin | None = None
         self._saving = Saving(self._config.every_steps)
+        self.states = SavedStates(context, parameters, self._saver)
         self._clock = time.monotonic()
         self._retries = SaveRetries()
         self._failure: SaveFailed | None = None
@@ -80,9 +83,9 @@ class CheckpointSaving:
         if self._saver is None:
             raise UserError("engine.save_checkpoint needs a place; set `shoal.checkpoint.path` in the config.")
 
-    def remember_request(self) -> None:
-        """This worker brings the request into its votes from now on."""
-        self._saving.ask(self._context.state.step, self._context.is_over)
+    def remember_request(self, at_hand: bool = False) -> None:
+        """This worker brings the request into its votes from now on. `at_hand`: the weights of now are to be saved."""
+        self._saving.ask(self._context.state.step, at_hand or self._context.is_over)
 
     @property
     def pending(self) -> Request | None:
@@ -190,7 +193,7 @@ class CheckpointSaving:
             return
         statuses = {m.incarnation: status for m, status in zip(world.plan.members, record.saving, strict=True)}
         planned, sound = world.plan.recovery is None, self._corruption.saved_is_sound
-        self._saver.on_vote(SavePartVote(statuses, planned, sound, record.saved, self._saving.is_given_up))
+        self._saver.on_vote(SavePartVote(statuses, planned, sound, record.saved, self._saving.is_given_up, owed))
         self.take_in_outcome()
         choice = self._saving.on_vote(
             SaveVote(
@@ -202,18 +205,22 @@ class CheckpointSaving:
         if choice is not SaveChoice.NOTHING:
             self._clock = time.monotonic()
         if choice is SaveChoice.BEGIN:
-            state = self._context.state
-            if state.registered or not is_made_of_numbers(state.scheduler):
-                self._parameters.settle()  # a state of the user's may be one of parameters
-            self._corruption.on_save()
-            self._begin(self._saver, world)
+            self.begin(world)
         if choice is SaveChoice.SKIP and world.rank == 0:
             log.warning("save_skipped", step=record.step, reason=self.recent[-1].why)
 
     # ---- a save begins
 
-    def _begin(self, saver: Saver, world: World) -> None:
-        """Copies what this member owns; writing goes on beside training, unless the config says to write at once."""
+    def begin(self, world: World) -> None:
+        """At one boundary, on all members alike. Copies what this member owns; writing goes on beside training, unless
+        the config says to write at once. Raises `WorldChanged`.
+        """
+        saver = self._saver
+        if saver is None:
+            return None
+        if not is_made_of_numbers(self._context.state.scheduler):
+            self._parameters.settle()  # its state may be one of parameters
+        self._corruption.on_save()
         context, plan, state = self._context, world.plan, self._context.state
         began = time.monotonic()
         save, member = SharedSave.of(state.step, plan), plan.members[world.rank]
@@ -227,7 +234,7 @@ class CheckpointSaving:
         beside: dict[str, Tensor] = {}
         if part.leads:
             try:
-                draft, beside = draft_of(state, self.origin, plan.generation, state.registered)
+                draft, beside = draft_of(state, self.origin, plan.generation, {})
                 frozen = self._frozen(saver, name, Author.of(member), ours)
             except (ShoalError, WorldChanged) as error:  # a world that has changed is found by whoever waits next
                 log.error("save_failed", step=name.step, reason=str(error))
@@ -290,6 +297,7 @@ class CheckpointSaving:
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self._saving.on_return_to(step)
+        self.states.on_return()
 
     # ---- a save is over
 
@@ -327,6 +335,7 @@ class CheckpointSaving:
 
     def close(self) -> None:
         """At the process's end: what has begun comes to its end."""
+        self.states.on_left()
         if self._saver is not None:
             self._saver.close()
 

@@ -8,7 +8,7 @@ put back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +94,8 @@ class Evaluation:
         self._at_hand: Sums | None = None
         """Of the evaluation at hand, where all are to have it when it is over."""
         self._over: _Over | None = None
+        self.after_telling: Callable[[], None] = _nothing
+        """Called once somebody was told of what was measured."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -230,6 +232,7 @@ class Evaluation:
         """What was measured, to all who have not heard it here."""
         with self.anywhere():
             self.measured.tell(self._context.rank == 0)
+        self.after_telling()
 
     def begin_round(self, world: World) -> None:
         """A world begins, or a vote of it has passed."""
@@ -284,6 +287,10 @@ class Evaluation:
     def has_unsettled(self) -> bool:
         """Whether there are results that no vote has carried yet: after the last step none of a step comes."""
         return bool(self._arrived or self._in_vote or self.rows.is_pending)
+
+
+def _nothing() -> None:
+    """Nothing follows."""
 
 
 def _take_in(sums: Sums, name: str, count: float, parts: list[float]) -> None:

@@ -57,6 +57,7 @@ class Parts:
             parameters = HandedParameters(context, take_part, on_all_here)
         saving = CheckpointSaving(context, corruption, loading, parameters)
         evaluation = Evaluation(context)
+        evaluation.after_telling = saving.states.retake
         requests = Requests(context, saving, parameters, evaluation)
         status = StatusReport(context, loading, saving, corruption)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)

@@ -80,6 +80,7 @@ class TrainingLoop:
 
     def _leave_loop(self) -> None:
         self._context.left_loop = True
+        self._parts.saving.states.on_left()
         if self._context.is_over:
             endings, self._endings = self._endings, []
             for ending in endings:
