@@ -203,7 +203,7 @@ def test_what_a_script_saves_beside_the_model_is_there_when_it_goes_on(tmp_path:
     starts: list[Any] = []
     with Crew("ab", saving(tmp_path, starts)) as crew:
         crew.train_to(5)
-        saved(crew, 6)
+        saved(crew, 5)
     [folder] = tmp_path.glob("step-*")
     state = saved_in(str(folder))
     assert (state.tag, state.content["epoch"], state.content["seen"].tolist()) == ("epoch0", 0, [1.0, 1.0])

@@ -237,8 +237,8 @@ def test_an_average_of_the_weights_after_every_step_has_the_same_bits() -> None:
         ),
         Edit(
             "shoal.training.saved_states",
-            "            if self._context.state.registered:\n"
-            "                self._parameters.settle()  # a state of the user's may be one of parameters\n",
+            "        if self._context.state.registered:\n"
+            "            self._parameters.settle()  # a state of the user's may be one of parameters\n",
             "",
         ),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew, Killed, Task, Worker
+from crew import Crew, Killed, Task, Worker, undisturbed
 from crew_saves import saved
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
@@ -245,14 +245,74 @@ def test_a_vote_that_settles_a_step_amid_an_evaluation_completes_no_checkpoint(t
 
 
 @holds("What a script has registered stands in a checkpoint")
-def test_checkpoints_of_steps_at_which_a_worker_joins_have_their_evaluations(tmp_path: Path) -> None:
-    script = Script(tmp_path, 1, range(99))
+@pytest.mark.parametrize("asks", [False, True], ids=["due", "asked for"])
+def test_checkpoints_of_steps_at_which_a_worker_joins_have_their_evaluations(asks: bool, tmp_path: Path) -> None:
+    """One that joins knows of no save that is under way."""
+
+    def evaluates(engine: Engine) -> None:
+        evaluate(engine)
+        if asks:
+            engine.save_checkpoint()
+
+    script = Script(tmp_path, 99 if asks else 1, range(99), evaluates)
     with Crew("ab", script.task(12)) as crew:
         crew.train_to(2)
         crew.add("c")
         crew.train_until("c has lanes", lambda: bool(crew.workers["c"].engine.lanes))
         crew.finish()
     assert 12 in script.check()
+
+
+@rule(
+    "A checkpoint that is asked for between a step and the next batch is of that step: each owner copies its blocks "
+    "before the next update, unless one is being written; what is lost with a worker is made up for",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit("shoal.training.requests", "at_hand=by_script and self._evaluation.can_ask", "at_hand=False"),
+        Edit("shoal.training.boundary", "            self._saving.begin(context.world)\n", ""),
+        Edit(
+            "shoal.training.saved_states",
+            "states if step == self._context.state.step else self._settled()",
+            "self._settled()",
+        ),
+    ],
+)
+@pytest.mark.parametrize("askers", ["abc", "b"])
+def test_a_checkpoint_that_is_asked_for_after_a_step_is_of_that_step(askers: str, tmp_path: Path) -> None:
+    """Its states too, where the leader itself asks; a job that goes on from it ends with the same bits."""
+
+    def evaluates(engine: Engine) -> None:
+        evaluate(engine)
+        if engine.global_step == 3 and engine.context.link.worker in askers:
+            engine.save_checkpoint()
+
+    script = Script(tmp_path, 99, range(99), evaluates)
+    with Crew("abc", script.task(6)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        right = crew.finish()
+    assert script.check(body=askers != "b") == {3}
+    assert right == undisturbed(Task({"max_steps": 6}))
+    again = Script(tmp_path, 99, range(99))
+    assert undisturbed(again.task(6)) == right
+    assert [step for step, _ in again.seen["w0"].scores] == [1, 2, 3, 4, 5, 6]
+
+
+@holds("A checkpoint that is asked for between")
+@pytest.mark.parametrize("victim", "ac")
+def test_a_checkpoint_that_is_lost_with_a_worker_is_made_at_a_later_step(victim: str, tmp_path: Path) -> None:
+    def evaluates(engine: Engine) -> None:
+        evaluate(engine)
+        if engine.global_step == 3 and engine.context.link.worker == "b":
+            engine.save_checkpoint()
+
+    script = Script(tmp_path, 99, range(99), evaluates)
+    with Crew("abc", script.task(9)) as crew:
+        crew.train_to(1)
+        crew.plant(victim, 3, "save")
+        assert crew.finish() == undisturbed(Task({"max_steps": 9}))
+        assert not crew.workers[victim].alive
+    assert len(script.check(body=False)) == 1
 
 
 def test_a_job_that_goes_on_from_a_checkpoint_keeps_the_best_weights_that_were_found_right_after_it(

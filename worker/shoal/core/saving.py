@@ -79,10 +79,24 @@ class Saving:
         """Votes of this world, one after the other, after the last step, without a save."""
         self.is_given_up = False
         """Whether the save at hand began before all went back."""
+        self._begun = -1
+        """The step of the last save that began."""
 
     def ask(self, step: int, over: bool) -> None:
-        """This member brings the request into its votes from now on. `over`: no step comes after this one."""
+        """This member brings the request into its votes from now on. `over`: a save of this step is what it asks for,
+        as none comes after it, or its weights are at hand; else one of the next step.
+        """
         self.asked_at = step + (0 if over else 1)
+
+    def can_begin(self, step: int) -> bool:
+        """Whether a save of that step, the last committed one, can begin before the next vote, as far as a member knows
+        that has taken part in the vote before.
+        """
+        return not self.is_under_way and max(self._begun, self._known) < step
+
+    def on_begun(self, step: int) -> None:
+        """One has begun, on all members alike."""
+        self._begun, self.is_given_up = step, False
 
     def ask_again(self, step: int) -> None:
         """The save of that step has failed and is to be made up for, by one of that step or of a later one."""
@@ -98,7 +112,7 @@ class Saving:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self.saved, self.is_given_up = step, True
         self._due, self._known = min(self._due, step), step
-        self._quiet = 0
+        self._quiet, self._begun = 0, min(self._begun, step)
         if self.asked_at is not None:
             self.asked_at = min(self.asked_at, step + 1)
 
@@ -114,7 +128,8 @@ class Saving:
         self._note_due(vote, choice)
         is_quiet = vote.over and choice is SaveChoice.NOTHING and not self.is_under_way
         self._quiet = self._quiet + 1 if is_quiet else 0
-        self.is_given_up = self.is_given_up and choice is not SaveChoice.BEGIN
+        if choice is SaveChoice.BEGIN:
+            self.on_begun(vote.step)
         if self.asked_at is not None and (vote.saved >= self.asked_at or vote.saved == vote.step):
             self.asked_at = None
         if vote.rank == 0 and choice is SaveChoice.POSTPONE:

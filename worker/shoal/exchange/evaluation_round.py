@@ -46,6 +46,8 @@ class _Stream:
     """By place."""
     asked: list[str] = field(default_factory=list)
     """With its last message: where it wants the model to be exported."""
+    saves: bool = False
+    """With its last message: it wants a checkpoint."""
     is_over: bool = False
     comes: tuple[Work, Tensor] | None = None
     """The length of its next message, (1,) int64."""
@@ -66,7 +68,8 @@ class _Stream:
         try:
             kind, content = json.loads(message)
             if kind is None:
-                self.is_over, self.asked = True, [str(path) for path in content]
+                paths, saves = content
+                self.is_over, self.asked, self.saves = True, [str(path) for path in paths], bool(saves)
             else:
                 self.sums[LoopPart(kind)].append(content)
         except (ValueError, TypeError) as error:
@@ -107,19 +110,19 @@ class EvaluationRound:
             self._hear(lacking)
         return self.take()
 
-    def end(self, asked: Sequence[str] = ()) -> None:
-        """This member brings no more before the next vote. `asked`: exports of the weights at hand. Waits for nobody.
-        Raises `WorldChanged`.
+    def end(self, asked: Sequence[str] = (), saves: bool = False) -> None:
+        """This member brings no more before the next vote. Of the weights at hand it wants exports to the paths
+        `asked`, and a checkpoint where it `saves`. Waits for nobody. Raises `WorldChanged`.
         """
         if not self.is_open:
             return
         self.is_open = False
         if self.speaks:
-            if asked:
-                self._say([None, list(asked)])
+            if asked or saves:
+                self._say([None, [list(asked), saves]])
             else:
                 self._ending = [self.group.send(NO_MORE, peer, EVALUATED) for peer in self._others]
-            self._own.is_over, self._own.asked = True, list(asked)
+            self._own.is_over, self._own.asked, self._own.saves = True, list(asked), saves
         for rank in self._open:
             self._expect(rank)
 
@@ -160,6 +163,11 @@ class EvaluationRound:
     def asked(self) -> list[str]:
         """Where members want the model to be exported, as far as they have said so: each once."""
         return list(dict.fromkeys(path for stream in self._streams.values() for path in stream.asked))
+
+    @property
+    def saves(self) -> bool:
+        """Whether a member wants a checkpoint of the weights at hand, as far as they have said so."""
+        return any(stream.saves for stream in self._streams.values())
 
     # ---- messages
 

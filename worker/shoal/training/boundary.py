@@ -230,13 +230,13 @@ class Boundary:
         """The script is through with the last step: what it asks for from now on is of the next one. Waits for nobody.
         Raises `WorldChanged`.
         """
-        self._evaluation.end_round(self._requests.at_hand)
+        self._evaluation.end_round(self._requests.at_hand, self._saving.states.asks_at_hand)
         if not self._owed:  # else the script may be in the midst of an evaluation
             self._saving.states.take()
 
     def settle_evaluations(self) -> None:
         """Before a vote, with the last step's weights: who has not heard what was measured after it hears it now, and
-        what was asked for since is exported. Raises `WorldChanged`.
+        what was asked for since is exported or copied. Raises `WorldChanged`.
         """
         evaluation, context = self._evaluation, self._context
         evaluation.settle()
@@ -250,6 +250,9 @@ class Boundary:
             finally:
                 context.is_busy = False
         self._requests.export_at_hand()
+        if evaluation.asks_to_save and not self._owed and context.world is not None:
+            self._saving.begin(context.world)
+            self._saving.states.put_early()
 
     def agree_on_evaluations(self, world: World) -> None:
         """In a recovery, once its step is committed here: all have the same numbers of it. Raises `WorldChanged`."""

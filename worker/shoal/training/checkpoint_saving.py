@@ -70,7 +70,7 @@ class CheckpointSaving:
             self._saver = Saver(storage, Keep(self._config.keep, self._config.keep_every), context.state.device)
         self._origin: Origin | None = None
         self._saving = Saving(self._config.every_steps)
-        self.states = SavedStates(context, parameters, self._saver)
+        self.states = SavedStates(context, parameters, self._saver, self._saving)
         self._clock = time.monotonic()
         self._retries = SaveRetries()
         self._failure: SaveFailed | None = None
@@ -218,6 +218,7 @@ class CheckpointSaving:
         saver = self._saver
         if saver is None:
             return None
+        self._saving.on_begun(self._context.state.step)
         if not is_made_of_numbers(self._context.state.scheduler):
             self._parameters.settle()  # its state may be one of parameters
         self._corruption.on_save()

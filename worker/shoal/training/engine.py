@@ -232,7 +232,9 @@ class Engine:
         self.training.ask(Request("export", str(path)), "engine.export")
 
     def save_checkpoint(self) -> None:
-        """Saves a checkpoint to `shoal.checkpoint.path`; in the loop after this step, after the loop at once."""
+        """Saves a checkpoint to `shoal.checkpoint.path`: between a step and the next batch one of that step, elsewhere
+        in the loop one of the step at hand, after the loop at once.
+        """
         self.parts.saving.check_configured()
         self.training.ask(SAVE, "engine.save_checkpoint")
 

@@ -216,12 +216,17 @@ class Evaluation:
         """Where members want the weights at hand to be exported, as far as they have said so."""
         return self._round.asked if self._round is not None else []
 
-    def end_round(self, exports: list[str]) -> None:
+    @property
+    def asks_to_save(self) -> bool:
+        """Whether a member wants a checkpoint of them, as far as they have said so."""
+        return self._round is not None and self._round.saves
+
+    def end_round(self, exports: list[str], saves: bool) -> None:
         """This worker asks for the next batch, or is about to vote: no evaluation after the last step comes from here.
-        `exports`: what it wants of the weights at hand. Raises `WorldChanged`.
+        `exports`, `saves`: what it wants of the weights at hand. Raises `WorldChanged`.
         """
         if self._round is not None:
-            self._round.end(exports)
+            self._round.end(exports, saves)
 
     def settle(self) -> None:
         """Before a vote: all have ended theirs. Raises `WorldChanged`."""

@@ -69,7 +69,7 @@ class Requests:
         if by_script:
             self._scripts.add(request)
         if request.kind == "save":
-            self._saving.remember_request()
+            self._saving.remember_request(at_hand=by_script and self._evaluation.can_ask)
         elif request not in self._mine:
             self._mine.append(request)
 

@@ -1,7 +1,8 @@
 """The script's own states in checkpoints: they are taken when the script is through with the step, not with the blocks.
 
 So what it makes of an evaluation right after the step is saved with the step. Only the worker that leads a save takes
-them. Made by checkpoint_saving.py, called by boundary.py.
+them. Where a save is asked for between a step and the next batch, it begins before the vote of the next one, with the
+states as they were when the script asked for that batch. Made by checkpoint_saving.py, called by boundary.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from shoal_protos.errors import ShoalError
 
 from shoal.checkpoint.draft import TakenStates
 from shoal.checkpoint.saver import Saver
+from shoal.core.saving import Saving
 from shoal.group.group import WorldChanged
 from shoal.out_of_memory import is_out_of_memory
 from shoal.training.context import TrainingContext
@@ -21,24 +23,44 @@ from shoal.training.parameters import Parameters
 class SavedStates:
     """Those of one worker. `saver`: None where nothing is saved."""
 
-    def __init__(self, context: TrainingContext, parameters: Parameters, saver: Saver | None) -> None:
-        self._context, self._parameters, self._saver = context, parameters, saver
+    def __init__(self, context: TrainingContext, parameters: Parameters, saver: Saver | None, saving: Saving) -> None:
+        self._context, self._parameters, self._saver, self._saving = context, parameters, saver, saving
+        self._early: tuple[int, TakenStates | str] = (-1, "")
+        """As of the end of a step of which a save is asked for that is still to begin."""
+
+    @property
+    def asks_at_hand(self) -> bool:
+        """Whether this worker asks for a save of the last step before its weights change, and one can begin then. The
+        others take its word: one that has just joined knows of no save that is under way.
+        """
+        context, step = self._context, self._context.state.step
+        asks = self._saving.asked_at == step and self._saver is not None and not context.is_over
+        return asks and self._saving.can_begin(step)
 
     def take(self) -> None:
         """The script is through with the last step: what it has registered is part of the checkpoint of that step,
-        where this member leads one. Raises `WorldChanged`; then it is still to be taken.
+        where this member leads one, or is about to. Raises `WorldChanged`; then it is still to be taken.
         """
-        if self._saver is not None and self._saver.lacks_states:
-            if self._context.state.registered:
-                self._parameters.settle()  # a state of the user's may be one of parameters
-            self._saver.states = self._now()
+        saver, step = self._saver, self._context.state.step
+        if saver is not None and saver.lacks_states:
+            saver.states = self._settled()
+        elif self.asks_at_hand and self._context.rank == 0 and self._early[0] != step:
+            self._early = step, self._settled()
 
     def retake(self) -> None:
         """Callbacks were told of an evaluation right after the last step: it may have been another member's, and the
         states were taken before.
         """
+        self._early = -1, ""
         if self._saver is not None and self._saver.may_retake(self._context.state.step):
             self._saver.states = self._now()
+
+    def put_early(self) -> None:
+        """A save has begun that was asked for between the last step and the next batch. Raises `WorldChanged`."""
+        step, states = self._early
+        if self._saver is not None and self._saver.lacks_states:
+            self._saver.states = states if step == self._context.state.step else self._settled()
+        self._early = -1, ""
 
     def on_left(self) -> None:
         """The script has left the loop, or ends: it changes no state of the last step any more."""
@@ -47,8 +69,14 @@ class SavedStates:
 
     def on_return(self) -> None:
         """All have gone back to a checkpoint, or to the start."""
+        self._early = -1, ""
         if self._saver is not None and self._saver.lacks_states:
             self._saver.states = "all went back to a checkpoint before the script's own states could be taken"
+
+    def _settled(self) -> TakenStates | str:
+        if self._context.state.registered:
+            self._parameters.settle()  # a state of the user's may be one of parameters
+        return self._now()
 
     def _now(self) -> TakenStates | str:
         try:
