@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,27 @@ def test_the_best_model_is_saved_and_loaded_in_the_end(tmp_path: Path) -> None:
     assert Path(best).name == Path(original.state.best_model_checkpoint).name
     loaded = transformers.GPT2LMHeadModel.from_pretrained(best)
     for mine, theirs in zip(loaded.parameters(), elastic.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_evaluations_and_the_best_metric_are_those_of_the_step_measured(tmp_path: Path) -> None:
+    """Of three workers, of which one is lost after the first evaluation."""
+    arguments = {**SAVING, "save_steps": 4, "eval_steps": 4, "load_best_model_at_end": True, "learning_rate": 0.3,
+                 "warmup_steps": 0}  # fmt: skip
+    with Crew("abc", Script(tmp_path, arguments).task(kept := list[Any]())) as crew:
+        crew.train_to(5)
+        crew.kill("a")
+        crew.finish()
+    state = kept[0].state
+    losses = {log["step"]: log["eval_loss"] for log in state.log_history if "eval_loss" in log}
+    for step, loss in losses.items():
+        load = partial(transformers.GPT2LMHeadModel.from_pretrained, tmp_path / f"checkpoint-{step}")
+        again = Script(tmp_path / "again", model=load).trainer(transformers).evaluate()["eval_loss"]
+        assert again == pytest.approx(loss, rel=1e-6)
+    assert sorted(losses) == [4, 8, STEPS] and len(set(losses.values())) == 3
+    assert (state.best_metric, state.best_global_step) == min((loss, step) for step, loss in losses.items())
+    best = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / f"checkpoint-{state.best_global_step}")
+    for mine, theirs in zip(kept[0].model.parameters(), best.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
