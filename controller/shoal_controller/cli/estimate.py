@@ -31,7 +31,7 @@ LAYERS = 32
 
 def estimate(
     params: Annotated[
-        str | None, typer.Option("--params", metavar="N", help="Trained parameters, such as 7e9. Default: no memory.")
+        str | None, typer.Option("--params", metavar="N", help="Trained parameters, such as 7e9.")
     ] = None,
     workers: Annotated[int | None, typer.Option("--workers", metavar="W", help="Number of workers.")] = None,
     config: Annotated[
@@ -71,7 +71,7 @@ def estimate(
     ] = None,
     output: Output = Form.TABLE,
 ) -> None:
-    """Estimate the memory that a worker needs, without activations; or how many workers a config's lanes are for."""
+    """Estimate a worker's memory, without activations; with --config alone: for how many workers its lanes are."""
     from shoal_protos.config_file import read_config
 
     from shoal_controller.cli.estimate_config import wanted_by
