@@ -203,7 +203,8 @@ def test_a_section_that_is_off_is_never_refused(section: str, capsys: pytest.Cap
 
 ON: dict[str, Any] = {
     "data_efficiency": {"enabled": True, "data_sampling": {"enabled": False}, "data_routing": {"enabled": True}},
-    "compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}},
+    "compression_training": {"row_pruning": {"shared_parameters": {"enabled": True, "mixed": {"enabled": False}}}},
+    "quantize_training": {"enabled": True, "fp16_mixed_quantize": {"enabled": False}},
     "progressive_layer_drop": {"enabled": True},
     "tensor_parallel": {"autotp_size": 2},
     "sparse_attention": {"mode": "fixed"},

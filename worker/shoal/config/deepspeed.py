@@ -36,9 +36,11 @@ class Switched:
 
     why: str
     switch: str = "enabled"
-    """The key that switches it on; not given, it is off. Empty: only sections within have one."""
+    """The key that switches it on; not given, it is off. Empty: it has none."""
     off: tuple[object, ...] = OFF
     """Values of the switch that leave it off."""
+    in_parts: bool = False
+    """Whether it is off too where no section within is on (`enabled`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,11 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("data_types", "grad_accum_dtype", Unsupported("gradients are always added up in float32", (None, "auto", "fp32"))),
     ("", "amp", Switched("see `bf16` and `fp16`")),
     ("", "autotuning", Switched("it starts jobs of its own; `shoal estimate` says what fits into memory")),
-    ("", "compression_training", Switched(_OTHER_MODEL, switch="")),
+    ("", "compression_training", Switched(_OTHER_MODEL, switch="", in_parts=True)),
     ("", "progressive_layer_drop", Switched(_OTHER_MODEL)),
     ("", "sparse_attention", Switched(_OTHER_MODEL, "mode", ("dense", None))),
-    ("", "curriculum_learning data_efficiency", Switched(_DATA_ORDER)),
+    ("", "curriculum_learning", Switched(_DATA_ORDER)),
+    ("", "data_efficiency", Switched(_DATA_ORDER, in_parts=True)),
     ("", "eigenvalue", Switched("it serves `quantize_training` only")),
     ("", "expert_parallel", Switched(_WHOLE_MODEL)),
     ("", "tensor_parallel", Switched(_WHOLE_MODEL, "autotp_size", (0, 1, None))),

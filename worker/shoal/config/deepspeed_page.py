@@ -54,9 +54,10 @@ def _row(fate: Fate) -> str:
             return f"| honoured | an old name of `{to}` |"
         case Unsupported(why, off):
             return f"| refused | off: {_shown(off)}. {_sentence(why)} |"
-        case Switched(why, switch, off):
-            key = f"`{switch}`" if switch else "each `enabled` within"
-            return f"| refused | off: {key} is not given, or {_shown(off)}. {_sentence(why)} |"
+        case Switched(why, switch, off, in_parts):
+            ways = [f"`{switch}` is not given, or {_shown(off)}"] if switch else []
+            ways += ["no `enabled` within is true"] if in_parts else []
+            return f"| refused | off: {'; '.join(ways)}. {_sentence(why)} |"
 
 
 def _sentence(why: str) -> str:

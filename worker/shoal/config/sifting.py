@@ -90,24 +90,19 @@ HAS_A_SWITCH = Switched(why="")
 
 
 def is_on(value: object, by: Switched = HAS_A_SWITCH) -> bool:
-    """Whether a section asks for its feature: its switch is on, and where sections within have switches of their own
-    (`compression_training`, `data_efficiency`), so is one of these.
-    """
+    """Whether a section asks for its feature."""
     if not isinstance(value, Mapping):
         return not _is_among(value, OFF)
-    is_given = by.switch in value
-    return (is_given or not by.switch) and _is_asked_for(value, by)
-
-
-def _is_asked_for(value: Mapping[str, Any], by: Switched = HAS_A_SWITCH) -> bool:
-    if by.switch in value and _is_among(value[by.switch], by.off):
+    if by.switch and (by.switch not in value or _is_among(value[by.switch], by.off)):
         return False
-    within = [inner for inner in value.values() if _has_switches(inner)]
-    return any(map(_is_asked_for, within)) if within else by.switch in value
+    return not by.in_parts or any(map(_is_part_on, value.values()))
 
 
-def _has_switches(value: object) -> bool:
-    return isinstance(value, Mapping) and ("enabled" in value or any(map(_has_switches, value.values())))
+def _is_part_on(value: object) -> bool:
+    """Of what stands in a section: whether it is a section that is on, or has no switch and holds one that is on."""
+    if not isinstance(value, Mapping):
+        return False
+    return is_on(value) if "enabled" in value else any(map(_is_part_on, value.values()))
 
 
 def _is_among(value: object, values: tuple[object, ...]) -> bool:
