@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
-from integration.scripts import optimizer_of
+from integration.scripts import Model, optimizer_of
 from matrices import shortened
 from rule import Edit, rule
 from shoal.checkpoint.catalogue import checkpoints
@@ -52,6 +53,13 @@ class Turning(torch.optim.Optimizer):
                 parameter.add_(kept, alpha=-group["lr"]).neg_()
 
 
+def used() -> Model:
+    """A model of which each lane uses all: beside an unused parameter none of the padding is updated."""
+    model = Model(0.1, True)
+    del model.unused
+    return model
+
+
 PADDED: dict[str, Make] = {
     "maximize": made("SGD", momentum=0.9, maximize=True),
     "turning": lambda model: Turning([p for p in model.parameters() if p.requires_grad]),
@@ -71,8 +79,8 @@ def test_a_state_of_minus_zeros_has_one_fingerprint_at_once_after_a_resume_and_i
     kind: str, form: str, tmp_path: Path
 ) -> None:
     checkpoint = {"checkpoint": {"path": str(tmp_path), "every_steps": 3}, "elementwise": True}
-    task = Task({"max_steps": 6, **FORMS[form], "shoal": checkpoint}, optimizer=PADDED[kind])
-    at_once = undisturbed(Task({**task.options, "shoal": {"elementwise": True}}, optimizer=PADDED[kind]))
+    task = Task({"max_steps": 6, **FORMS[form], "shoal": checkpoint}, optimizer=PADDED[kind], model=used)
+    at_once = undisturbed(replace(task, options={**task.options, "shoal": {"elementwise": True}}))
     with Crew("ab", task) as crew:
         crew.train_to(3)
         saved(crew, 3)
