@@ -177,6 +177,23 @@ def test_a_worker_that_joins_hears_of_every_evaluation_from_its_first_step_on(op
     assert len(hearings["c"]) < 12 and hearings["c"] == hearings["a"][-len(hearings["c"]) :]
 
 
+@pytest.mark.parametrize("options", [{}, STAGE_3], ids=["stage 1", "stage 3"])
+def test_a_step_without_an_evaluation_waits_for_no_word_of_it_by_itself(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what is mirrored, in one wait: only after the last step, where none is, by itself."""
+    hear, waits = EvaluationRound._hear, list[int]()
+
+    def count(round: EvaluationRound, *given: Any) -> None:
+        waits.append(crew.workers["abc"[round.group.rank]].engine.global_step)
+        hear(round, *given)
+
+    monkeypatch.setattr(EvaluationRound, "_hear", count)
+    with Crew("abc", Task({"max_steps": 4, **options})) as crew:
+        crew.finish()
+    assert set(waits) == {4}
+
+
 # ---- losses
 
 

@@ -10,7 +10,7 @@ size of a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,8 @@ class CanonicalReduction:
         self._loss_scale = loss_scale
         self._pieces, self._windows = traffic.pieces, traffic.windows
         self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
+        self.beside: Sequence[Work] = ()
+        """What else is waited for in the end, of an exchange that is not this one."""
         self._flight = [_InFlight() for _ in self._pieces]
         self._filled = self._sent = self._posted = self._reduced = self._settled = 0
         """How many of the first pieces have come so far."""
@@ -213,6 +215,7 @@ class CanonicalReduction:
                 self._settled += 1
             works += [one.work for flight in self._settling for one in flight.mirror_arrivals]
             works += [work for flight in self._settling for work, _ in flight.mirror_sends]
+            works += self.beside if piece == pieces else ()
             self._waiting = self._group.begin_wait(works)
         return self._waiting
 

@@ -94,6 +94,8 @@ class EvaluationRound:
         self._ending: list[Work] = []
         self.is_open = True
         """Whether this member may still bring something."""
+        self._are_here = False
+        """Whether the last words were waited for elsewhere."""
 
     def share(self, place: LoopPart, sums: Sums) -> list[list[Sums]]:
         """This member's next evaluation there is over. Returns when all who evaluate have said theirs: what `take`
@@ -126,6 +128,15 @@ class EvaluationRound:
         for rank in self._open:
             self._expect(rank)
 
+    def last_words(self) -> list[Work]:
+        """After `end`: what it has posted, where this member has said nothing else. The caller waits for it, before
+        `settle` and with something else, as each wait has its price.
+        """
+        if self._messages:
+            return []
+        self._are_here = True
+        return [*self._ending, *(self._expect(rank) for rank in self._open)]
+
     def settle(self) -> list[list[Sums]]:
         """Returns when all have said that they bring no more, and heard it of this member: what `take` returns. Raises
         `WorldChanged`.
@@ -133,7 +144,9 @@ class EvaluationRound:
         All that a member with nothing to say has sent is a message for which the others have posted receives, so as a
         rule one wait does for both. What others hear after something else is waited for once all of theirs is heard.
         """
-        if not self._messages and (self._ending or self._open):
+        if self._are_here:
+            self._read(self._open)
+        elif not self._messages and (self._ending or self._open):
             self._hear(self._open, self._ending)
         while self._open:
             self._hear(self._open)
@@ -197,6 +210,10 @@ class EvaluationRound:
     def _hear(self, ranks: Sequence[int], also: Sequence[Work] = ()) -> None:
         """A message from each of these."""
         self.group.wait([*also, *(self._expect(rank) for rank in ranks)])
+        self._read(ranks)
+
+    def _read(self, ranks: Sequence[int]) -> None:
+        """Their messages, whose lengths are here."""
         contents: dict[int, Tensor] = {}
         for rank in ranks:
             comes, self._streams[rank].comes = self._streams[rank].comes, None

@@ -22,6 +22,7 @@ from shoal.core.exact_sum import add
 from shoal.data.seeds import RandomState, seed_everything
 from shoal.exchange.evaluation_round import EvaluationRound, LoopPart, Sums
 from shoal.exchange.vote import check_names, mean_over_lanes
+from shoal.group.group import Work
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import GatheredRows
 from shoal.training.measured import Measured
@@ -227,6 +228,10 @@ class Evaluation:
         """
         if self._round is not None:
             self._round.end(exports, saves)
+
+    def last_words(self) -> list[Work]:
+        """What `end_round` has posted and `settle` does not wait for: the caller does before it."""
+        return self._round.last_words() if self._round is not None else []
 
     def settle(self) -> None:
         """Before a vote: all have ended theirs. Raises `WorldChanged`."""

@@ -103,6 +103,7 @@ class Step:
 
     @fault_point("exchange")
     def _reduce(self, reduction: CanonicalReduction | RoundReduction) -> None:
+        reduction.beside = self._evaluation.last_words()
         reduction.finish()
 
     @fault_point("mirror")
