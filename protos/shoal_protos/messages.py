@@ -142,11 +142,13 @@ class Status:
     exceeds it, whichever checkpoint training begins from: saves are ordered by their generation."""
     corrupt: tuple[CorruptBlock, ...] = ()
     """Blocks whose copies it has seen to differ since all began, or went back to a checkpoint; the newest last."""
+    last_step: int = 0
+    """The job's last step, where nothing said it beforehand and it is known by now; 0: else."""
 
     @property
     def position(self) -> tuple[object, ...]:
         """What is said at once when it changes; step and holdings wait for the next heartbeat."""
-        ends = self.done, self.ended, self.drain
+        ends = self.done, self.ended, self.drain, self.last_step
         knows = self.checkpoint, self.unreadable_checkpoint, self.corrupt
         return self.generation, self.state, self.promised, self.committed_in, self.broken, ends, knows
 

@@ -541,6 +541,7 @@ class Status(_message.Message):
     HIGHEST_SAVED_FIELD_NUMBER: _builtins.int
     GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     generation: _builtins.int
     state: Global___MemberState.ValueType
@@ -554,6 +555,7 @@ class Status(_message.Message):
     drain: _builtins.bool
     highest_saved: _builtins.int
     grace_seconds: _builtins.float
+    last_step: _builtins.int
     @_builtins.property
     def holds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -585,10 +587,11 @@ class Status(_message.Message):
         highest_saved: _builtins.int = ...,
         grace_seconds: _builtins.float = ...,
         corrupt: _abc.Iterable[Global___CorruptBlock] | None = ...,
+        last_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "parameters_current", b"parameters_current", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "last_step", b"last_step", "parameters_current", b"parameters_current", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,12 @@ class OpenEnd:
         """Its script has gone through its epochs; it waits in a world at rest, and its status says so."""
 
     @property
+    def known(self) -> int:
+        """The last step, where nothing said it beforehand and it is known."""
+        simulation = self._training.simulation
+        return simulation.max_steps if simulation.open_end and self.is_told else 0
+
+    @property
     def is_last(self) -> bool:
         """Whether its step is known to be the last one."""
         training = self._training

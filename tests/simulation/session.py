@@ -159,7 +159,7 @@ class Session:
         return Status(
             0, 0, m.state, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
             done=t.done, ended=t.ended or t.end.is_awaited, checkpoint=knows.reference,
-            unreadable_checkpoint=knows.unreadable_checkpoint, corrupt=t.copies.reported,
+            unreadable_checkpoint=knows.unreadable_checkpoint, corrupt=t.copies.reported, last_step=t.end.known,
         )  # fmt: skip
 
     def notice(self) -> None:

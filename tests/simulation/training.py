@@ -214,7 +214,6 @@ class Training:
         if self.idle:
             self.boundary += 1
             self.saves.on_vote(self.ballots, world, stepped=False)
-            self.worker.session.publish()
             return self._switch()
         self._commit(world)
         return True
@@ -254,11 +253,12 @@ class Training:
         now = self.generation, "", self.boundary
         self.box = {key: value for key, value in self.box.items() if (key[0], "", key[2]) >= now}
         self.saves.on_vote(self.ballots, world, stepped=True)
-        self.worker.session.publish()
         return self._switch()
 
     def _switch(self) -> bool:
         """After the hand-out: the planned generation begins that all have voted, or the next boundary."""
+        self.step_phase = ""
+        self.worker.session.publish()
         begins = self.membership.begins
         self.end.look_done()
         if begins is None:

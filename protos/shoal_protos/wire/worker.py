@@ -203,6 +203,7 @@ def _write_status(status: Status) -> pb.Status:
         if status.unreadable_checkpoint is not None
         else None,
         highest_saved=status.highest_saved,
+        last_step=status.last_step,
         corrupt=[
             pb.CorruptBlock(block=one.block, first_step=one.first_step, step=one.step, workers=one.workers)
             for one in status.corrupt[-bounds.MAX_CORRUPT :]
@@ -232,6 +233,7 @@ def _read_status(message: pb.Status, blocks: int) -> Status:
         if message.HasField("unreadable_checkpoint")
         else None,
         highest_saved=bounds.whole("status.highest_saved", message.highest_saved),
+        last_step=bounds.whole("status.last_step", message.last_step),
         corrupt=tuple(
             _read_corrupt(block, blocks) for block in bounds.few("status.corrupt", message.corrupt, bounds.MAX_CORRUPT)
         ),

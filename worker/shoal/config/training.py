@@ -32,7 +32,7 @@ class TrainingConfig:
     """Mirrors as given: not yet limited by the world nor raised by stage 0."""
     seed: int
     max_steps: int | None
-    """At least one of `max_steps` and `epochs` is set."""
+    """Neither `max_steps` nor `epochs`: the job ends where its scripts do."""
     epochs: int | None
     torch_threads: int
     fill_bytes_per_step: int
@@ -63,6 +63,11 @@ class TrainingConfig:
     scheduler: Scheduler | None
     checkpoint: Checkpoint
     monitoring: Monitoring
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing says beforehand at which step the job ends."""
+        return self.max_steps is None and self.epochs is None
 
     @property
     def updates_on_host(self) -> bool:

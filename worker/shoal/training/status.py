@@ -36,7 +36,7 @@ class StatusReport:
             checkpoint=self._loading.known.reference,
             unreadable_checkpoint=self._loading.known.unreadable_checkpoint,
             highest_saved=self._loading.highest_saved,
-            corrupt=self._corruption.corrupt,
+            corrupt=self._corruption.corrupt, last_step=state.last_step if context.config.is_open else 0,
         )  # fmt: skip
         telemetry = context.meter.telemetry(state.loss, state, self._saving.recent)
         skipped = " ".join(self._loading.skipped)

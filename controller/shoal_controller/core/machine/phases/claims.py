@@ -105,7 +105,8 @@ def refuse_claim(turn: Turn, worker: WorkerId, why: str, ignored: str = "message
 
 
 def _false_status(turn: Turn, status: Status, highest: int) -> str:
-    return _false_order(status, status.promised, highest) or _false_step(turn, status.step)
+    false_steps = (_false_step(turn, step) for step in (status.step, status.last_step))
+    return _false_order(status, status.promised, highest) or next(filter(None, false_steps), "")
 
 
 def _false_inventory(turn: Turn, inventory: Inventory) -> str:

@@ -23,6 +23,10 @@ def settle(turn: Turn, world: Plan) -> bool:
         return False
     found = (turn.process(member.worker) for member in world.members)
     members = [process for process in found if process is not None and process.status.generation == world.generation]
+    known = max((process.status.last_step for process in members), default=0)
+    if known:
+        turn.keep(ends_at=known)  # a store that was restored has forgotten it, or the script has stopped the job
+        return False
     ended = [process for process in members if process.status.ended]
     if not ended:
         return False
