@@ -93,8 +93,8 @@ def lives(job: Driver, steps: int, end: object) -> int:
         ),
         Edit(
             "shoal_controller.core.machine.phases.failures",
-            "    if common_fault and common_fault == failures.common_fault:\n",
-            "    if False:\n",
+            "    elif common_fault and common_fault == failures.common_fault:\n",
+            "    elif False:\n",
         ),
     ],
 )
@@ -215,6 +215,76 @@ def test_all_that_fails_in_one_generation_counts_once() -> None:
     raise_in(job, live(job, 10), 10, None)
     assert job.view.phase is not Phase.FAILED
     assert job.job.durable.failures.script == 1
+
+
+# ---- before the first step
+
+KEY_ERROR = """Traceback (most recent call last):
+  File "/project/train.py", line 9, in <module>
+    os.environ["LOCAL_RANK"]
+    ~~~~~~~~~~^^^^^^^^^^^^^^
+KeyError: 'LOCAL_RANK'"""
+
+
+@rule(
+    "A script that fails in the same way in every worker before its first step is not started again, be it before "
+    "they join; one that another fault or an outage struck is",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "    return bool(fault) and not any(one.serves or one.fault != fault for one in judged)\n",
+            "    return False\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "not any(one.serves or one.fault != fault for one in judged)",
+            "not any(one.serves for one in judged)",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failures",
+            "    return step == 0 and not turn.durable.committed_in and not known_step(turn)\n",
+            "    return False\n",
+            by="test_a_script_that_fails_in_all_members_in_its_first_step_is_not_started_again",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("tails", "is_given_up"),
+    [
+        ([KEY_ERROR, f"a line of its own\n{KEY_ERROR}\nand one below"], True),
+        (["train.sh: line 2: pyton: command not found"] * 2, True),
+        ([KEY_ERROR, KEY_ERROR.replace("line 9", "line 8")], False),
+        ([KEY_ERROR.replace("KeyError", "requests.exceptions.ConnectionError")] * 2, False),
+        (["", ""], False),
+    ],
+)
+def test_a_script_that_ends_every_worker_alike_before_it_joins_is_given_up(tails: list[str], is_given_up: bool) -> None:
+    job = job_of(2)
+    job.exit("w0", 1, "exit status 1", tails[0])
+    assert not job.view.phase.is_over and job.spawned == ["w2"], "its fellow may still join"
+    job.exit("w1", 1, "exit status 1", tails[1])
+    assert (job.view.phase is Phase.FAILED) == is_given_up
+    if is_given_up:
+        assert job.view.reason.startswith("the script failed in the same way in every worker before its first step")
+        assert job.view.reason.endswith(tails[1])
+
+
+def test_a_worker_that_cannot_join_does_not_end_a_job_of_which_another_one_is_here() -> None:
+    job = job_of(2)
+    job.hello("w0")
+    job.exit("w1", 1, "exit status 1", KEY_ERROR)
+    assert not job.view.phase.is_over
+
+
+@holds("A script that fails in the same way")
+@pytest.mark.parametrize(("fault", "worlds"), [(FAULT, 1), (OUTAGE, 4)])
+def test_a_script_that_fails_in_all_members_in_its_first_step_is_not_started_again(fault: Fault, worlds: int) -> None:
+    job, tried = job_of(2), 0
+    while here := start(job):
+        tried += 1
+        raise_in(job, here, 0, fault)
+    assert (tried, job.view.phase) == (worlds, Phase.FAILED)
 
 
 # ---- what forgives, and what is no failure

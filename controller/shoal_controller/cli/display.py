@@ -28,6 +28,8 @@ from shoal_controller.core.machine.event_kind import EventKind
 POLL_SECONDS = 0.25
 MOST_MISSES = 4
 """Requests in a row without an answer."""
+TRACEBACK_LINES = 3
+"""Of a worker's failure: where it was raised, and what."""
 QUIET_SECONDS = 5.0
 """Interval of lines without a terminal and without a change."""
 
@@ -119,6 +121,12 @@ class Lines:
         self._out.print(line, markup=False, soft_wrap=True)
 
 
+def _in_short(event: Json) -> str:
+    """An event without what stands below its sentence; of a failure with the end of its traceback."""
+    sentence, *below = event_line(event).splitlines()
+    return "\n".join([sentence, *below[-TRACEBACK_LINES:]] if event["kind"] == EventKind.FAILED else [sentence])
+
+
 def _left(job: Json, samples_per_second: float | None) -> str:
     if job["phase"] in OVER:
         return ""
@@ -154,7 +162,7 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0, pri
         for event in events:
             revision = event["revision"]
             if event["kind"] not in IN_PASSING:
-                shown.tell(event_line(event).partition("\n")[0])
+                shown.tell(_in_short(event))
         if printed is not None:
             take = printed.take_last_lines if view["phase"] in OVER else printed.take_lines
             for line in take(workers):

@@ -158,7 +158,9 @@ def on_exited(turn: Turn, event: Exited) -> None:
         return None
     tail = f"\n{event.log_tail.strip()}" if event.log_tail.strip() else ""
     where = f" (log: {record.log})" if record.log else ""
-    failures.on_failure(turn, event.worker, f"{record.why or event.why}{where}{tail}", step=_step(turn, event.worker))
+    fault = failures.fault_of(event.log_tail) if not record.incarnation else None
+    why = f"{record.why or event.why}{where}{tail}"
+    failures.on_failure(turn, event.worker, why, fault, _step(turn, event.worker))
     return turn.mark(event.worker, ending_since=None)
 
 

@@ -4,6 +4,7 @@ All that fails in one generation counts once, with back-off from the second time
 at which it happened forgives it, never a fresh start. Failures of the script are given up after `max_restarts`, deaths
 by a signal that nobody explains (an out-of-memory kill, a segmentation fault) after ten times as many, because kills
 that come faster than steps are not the script's fault. A kill among survivors is forgotten: they commit the step.
+A script that fails in the same way in all its workers before the first step is not started again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ DEATHS_PER_RESTART = 10
 """So many times `max_restarts` worlds may die by signals."""
 EXPLAINED = (-signal.SIGINT, -signal.SIGHUP, -signal.SIGTERM, NO_CONTROLLER)
 """Exit statuses of a process that somebody wanted to end, or that had nobody to work for."""
+FRAME = '  File "'
+"""Beginning of a frame in a traceback."""
+OUTAGES = ("OSError", "Connect", "HTTP", "Timeout", "BrokenPipe")
+"""Parts of names of exceptions that a later attempt may not meet."""
 
 
 def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = None, step: int = 0) -> None:
@@ -51,7 +56,10 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     at = f"worker {worker} {at_step(step)}: {why}"
     failures, common_fault = turn.durable.failures, _common_fault(turn, worker)
     turn.keep(failures=replace(failures, common_fault=common_fault or failures.common_fault))
-    if common_fault and common_fault == failures.common_fault:
+    if (common_fault and _is_before_any_step(turn, step)) or _none_could_join(turn, worker):
+        sentence = "the script failed in the same way in every worker before its first step, so it would fail again"
+        ending.fail(turn, f"{sentence}; worker {worker}: {why}")
+    elif common_fault and common_fault == failures.common_fault:
         ending.fail(turn, f"two generations failed in the same way in all their members, so a third would too; {at}")
     elif failures.script > turn.spec.max_restarts:
         ending.fail(turn, f"{_times(failures.script, failures)} (max_restarts is {turn.spec.max_restarts}); {at}")
@@ -100,6 +108,21 @@ def forgive(turn: Turn, status: Status) -> None:
     committed_here = status.committed_in == status.generation > 0
     if turn.durable.failures.times and committed_here and status.step > turn.durable.failures.step:
         turn.keep(failures=Failures())
+
+
+def fault_of(log_tail: str) -> Fault | None:
+    """Return the fault that ended a script before its hello, from the last traceback in its log or the log's last line;
+    None if the log is empty.
+    """
+    lines = log_tail.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith(FRAME)]
+    raised = next((line for line in lines[frames[-1] :] if line[:1].strip()), "") if frames else ""
+    if not raised:
+        last = log_tail.strip().rpartition("\n")[2]
+        return Fault("", last, "") if last else None
+    exception, _, message = raised.partition(":")
+    outage = any(name in exception for name in OUTAGES)
+    return Fault(exception, message.strip(), lines[frames[-1]].strip(), outage)
 
 
 def _last_words(log_tail: str) -> str:
@@ -176,6 +199,22 @@ def _common_fault(turn: Turn, worker: WorkerId) -> str:
     if world is None or worker not in world.workers:
         return ""
     return fault if all(record.fault == fault for record in _members(turn, world)) else ""
+
+
+def _is_before_any_step(turn: Turn, step: int) -> bool:
+    return step == 0 and not turn.durable.committed_in and not known_step(turn)
+
+
+def _none_could_join(turn: Turn, worker: WorkerId) -> bool:
+    """Whether this worker and all workers that were started before the first failure have ended with the same fault
+    before their hello, and no other worker has joined. A worker that still waits to start proves nothing.
+    """
+    if turn.world is not None or turn.job.attempt is not None:
+        return False
+    fault, before = turn.record(worker).fault, turn.durable.failures.join_order
+    started = [one for one in turn.durable.roster.values() if one.serves or not one.incarnation]
+    judged = [one for one in started if one.incarnation or one.join_order < before]
+    return bool(fault) and not any(one.serves or one.fault != fault for one in judged)
 
 
 def _members(turn: Turn, world: Plan) -> list[WorkerRecord]:
