@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from crew import Crew, Task, engine_of, train, undisturbed
 from shoal.callbacks import CSV, MLflow, Progress, TensorBoard, WandB, progress_line, step_callback
-from shoal.callbacks.progress_line import duration, line_of
+from shoal.callbacks.progress_line import line_of
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
+from shoal_protos.readable import duration, number
+from shoal_protos.log_form import in_short
 
 OPTIONS = {"max_steps": 6}
 
@@ -151,4 +153,25 @@ def test_durations_are_rounded_for_people() -> None:
     assert [duration(s) for s in (0.4, 59, 200, 7500, 273600)] == [
         "0 s", "59 s", "3 min 20 s", "2 h 5 min", "3 d 4 h",
     ]  # fmt: skip
-    assert line_of(3, -1, 0.5, 2.0, 8, 1) == "step 3, loss 0.5000, 16 samples/s, world of 1"
+    assert duration(19 * 60 + 25) == "19 min"
+    assert line_of(3, -1, 0.5, 2.0, 8, 1) == "step 3, loss 0.5, 16 samples/s, world of 1"
+    assert line_of(80, 40, 28.928330421447754, 220.0, 8, 1) == "step 80, loss 28.93, 1760 samples/s, world of 1"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "–"), (0.0, "0"), (1.25, "1.25"), (28.928330421447754, "28.93"), (1759.8, "1760"), (123456.0, "123500"),
+        (0.000123456, "0.0001235"), (-2.0, "-2"), (3.2e-7, "3.2e-07"), (6.022e23, "6.022e+23"),
+        (float("nan"), "nan"), (float("-inf"), "-inf"),
+    ],
+)  # fmt: skip
+def test_numbers_have_four_significant_digits_and_no_exponent_where_people_write_none(
+    value: float | None, shown: str
+) -> None:
+    assert number(value) == shown
+
+
+def test_log_entries_in_a_terminal_have_short_numbers_too() -> None:
+    entry = {"loss": 28.928330421447754, "lr": [1 / 3], "step": 7, "event": "progress"}
+    assert in_short(None, "info", entry) == {"loss": 28.93, "lr": [0.3333], "step": 7, "event": "progress"}

@@ -186,8 +186,7 @@ def test_equal_fingerprints_are_exit_0_and_different_or_missing_ones_exit_1(caps
 def test_the_table_says_what_each_change_cost(capsys: pytest.CaptureFixture[str]) -> None:
     verdict.conclude(report("ab"), report("ab"))
     row = next(line for line in capsys.readouterr().out.splitlines() if "kill" in line)
-    cells = [cell.strip() for cell in row.strip("│").split("│")]
-    assert cells == ["2", "kill", "3", "17", "43 ms", "90", "0 B", "1.5 MB", "0 B", "0"]
+    assert row.split() == ["2", "kill", "3", "17", "43", "ms", "90", "0", "B", "1.5", "MB", "0", "B", "0"]
 
 
 def test_without_a_terminal_a_job_is_shown_as_lines(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 from shoal_protos.errors import Conflict, ShoalError, UserError
 from shoal_protos.plural import at_step
+from shoal_protos.readable import number
 
 from shoal_controller.cli.client import OVER, Client, IsOver, Json
 from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch
@@ -25,9 +27,11 @@ from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED, Interrupted
 from shoal_controller.cli.output import echo
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.serve import Here, Interrupts
-from shoal_controller.cli.tables import number, resizes_table, show
+from shoal_controller.cli.tables import resizes_table, show
 from shoal_controller.core.machine.event_kind import EventKind
 
+MADE_BESIDE = re.compile(r"-[0-9]+$")
+"""End of a job name that was derived because another run had a job of the script's name."""
 KILLED_SECONDS = 5.0
 """How long a job may take to learn that its workers were killed, and to be over."""
 
@@ -135,7 +139,9 @@ async def interrupted_before(watching: asyncio.Future[Any], signalled: asyncio.E
 
 def how_to_go_on(ended: Json) -> str:
     """What the same command would do now."""
-    command = shlex.join(["shoal", *sys.argv[1:]])
+    first, *others = sys.argv[1:]
+    is_named = any(one.startswith("--job") for one in others) or not MADE_BESIDE.search(ended["job"])
+    command = shlex.join(["shoal", first, *([] if is_named else ["--job", ended["job"]]), *others])
     if ended["last_checkpoint_step"] is None:
         return f"nothing was saved; to start again from step 0: {command}"
     return f"saved at step {ended['last_checkpoint_step']}; to continue from there: {command}"

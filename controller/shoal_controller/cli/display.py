@@ -15,14 +15,16 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from shoal_protos.errors import StoreError
+from shoal_protos.readable import number
+from shoal_protos.plural import plural
 
 from shoal_controller.cli.client import OVER, Client, Json
 from shoal_controller.cli.endings import Unreachable
+from shoal_controller.cli.fitted import OneLine
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate, seconds_left, time_left
-from shoal_controller.cli.tables import display_console, event_line, is_redrawn, number, phase, step_of
+from shoal_controller.cli.tables import display_console, event_line, is_free, is_redrawn, phase, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
@@ -34,7 +36,8 @@ QUIET_SECONDS = 5.0
 """Interval of lines without a terminal and without a change."""
 
 IN_PASSING = {
-    EventKind.AUDIT, EventKind.DISCONNECTED, EventKind.PLAN, EventKind.PREPARE, EventKind.TRAINS, EventKind.WAITING,
+    EventKind.AUDIT, EventKind.BEGUN, EventKind.DISCONNECTED, EventKind.OPEN, EventKind.PLAN, EventKind.PREPARE,
+    EventKind.TRAINS, EventKind.WAITING,
 }  # fmt: skip
 """Kinds of events that the display leaves out: the job's reason, or what came of it, says so at that moment. `shoal
 events` has them all.
@@ -69,19 +72,18 @@ class Terminal:
         self._live.stop()
 
     def show(self, job: Json, samples_per_second: float | None) -> None:
-        figures = Table.grid(padding=(0, 3))
         workers = job["workers"]
-        figures.add_row(
-            f"[bold]{job['job']}[/]",
-            phase(job["phase"]),
-            f"step [bold]{step_of(job)}[/]",
-            f"loss [bold]{number(job['loss'])}[/]",
-            f"{number(samples_per_second, 3)} samples/s",
-            _left(job, samples_per_second),
-            f"world {workers['active']} of {workers['wanted']}, generation {job['generation']}",
+        line = OneLine(
+            (0, f"[bold]{job['job']}[/] {phase(job['phase'])}"),
+            (0, f"step [bold]{step_of(job)}[/]"),
+            (1, f"loss [bold]{number(job['loss'])}[/]"),
+            (4, f"{number(samples_per_second)} samples/s"),
+            (2, _left(job, samples_per_second)),
+            (3, f"{workers['active']} of {plural(workers['wanted'], 'worker')}"),
+            (5, f"generation {job['generation']}"),
         )
         bar = ProgressBar(total=job["max_steps"] or 1, completed=job["step"] if job["max_steps"] else 0)
-        self._live.update(Group(figures, bar, f"[dim]{escape(job['reason'] or '')}[/]"))
+        self._live.update(Group(line, bar, f"[dim]{escape(_first_line(job['reason']))}[/]"))
 
     def tell(self, line: str) -> None:
         self._live.console.print(escape(line))
@@ -111,14 +113,26 @@ class Lines:
         left = f"{known}, " if (known := _left(job, samples_per_second)) else ""
         self._out.print(
             f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, "
-            f"{number(samples_per_second, 3)} samples/s, {left}world {workers['active']} of {workers['wanted']}, "
-            f"generation {job['generation']}" + (f"; {reason}" if (reason := job["reason"].partition("\n")[0]) else ""),
+            f"{number(samples_per_second)} samples/s, {left}world {workers['active']} of {workers['wanted']}, "
+            f"generation {job['generation']}" + (f"; {reason}" if (reason := _first_line(job["reason"])) else ""),
             markup=False,
             soft_wrap=True,
         )
 
     def tell(self, line: str) -> None:
         self._out.print(line, markup=False, soft_wrap=True)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def _is_free(event: Json) -> bool:
+    """Whether it tells of a change that nobody asked for and that cost nothing."""
+    if event["kind"] != EventKind.RESIZED:
+        return False
+    data = event["data"]
+    return is_free(data.get("reason", ""), data["pause_seconds"], data["pause_bytes"])
 
 
 def _in_short(event: Json) -> str:
@@ -161,7 +175,7 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0, pri
         misses = 0
         for event in events:
             revision = event["revision"]
-            if event["kind"] not in IN_PASSING:
+            if event["kind"] not in IN_PASSING and not _is_free(event):
                 shown.tell(_in_short(event))
         if printed is not None:
             take = printed.take_last_lines if view["phase"] in OVER else printed.take_lines

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from shoal_protos.readable import duration
+
 WINDOW_SECONDS = 5.0
 """Long enough for several heartbeats, short enough to show a change of the world."""
 
@@ -44,11 +46,5 @@ def seconds_left(step: int, last: int | None, samples: int | None, samples_per_s
 
 
 def time_left(seconds: float | None) -> str:
-    """For people: "42 s left", "3 min 20 s left", "2 h 5 min left"; empty where it is not known."""
-    if seconds is None:
-        return ""
-    whole = round(seconds)
-    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {smaller} left"
-    return f"{whole} s left"
+    """Return "42 s left" or "2 h 5 min left"; empty if the time is not known."""
+    return "" if seconds is None else f"{duration(seconds)} left"

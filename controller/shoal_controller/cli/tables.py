@@ -13,15 +13,21 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from shoal_protos.readable import number
 from shoal_protos.log_stream import LogStream
 from shoal_protos.printable import printable
 
 from shoal_controller.cli.client import Json
+from shoal_controller.cli.fitted import Column, Fitted
 from shoal_controller.cli.options import Form
 from shoal_controller.cli.output import echo
+from shoal_controller.core.machine.event_kind import EventKind
 
-WIDE = 200
-"""Columns for output that is read by a program or a file: nothing is cut off."""
+WIDE = 10_000
+"""Columns for output that is read by a program or a file: nothing is left out or broken into lines."""
+
+FREE_SECONDS = 0.001
+"""A pause below is none to people."""
 
 PHASE_STYLES = {"running": "green", "succeeded": "green", "failed": "red", "stalled": "red", "resizing": "yellow"}
 LEVEL_STYLES = {"act": "red", "watch": "yellow"}
@@ -103,10 +109,6 @@ def changed(job: Json) -> None:
     show(*job_lines(job))
 
 
-def number(value: float | None, digits: int = 4) -> str:
-    return "–" if value is None else f"{value:.{digits}g}"
-
-
 def amount(size: int | None) -> str:
     """Bytes for people."""
     if size is None:
@@ -124,8 +126,12 @@ def seconds(value: float | None) -> str:
 
 
 def step_of(job: Json) -> str:
-    unknown = "?" if job["lanes"] is None else "open"  # the job ends where its scripts do
-    return f"{job['step']}/{job['max_steps'] if job['max_steps'] is not None else unknown}"
+    last = job["max_steps"]
+    if last is None:
+        return f"{job['step']}/{'?' if job['lanes'] is None else 'open'}"  # the job ends where its scripts do
+    if job["step"] > last:  # it was resumed from a checkpoint beyond
+        return f"{job['step']} (max_steps {last})"
+    return f"{job['step']}/{last}"
 
 
 def phase(name: str) -> str:
@@ -163,9 +169,9 @@ def _stands(job: Json) -> str:
     )
 
 
-def table_of(*columns: str, title: str | None = None, numbers: Sequence[str] = ()) -> Table:
-    """A table without rows yet; the columns in `numbers` are aligned to the right."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    """A table without rows yet that fits a terminal of 80 columns; the columns in `numbers` are aligned to the right."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     return table
@@ -174,32 +180,40 @@ def table_of(*columns: str, title: str | None = None, numbers: Sequence[str] = (
 def jobs_table(jobs: Sequence[Json]) -> RenderableType:
     if not jobs:
         return "no jobs"
-    table = table_of("job", "phase", "gen", "workers", "step", "loss", numbers=("gen", "workers", "step", "loss"))
-    table.add_column("reason", overflow="fold")  # the only one that gives way where the terminal is narrow
-    for job in jobs:
-        count = f"{job['workers']['active']}/{job['workers']['wanted']}"
-        row = (job["job"], phase(job["phase"]), str(job["generation"]), count, step_of(job), number(job["loss"]))
-        table.add_row(*row, escape(job["reason"].partition("\n")[0]))
-    return table
+    columns = [
+        Column("job", [job["job"] for job in jobs]),
+        Column("phase", [phase(job["phase"]) for job in jobs]),
+        Column("gen", [str(job["generation"]) for job in jobs], 2, is_number=True),
+        Column("workers", [f"{job['workers']['active']}/{job['workers']['wanted']}" for job in jobs], 1, is_number=True),
+        Column("step", [step_of(job) for job in jobs], is_number=True),
+        Column("loss", [number(job["loss"]) for job in jobs], is_number=True),
+    ]
+    return Fitted(columns, [Column("reason", [escape(job["reason"].partition("\n")[0]) for job in jobs])])
 
 
 def checkpoints_table(checkpoints: Sequence[Json]) -> RenderableType:
     if not checkpoints:
         return "no checkpoints"
-    table = table_of("step", "gen", "size", "path", numbers=("step", "gen", "size"))
-    for one in checkpoints:
-        table.add_row(str(one["step"]), str(one["generation"]), amount(one["bytes"] or None), escape(one["path"]))
-    return table
+    columns = [
+        Column("step", [str(one["step"]) for one in checkpoints], is_number=True),
+        Column("gen", [str(one["generation"]) for one in checkpoints], 1, is_number=True),
+        Column("size", [amount(one["bytes"] or None) for one in checkpoints], is_number=True),
+    ]
+    return Fitted(columns, [Column("path", [escape(one["path"]) for one in checkpoints])])
 
 
 def tokens_table(tokens: Sequence[Json]) -> RenderableType:
     if not tokens:
         return "no tokens"
-    table = table_of("name", "role", "created", "by", "expires")
-    for one in tokens:
-        expires = "never" if one["expires"] is None else _day(one["expires"])
-        table.add_row(one["name"], one["role"], _day(one["created"]), one["created_by"], expires)
-    return table
+    return Fitted(
+        [
+            Column("name", [one["name"] for one in tokens]),
+            Column("role", [one["role"] for one in tokens]),
+            Column("created", [_day(one["created"]) for one in tokens], 1),
+            Column("by", [one["created_by"] for one in tokens], 2),
+            Column("expires", ["never" if one["expires"] is None else _day(one["expires"]) for one in tokens]),
+        ]
+    )
 
 
 def _day(seconds: float) -> str:
@@ -209,31 +223,37 @@ def _day(seconds: float) -> str:
 def workers_table(workers: Sequence[Json]) -> RenderableType:
     if not workers:
         return "no workers"
-    columns = ("worker", "state", "rank", "lanes", "blocks", "mirrored", "step", "step time", "memory", "host", "pid")
-    table = table_of(*columns, "log", numbers=("rank", "blocks", "mirrored", "step", "step time", "memory", "pid"))
-    table.add_column("does", overflow="fold")
-    explained = any(map(_unsettled, workers))
-    if explained:
-        table.add_column("why", overflow="fold")
-    for worker in workers:
-        is_measured = bool(worker["memory_bytes"])  # not one that left before this controller led
-        table.add_row(
-            worker["worker"],
-            worker["state"],
-            "–" if worker["rank"] is None else str(worker["rank"]),
-            ",".join(map(str, worker["lanes"])) or "–",
-            str(worker["blocks"]),
-            str(worker["mirrored_blocks"]),
-            str(worker["step"]) if is_measured else "–",
-            seconds(worker["step_seconds"] or None),
-            amount(worker["memory_bytes"] or None),
-            escape(worker["host"]),
-            str(worker["pid"] or "–"),
-            escape(worker["log"] or worker.get("pod", "")),
-            escape(_in_a_line(worker["activity"]["sentence"]) if "activity" in worker else ""),
-            *([escape(_unsettled(worker))] if explained else []),
-        )
-    return table
+    heard = [bool(worker["memory_bytes"]) for worker in workers]  # not one that left before this controller led
+    ranks = ["–" if worker["rank"] is None else str(worker["rank"]) for worker in workers]
+    steps = [str(worker["step"]) if known else "–" for worker, known in zip(workers, heard, strict=True)]
+    columns = [
+        Column("worker", [worker["worker"] for worker in workers]),
+        Column("state", [worker["state"] for worker in workers]),
+        Column("rank", ranks, is_number=True),
+        Column("lanes", [spans(worker["lanes"]) for worker in workers], 1),
+        Column("blocks", [str(worker["blocks"]) for worker in workers], 6, is_number=True),
+        Column("mirrored", [str(worker["mirrored_blocks"]) for worker in workers], 5, is_number=True),
+        Column("step", steps, is_number=True),
+        Column("step time", [seconds(worker["step_seconds"] or None) for worker in workers], 2, is_number=True),
+        Column("memory", [amount(worker["memory_bytes"] or None) for worker in workers], 3, is_number=True),
+        Column("host", [escape(worker["host"]) for worker in workers], 7),
+        Column("pid", [str(worker["pid"] or "–") for worker in workers], 4, is_number=True),
+        Column("log", [escape(worker["log"] or worker.get("pod", "")) for worker in workers], 8),
+    ]
+    does = [_in_a_line(worker["activity"]["sentence"]) if "activity" in worker else "" for worker in workers]
+    sentences = {"does": does, "why": [_unsettled(worker) for worker in workers]}
+    return Fitted(columns, [Column(name, list(map(escape, cells))) for name, cells in sentences.items() if any(cells)])
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Whole numbers as runs: 0-3,6."""
+    runs: list[list[int]] = []
+    for one in numbers:
+        if runs and one == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], one]
+        else:
+            runs.append([one])
+    return ",".join("-".join(map(str, run)) for run in runs) or "–"
 
 
 def _in_a_line(sentence: str) -> str:
@@ -251,29 +271,51 @@ def resizes_table(generations: Sequence[Json]) -> RenderableType:
     """Every world of a job: why it began, what it cost."""
     if not generations:
         return "no world yet"
-    columns = ("gen", "reason", "workers", "from step", "pause", "promoted", "bytes in pause", "by fills")
-    table = table_of(
-        *columns, "from checkpoint", "steps lost", numbers=columns[:1] + columns[2:] + ("from checkpoint", "steps lost")
+    worlds = [_merged(rows) for rows in _changes(generations)]
+    ends = [world["generation"] - 1 for world in worlds[1:]] + [worlds[-1]["last_generation"]]
+    names = [spans(range(world["generation"], end + 1)) for world, end in zip(worlds, ends, strict=True)]
+    moved = [world["bytes"] for world in worlds]
+    return Fitted(
+        [
+            Column("gen", names),
+            Column("reason", [escape(world["reason"]) for world in worlds]),
+            Column("workers", [str(world["workers"]) for world in worlds], 1, is_number=True),
+            Column("from step", [str(world["from_step"]) for world in worlds], 2, is_number=True),
+            Column("pause", [seconds(world["pause_seconds"]) for world in worlds], is_number=True),
+            Column("promoted", [str(world["promoted_blocks"]) for world in worlds], 4, is_number=True),
+            Column("in pause", [amount(one["pause"]) for one in moved], 3, is_number=True),
+            Column("by fills", [amount(one["fill"]) for one in moved], 5, is_number=True),
+            Column("checkpoint", [amount(one["checkpoint"]) for one in moved], 6, is_number=True),
+            Column("steps lost", [str(world["lost_steps"]) for world in worlds], is_number=True),
+        ]
     )
+
+
+def _changes(generations: Sequence[Json]) -> list[list[Json]]:
+    """Worlds by what began them: one that nobody asked for, and that cost nothing, is the end of the change before."""
+    changes: list[list[Json]] = []
     for world in generations:
-        moved = world["bytes"]
-        table.add_row(
-            str(world["generation"]),
-            escape(world["reason"]),
-            str(world["workers"]),
-            str(world["from_step"]),
-            seconds(world["pause_seconds"]),
-            f"{world['promoted_blocks']} blocks",
-            amount(moved["pause"]),
-            amount(moved["fill"]),
-            amount(moved["checkpoint"]),
-            str(world["lost_steps"]),
-        )
-    return table
+        if changes and is_free(world["reason"], world["pause_seconds"], world["bytes"]["pause"], world["lost_steps"]):
+            changes[-1].append(world)
+        else:
+            changes.append([world])
+    return changes
+
+
+def is_free(reason: str, pause_seconds: float, pause_bytes: int, lost_steps: int = 0) -> bool:
+    """Whether a change of the world is one of ours that cost nothing."""
+    return reason == "balance" and pause_seconds < FREE_SECONDS and not pause_bytes and not lost_steps
+
+
+def _merged(rows: Sequence[Json]) -> Json:
+    """Worlds as one row; `last_generation` is the last of them."""
+    moved = {name: sum(row["bytes"][name] for row in rows) for name in rows[0]["bytes"]}
+    promoted = sum(row["promoted_blocks"] for row in rows)
+    return {**rows[0], "promoted_blocks": promoted, "bytes": moved, "last_generation": rows[-1]["generation"]}
 
 
 def event_line(event: Json) -> str:
     """One event as a line: time, generation, what, who, the sentence."""
     when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S.%f")[:-3]
-    who = f" {event['worker']}" if event["worker"] else ""
+    who = f" {event['worker']}" if event["worker"] and event["kind"] != EventKind.RESIZED else ""  # all had that change
     return f"{when} g{event['generation']} {event['kind']}{who}: {event['message']}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shoal_protos.readable import number
+
 from shoal_controller.core.machine.spec import JobView, Phase
 from shoal_controller.core.overview.resize_sentences import last_telling
 
@@ -18,7 +20,7 @@ def columns(view: JobView, now: float) -> dict[str, str]:
         "step": _step(view),
         "left": _left(view),
         "lastResize": _last_resize(view, now),
-        "loss": f"{view.loss:.4g}" if view.loss is not None else "",
+        "loss": number(view.loss) if view.loss is not None else "",
         "goodput": f"{view.goodput_ratio:.1%}" if view.last_commit is not None else "",
         "checkpoint": _checkpoint(view, now),
     }

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from shoal_protos.errors import UserError
+from shoal_protos.readable import duration, number
 
 if TYPE_CHECKING:
     from shoal.training.engine import Engine
@@ -43,18 +44,9 @@ class Progress:
 
 def line_of(step: int, last: int, loss: float, rate: float | None, samples: int, world: int) -> str:
     """`rate`: steps per second; None: not known yet. `samples`: of a step. `last`: 0: nobody knows the last step."""
-    parts = [f"step {step}/{last}" if last > 0 else f"step {step}", f"loss {loss:.4f}"]
+    parts = [f"step {step}/{last}" if last >= step else f"step {step}", f"loss {number(loss)}"]
     if rate is not None:
-        parts.append(f"{rate * samples:.4g} samples/s")
+        parts.append(f"{number(rate * samples)} samples/s")
         if last > step:
             parts.append(f"{duration((last - step) / rate)} left")
     return ", ".join([*parts, f"world of {world}"])
-
-
-def duration(seconds: float) -> str:
-    """Rounded for people: "42 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
-    whole = round(seconds)
-    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part} {smaller}"
-    return f"{whole} s"

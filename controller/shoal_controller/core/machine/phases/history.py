@@ -156,8 +156,10 @@ def _record_figures(turn: Turn, world: Plan, changes: Mapping[WorkerId, Change])
     turn.note(
         EventKind.RESIZED,
         f"generation {world.generation} ({world.reason.value}) paused training for {change.pause_seconds:.3f} s, "
-        f"{promoted} blocks promoted, {moved} bytes moved in the pause",
+        f"{promoted} blocks promoted, {moved} bytes moved in the pause; {plural(world.world_size, 'worker')} "
+        f"{'trains' if world.world_size == 1 else 'train'} from step {change.from_step}",
         slowest,
+        reason=world.reason.value,
         pause_seconds=change.pause_seconds,
         phases=phases,
         promoted_blocks=promoted,
