@@ -1,6 +1,7 @@
 """Curves: step, samples, loss and world of each job over time, as files that `shoal plot` draws.
 
-One file for each run of a job, `FOLDER/curves/JOB/RUN.csv`, in the columns of `shoal.callbacks.CSV`. It is bounded:
+One file for each run of a job, `FOLDER/curves/JOB/RUN.csv`, in the columns of `shoal.callbacks.CSV`, those of the
+numbers that the script reports last. It is bounded:
 when it is full every second line goes, and lines come half as often. Each controller keeps what it saw while it led.
 Made by `server.py`.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
+from shoal_protos.messages import MOST_REPORTS
 
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.private_files import for_this_user, make_private_folder, write_private
@@ -32,7 +34,10 @@ class Curve:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines = path.read_text().splitlines()[1:] if path.exists() else []
+        rows = list(csv.reader(io.StringIO(path.read_text()))) if path.exists() else []
+        self._reports = rows[0][len(COLUMNS) :] if rows else []
+        """Names of the reported numbers, one column each."""
+        self._lines = [_line(row) for row in rows[1:]]
         self._seconds = 0.0
         """Time between two lines, beyond that between two looks."""
         self._last: tuple[float, int, int] | None = None
@@ -46,18 +51,21 @@ class Curve:
         if self._last is not None and self._last[2] == world and now - self._last[0] < self._seconds:
             return
         self._last = now, step, world
-        self._lines.append(f"{step},{view.samples},{now:.3f},{world},{view.loss!r}")
-        if len(self._lines) <= MOST_LINES and self._path.exists():
+        new = [name for name in view.reports if name not in self._reports][: MOST_REPORTS - len(self._reports)]
+        self._reports += new
+        reports = (view.reports.get(name, "") for name in self._reports)
+        self._lines.append(_line([step, view.samples, f"{now:.3f}", world, view.loss, *reports]))
+        if not new and len(self._lines) <= MOST_LINES and self._path.exists():
             with open(self._path, "a", opener=for_this_user) as file:
-                file.write(self._lines[-1] + "\n")
+                file.write(self._lines[-1])
             return
         if len(self._lines) > MOST_LINES:
             self._lines = self._lines[1::2]
             self._seconds = max(2 * self._seconds, LOOK_SECONDS)
         make_private_folder(self._path.parent)
-        new = self._path.with_suffix(".new")
-        write_private(new, "\n".join([",".join(COLUMNS), *self._lines, ""]))
-        new.replace(self._path)
+        draft = self._path.with_suffix(".new")
+        write_private(draft, "".join([_line([*COLUMNS, *self._reports]), *self._lines]))
+        draft.replace(self._path)
 
 
 class Curves:
@@ -100,6 +108,12 @@ class Curves:
                 shutil.rmtree(self._folder / job, ignore_errors=True)
 
 
+def _line(row: Sequence[object]) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerow(row)
+    return text.getvalue()
+
+
 def curve_file(folder: Path, job: str) -> Path | None:
     """The newest run's file; None: there is none."""
     files = list((folder / "curves" / job).glob("*.csv"))
@@ -107,10 +121,11 @@ def curve_file(folder: Path, job: str) -> Path | None:
 
 
 def read_curve(path: Path) -> list[dict[str, float]]:
-    """Whole lines, by column. Raises `ValueError` for a file without these columns."""
+    """Return the whole lines by column. Raises `ValueError` if one of `COLUMNS` is missing."""
     text = path.read_text()
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
     missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise ValueError(f"it has no column {', '.join(missing)}")
-    return [{name: float(row[name]) for name in COLUMNS} for row in reader if row["loss"] and row["world_size"]]
+    lines = (row for row in reader if row["loss"] and row["world_size"])
+    return [{name: float(value) for name, value in row.items() if name and value} for row in lines]

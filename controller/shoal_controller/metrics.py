@@ -165,6 +165,10 @@ def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metr
         ((view.job, state), sum(worker.state is state for worker in view.workers)) for view in jobs for state in State
     )
     yield _gauge("shoal_job_workers", "Workers of a job by state.", ("job_name", "state"), counts)
+    reports = (((view.job, name), value) for view in jobs for name, value in view.reports.items())
+    yield _gauge(
+        "shoal_job_report", "Number that the script has reported last, by its name.", ("job_name", "name"), reports
+    )
     phases = (((view.job, phase), view.phase is phase) for view in jobs for phase in Phase)
     yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
     pending = (((view.job, reason), view.pending.get(reason, 0)) for view in jobs for reason in PendingReason)

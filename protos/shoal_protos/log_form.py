@@ -19,18 +19,23 @@ Processors = Sequence[structlog.typing.Processor]
 
 
 def in_short(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """An entry whose numbers are written for people."""
+    """Return an entry with its numbers rounded for people."""
     return {key: _short(value) for key, value in entry.items()}
 
 
 def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
     if isinstance(value, list):
         return [float(number(one)) if isinstance(one, float) else one for one in value]
     return float(number(value)) if isinstance(value, float) else value
 
 
 LINES: Processors = (structlog.processors.format_exc_info, structlog.processors.JSONRenderer())
-TEXT: Processors = (in_short, structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),)
+TEXT: Processors = (
+    in_short,
+    structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+)
 """Plain tracebacks here too: rich ones take seconds to draw, in which no heartbeat is heard."""
 
 

@@ -62,6 +62,10 @@ class Change:
     """Bytes that it read from a checkpoint within the pause."""
 
 
+MOST_REPORTS = 32
+"""Most reported numbers that are shown; each is a series of a metric."""
+
+
 @dataclass(frozen=True, slots=True)
 class Telemetry:
     """Numbers for people; nothing is decided by them."""
@@ -94,6 +98,8 @@ class Telemetry:
     """The last such step, and what was not finite in it."""
     state_file_bytes_per_second: int = 0
     """At which the last update read and wrote optimizer state that lies in a file; 0: none does."""
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """The last number that the script has reported under each name, evaluations included; at most `MOST_REPORTS`."""
 
 
 GRACE_SECONDS = 30.0

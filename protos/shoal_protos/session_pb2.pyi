@@ -706,6 +706,26 @@ class Telemetry(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ReportsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LOSS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     TRAINING_SECONDS_FIELD_NUMBER: _builtins.int
@@ -720,6 +740,7 @@ class Telemetry(_message.Message):
     NOT_FINITE_FIELD_NUMBER: _builtins.int
     STATE_FILE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     CHANGED_VALUES_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     step_seconds: _builtins.float
     training_seconds: _builtins.float
@@ -737,6 +758,8 @@ class Telemetry(_message.Message):
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Change]: ...
     @_builtins.property
     def saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___SaveReport]: ...
+    @_builtins.property
+    def reports(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
         self,
         *,
@@ -754,10 +777,11 @@ class Telemetry(_message.Message):
         not_finite: _builtins.str = ...,
         state_file_bytes_per_second: _builtins.int = ...,
         changed_values: _builtins.str = ...,
+        reports: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

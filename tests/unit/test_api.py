@@ -34,6 +34,7 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
             "workers": {"wanted": 3, "active": 0, "min": 2, "max": 6}, "lanes": 8, "step": 0,
             "max_steps": None, "loss": None, "samples": None, "last_checkpoint_step": None, "paused": False,
             "reason": "as it should be",
+                "reports": {},
         }  # fmt: skip
         assert await api.ask("GET", "/v1/jobs") == NO_JOBS
         made = await api.ask("POST", "/v1/jobs", 202, json=TRAIN)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from shoal_controller.cli.endings import ending
-from shoal_controller.cli.plot import place_of, plot, throughput
+from shoal_controller.cli.plot import place_of, plot, reported, throughput
 from shoal_controller.cli.progress import seconds_left, time_left
 from shoal_controller.core.machine.spec import JobView, Phase
-from shoal_controller.curves import LOOK_SECONDS, MOST_LINES, Curves, curve_file, read_curve
+from shoal_controller.curves import COLUMNS, LOOK_SECONDS, MOST_LINES, Curves, curve_file, read_curve
 from shoal_protos.errors import NotFound
 
 
@@ -36,6 +37,22 @@ def test_a_curve_has_a_line_for_each_look_at_which_step_or_world_is_another(tmp_
     ]  # fmt: skip
     curves(tmp_path).look([view(4)], 9.0)
     assert [row["step"] for row in read_curve(path)] == [1, 3, 3, 2, 4], "the next controller goes on with it"
+
+
+def test_numbers_that_a_script_reports_are_columns_and_panels(tmp_path: Path) -> None:
+    kept, steps = curves(tmp_path), iter(range(1, 9))
+    for reports in ({}, {"a,b": 0.5}, {"a,b": 0.5, "seen": 3.0}, {"seen": 4.0}):
+        kept.look([replace(view(step := next(steps)), reports=reports)], float(step))
+    curves(tmp_path).look([replace(view(5), reports={"seen": 5.0})], 5.0)
+    read = read_curve(curve_file(tmp_path, "mlp"))  # type: ignore[arg-type]
+    assert [(row.get("a,b"), row.get("seen")) for row in read] == [
+        (None, None), (0.5, None), (0.5, 3.0), (None, 4.0), (None, 5.0),
+    ]  # fmt: skip
+    assert reported(read) == ["a,b", "seen"]
+    plot("mlp", tmp_path / "mlp.png", tmp_path)
+    assert struct.unpack(">II", (tmp_path / "mlp.png").read_bytes()[16:24])[1] > 770, "each has a panel of its own"
+    kept.look([replace(view(6), reports=dict.fromkeys(map(str, range(99)), 1.0))], 6.0)
+    assert len(read_curve(curve_file(tmp_path, "mlp"))[-1]) == len(COLUMNS) + 30  # type: ignore[arg-type]
 
 
 def test_a_full_curve_loses_every_second_line_and_comes_half_as_often(tmp_path: Path) -> None:

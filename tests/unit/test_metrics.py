@@ -64,7 +64,7 @@ def all_observed() -> Figures:
 def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     known = view(
         workers=(worker(),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1, last_commit=1.0,
-        figures=all_observed(), step_seconds_median=0.5,
+        figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5},
     )  # fmt: skip
     metrics = metrics_of(known)
     metrics.own.timed("get", 0.1, True)

@@ -110,6 +110,7 @@ telemetries = st.builds(
     memory_bytes=st.dictionaries(names, numbers, max_size=3), changes=st.lists(changes, max_size=2).map(tuple),
     saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts, changed_values=texts,
     skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts, state_file_bytes_per_second=numbers,
+    reports=st.dictionaries(labels.map(lambda text: " ".join(text.split())), seconds, max_size=3),
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(

@@ -45,6 +45,8 @@ class JobAnswer(Answer):
     max_steps: int | None
     """The last step; None until a worker has said it, or all scripts have ended where nothing else says it."""
     loss: float | None
+    reports: dict[str, float | None]
+    """The last number that the script has reported under each name, evaluations included; at most 32 names."""
     samples: int | None
     """Read in committed steps; None while a controller that was started again does not know yet."""
     last_checkpoint_step: int | None
@@ -69,7 +71,8 @@ class JobAnswer(Answer):
         )
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
-            step=view.step, max_steps=view.max_steps, loss=view.loss, samples=view.samples,
+            step=view.step, max_steps=view.max_steps, loss=view.loss, reports=dict(view.reports),
+            samples=view.samples,
             last_checkpoint_step=view.last_checkpoint_step, paused=view.paused, reason=view.reason,
             created=view.created_at, started=view.started_at, ended=view.ended_at, version=version_of(view),
         )  # fmt: skip

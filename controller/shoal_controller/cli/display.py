@@ -14,24 +14,27 @@ from typing import Protocol, Self
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from shoal_protos.errors import StoreError
-from shoal_protos.readable import number
 from shoal_protos.plural import plural
+from shoal_protos.readable import number
 
 from shoal_controller.cli.client import OVER, Client, Json
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.fitted import OneLine
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.progress import Rate, seconds_left, time_left
-from shoal_controller.cli.tables import display_console, event_line, is_free, is_redrawn, phase, step_of
+from shoal_controller.cli.tables import display_console, event_line, is_free, is_redrawn, phase, reported, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
 POLL_SECONDS = 0.25
 MOST_MISSES = 4
 """Requests in a row without an answer."""
 TRACEBACK_LINES = 3
-"""Of a worker's failure: where it was raised, and what."""
+"""Lines of a traceback that are shown with a failed worker: its last frame and the exception."""
+MOST_REPORTED = 4
+"""Most reported numbers in a line; `shoal describe` has all."""
 QUIET_SECONDS = 5.0
 """Interval of lines without a terminal and without a change."""
 
@@ -77,13 +80,14 @@ class Terminal:
             (0, f"[bold]{job['job']}[/] {phase(job['phase'])}"),
             (0, f"step [bold]{step_of(job)}[/]"),
             (1, f"loss [bold]{number(job['loss'])}[/]"),
+            (3, escape(", ".join(reported(job)[:MOST_REPORTED]))),
             (4, f"{number(samples_per_second)} samples/s"),
             (2, _left(job, samples_per_second)),
-            (3, f"{workers['active']} of {plural(workers['wanted'], 'worker')}"),
-            (5, f"generation {job['generation']}"),
+            (5, f"{workers['active']} of {plural(workers['wanted'], 'worker')}"),
+            (6, f"generation {job['generation']}"),
         )
         bar = ProgressBar(total=job["max_steps"] or 1, completed=job["step"] if job["max_steps"] else 0)
-        self._live.update(Group(line, bar, f"[dim]{escape(_first_line(job['reason']))}[/]"))
+        self._live.update(Group(line, Padding(bar), f"[dim]{escape(_first_line(job['reason']))}[/]"))
 
     def tell(self, line: str) -> None:
         self._live.console.print(escape(line))
@@ -110,9 +114,10 @@ class Lines:
         if change == self._shown and now - self._at < QUIET_SECONDS:
             return
         self._shown, self._at = change, now
+        reports = "".join(f"{one}, " for one in reported(job)[:MOST_REPORTED])
         left = f"{known}, " if (known := _left(job, samples_per_second)) else ""
         self._out.print(
-            f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, "
+            f"{job['job']} {job['phase']}: step {step_of(job)}, loss {number(job['loss'])}, {reports}"
             f"{number(samples_per_second)} samples/s, {left}world {workers['active']} of {workers['wanted']}, "
             f"generation {job['generation']}" + (f"; {reason}" if (reason := _first_line(job["reason"])) else ""),
             markup=False,
@@ -128,7 +133,7 @@ def _first_line(text: str) -> str:
 
 
 def _is_free(event: Json) -> bool:
-    """Whether it tells of a change that nobody asked for and that cost nothing."""
+    """Whether the event reports an automatic change of the world without cost."""
     if event["kind"] != EventKind.RESIZED:
         return False
     data = event["data"]
@@ -136,7 +141,7 @@ def _is_free(event: Json) -> bool:
 
 
 def _in_short(event: Json) -> str:
-    """An event without what stands below its sentence; of a failure with the end of its traceback."""
+    """Return the first line of an event; of a failure, also the end of its traceback."""
     sentence, *below = event_line(event).splitlines()
     return "\n".join([sentence, *below[-TRACEBACK_LINES:]] if event["kind"] == EventKind.FAILED else [sentence])
 

@@ -24,6 +24,10 @@ Picture = Annotated[
     typer.Option("--png", metavar="FILE", dir_okay=False, help="PNG to write. Default: JOB.png.", show_default=False),
 ]
 
+NOT_REPORTED = ("step", "samples", "time", "world_size", "loss", "lr", "loss_scale")
+"""Columns that are no numbers of the script."""
+MOST_REPORTED = 4
+"""Numbers of the script that are drawn, each in a panel of its own."""
 SMOOTHED = 5
 """Lines over which throughput is measured."""
 
@@ -74,23 +78,33 @@ def throughput(rows: Sequence[dict[str, float]]) -> list[float]:
     return found
 
 
+def reported(rows: Sequence[dict[str, float]]) -> list[str]:
+    """Names of the numbers that the script has reported."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [name for name in names if name not in NOT_REPORTED and not name.startswith("lr_")]
+
+
 def draw(rows: Sequence[dict[str, float]], picture: Path, title: str) -> None:
-    """Three panels over the same minutes."""
+    """Panels over the same minutes: loss, numbers that the script reports, throughput, workers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    numbers = ["loss", *reported(rows)[:MOST_REPORTED]]
+    figure = Figure(figsize=(9, 3 + 4 * (len(numbers) + 2) / 3), layout="constrained")
     FigureCanvasAgg(figure)
-    panels: Any = figure.subplots(3, sharex=True)
+    panels: Any = figure.subplots(len(numbers) + 2, sharex=True)
+    *curves, speed, workers = panels
     minutes = [(row["time"] - rows[0]["time"]) / 60 for row in rows]
-    panels[0].plot(minutes, [row["loss"] for row in rows])
-    panels[1].plot(minutes[1:], throughput(rows))
-    panels[2].step(minutes, [row["world_size"] for row in rows], where="post")
-    for panel, name in zip(panels, ("loss", "samples per second", "workers"), strict=True):
-        panel.set_ylabel(name)
+    for panel, name in zip(curves, numbers, strict=True):
+        known = [(at, row[name]) for at, row in zip(minutes, rows, strict=True) if name in row]
+        panel.plot(*zip(*known, strict=True))
+    speed.plot(minutes[1:], throughput(rows))
+    workers.step(minutes, [row["world_size"] for row in rows], where="post")
+    for panel, name in zip((*curves, speed, workers), (*numbers, "samples per second", "workers"), strict=True):
+        panel.set_ylabel(name, parse_math=False)
         panel.grid(alpha=0.3)
-    panels[1].set_ylim(bottom=0)
-    panels[2].set_ylim(bottom=0)
-    panels[2].set_xlabel("minutes")
+    speed.set_ylim(bottom=0)
+    workers.set_ylim(bottom=0)
+    workers.set_xlabel("minutes")
     figure.suptitle(title)
     figure.savefig(picture, format="png", dpi=110)

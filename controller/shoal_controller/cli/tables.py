@@ -13,9 +13,9 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from shoal_protos.readable import number
 from shoal_protos.log_stream import LogStream
 from shoal_protos.printable import printable
+from shoal_protos.readable import number
 
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.fitted import Column, Fitted
@@ -24,10 +24,10 @@ from shoal_controller.cli.output import echo
 from shoal_controller.core.machine.event_kind import EventKind
 
 WIDE = 10_000
-"""Columns for output that is read by a program or a file: nothing is left out or broken into lines."""
+"""Width of output to a pipe or a file, where columns are not left out and lines not broken."""
 
 FREE_SECONDS = 0.001
-"""A pause below is none to people."""
+"""A shorter pause counts as none."""
 
 PHASE_STYLES = {"running": "green", "succeeded": "green", "failed": "red", "stalled": "red", "resizing": "yellow"}
 LEVEL_STYLES = {"act": "red", "watch": "yellow"}
@@ -140,14 +140,21 @@ def phase(name: str) -> str:
 
 
 def job_lines(job: Json) -> list[str]:
-    """A job in two lines: where it stands, and why."""
-    stands = _stands(job)
-    return [stands, f"  {escape(job['reason'])}"] if job["reason"] else [stands]
+    """Return a job in a few lines: its state, its reported numbers, its reason."""
+    reports = ", ".join(reported(job))
+    return [_stands(job), *(f"  {escape(line)}" for line in (reports, job["reason"]) if line)]
+
+
+def reported(job: Json) -> list[str]:
+    """Return the reported numbers, each with its name."""
+    return [f"{name} {number(value)}" for name, value in job.get("reports", {}).items()]
 
 
 def overview_lines(row: Json) -> list[str]:
     """A job of the overview: where it stands, and the sentences that the page shows of it."""
     lines = [_stands(row["job"]), f"  {_styled(row['attention'])}"]
+    if reports := ", ".join(reported(row["job"])):
+        lines.append(f"  {escape(reports)}")
     for title, name in (("last change", "last_resize"), ("last checkpoint", "last_checkpoint")):
         if row[name] is not None:
             lines.append(f"  [dim]{title}:[/] {escape(row[name]['sentence'])}")
@@ -170,7 +177,7 @@ def _stands(job: Json) -> str:
 
 
 def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:
-    """A table without rows yet that fits a terminal of 80 columns; the columns in `numbers` are aligned to the right."""
+    """Return a table without rows, for at most 80 columns; the columns in `numbers` are aligned to the right."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
@@ -180,11 +187,12 @@ def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:
 def jobs_table(jobs: Sequence[Json]) -> RenderableType:
     if not jobs:
         return "no jobs"
+    counts = [job["workers"] for job in jobs]
     columns = [
         Column("job", [job["job"] for job in jobs]),
         Column("phase", [phase(job["phase"]) for job in jobs]),
         Column("gen", [str(job["generation"]) for job in jobs], 2, is_number=True),
-        Column("workers", [f"{job['workers']['active']}/{job['workers']['wanted']}" for job in jobs], 1, is_number=True),
+        Column("workers", [f"{one['active']}/{one['wanted']}" for one in counts], 1, is_number=True),
         Column("step", [step_of(job) for job in jobs], is_number=True),
         Column("loss", [number(job["loss"]) for job in jobs], is_number=True),
     ]
@@ -223,9 +231,9 @@ def _day(seconds: float) -> str:
 def workers_table(workers: Sequence[Json]) -> RenderableType:
     if not workers:
         return "no workers"
-    heard = [bool(worker["memory_bytes"]) for worker in workers]  # not one that left before this controller led
+    is_known = [bool(worker["memory_bytes"]) for worker in workers]  # not one that left before this controller led
     ranks = ["–" if worker["rank"] is None else str(worker["rank"]) for worker in workers]
-    steps = [str(worker["step"]) if known else "–" for worker, known in zip(workers, heard, strict=True)]
+    steps = [str(worker["step"]) if known else "–" for worker, known in zip(workers, is_known, strict=True)]
     columns = [
         Column("worker", [worker["worker"] for worker in workers]),
         Column("state", [worker["state"] for worker in workers]),
@@ -246,7 +254,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Whole numbers as runs: 0-3,6."""
+    """Return whole numbers as runs: 0-3,6."""
     runs: list[list[int]] = []
     for one in numbers:
         if runs and one == runs[-1][-1] + 1:
@@ -292,7 +300,7 @@ def resizes_table(generations: Sequence[Json]) -> RenderableType:
 
 
 def _changes(generations: Sequence[Json]) -> list[list[Json]]:
-    """Worlds by what began them: one that nobody asked for, and that cost nothing, is the end of the change before."""
+    """Return groups of worlds: each automatic change without cost is grouped with the change before it."""
     changes: list[list[Json]] = []
     for world in generations:
         if changes and is_free(world["reason"], world["pause_seconds"], world["bytes"]["pause"], world["lost_steps"]):
@@ -303,12 +311,12 @@ def _changes(generations: Sequence[Json]) -> list[list[Json]]:
 
 
 def is_free(reason: str, pause_seconds: float, pause_bytes: int, lost_steps: int = 0) -> bool:
-    """Whether a change of the world is one of ours that cost nothing."""
+    """Whether a change of the world was automatic and cost nothing."""
     return reason == "balance" and pause_seconds < FREE_SECONDS and not pause_bytes and not lost_steps
 
 
 def _merged(rows: Sequence[Json]) -> Json:
-    """Worlds as one row; `last_generation` is the last of them."""
+    """Return one row for a group of worlds; `last_generation` is the last world's."""
     moved = {name: sum(row["bytes"][name] for row in rows) for name in rows[0]["bytes"]}
     promoted = sum(row["promoted_blocks"] for row in rows)
     return {**rows[0], "promoted_blocks": promoted, "bytes": moved, "last_generation": rows[-1]["generation"]}
@@ -317,5 +325,6 @@ def _merged(rows: Sequence[Json]) -> Json:
 def event_line(event: Json) -> str:
     """One event as a line: time, generation, what, who, the sentence."""
     when = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S.%f")[:-3]
-    who = f" {event['worker']}" if event["worker"] and event["kind"] != EventKind.RESIZED else ""  # all had that change
+    is_of_one = event["worker"] and event["kind"] != EventKind.RESIZED  # which every member did
+    who = f" {event['worker']}" if is_of_one else ""
     return f"{when} g{event['generation']} {event['kind']}{who}: {event['message']}"

@@ -180,6 +180,11 @@ def readable(value: str) -> str:
     return clean[:head] + gap + clean[len(clean) - (TEXT_CHARACTERS - head - len(gap)) :]
 
 
+def one_line(value: str) -> str:
+    """Return a name that a script has given as `label` accepts it. For writing."""
+    return " ".join(readable(value).split())[:LABEL_CHARACTERS]
+
+
 def _short(field: str, value: str, most: int) -> None:
     if len(value) > most:
         raise UserError(f"{field} has {len(value)} characters; at most {most} are allowed")

@@ -13,6 +13,7 @@ from shoal_protos.corruption import CorruptBlock
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
+    MOST_REPORTS,
     PROTOCOL_VERSION,
     Change,
     Fault,
@@ -281,6 +282,7 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             not_finite_steps=telemetry.not_finite_steps,
             not_finite=bounds.readable(telemetry.not_finite),
             state_file_bytes_per_second=telemetry.state_file_bytes_per_second,
+            reports={bounds.one_line(name): value for name, value in telemetry.reports.items()},
         ),
         echo=heartbeat.echo,
         activity=write_activity(heartbeat.activity),
@@ -307,6 +309,10 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
         state_file_bytes_per_second=bounds.whole(
             "telemetry.state_file_bytes_per_second", given.state_file_bytes_per_second
         ),
+        reports={
+            bounds.label("telemetry.reports", name): value
+            for name, value in bounds.few("telemetry.reports", given.reports, MOST_REPORTS).items()
+        },
     )
     return Heartbeat(
         _read_status(message.status, blocks),

@@ -116,6 +116,8 @@ class _Observer:
         shown: dict[str, Any] = {"step": numbers.step, "loss": numbers.loss, "lr": numbers.rates}
         if numbers.loss_scale is not None:
             shown["loss_scale"] = numbers.loss_scale
+        if numbers.reports:
+            shown["reports"] = numbers.reports
         shown["samples_per_second"] = round(samples / seconds, 1)
         if self._sums:
             shown["milliseconds"] = {phase: round(spent / self._steps, 2) for phase, spent in self._sums.items()}

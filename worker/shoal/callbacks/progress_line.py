@@ -35,6 +35,7 @@ class Progress:
             rate = (step - self._shown[1]) / (now - self._shown[0])
         self._shown = now, step
         line = line_of(step, last, engine.loss, rate, engine.context.config.train_batch_size, engine.world_size)
+        line = ", ".join([line, *(f"{name} {number(value)}" for name, value in engine.reports.items())])
         redraws = sys.stdout.isatty()
         sys.stdout.write(f"\r{line}\x1b[K" if redraws else f"{line}\n")
         if redraws and step >= last > 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal_protos.answer_object import AnswerObject
 from shoal_protos.validation import every_sentence
 
@@ -60,6 +60,8 @@ class JobInfo(RestAnswer):
     ended: float | None
     version: str
     """Changes with whatever is asked of the job: pass it as `if_version` to a change that depends on it."""
+    reports: Mapping[str, float | None] = Field(default_factory=dict)
+    """The last number that the script has reported under each name, evaluations included."""
 
     @property
     def is_over(self) -> bool:

@@ -107,8 +107,7 @@ class Engine:
         """The last step's reported numbers, reduced like the loss, and evaluations (means over the lanes that
         arrived).
         """
-        record = self.context.state.record
-        return {**record.reports, **record.evaluations, **self.parts.evaluation.since_the_step} if record else {}
+        return self.parts.evaluation.reported
 
     @property
     def gathers(self) -> dict[str, Tensor]:

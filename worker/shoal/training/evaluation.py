@@ -181,6 +181,12 @@ class Evaluation:
             _take_in(self._arrived if self._at_hand is None else self._at_hand, name, 1.0, [lane_total / count])
         self._lane = {}
 
+    @property
+    def reported(self) -> dict[str, float]:
+        """The last step's reported numbers, and the results of evaluations since then."""
+        record = self._context.state.record
+        return {**record.reports, **record.evaluations, **self.since_the_step} if record else {}
+
     # ---- right after a step, and after the loop
 
     @property

@@ -59,7 +59,7 @@ class Parts:
         evaluation = Evaluation(context)
         evaluation.after_telling = saving.states.retake
         requests = Requests(context, saving, parameters, evaluation)
-        status = StatusReport(context, loading, saving, corruption)
+        status = StatusReport(context, loading, saving, corruption, evaluation)
         boundary = Boundary(context, corruption, saving, evaluation, requests, status)
         boundary.bring_parameters, boundary.commits.all_here = parameters.settle, parameters.all_here
         update = Update(context, evaluation)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_protos.messages import MemberState, Status
+from shoal_protos.messages import MOST_REPORTS, MemberState, Status
 
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
+from shoal.training.evaluation import Evaluation
 
 
 class StatusReport:
@@ -21,8 +22,12 @@ class StatusReport:
         loading: CheckpointLoading,
         saving: CheckpointSaving,
         corruption: CorruptionWatch,
+        evaluation: Evaluation,
     ) -> None:
         self._context, self._loading, self._saving, self._corruption = context, loading, saving, corruption
+        self._evaluation = evaluation
+        self._reports: dict[str, float] = {}
+        evaluation.measured.add_listener(lambda _: self.publish())
 
     def publish(self) -> None:
         """States it; the link sends it at once unless only the step has changed."""
@@ -40,4 +45,12 @@ class StatusReport:
         )  # fmt: skip
         telemetry = context.meter.telemetry(state.loss, state, self._saving.recent)
         skipped = " ".join(self._loading.skipped)
-        context.link.publish(status, replace(telemetry, skipped_folders=skipped, changed_values=self._loading.changed))
+        telemetry = replace(telemetry, skipped_folders=skipped, changed_values=self._loading.changed)
+        context.link.publish(status, replace(telemetry, reports=self._latest_reports()))
+
+    def _latest_reports(self) -> dict[str, float]:
+        """Return the last number of each name: one of every hundredth step is shown until it is reported again."""
+        new = self._evaluation.reported
+        kept = {name: value for name, value in self._reports.items() if name not in new}
+        self._reports = dict([*kept.items(), *new.items()][-MOST_REPORTS:])
+        return self._reports

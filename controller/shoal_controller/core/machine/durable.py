@@ -246,6 +246,8 @@ class Durable:
     fingerprint: str = ""
     loss: float | None = None
     """Loss of the last step, once the job has ended."""
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """The last number that the script has reported under each name, once the job has ended."""
     step_seconds_median: float | None = None
     """The run's, once the job has ended."""
     step: int = 0

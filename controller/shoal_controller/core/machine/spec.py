@@ -123,6 +123,8 @@ class JobView:
     """Samples in committed steps; None: not known yet."""
     goodput_ratio: float = 0.0
     last_commit: float | None = None
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """What the script has reported, evaluations too, by name as it was last."""
     fingerprint: str = ""
     step_seconds_median: float | None = None
     resizes: tuple[ResizeView, ...] = ()

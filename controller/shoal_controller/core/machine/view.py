@@ -11,7 +11,7 @@ from shoal_controller.core.machine.block_copies import copies_wanted, missing_co
 from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
-from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
+from shoal_controller.core.machine.phases.progress import shown_loss, shown_reports, step_seconds_median
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 
 
@@ -33,6 +33,7 @@ def view(job: Job, now: float) -> JobView:
         step=durable.step,
         max_steps=durable.last_step,
         loss=shown_loss(job),
+        reports=shown_reports(job),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
         reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), last_save(job), exactness(job)))),

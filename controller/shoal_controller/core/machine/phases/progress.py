@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
+
+from shoal_protos.messages import MOST_REPORTS
 
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.job import Job
@@ -53,6 +56,20 @@ def shown_loss(job: Job) -> float | None:
         if process is not None and process.telemetry.loss is not None and job.durable.roster[process.worker].serves
     ]
     return max(reported)[1] if reported else job.durable.loss
+
+
+def shown_reports(job: Job) -> Mapping[str, float]:
+    """Return the reported numbers by name; those of the furthest member win, among equals those of the lowest rank."""
+    world = job.durable.current
+    members = world.members if world is not None else ()
+    known = [(rank, job.processes.get(member.worker)) for rank, member in enumerate(members)]
+    reported = [
+        (process.status.step, -rank, process.telemetry.reports) for rank, process in known if process is not None
+    ]
+    found: dict[str, float] = {}
+    for _, _, reports in sorted(reported, key=lambda one: one[:2]):
+        found.update(reports)
+    return dict(sorted(found.items())[:MOST_REPORTS]) or job.durable.reports
 
 
 def step_seconds_median(job: Job) -> float | None:

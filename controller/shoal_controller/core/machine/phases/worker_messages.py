@@ -28,7 +28,7 @@ from shoal_controller.core.machine.phases import (
     training_data,
 )
 from shoal_controller.core.machine.phases.next_message import send_if_due
-from shoal_controller.core.machine.phases.progress import step_seconds_median
+from shoal_controller.core.machine.phases.progress import shown_reports, step_seconds_median
 from shoal_controller.core.machine.turn import Turn
 
 
@@ -185,6 +185,7 @@ def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
         turn.keep(
             fingerprint=result.fingerprint,
             loss=result.loss,
+            reports=shown_reports(turn.job),
             step=max(turn.durable.step, result.step),
             step_seconds_median=step_seconds_median(turn.job),
         )
