@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -152,6 +153,22 @@ def test_a_script_that_never_trains_is_exit_1_with_the_reason(script: str, sente
         code, output, errors = command.end()
     assert code == 1 and sentence in output, output
     assert all(len(line.splitlines()) == 1 and "Traceback" not in line for line in errors.splitlines()), errors
+    assert len(list(tmp_path.rglob("w*.log"))) == 1, "it was started once"
+    assert ("\nValueError: no such column: price\n" in errors) == script.startswith("raise"), "where it was raised, at once"
+
+
+def test_a_module_of_a_package_and_a_program_of_ones_own_are_run_as_a_script_is(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "options.py").write_text(f"options = {OPTIONS!r}\n")
+    (package / "train.py").write_text(f"from .options import options\n{SCRIPT}".replace("json.loads(sys.argv[2])", "options"))
+    ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--workers", "1"]
+    for program in (["-m", "package.train"], ["--", "env", sys.executable, "-m", "package.train"]):
+        with started("run", *ports, *program, str(tmp_path / "result"), folder=tmp_path) as command:
+            code, output, errors = command.end()
+        assert code == 0, errors
+        assert undisturbed(OPTIONS) in output
 
 
 def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_path: Path) -> None:

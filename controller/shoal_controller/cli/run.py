@@ -6,7 +6,6 @@ Run again in the same place it goes on with an unfinished job of that name and r
 from __future__ import annotations
 
 import importlib.util
-import re
 import shlex
 import sys
 import time
@@ -24,6 +23,7 @@ from shoal_protos.printable import printable
 from shoal_controller.cli.faulty_flags import THE_COMMAND
 from shoal_controller.cli.options import Adopt, Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
 from shoal_controller.cli.page import check_flags, show_page
+from shoal_controller.cli.program import checked, command_of, job_of
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client
@@ -47,13 +47,18 @@ LogDir = typer.Option(
     help="Folder for the workers' logs. Default: DATA/jobs/JOB.",
     show_default=False,
 )
-Script = typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="Script to run.", show_default=False)
+Module = typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for `python -m`.")
+Script = typer.Argument(
+    metavar="SCRIPT", callback=checked, help="Python script, or any command: a program and its arguments.",
+    show_default=False,
+)  # fmt: skip
 Arguments = typer.Argument(metavar="ARGS", help="Arguments of the script; they may follow `--`.", show_default=False)
 
 
 async def run(
     script: Annotated[Path, Script],
     arguments: Annotated[list[str] | None, Arguments] = None,
+    module: Annotated[bool, Module] = False,
     workers: Annotated[int | None, Workers] = None,
     min_workers: Annotated[int | None, MinWorkers] = None,
     max_workers: Annotated[int | None, MaxWorkers] = None,
@@ -71,13 +76,15 @@ async def run(
 ) -> int:
     """Train a script on this machine.
 
+    A worker runs SCRIPT with this Python, with -m a module, and any other program as it is: `shoal run -- bash train.sh`.
     Run it again in the same folder to continue an unfinished job of that name, or to replace a finished one. The first
     Ctrl-C saves a checkpoint if checkpoint.path is set, ends the job and reports; the second kills its workers.
     """
     check_machine()
-    name = job or name_of(script)
+    own_arguments = own(arguments or [])
+    name = job or job_of(script, module, own_arguments)
     wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
-    command = [sys.executable, str(script.resolve()), *own(arguments or [])]
+    command = command_of(script, module, own_arguments)
     spec = {
         "job": name,
         "workers": {key: value for key, value in wanted.items() if value is not None},
@@ -157,11 +164,6 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         for key, flag in FLAGS.items():
             sentence = sentence.replace(f"`{key}`", flag)
         raise UserError(sentence) from None
-
-
-def name_of(script: Path) -> str:
-    """A job's name from its script's, with what no name may have replaced."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("._-")[:63] or "job"
 
 
 def own(arguments: list[str]) -> list[str]:
