@@ -154,7 +154,7 @@ def test_a_script_that_never_trains_is_exit_1_with_the_reason(script: str, sente
     assert code == 1 and sentence in output, output
     assert all(len(line.splitlines()) == 1 and "Traceback" not in line for line in errors.splitlines()), errors
     assert len(list(tmp_path.rglob("w*.log"))) == 1, "it was started once"
-    assert ("\nValueError: no such column: price\n" in errors) == script.startswith("raise"), "where it was raised, at once"
+    assert ("\nValueError: no such column: price\n" in errors) == script.startswith("raise"), "shown at once"
 
 
 def test_a_module_of_a_package_and_a_program_of_ones_own_are_run_as_a_script_is(tmp_path: Path) -> None:
@@ -162,13 +162,39 @@ def test_a_module_of_a_package_and_a_program_of_ones_own_are_run_as_a_script_is(
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "options.py").write_text(f"options = {OPTIONS!r}\n")
-    (package / "train.py").write_text(f"from .options import options\n{SCRIPT}".replace("json.loads(sys.argv[2])", "options"))
+    script = SCRIPT.replace("json.loads(sys.argv[2])", "options")
+    (package / "train.py").write_text(f"from .options import options\n{script}")
     ports = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--workers", "1"]
     for program in (["-m", "package.train"], ["--", "env", sys.executable, "-m", "package.train"]):
         with started("run", *ports, *program, str(tmp_path / "result"), folder=tmp_path) as command:
             code, output, errors = command.end()
         assert code == 0, errors
         assert undisturbed(OPTIONS) in output
+
+
+def test_runs_of_one_folder_live_beside_each_other_and_are_found_but_share_no_checkpoints(tmp_path: Path) -> None:
+    saving = {"shoal": {"checkpoint": {"path": str(tmp_path / "saved"), "every_steps": 1000}}}
+    own = ["run", "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--workers", "1"]
+    for name in ("first", "second", "third"):
+        (tmp_path / f"{name}.py").write_text(SCRIPT)
+
+    def arguments(name: str, options: dict[str, object]) -> list[str]:
+        return [f"{name}.py", str(tmp_path / name), json.dumps(options)]
+
+    with started(*own, *arguments("first", {**LONG, **saving}), folder=tmp_path) as first:
+        until("the first to train", lambda: first.job("first").get("step", 0) > 0)
+        second = shoal(*own, *arguments("second", OPTIONS), folder=tmp_path)
+        assert second.returncode == 0 and undisturbed(OPTIONS) in second.stdout, second.stderr
+        assert (tmp_path / ".shoal/beside/second/jobs/second/w0.log").exists()
+        same = shoal(*own, *arguments("third", {**LONG, **saving}), folder=tmp_path)
+        assert same.returncode == 2, same.stderr
+        assert "job third saves its checkpoints to " in same.stderr and "so does job first (pid" in same.stderr
+        attached = shoal("run", "--attach", "--workers", "1", *arguments("third", OPTIONS), folder=tmp_path)
+        assert attached.returncode == 0 and undisturbed(OPTIONS) in attached.stdout, attached.stderr
+        listed = shoal("jobs", folder=tmp_path).stdout.splitlines()[1:]
+        assert [line.split()[:2] for line in listed] == [["first", "running"], ["third", "succeeded"]]
+        assert shoal("cancel", "first", folder=tmp_path).returncode == 0
+        assert first.end()[0] == 1
 
 
 def test_a_port_that_is_taken_and_a_token_that_is_wrong_are_one_sentence(tmp_path: Path) -> None:
@@ -238,7 +264,7 @@ def test_a_job_is_described_scaled_paused_resumed_drained_and_cancelled_by_the_c
         assert re.search(r"job +running +1 +2/2 +\d+/100000", output_of(cluster, "jobs"))
         described = output_of(cluster, "describe", "job")
         assert described.startswith("job running: step ")
-        assert re.search(r"^w0 +active +\d +\d,", described, flags=re.MULTILINE)
+        assert re.search(r"^w0 +active +0 +0-3 ", described, flags=re.MULTILINE)
         assert re.search(r"^ *1 +start +2 +0 ", described, flags=re.MULTILINE)
         assert "workers 2 of 3" in output_of(cluster, "scale", "job", "3")
         cluster.add(1)

@@ -59,3 +59,18 @@ def test_a_report_that_can_no_longer_be_written_is_a_sentence_and_leaves_no_half
     with pytest.raises(UserError, match=r"^the run report cannot be written to .*report\.json: Is a directory$"):
         attend.write(tmp_path / "report.json", {"job": "train"})
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize(
+    ("job", "typed", "shown"),
+    [
+        ("train", "run train.py", "shoal run train.py"),
+        ("train-2", "run --quiet train.py", "shoal run --job train-2 --quiet train.py"),
+        ("train-2", "run --job=train-2 train.py", "shoal run --job=train-2 train.py"),
+    ],
+)
+def test_the_command_that_goes_on_names_a_job_whose_name_was_made_beside_anothers(
+    job: str, typed: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/shoal", *typed.split()])
+    assert attend.how_to_go_on({"job": job, "last_checkpoint_step": None}).endswith(f"from step 0: {shown}")

@@ -6,7 +6,6 @@ import inspect
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.progress import Rate
-from shoal_controller.cli.program import command_of, job_of
 from shoal_controller.cli.run import goes_to_the_script, keeps_another, own
 from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
@@ -43,8 +41,8 @@ HEAVY = ("asyncio", "fastapi", "grpc", "httpx", "pydantic", "rich", "torch", "uv
 FLAGS = {
     "demo": "--data --grpc --http --no-page --open-page --steps --store --text",
     "run": (
-        "--adopt --data --grpc --http --job --json --log-dir --max-workers --min-workers --no-page --open-page --quiet "
-        "--store --workers -m SCRIPT ARGUMENTS"
+        "--adopt --attach --data --grpc --http --job --json --log-dir --max-workers --min-workers --no-page "
+        "--open-page --quiet --store --workers -m SCRIPT ARGUMENTS"
     ),
     "controller": "--adopt --data --grpc --http --no-page --open --store",
     "worker": "--controller --job --restarts COMMAND",
@@ -428,41 +426,6 @@ def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_need
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
     assert plain == ["worker", "submit", "plot", "verify", "export", "import_", "estimate"]
     assert inspect.iscoroutinefunction(_create), "submit reads a file, and then"
-
-
-def test_a_job_is_named_after_its_script() -> None:
-    assert [job_of(Path(name), False, []) for name in ("train.py", "a/Train_GPT 2.py", "__.py")] == [
-        "train",
-        "Train_GPT-2",
-        "job",
-    ]
-    assert job_of(Path("package.train"), True, [__file__]) == "package.train"
-    assert job_of(Path("bash"), False, ["-e", __file__]) == "test_cli"
-
-
-def test_a_worker_runs_a_script_a_module_or_any_other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, mode in {"train.py": 0o755, "train": 0o644, "run.sh": 0o755}.items():
-        (tmp_path / name).touch(mode)
-    python = sys.executable
-    assert command_of(Path("train.py"), False, ["1"]) == [python, str(tmp_path / "train.py"), "1"]
-    assert command_of(Path("train"), False, []) == [python, str(tmp_path / "train")], "nobody may execute it"
-    assert command_of(Path("run.sh"), False, ["-x"]) == [str(tmp_path / "run.sh"), "-x"]
-    assert command_of(Path("a.b"), True, ["--lr", "1"]) == [python, "-m", "a.b", "--lr", "1"]
-    assert command_of(Path("env"), False, ["A=1"]) == [shutil.which("env"), "A=1"]
-
-
-@pytest.mark.parametrize(
-    ("program", "sentence"),
-    [
-        ("lesson.ipynb", "lesson.ipynb is a notebook, and workers run scripts; make one of it with `jupyter nbconvert"),
-        ("tran.py", "tran.py is neither a file nor a program on the PATH; expected a Python script, a module by -m"),
-        (".", ". is a folder; expected a script, or a module by -m"),
-    ],
-)
-def test_what_no_worker_can_run_is_refused_by_name(program: str, sentence: str) -> None:
-    done = shoal("run", program)
-    assert (done.returncode, done.stdout) == (2, "") and f"Invalid value for 'SCRIPT': {sentence}" in done.stderr
 
 
 def test_a_flag_of_run_behind_the_script_is_the_scripts_and_that_is_said() -> None:

@@ -18,19 +18,19 @@ from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Place, 
 
 async def checkpoint(job: Job, url: Url = DEFAULT_URL) -> None:
     """Save a checkpoint after the next step."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         changed(await client.checkpoint(job))
 
 
 async def checkpoints(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
     """List a job's checkpoints, newest first."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import checkpoints_table, listed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         listed("checkpoints", await client.checkpoints(job), checkpoints_table, output)
 
 

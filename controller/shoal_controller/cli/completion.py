@@ -40,14 +40,17 @@ def _asked(context: typer.Context, ask: Callable[[Client], Awaitable[list[Json]]
 
     from shoal_protos.errors import ShoalError
 
-    from shoal_controller.cli.client import Client
     from shoal_controller.cli.options import DEFAULT_URL
+    from shoal_controller.cli.runs import clients_of
 
     url = str(context.params.get("url") or os.environ.get("SHOAL_URL") or DEFAULT_URL)
 
     async def asked() -> list[Json]:
-        async with asyncio.timeout(PATIENCE_SECONDS), Client(url) as client:
-            return await ask(client)
+        found = []
+        for one in clients_of(url, str(context.params.get("job") or "")):
+            async with asyncio.timeout(PATIENCE_SECONDS), one as client:
+                found += await ask(client)
+        return found
 
     with suppress(ShoalError, TimeoutError, OSError):
         return asyncio.run(asked())

@@ -23,13 +23,13 @@ async def events(
 
     With --follow and --output json or yaml, each event is a document of its own.
     """
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import event_line, written
 
     def line(event: Json) -> str:
         return event_line(event) if output is Form.TABLE else written(event, output)
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         known = await client.events(job)
         if output is not Form.TABLE and not follow:
             echo(written({"events": known}, output))

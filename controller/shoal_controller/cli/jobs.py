@@ -13,11 +13,14 @@ from shoal_controller.cli.output import echo
 
 async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
     """List all jobs."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import clients_of
     from shoal_controller.cli.tables import jobs_table, listed
 
-    async with Client(url) as client:
-        listed("jobs", await client.jobs(), jobs_table, output)
+    found = []
+    for one in clients_of(url):
+        async with one as client:
+            found += await client.jobs()
+    listed("jobs", found, jobs_table, output)
 
 
 async def describe(
@@ -30,10 +33,10 @@ async def describe(
 
     With --spec, print its specification instead, defaults filled in: `shoal submit` takes it.
     """
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import job_lines, resizes_table, show, workers_table, written
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         if spec:
             echo(written(await client.spec(job), Form.YAML if output is Form.TABLE else output))
             return
@@ -63,30 +66,30 @@ async def scale(
 
     A launcher starts missing workers; if there are too many, the youngest are drained.
     """
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
     if workers is least is most is None:
         raise UserError("there is nothing to change; expected N, --min-workers or --max-workers")
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         changed(await client.scale(job, workers, least, most))
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
     """Pause training; workers stay connected."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         changed(await client.pause(job))
 
 
 async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
     """Resume a paused job."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         changed(await client.resume(job))
 
 
@@ -95,10 +98,11 @@ async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
 
     Its workers stop after the step at hand; its history and its checkpoints stay.
     """
-    from shoal_controller.cli.client import Client, IsOver
+    from shoal_controller.cli.client import IsOver
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         try:
             changed(await client.stop(job))
         except IsOver as error:

@@ -37,9 +37,10 @@ async def logs(
     """Print a worker's log."""
     import asyncio
 
-    from shoal_controller.cli.client import OVER, Client
+    from shoal_controller.cli.client import OVER
+    from shoal_controller.cli.runs import client_of
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         tail = log_of(choose(await client.workers(job), worker, job))
         while True:
             over = not follow or (await client.job(job))["phase"] in OVER

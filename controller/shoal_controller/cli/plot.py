@@ -25,9 +25,9 @@ Picture = Annotated[
 ]
 
 NOT_REPORTED = ("step", "samples", "time", "world_size", "loss", "lr", "loss_scale")
-"""Columns that are no numbers of the script."""
+"""Columns that do not come from `engine.report`."""
 MOST_REPORTED = 4
-"""Numbers of the script that are drawn, each in a panel of its own."""
+"""Most reported numbers that are drawn, each in its own panel."""
 SMOOTHED = 5
 """Lines over which throughput is measured."""
 
@@ -53,13 +53,14 @@ def plot(job: JobOrFile, png: Picture = None, data: Data = None) -> None:
 
 def place_of(job: str, data: Path | None) -> Path:
     """The file that is meant. Raises `NotFound`."""
+    from shoal_controller.cli.runs import BESIDE
     from shoal_controller.curves import curve_file
     from shoal_controller.settings import data_folder
 
     if job.endswith(".csv") and Path(job).is_file():
         return Path(job)
     folder = data_folder(data)
-    found = curve_file(folder, job)
+    found = curve_file(folder, job) or curve_file(folder / BESIDE / job, job)
     if found is None:
         raise NotFound(
             f"{folder} has no curve of a job {shown_name(job)}; a controller keeps it in its data folder (--data) from "
@@ -79,13 +80,13 @@ def throughput(rows: Sequence[dict[str, float]]) -> list[float]:
 
 
 def reported(rows: Sequence[dict[str, float]]) -> list[str]:
-    """Names of the numbers that the script has reported."""
+    """Return the names of the reported numbers."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [name for name in names if name not in NOT_REPORTED and not name.startswith("lr_")]
 
 
 def draw(rows: Sequence[dict[str, float]], picture: Path, title: str) -> None:
-    """Panels over the same minutes: loss, numbers that the script reports, throughput, workers."""
+    """Draw loss, reported numbers, throughput and workers over the same minutes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,7 @@
 """`shoal run`: a controller and the workers of one script, on this machine, until the job is over.
 
-Run again in the same place it goes on with an unfinished job of that name and replaces a finished one.
+Run again in the same place it continues an unfinished job of that name and replaces a finished one. Beside a living run
+it has its own state and ports (runs.py), or is submitted to the controller of that run (attach.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shoal_controller.cli.program import checked, command_of, job_of
 
 if TYPE_CHECKING:
     from shoal_controller.cli.client import Client
-    from shoal_controller.cli.serve import Here
+    from shoal_controller.cli.printed import Printed
+    from shoal_controller.cli.serve import Here, Places
 
 Workers = typer.Option(
     "--workers", metavar="N", min=1, help="Number of workers. Default: CUDA devices, else 2.", show_default=False
@@ -39,6 +41,9 @@ MaxWorkers = typer.Option(
     "--max-workers", metavar="N", min=1, help="Most workers to scale to. Default: number of lanes.", show_default=False
 )
 Name = typer.Option("--job", metavar="NAME", help="Name of the job. Default: name of the script.", show_default=False)
+Attach = typer.Option(
+    "--attach", help="Give the job to the controller of the run that lives in this folder, and show it here."
+)
 Quiet = typer.Option("--quiet", help="Do not show the output of rank 0; `shoal logs` has it.")
 LogDir = typer.Option(
     "--log-dir",
@@ -73,28 +78,27 @@ async def run(
     no_page: NoPage = False,
     open_page: OpenPage = False,
     adopt: Adopt = False,
+    attach: Annotated[bool, Attach] = False,
 ) -> int:
     """Train a script on this machine.
 
-    A worker runs SCRIPT with this Python, with -m a module, and any other program as it is: `shoal run -- bash train.sh`.
-    Run it again in the same folder to continue an unfinished job of that name, or to replace a finished one. The first
-    Ctrl-C saves a checkpoint if checkpoint.path is set, ends the job and reports; the second kills its workers.
+    SCRIPT is a Python script, with -m a module, or any other program: `shoal run -- bash train.sh`. Run it again in the
+    same folder to continue an unfinished job of that name, or to replace a finished one. The first Ctrl-C saves a
+    checkpoint if checkpoint.path is set, ends the job and reports; the second kills its workers.
     """
     check_machine()
     own_arguments = own(arguments or [])
-    name = job or job_of(script, module, own_arguments)
     wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
-    command = command_of(script, module, own_arguments)
     spec = {
-        "job": name,
+        "job": job or job_of(script, module, own_arguments),
         "workers": {key: value for key, value in wanted.items() if value is not None},
         "launcher": "local",
-        "command": command,
+        "command": command_of(script, module, own_arguments),
     }
-    from shoal_controller.cli.attend import attend
-    from shoal_controller.cli.other_jobs import leave, other_jobs, trains_beside
+    from shoal_controller.cli.attach import attached
     from shoal_controller.cli.printed import Printed, lengths
-    from shoal_controller.cli.serve import Places, interrupts, serving
+    from shoal_controller.cli.runs import beside
+    from shoal_controller.cli.serve import Places
     from shoal_controller.settings import data_folder
     from shoal_controller.writable import check_writable
 
@@ -104,24 +108,52 @@ async def run(
     refusals.of(check_flags, no_page, open_page)
     refusals.of(places.check)
     refusals.raise_all()
-    records = data_folder(data) / "jobs" / name
+    if report is not None:
+        check_writable(report.parent, "the run report", "--json", is_private=False)
+    if attach:
+        return await attached(spec, report, quiet)
+    places, name = beside(places, str(spec["job"]), job is not None)
+    records = data_folder(places.data) / "jobs" / name
     logs = log_dir.resolve() / name if log_dir is not None else records
     check_writable(records, "what is known of the workers", "--data")
     check_writable(logs, "the workers' logs", "--log-dir")
-    if report is not None:
-        check_writable(report.parent, "the run report", "--json", is_private=False)
     printed = None if quiet else Printed(lengths(logs))
+    stray = goes_to_the_script(arguments or [])
+    return await _trained(places, {**spec, "job": name}, stray, report, printed, open_page)
+
+
+async def _trained(
+    places: Places, spec: dict[str, Any], stray: str, report: Path | None, printed: Printed | None, open_page: bool
+) -> int:
+    """Train the job with a controller of its own; return the exit status. `stray`: a warning about misplaced flags."""
+    import asyncio
+
+    from shoal_controller.cli.attend import attend
+    from shoal_controller.cli.other_jobs import leave, other_jobs, trains_beside
+    from shoal_controller.cli.runs import announced, end_where_another_saves
+    from shoal_controller.cli.serve import interrupts, serving
+    from shoal_controller.settings import data_folder
+
+    name = spec["job"]
     with interrupts() as signals:
         async with serving(places, own=True, signals=signals) as here:
             taken = ""  # of what it is refused it says how it ends, as of the other jobs
             try:
-                show_page(here.server, data, open_page)
-                revision = await take_up(here, spec)
-                taken = name
-                kept = keeps_another(name, here.server.shell.spec(name).command, command)
-                beside = map(trains_beside, await other_jobs(here, name))
-                tell(goes_to_the_script(arguments or []), kept, *beside)
-                return await attend(here, name, revision, signals, report, printed)
+                show_page(here.server, places.data, open_page)
+                with announced(data_folder(places.data), name, here.server.url) as run:
+                    revision = await take_up(here, spec)
+                    taken = name
+                    kept = keeps_another(name, here.server.shell.spec(name).command, spec["command"])
+                    tell(stray, kept, *map(trains_beside, await other_jobs(here, name)))
+                    shared = asyncio.create_task(end_where_another_saves(here, run), name="where it saves")
+                    try:
+                        status = await attend(here, name, revision, signals, report, printed)
+                    finally:
+                        shared.cancel()
+                        await asyncio.wait({shared})
+                if not shared.cancelled() and (sentence := shared.result()):
+                    raise UserError(sentence)
+                return status
             finally:
                 tell(*await leave(here, taken, signals))
 

@@ -33,10 +33,10 @@ def submit(
 
 
 async def _create(spec: dict[str, Any], url: str) -> None:
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url) as client:
         changed(await client.create(spec))
 
 

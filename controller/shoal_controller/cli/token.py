@@ -27,9 +27,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the token.", 
 
 async def job_(job: Job, url: Url = DEFAULT_URL) -> None:
     """Print the token for workers of this run of a job; REST refuses it."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         echo(await client.join_token(job))
 
 
@@ -42,18 +42,18 @@ async def create(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Create a token and print it, this once."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
 
-    async with Client(url) as client:
+    async with client_of(url) as client:
         echo((await client.change_token("POST", body={"name": name, "role": role.value, "days": days}))["token"])
 
 
 async def list_(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
     """List the named tokens, without their secrets."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import listed, tokens_table
 
-    async with Client(url) as client:
+    async with client_of(url) as client:
         listed("tokens", await client.tokens(), tokens_table, output)
 
 
@@ -65,15 +65,15 @@ async def rotate(
     url: Url = DEFAULT_URL,
 ) -> None:
     """Give a token a new secret and print it, this once."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
 
-    async with Client(url) as client:
+    async with client_of(url) as client:
         echo((await client.change_token("POST", f"/{path_part(name)}/rotate", {"keep_seconds": keep_seconds}))["token"])
 
 
 async def revoke(name: Name, url: Url = DEFAULT_URL) -> None:
     """Revoke a token: from now on it opens nothing."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
 
-    async with Client(url) as client:
+    async with client_of(url) as client:
         await client.change_token("DELETE", f"/{path_part(name)}")

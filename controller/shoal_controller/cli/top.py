@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shoal_protos.errors import NotFound, StoreError
@@ -33,16 +33,17 @@ async def top(url: Url = DEFAULT_URL) -> None:
     from rich.live import Live
 
     from shoal_controller.cli.attend import interrupted_before
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import clients_of
     from shoal_controller.cli.tables import console, is_redrawn, show
 
-    async with Client(url) as client:
+    async with AsyncExitStack() as ends:
+        clients = [await ends.enter_async_context(one) for one in clients_of(url)]
         on = console()
         if not is_redrawn(sys.stdout, on):
-            show(await _all(client))
+            show(await _all(*clients))
             return
-        with asked_to_quit() as quitting, Live(await _all(client), console=on, screen=True) as live:
-            showing = asyncio.create_task(_keep_showing(client, live), name="show all jobs")
+        with asked_to_quit() as quitting, Live(await _all(*clients), console=on, screen=True) as live:
+            showing = asyncio.create_task(_keep_showing(clients, live), name="show all jobs")
             try:
                 await interrupted_before(showing, quitting)
             finally:
@@ -51,23 +52,23 @@ async def top(url: Url = DEFAULT_URL) -> None:
                     await showing
 
 
-async def _keep_showing(client: Client, live: Live) -> None:
+async def _keep_showing(clients: Sequence[Client], live: Live) -> None:
     """Once a second, also while no controller answers: it may come back."""
     import asyncio
 
     while True:
         await asyncio.sleep(EVERY_SECONDS)
-        live.update(await _screen(client))
+        live.update(await _screen(*clients))
 
 
-async def _screen(client: Client) -> Group | str:
+async def _screen(*clients: Client) -> Group | str:
     """All jobs, or why they cannot be shown now."""
     from rich.markup import escape
 
     from shoal_controller.cli.endings import Unreachable
 
     try:
-        return await _all(client)
+        return await _all(*clients)
     except (Unreachable, StoreError) as error:
         return escape(f"{error}; trying again")
 
@@ -112,7 +113,7 @@ def _when_typed(quitting: asyncio.Event) -> Iterator[None]:
         termios.tcsetattr(keys, termios.TCSADRAIN, before)
 
 
-async def _all(client: Client) -> Group:
+async def _all(*clients: Client) -> Group:
     """Every job with its workers below it, those that need attention first."""
     from rich.console import Group
     from rich.padding import Padding
@@ -120,7 +121,7 @@ async def _all(client: Client) -> Group:
     from shoal_controller.cli.tables import overview_lines, workers_table
 
     parts: list[object] = []
-    for row in await client.overview():
+    for client, row in [(one, row) for one in clients for row in await one.overview()]:
         with suppress(NotFound):  # it was forgotten in the meantime
             workers = await client.workers(row["job"]["job"])
             parts += [*overview_lines(row), Padding(workers_table(workers), (0, 0, 1, 2))]

@@ -11,10 +11,10 @@ from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url, Wo
 
 async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
     """List a job's workers, including those that are gone."""
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import listed, workers_table
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         listed("workers", await client.workers(job), workers_table, output)
 
 
@@ -28,10 +28,10 @@ async def drain(
 
     Nothing that it holds is lost. A launcher replaces it; to have fewer workers, use scale.
     """
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         changed(await client.drain(job, worker, why=why))
 
 
@@ -41,8 +41,8 @@ async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
     The job then continues without it. Use this only if the process is certainly gone: once all workers of a world are
     confirmed dead, another world may begin.
     """
-    from shoal_controller.cli.client import Client
+    from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import changed
 
-    async with Client(url) as client:
+    async with client_of(url, job) as client:
         changed(await client.lost(job, worker))

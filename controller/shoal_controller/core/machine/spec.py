@@ -124,7 +124,7 @@ class JobView:
     goodput_ratio: float = 0.0
     last_commit: float | None = None
     reports: Mapping[str, float] = field(default_factory=dict)
-    """What the script has reported, evaluations too, by name as it was last."""
+    """The last number that the script has reported under each name, evaluations included."""
     fingerprint: str = ""
     step_seconds_median: float | None = None
     resizes: tuple[ResizeView, ...] = ()
@@ -132,6 +132,8 @@ class JobView:
     """Newest first."""
     can_checkpoint: bool = False
     """Whether its training config names a folder for checkpoints."""
+    saves_to: str | None = None
+    """URL of its checkpoints; empty where it saves none; None until a worker has described the job."""
     pending: Mapping[PendingReason, int] = field(default_factory=dict)
     """How many workers wait to start, by reason."""
     launcher: str = "none"

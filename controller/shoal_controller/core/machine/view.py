@@ -51,6 +51,7 @@ def view(job: Job, now: float) -> JobView:
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
         can_checkpoint=description is not None and description.can_checkpoint,
+        saves_to=saves_to(job),
         pending=starts.counted(job) if not durable.phase.is_over else {},
         launcher=spec.launcher,
         paused=durable.paused,
@@ -61,6 +62,14 @@ def view(job: Job, now: float) -> JobView:
         block_bytes=description.state_bytes if description is not None else None,
         resizes=tuple(_resize(one, durable.started_at) for one in durable.history),
     )
+
+
+def saves_to(job: Job) -> str | None:
+    """Return the URL of its checkpoints; empty where it saves none; None until a worker has described the job."""
+    description = job.durable.description
+    if description is None:
+        return None
+    return description.checkpoint_places[0] if description.can_checkpoint and description.checkpoint_places else ""
 
 
 def shown_phase(job: Job) -> Phase:
