@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import shoal_protos
 from shoal_protos.errors import JobFailed, ShoalError, StoreError, UserError
 from shoal_protos.messages import Fault, Result
 
@@ -21,7 +22,11 @@ LONGEST = 4_000
 """Characters of a traceback that are sent."""
 LONGEST_MESSAGE = 500
 """Characters of an exception's message by which it is known again."""
-NOT_THE_SCRIPT = (str(Path(__file__).parent), *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")))
+NOT_THE_SCRIPT = (
+    str(Path(__file__).parent),
+    str(Path(shoal_protos.__file__).parent),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")),
+)
 OUTAGES = (OSError, StorageFailed, StoreError)
 
 
@@ -42,10 +47,33 @@ def result_of(error: BaseException, step: int) -> Result:
     return Result(max(0, step), failure=_describe(error), everyone=_is_everyones(error), fault=_fault_of(error))
 
 
+def sentence_of(error: ShoalError) -> str:
+    """Return the sentence of an error of Shoal; a `UserError` is followed by the script's line that caused it,
+    `(train.py:212)`.
+    """
+    place = _place(error) if isinstance(error, UserError) else ""
+    gap = "\n" if "\n" in str(error) else " "
+    return f"{error}{gap}({place})" if place else str(error)
+
+
+def _place(error: BaseException) -> str:
+    """Return file and line of the script's last frame; empty if no file of the script took part."""
+    script = [frame for frame in _frames(error) if _is_scripts(frame)]
+    return f"{Path(script[-1].filename).name}:{script[-1].lineno}" if script else ""
+
+
+def _frames(error: BaseException) -> traceback.StackSummary:
+    return traceback.extract_tb(error.__traceback__)
+
+
+def _is_scripts(frame: traceback.FrameSummary) -> bool:
+    return not frame.filename.startswith((*NOT_THE_SCRIPT, "<"))
+
+
 def _describe(error: BaseException) -> str:
     """One of our own errors is described by its one sentence."""
     if isinstance(error, ShoalError):
-        return str(error)
+        return sentence_of(error)
     lines = "".join(traceback.format_exception(error))
     return f"{type(error).__name__}: {error}\n" + lines[-LONGEST:].strip()
 
@@ -92,7 +120,7 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
 
 def _frame(error: BaseException) -> str:
     """The last line of the script that took part; of a library where no script did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    scripts = [frame for frame in frames if not frame.filename.startswith(NOT_THE_SCRIPT)]
+    frames = _frames(error)
+    scripts = [frame for frame in frames if _is_scripts(frame)]
     last = (scripts or frames)[-1:]
     return "".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator
 from typing import Any
 from weakref import WeakSet
@@ -66,8 +67,10 @@ def refuse_unknown(call: str, unknown: Collection[str], known: Collection[str]) 
     """Raises `UserError` naming arguments that `call` does not have, with those that it has."""
     if unknown:
         named = ", ".join(sorted(unknown))
-        allowed = ", ".join(name for name in known if name != "unknown")
-        raise UserError(f"{call} has no argument {named}; expected {allowed}.")
+        allowed = [name for name in known if name != "unknown"]
+        near = {name: close[0] for name in sorted(unknown) if (close := difflib.get_close_matches(name, allowed, 1))}
+        meant = "".join(f" Instead of {name}=: {close}=." for name, close in near.items())
+        raise UserError(f"{call} has no argument {named}; expected {', '.join(allowed)}.{meant}")
 
 
 def check_model(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from shoal.session.link import Link
 from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import refuse_metric
+from shoal.training.habits import Habits
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
@@ -44,8 +45,10 @@ PUBLIC = {
 """What scripts may use; all else is between the parts of this package."""
 
 
-class Engine:
+class Engine(Habits):
     """Made by `shoal.initialize`. What a script may use is in docs/api.md, and what `dir(engine)` lists."""
+
+    NAMES = frozenset(PUBLIC)
 
     def __init__(
         self, config: TrainingConfig, state: TrainingState, link: Link, fetcher: Fetcher, faults: Faults

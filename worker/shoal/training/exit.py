@@ -21,7 +21,7 @@ from weakref import ReferenceType, finalize, ref
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.messages import START_AGAIN, WRONG_USE, Fault, Result
 
-from shoal.failure import NeedsFreshProcess, result_of
+from shoal.failure import NeedsFreshProcess, result_of, sentence_of
 from shoal.logs import get_logger, say
 from shoal.out_of_memory import explain
 from shoal.training.engine import Engine
@@ -110,14 +110,14 @@ class _Ending:
 
 
 class _Sentences:
-    """What Python calls for an error that nobody has caught: one of ours is printed as its one sentence."""
+    """Exception hook that prints an error of Shoal as its one sentence, with the script's line."""
 
     def __init__(self) -> None:
         self._hook = sys.excepthook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ShoalError):
-            say(str(error))
+            say(sentence_of(error))
         else:
             self._hook(kind, error, trace)
         if isinstance(error, UserError):
