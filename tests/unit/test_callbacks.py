@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from crew import Crew, Task, engine_of, train, undisturbed
-from shoal.callbacks import CSV, MLflow, Progress, TensorBoard, WandB, progress_line, step_callback
+from shoal.callbacks import CSV, MLflow, Progress, TensorBoard, WandB, progress_line
 from shoal.callbacks.progress_line import line_of
 from shoal.faults import Faults
 from shoal.session.alone import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
-from shoal_protos.readable import duration, number
 from shoal_protos.log_form import in_short
+from shoal_protos.readable import duration, number
 
 OPTIONS = {"max_steps": 6}
 
@@ -97,7 +97,6 @@ def test_a_run_of_weights_and_biases_has_the_id_of_the_jobs_run(monkeypatch: pyt
     fake = ModuleType("wandb")
     fake.init = lambda **named: calls.append(("init", named)) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(step_callback, "find_spec", lambda name: object())
     engine = trained(WandB("mine", mode="offline"), {"max_steps": 2})
     assert [name for name, _ in calls] == ["init", "metric", "log", "log", "finish"]
     assert calls[0][1]["id"] == engine.context.link.job.run and calls[0][1]["resume"] == "allow"
@@ -118,9 +117,18 @@ def test_a_tracker_that_fails_says_so_once_and_training_goes_on(
 
 
 @pytest.mark.parametrize("tracker", [TensorBoard, WandB, MLflow])
-def test_a_tracker_that_is_not_installed_is_one_sentence(tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_callback, "find_spec", lambda name: None)
+def test_a_tracker_that_is_not_installed_or_cannot_be_imported_is_one_sentence(
+    tracker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tracker.__name__.lower()
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r"which is not installed: pip install \w+\."):
+        tracker("somewhere")
+    (tmp_path / f"{package}.py").write_text("raise ImportError('cannot import name runtime_version')")
+    monkeypatch.delitem(sys.modules, package)
+    monkeypatch.syspath_prepend(tmp_path)
+    why = rf"package {package}, which cannot be imported \(ImportError: cannot import name runtime_version\): mend it\."
+    with pytest.raises(UserError, match=why):
         tracker("somewhere")
 
 

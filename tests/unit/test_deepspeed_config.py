@@ -20,7 +20,6 @@ import pytest
 import shoal
 import torch
 from crew import Task, undisturbed
-from shoal.callbacks import trackers
 from shoal.config.deepspeed import FATES, REASONS, Renamed
 from shoal.config.document import Document, Scheduler
 from shoal.config.load import Beside, load_config
@@ -373,12 +372,21 @@ def test_all_of_a_job_is_one_run_of_weights_and_biases(monkeypatch: pytest.Monke
     fake = ModuleType("wandb")
     fake.init = lambda **arguments: made.append(arguments) or Run()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
     engine = trained({"wandb": {"enabled": True, "team": "t", "project": "p"}})
     run = engine.context.link.job.run
     assert made == [{"project": "p", "entity": "t", "group": None, "name": None, "id": run, "resume": "allow"}]
     assert [one["Train/Samples"] for one in logged] == [8, 16, 24]
     assert logged[-1]["Train/Samples/train_loss"] == engine.loss
+
+
+def test_a_tracker_that_fails_in_its_own_way_gets_no_more_numbers_and_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = ModuleType("wandb")
+    fake.init = lambda **_: 1 / 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    assert trained({"wandb": {"enabled": True, "project": "p"}}).global_step == 3
+    assert capsys.readouterr().err.count("tracker_failed") == 1
 
 
 def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
@@ -393,7 +401,8 @@ def test_tensorboard_gets_a_scalar_for_each_number(tmp_path: Path) -> None:
 
 def test_trackers_that_are_not_installed_are_named_all_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    for package in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError) as refusal:
         trained({"tensorboard": {"enabled": True}, "wandb": {"enabled": True}})
     assert "the package tensorboard is not installed: pip install tensorboard" in str(refusal.value)

@@ -25,7 +25,7 @@ log = get_logger("shoal")
 
 
 def check_monitoring(monitoring: Monitoring) -> None:
-    """Raises `UserError` for all packages that are missing, and all places that cannot be written."""
+    """Raises `UserError` for all packages that cannot be used, and all places that cannot be written."""
     if faults := [*missing_packages(monitoring), *places_that_cannot_be_written(monitoring)]:
         raise UserError(all_of(faults))
 
@@ -104,7 +104,7 @@ class _Observer:
         for writer in tuple(self._writers):
             try:
                 writer.write(named, at.samples)
-            except OSError as error:
+            except Exception as error:  # a tracker may raise any error, and training continues without it
                 self._writers.remove(writer)
                 log.error("tracker_failed", tracker=type(writer).__name__, step=at.step, reason=str(error),
                           means="it gets no more numbers from this worker")  # fmt: skip

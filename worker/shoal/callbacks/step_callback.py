@@ -11,12 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal_protos.errors import UserError
 
+from shoal.callbacks.packages import why_unusable
 from shoal.callbacks.step_numbers import StepNumbers
 from shoal.logs import get_logger
 
@@ -100,10 +100,9 @@ def row_of(engine: Engine) -> Row:
 
 
 def check_installed(callback: str, package: str) -> None:
-    """Raises `UserError` where a package is missing."""
-    if find_spec(package) is None:
-        raise UserError(f"shoal.callbacks.{callback} needs the package {package}, which is not installed: "
-                        f"pip install {package}.")  # fmt: skip
+    """Raises `UserError` where a package cannot be used."""
+    if why := why_unusable(package):
+        raise UserError(f"shoal.callbacks.{callback} needs the package {package}, which {why}.")
 
 
 def check_folder(callback: str, folder: Path) -> None:

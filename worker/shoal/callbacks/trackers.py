@@ -2,17 +2,17 @@
 
 A tracker opens when it gets its first numbers, which is on rank 0, and goes on with what an earlier rank 0 has begun:
 one run through every change of the world. A job that goes back to a checkpoint writes the steps since then once more.
-The two packages are optional: `missing_packages` says by name which are not there.
+The two packages are optional: `missing_packages` says by name which cannot be used.
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from shoal.callbacks.packages import why_unusable
 from shoal.config.document import CsvMonitor, TensorBoard, Wandb
 from shoal.config.monitoring import Monitoring
 
@@ -24,7 +24,7 @@ class Tracker(Protocol):
     """Keeps numbers by name."""
 
     def write(self, named: dict[str, float], samples: int) -> None:
-        """The numbers of one step. May raise `OSError`."""
+        """Write the numbers of one step. May raise any error of its package."""
 
 
 class CsvFiles:
@@ -96,13 +96,10 @@ def trackers(monitoring: Monitoring, job: str, run: str) -> list[Tracker]:
 
 
 def missing_packages(monitoring: Monitoring) -> Iterator[str]:
-    """A sentence for each tracker that is asked for and whose package is not installed."""
-    for key, package in (("tensorboard", "tensorboard"), ("wandb", "wandb")):
-        if getattr(monitoring, key) is not None and find_spec(package) is None:
-            yield (
-                f"`{key}.enabled` is true, and the package {package} is not installed: pip install {package}, or set "
-                "it to false."
-            )
+    """Return a sentence for each configured tracker whose package cannot be used."""
+    for package in ("tensorboard", "wandb"):
+        if getattr(monitoring, package) is not None and (why := why_unusable(package)):
+            yield f"`{package}.enabled` is true, and the package {package} {why}, or set it to false."
 
 
 def places_that_cannot_be_written(monitoring: Monitoring) -> Iterator[str]:
