@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import shoal
 import torch
 from shoal.core.sampler import Sampler
 from shoal.data.data_workers import Reading
@@ -14,7 +15,17 @@ from shoal.data.fetch import Fetcher
 from shoal.data.given_data import GivenData, batch_size_of, check_batch_size, data_of
 from shoal.data.source import NumberedSamples
 from shoal_protos.errors import UserError
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 DATASET = [torch.tensor([float(number)]) for number in range(40)]
 
@@ -70,9 +81,48 @@ def test_what_is_honoured_is_in_what_reads(name: str, capsys: pytest.CaptureFixt
 
 def test_the_batch_size_is_that_of_micro_batches_or_refused() -> None:
     assert batch_size_of(loader(batch_size=4)) == 4
-    check_batch_size(loader(batch_size=4), 4)
-    with pytest.raises(UserError, match="the DataLoader's batch_size is 4, and micro-batches have 2 samples"):
-        check_batch_size(loader(batch_size=4), 2)
+    check_batch_size(loader(batch_size=4), 4, 8)
+    check_batch_size(loader(batch_size=4), 2, 4)
+    with pytest.raises(UserError, match=r"batch_size is 4, and micro-batches have 2 samples .* or the 8 of a step"):
+        check_batch_size(loader(batch_size=4), 2, 8)
+
+
+POINTS = TensorDataset(torch.randn(32, 2, generator=torch.Generator().manual_seed(1)))
+
+
+def trained(dataset: Any, schedule: Callable[[Optimizer], LRScheduler] | None = None, **config: Any) -> str:
+    """The fingerprint at the end."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = schedule(optimizer) if schedule is not None else None
+    given = {"train_batch_size": 8, "shoal": {"lanes": 4, "epochs": 2}, **config}
+    engine = shoal.initialize(model, given, dataset, optimizer, scheduler)
+    for (points,) in engine:
+        assert len(points) == 2
+        engine.backward(engine.module(points).square().mean())
+        engine.step()
+    return str(engine.fingerprint())
+
+
+def test_of_the_batches_of_a_whole_step_the_micro_batches_are_made() -> None:
+    whole = DataLoader(POINTS, batch_size=8, shuffle=True)
+    assert trained(whole) == trained(POINTS) == trained(DataLoader(POINTS, batch_size=2, shuffle=True))
+
+
+def test_a_schedule_over_micro_batches_is_refused_with_the_number_of_steps() -> None:
+    """`len(loader)` is right where a loader has whole steps, and says nothing of steps where it has micro-batches."""
+    whole, micro = (DataLoader(POINTS, batch_size=size, shuffle=True) for size in (8, 2))
+
+    def over(loader: DataLoader[Any], epochs: int = 2) -> Callable[[Optimizer], LRScheduler]:
+        return lambda optimizer: OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=len(loader))
+
+    assert trained(whole, over(whole)) == trained(micro, over(whole))
+    with pytest.raises(UserError, match=r"total_steps is 32, which is len\(loader\) 16 × 2 epochs: .* 8 steps \(4 in"):
+        trained(micro, over(micro))
+    with pytest.raises(UserError, match=r"the CosineAnnealingLR's T_max is 32, .* Give it 8, or a loader"):
+        trained(micro, lambda optimizer: CosineAnnealingLR(optimizer, 2 * len(micro)))
+    assert trained(micro, over(micro, epochs=3)), "whatever a script means by that, it is not the epochs of the job"
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -74,13 +74,21 @@ def reading_of(loader: DataLoader[Any]) -> Reading:
     )
 
 
-def check_batch_size(given: Any, settled: int) -> None:
-    """Raises `UserError` where a DataLoader's batches are others than micro-batches."""
-    if batch_size_of(given) not in (None, settled):
+def check_batch_size(given: Any, micro_batch: int, batch: int) -> None:
+    """Raises `UserError` if a DataLoader's batches are neither micro-batches nor batches of a whole step, which are
+    split into micro-batches.
+    """
+    if batch_size_of(given) not in (None, micro_batch, batch):
         raise UserError(
-            f"the DataLoader's batch_size is {batch_size_of(given)}, and micro-batches have {settled} samples "
-            "(`train_micro_batch_size_per_gpu`); make them equal."
+            f"the DataLoader's batch_size is {batch_size_of(given)}, and micro-batches have {micro_batch} samples "
+            f"(`train_micro_batch_size_per_gpu`); give it that, or the {batch} of a step (`train_batch_size`)."
         )
+
+
+def micro_batches_of(given: Any, batch: int) -> int | None:
+    """Return the length of a DataLoader whose batches are smaller than a step; None for any other dataset."""
+    size = batch_size_of(given)
+    return None if size in (None, batch) or is_stream(given.dataset) else len(given)
 
 
 def _check_order(loader: DataLoader[Any], name: str) -> None:

@@ -57,7 +57,7 @@ def initialize(*by_position: Any, **named: Any) -> Made:
     source = refusals.of(_config, given)
     config = refusals.of(load_config, source, beside) if source is not None else None
     if config is not None:
-        refusals.of(check_batch_size, samples, config.micro_batch_size)
+        refusals.of(check_batch_size, samples, config.micro_batch_size, config.train_batch_size)
     refusals.raise_all()
     assert isinstance(model, nn.Module) and data is not None and config is not None, "refused otherwise"
     late = LateSource() if samples is None else None

@@ -18,6 +18,9 @@ from shoal.config.document import Scheduler as SchedulerSection
 OTHER_NAMES = {"adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw"}
 """What DeepSpeed's Adam is: it decouples weight decay."""
 
+TOTALS = ("total_steps", "T_max", "total_iters")
+"""Attributes of torch's schedulers with the number of their steps."""
+
 
 def check_scheduled(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     """Raises `UserError` where a schedule is another optimizer's: no rate that trains would ever change."""
@@ -27,6 +30,23 @@ def check_scheduled(scheduler: LRScheduler, optimizer: Optimizer) -> None:
             f"trains ({type(optimizer).__name__}). Build it over the optimizer that is given (optimizer=), or name "
             "both in the config."
         )
+
+
+def check_total(scheduler: LRScheduler, micro_batches: int, steps_per_epoch: int, last_step: int) -> None:
+    """Raises `UserError` if a scheduler counts a DataLoader's micro-batches over the job's epochs instead of steps: the
+    job would end before most of the schedule.
+    """
+    for name in TOTALS:
+        total = getattr(scheduler, name, None)
+        if not isinstance(total, int) or not total or total % micro_batches or total == last_step:
+            continue
+        epochs = total // micro_batches
+        if epochs * steps_per_epoch == last_step:
+            raise UserError(
+                f"the {type(scheduler).__name__}'s {name} is {total}, which is len(loader) {micro_batches} × {epochs} "
+                f"{'epoch' if epochs == 1 else 'epochs'}: the loader has micro-batches, and the job makes {last_step} "
+                f"steps ({steps_per_epoch} in an epoch). Give it {last_step}, or a loader with the batch of a step."
+            )
 
 
 def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:

@@ -30,7 +30,7 @@ from shoal.config.training import TrainingConfig, agreement
 from shoal.core.module_names import named_buffers, named_parameters
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.fetch import Fetcher
-from shoal.data.given_data import batch_size_of, check_batch_size, data_of
+from shoal.data.given_data import batch_size_of, check_batch_size, data_of, micro_batches_of
 from shoal.data.given_source import source_of
 from shoal.data.source import Source
 from shoal.device import Device
@@ -41,7 +41,7 @@ from shoal.logs import get_logger
 from shoal.numerics import identity, make_exact
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
-from shoal.optim.given_objects import check_scheduled, optimizer_differs, scheduler_differs
+from shoal.optim.given_objects import check_scheduled, check_total, optimizer_differs, scheduler_differs
 from shoal.optim.scheduler import class_of
 from shoal.optim.take_over import take_over
 from shoal.out_of_memory import initializing
@@ -73,6 +73,8 @@ class Given:
     """How samples are read ahead."""
     source: Source | None = None
     """What reads the dataset's samples; None: Shoal's own order of them."""
+    micro_batches: int | None = None
+    """Length of the script's DataLoader if its batches are micro-batches; else None."""
     peers_on_host: bool = True
     """Whether all other workers are on this one's host."""
     beside: Mapping[str, str] = field(default_factory=dict)
@@ -82,7 +84,7 @@ class Given:
 def initialize(
     model: nn.Module,
     config: str | Path | Mapping[str, Any],
-    dataset: Any,
+    dataset: Any = None,
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -103,10 +105,11 @@ def initialize(
     beside = Beside(None, batch_size_of(dataset), optimizer is not None, scheduler is not None)
     settled = refusals.of(load_config, config, beside)
     if settled is not None:
-        refusals.of(check_batch_size, dataset, settled.micro_batch_size)
+        refusals.of(check_batch_size, dataset, settled.micro_batch_size, settled.train_batch_size)
     refusals.raise_all()
     assert data is not None and settled is not None, "refused otherwise"
-    return assemble(Given(model, settled, data.dataset, optimizer, scheduler, data.collate_fn, reading=data.reading))
+    given = Given(model, settled, data.dataset, optimizer, scheduler, data.collate_fn, reading=data.reading)
+    return assemble(replace(given, micro_batches=micro_batches_of(dataset, settled.train_batch_size)))
 
 
 def assemble(given: Given) -> Engine:
@@ -160,6 +163,8 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     optimizer, keeps = found
     sampler, limits = source.sampler, Limits.of(settled, last_step, given.peers_on_host)
     scheduler = _scheduler(given, optimizer, limits.last_step)
+    if given.micro_batches is not None and scheduler is not None:
+        check_total(scheduler, given.micro_batches, sampler.steps_per_epoch, limits.last_step)
     lay_out_once(model)
     state = TrainingState(model, optimizer, scheduler, limits)
     check_joiners_can_be_given(state)
