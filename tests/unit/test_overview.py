@@ -225,6 +225,8 @@ def test_a_worker_says_what_it_does_or_for_whom_it_waits() -> None:
     assert activity_sentence(replace(ACTIVE, state=State.LOST, why="it is dead")) == "it is dead"
     assert "not been heard of" in activity_sentence(ACTIVE)
     assert activity_sentence(replace(ACTIVE, state=State.STARTING)) == "starts: it has not said hello yet"
+    welcomed = replace(ACTIVE, state=State.STARTING, member_state="warming_up")
+    assert activity_sentence(welcomed) == "warms up", "whether its heartbeats say so or not"
     assert activity_sentence(replace(ACTIVE, state=State.STARTING, activity=Activity())) == "warms up"
     assert activity_sentence(replace(ACTIVE, state=State.READY, activity=Activity())) == (
         "waits to be taken into a generation"

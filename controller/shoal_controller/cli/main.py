@@ -90,7 +90,9 @@ for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
     app.command(_command.__name__.rstrip("_"), cls=AllFaults, context_settings=_settings)(_ended(_command))
 
-tokens = typer.Typer(cls=JobOrCommand, no_args_is_help=True, help="Tokens: of people and programs, and of workers.")
+tokens = typer.Typer(
+    cls=JobOrCommand, no_args_is_help=True, help="Tokens. `shoal token JOB` prints that of a job's workers."
+)
 for _command in TOKEN_COMMANDS:
     tokens.command(_command.__name__.rstrip("_"), cls=AllFaults)(_ended(_command))
 app.add_typer(tokens, name="token")

@@ -221,7 +221,7 @@ class Election:
                 await _unless_lost(lease, ends.enter_async_context(lead(leadership)))
                 self._warned = ("", "")
                 while await self._until_doubtful(leadership):
-                    log.warning("another controller may lead", means="leads on only if none was elected")
+                    log.warning("the store was late to renew this lease", means="nothing is decided until it has")
                     if not await self._lead_on(leadership, held):
                         break
             log.info("this controller leads no longer", term=term)

@@ -34,7 +34,7 @@ def activity_sentence(worker: WorkerView) -> str:
     if worker.state in GONE:
         return worker.why or "is gone"
     if worker.state is State.STARTING and worker.activity is None:
-        return worker.why or "starts: it has not said hello yet"
+        return worker.why or ("warms up" if worker.member_state else "starts: it has not said hello yet")
     activity = worker.activity
     if activity is None:
         return worker.why or "has not been heard of since this controller leads"
