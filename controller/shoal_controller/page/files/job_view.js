@@ -235,7 +235,7 @@ class Facts {
     const took = job.ended === null ? open : `took ${duration(job.ended - job.created)}`;
     put("step", job.max_steps === null ? count(job.step) : `${count(job.step)} of ${count(job.max_steps)}`, row.seconds_left === null ? took : `${duration(row.seconds_left)} left`);
     put("world", `${count(job.workers.active)} of ${plural(job.workers.wanted, "worker")}`, `${count(job.workers.min)} to ${job.workers.max === null ? "as many as lanes" : count(job.workers.max)}, ${job.lanes === null ? "lanes not known" : plural(job.lanes, "lane")}`);
-    const reported = Object.entries(job.reports).map(([name, value]) => `${visible(name)} ${figure(value)}`);
+    const reported = Object.entries(job.reports ?? {}).map(([name, value]) => `${visible(name)} ${figure(value)}`);
     put("loss", figure(job.loss), [...reported, ...(row.step_seconds === null ? [] : [`${duration(row.step_seconds)} per step`])].join(", "));
     put("samples", row.samples_per_second === null ? "–" : `${figure(row.samples_per_second, 3)}/s`, job.samples === null ? "" : `${count(job.samples)} so far`);
     put("goodput", percent(row.goodput_ratio), "of wall time in committed steps");
