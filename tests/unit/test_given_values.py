@@ -25,9 +25,11 @@ from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.config import Scheduler
+from shoal.core.layout import Trainable, lay_out
 from shoal.fingerprint import block_digests
 from shoal.optim.from_config import build_scheduler
 from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.step_effects import effects_of_steps
 from shoal.optim.take_over import advance
 from shoal.training.given_values import GivenHyperParameters, OtherValues
 from shoal_protos.errors import UserError
@@ -44,7 +46,7 @@ class Run:
         groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": rate * times} for times in (1, 4)]
         self.optimizer = torch.optim.AdamW(groups, **more)
         self.scheduler = scheduler(self.optimizer)
-        self.given = GivenHyperParameters(self.optimizer, self.scheduler, torch.device("cpu"))
+        self.given = GivenHyperParameters(self.optimizer, self.scheduler, ())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.go_on(steps)
 
@@ -244,12 +246,13 @@ class Counting(torch.optim.SGD):
 
 @holds("A value of the optimizer that script")
 def test_what_only_training_has_moved_stays() -> None:
-    cpu, parameter = torch.device("cpu"), nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(torch.ones(2))
     before, now = Counting([parameter], lr=0.1, count=0), Counting([parameter], lr=0.1, count=100)
-    given = GivenHyperParameters(before, None, cpu).values
+    moved = effects_of_steps(before, lay_out([Trainable("weight", (2,), torch.float32, 0)])).moved
+    given = GivenHyperParameters(before, None, moved).values
     before.step()
     before.param_groups[0]["lr"] = 0.025  # as a loop's body does
-    load = GivenHyperParameters(now, None, cpu)
+    load = GivenHyperParameters(now, None, moved)
     load_into(now, hyper_parameters(before))
     assert load.replace(now, None, given, goes_on=True) == OtherValues()
     assert (now.param_groups[0]["lr"], now.param_groups[0]["count"]) == (0.025, 1)
@@ -259,12 +262,10 @@ def test_what_only_training_has_moved_stays() -> None:
 
 
 def test_other_kinds_of_the_same_number_are_no_other_values_and_many_groups_are_not_all_named() -> None:
-    cpu = torch.device("cpu")
-
     def made(rate: float, decay: float) -> tuple[Optimizer, GivenHyperParameters]:
         groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate * (number > 0)} for number in range(20)]
         optimizer = torch.optim.SGD(groups, lr=1.0, weight_decay=decay)
-        return optimizer, GivenHyperParameters(optimizer, None, cpu)
+        return optimizer, GivenHyperParameters(optimizer, None, ())
 
     (_, before), (optimizer, now) = made(1.0, 0), made(2.0, 0.0)
     outcome = now.replace(optimizer, None, before.values, goes_on=True)

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory, FindMemory
 from shoal.blocks.host_memory import memory_on
-from shoal.blocks.loaded_state import GivenStates, LoadedState, Numbers, State, probe_state_bytes
+from shoal.blocks.loaded_state import GivenStates, LoadedState, State, probe_state_bytes
 from shoal.blocks.optimizer_step import OptimizerStep, Segment
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
+from shoal.optim.step_effects import effects_of_steps
 from shoal.optim.turns import has_turn
 from shoal.optim.twin import (
     carried,
@@ -93,9 +94,9 @@ class HeldBlocks:
         """Of the segments: it grows whenever they are others."""
         self.layout = layout
         self._user = optimizer
-        self.loaded = LoadedState(layout, optimizer, tensors)
-        self._twin, self._numbers = twin_of(optimizer), Numbers(layout, optimizer)
-        self.optimizer_step = OptimizerStep(optimizer, self._twin, layout)
+        self._twin, self.effects = twin_of(optimizer), effects_of_steps(optimizer, layout)
+        self.loaded = LoadedState(layout, optimizer, tensors, self.effects.only_counts)
+        self.optimizer_step = OptimizerStep(self._twin, layout, stands_in=bool(self.effects.moved))
         self._parameters = parameters
         self._segments: list[Segment] = []
         self.runs = NO_BLOCKS
@@ -178,14 +179,15 @@ class HeldBlocks:
         stretch: Stretch,
         state: State,  # each (elements of the stretch,), or () for what all its blocks share
     ) -> Segment:
-        state = self._home.bring(self.layout.buckets[stretch.bucket], state)
-        has_master = MASTER in state and self.layout.buckets[stretch.bucket].has_masters
+        bucket = self.layout.buckets[stretch.bucket]
+        state = self._home.bring(bucket, state)
+        has_master = MASTER in state and bucket.has_masters
         weights = self._weights(stretch, state, has_master) if self.keeps_weights else None
         parameter = state[MASTER] if has_master else self._parameters.of(stretch) if weights is None else weights
         apart = {MASTER} if has_master else set()
         own = {key: value for key, value in state.items() if key not in apart and key != WEIGHTS}
         if own:
-            numbers = self._numbers.of(self.layout.buckets[stretch.bucket])
+            numbers = self.effects.numbers.get((bucket.group, bucket.wide_dtype), {})
             self._twin.state[parameter].update(given_back(own, numbers))
         return Segment(stretch, parameter, has_master, weights)
 

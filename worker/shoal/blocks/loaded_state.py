@@ -7,7 +7,7 @@ And what state an optimizer makes at all, found by one update of a twin of it. C
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from shoal_protos.errors import UserError
@@ -15,14 +15,7 @@ from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
 from shoal.core.misses import Missed, Misses
-from shoal.optim.counters import only_counts_steps
-from shoal.optim.twin import (
-    carried,
-    may_step_in_parts,
-    numbers_in,
-    probing_twin_of,
-    without_hooks_on_all,
-)
+from shoal.optim.twin import carried, probing_twin_of, without_hooks_on_all
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
@@ -47,17 +40,18 @@ Shared = dict[str, Tensor]  # each ()
 
 
 class LoadedState:
-    """`tensors`: the user's parameter objects by name, under which their state is found."""
+    """`tensors`: the user's parameter objects by name, under which their state is found. `only_counts`: whether the
+    numbers of its state count steps and are no others: then parameters of a bucket may differ in them.
+    """
 
     def __init__(
         self,
         layout: Layout,
         optimizer: torch.optim.Optimizer,
         tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
+        only_counts: bool,
     ) -> None:
-        self._layout, self._user, self._tensor_of = layout, optimizer, tensors
-        self.only_counts = only_counts_steps(optimizer, layout)
-        """Whether those numbers count steps and are no others: then parameters of a bucket may differ in them."""
+        self._layout, self._user, self._tensor_of, self.only_counts = layout, optimizer, tensors, only_counts
         self._given: GivenStates | None = None
         self._known: dict[int, Shared | None] = {}
         """Of it, by the number of those that are alike."""
@@ -204,12 +198,7 @@ def _listed(keys: Iterable[str]) -> str:
 def probe_state(
     optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, device: torch.device
 ) -> State:  # each (elements,), or ()
-    """The state that one update makes of so many zeros of that bucket."""
-    return carried(_kept(optimizer, bucket, elements, device))
-
-
-def _kept(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, device: torch.device) -> dict[str, Any]:
-    """As the optimizer keeps it; nothing where its step fails."""
+    """The state that one update makes of so many zeros of that bucket; none where the optimizer's step fails."""
     twin, zeros = probing_twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype, device=device)
     zeros.grad = torch.zeros_like(zeros)
     twin.param_groups[bucket.group]["params"] = [zeros]
@@ -218,25 +207,7 @@ def _kept(optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, devic
             twin.step()
     except Exception:  # one that could not be tried, and was taken at the script's word
         return {}
-    kept: dict[str, Any] = twin.state[zeros]
-    return kept
-
-
-class Numbers:
-    """Which of an optimizer's values in the state are numbers, and of what type."""
-
-    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
-        self._layout, self._user = layout, optimizer
-        self._known: dict[tuple[int, torch.dtype], dict[str, type]] = {}
-
-    def of(self, bucket: Bucket) -> Mapping[str, type]:
-        """By key; torch's own classes have none."""
-        if bucket.is_frozen or may_step_in_parts(self._user):
-            return {}
-        kind = bucket.group, bucket.wide_dtype
-        if kind not in self._known:
-            self._known[kind] = numbers_in(_kept(self._user, bucket, 2, self._layout.device))
-        return self._known[kind]
+    return carried(twin.state[zeros])
 
 
 def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:

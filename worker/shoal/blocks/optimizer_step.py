@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.core.layout import Layout, Stretch
 from shoal.core.misses import USED_ALWAYS, UpdatePiece, within
-from shoal.optim.twin import NUMBERS, keys_of_steps, with_no_empty_group
+from shoal.optim.twin import NUMBERS, with_no_empty_group
 
 Cuts = Mapping[int, Sequence[UpdatePiece]]
 """By bucket, the pieces that an update takes; a bucket that is not among them is taken as it lies."""
@@ -48,10 +48,9 @@ class _Cut:
 class OptimizerStep:
     """Steps of a twin on segments."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, layout: Layout) -> None:
-        """`optimizer`: the user's, as it is at the start."""
-        self._twin, self._layout = twin, layout
-        self._stands_in = bool(keys_of_steps(optimizer, layout.device))
+    def __init__(self, twin: torch.optim.Optimizer, layout: Layout, stands_in: bool) -> None:
+        """`stands_in`: whether groups must not be empty, as a step changes values of them."""
+        self._twin, self._layout, self._stands_in = twin, layout, stands_in
         self.cuts: Cuts = {}
         """Of the next update."""
 
@@ -156,10 +155,7 @@ def _step_on(
     scale: float,
     stands_in: bool,
 ) -> None:
-    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group.
-
-    `stands_in`: whether groups must not be empty, as a step changes values of them.
-    """
+    """The optimizer's own step, with the gradients times `scale`. `groups`: of each segment the optimizer's group."""
     for group in twin.param_groups:
         group["params"] = []
     for number, segment, gradient in zip(groups, segments, gradients, strict=True):

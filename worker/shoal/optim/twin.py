@@ -128,24 +128,6 @@ def changed_values(now: Mapping[str, Any], before: Mapping[str, Any], number: in
     return [key for key in keys if text(now, key) != text(before, key)]
 
 
-def keys_of_steps(optimizer: Optimizer, device: torch.device) -> frozenset[str]:
-    """Keys of groups whose values a step of it on this device changes."""
-    if may_step_in_parts(optimizer):
-        return frozenset()
-    twin = probing_twin_of(optimizer)
-    for group in twin.param_groups:
-        group["params"] = [torch.zeros(1, device=device)]
-        group["params"][0].grad = torch.zeros(1, device=device)
-    before = [own(group) for group in twin.param_groups]
-    try:
-        with without_hooks_on_all():
-            twin.step()
-    except Exception:  # one that could not be tried, and was taken at the script's word
-        return frozenset()
-    pairs = zip(twin.param_groups, before, strict=True)
-    return frozenset(key for now, then in pairs for key in changed_values(now, then, 0))
-
-
 def failure_from(
     optimizer: Optimizer,
     group: int,

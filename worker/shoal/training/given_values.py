@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,7 +21,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.checkpoint.plain import decode, encode
 from shoal.optim.hyper import Group, hyper_parameters, in_place_of
 from shoal.optim.scheduler import Schedule, class_of, momenta_of, scale_rates, schedule_values, take_keys
-from shoal.optim.twin import keys_of_steps
 
 RATE, BASE = "lr", "initial_lr"
 OF_SCHEDULES = (BASE, "max_lr", "min_lr", "base_momentum", "max_momentum")
@@ -62,12 +60,11 @@ class OtherValues:
 class GivenHyperParameters:
     """Those of this process; made before anything moves them."""
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, device: torch.device) -> None:
-        """`device`: where the optimizer's steps are made. Raises `UserError` for a scheduler that cannot be saved."""
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Collection[str]) -> None:
+        """`moved`: keys of groups that steps change. Raises `UserError` for a scheduler that cannot be saved."""
         self._first, self._beside = hyper_parameters(optimizer), dict[str, Tensor]()
         state = scheduler.state_dict() if scheduler is not None else None
         self._schedule = encode(state, self._beside, "the scheduler's state")
-        moved = keys_of_steps(optimizer, device)
         self.values = ValuesOfRun(
             [_given(group, moved, scheduler) for group in self._first], schedule_values(scheduler)
         )

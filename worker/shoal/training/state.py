@@ -168,8 +168,8 @@ class TrainingState:
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
-        self.modes, self.given = ModuleModes(module), GivenHyperParameters(optimizer, scheduler, self.layout.device)
-        self.misses = Misses(())
+        self.given = GivenHyperParameters(optimizer, scheduler, self.held.effects.moved)
+        self.modes, self.misses = ModuleModes(module), Misses(())
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in, self.followed = NO_STEP, limits.last_step, 0, 0
         self.record: Record | None = None
