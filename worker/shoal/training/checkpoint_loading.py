@@ -80,22 +80,33 @@ class CheckpointLoading:
 
         Raises `NoneReadable` where that lasts for `stall_seconds`; alone at once, for then nobody mends it meanwhile.
         """
-        link, pause = self._context.link, FIRST_LOOK_SECONDS
-        began, reported = time.monotonic(), ""
-        while why := self.look():
-            if link.alone or time.monotonic() - began >= link.job.stall_seconds:
-                raise NoneReadable(why)
-            if link.stopping:
-                return  # the job has changed its mind; where it trains all the same, its plan names a checkpoint
+        link, reasons = self._context.link, list[str]()
+
+        def tell(why: str) -> None:
             self.skipped = [f"this worker waits, and does not begin at step 0: {why}"]
-            if why != reported:
+            if reasons[-1:] != [why]:
                 log.error("checkpoints_unread", reason=why, waits_seconds=link.job.stall_seconds)
                 publish()
-            reported = why
+            reasons.append(why)
+
+        why = self._look_again(self.look, 1.0, tell)
+        if why and (link.alone or not link.stopping):
+            raise NoneReadable(why)  # else the job has changed its mind; where it trains, its plan names a checkpoint
+        if reasons:
+            publish()
+
+    def _look_again(self, look: Callable[[], str], part: float, tell: Callable[[str], None]) -> str:
+        """Looks while that returns why it finds nothing, which is told, for a part of `stall_seconds`, or until the job
+        has another item for this worker; alone once, for then nothing changes meanwhile. Returns what it did last.
+        """
+        link, pause, began = self._context.link, FIRST_LOOK_SECONDS, time.monotonic()
+        while (why := look()) and not (link.alone or link.stopping):
+            if time.monotonic() - began >= part * link.job.stall_seconds:
+                break
+            tell(why)
             link.pause(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
-        if reported:
-            publish()
+        return why
 
     def look(self) -> str:
         """Finds what to go on from. Returns why that cannot be told, where there is something that cannot be read, or
@@ -185,32 +196,31 @@ class CheckpointLoading:
         """The plan's checkpoint. Where its place fails or has none at all, it is away: this waits for it, and for as
         long as the other members and the controller do. Raises `WorldChanged` where another plan is on its way.
         """
-        link, pause = self._context.link, FIRST_LOOK_SECONDS
-        end = time.monotonic() + PATIENCE * link.job.stall_seconds
-        while True:
-            found, why = self._found_or_away(path)
-            if found is not None:
-                return found
-            if link.alone or time.monotonic() >= end:
-                raise CheckpointDamaged(f"{path} is gone: {why}.")
-            log.error("checkpoints_away", path=path, reason=why)
-            link.pause(pause)
-            if link.stopping:
-                raise WorldChanged(f"another plan is on its way, and {path} is not there")
-            pause = min(2 * pause, LONGEST_LOOK_SECONDS)
+        link, found = self._context.link, list[Found]()
 
-    def _found_or_away(self, path: str) -> tuple[Found | None, str]:
-        """Where the place is away, it fails or has no checkpoint at all: then why it is thought to be."""
+        def tell(why: str) -> None:
+            log.error("checkpoints_away", path=path, reason=why)
+
+        why = self._look_again(lambda: self._away(path, found), PATIENCE, tell)
+        if found:
+            return found[0]
+        if link.stopping and not link.alone:
+            raise WorldChanged(f"another plan is on its way, and {path} is not there")
+        raise CheckpointDamaged(f"{path} is gone: {why}.")
+
+    def _away(self, path: str, found: list[Found]) -> str:
+        """Why the place is thought to be away: it fails, or has no checkpoint at all. Empty: it is `found`."""
         place = path.rstrip("/").rpartition("/")[0] or "/"
         try:
             try:
-                return at(path, self._skip), ""
+                found.append(at(path, self._skip))
+                return ""
             except NotFound as error:
                 if saves(open_storage(place)):
                     raise CheckpointDamaged(f"{path} is gone: {error}") from error
-                return None, f"{place} has no checkpoint at all"
+                return f"{place} has no checkpoint at all"
         except TransientStorageFailure as error:
-            return None, str(error).rstrip(".")
+            return str(error).rstrip(".")
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
