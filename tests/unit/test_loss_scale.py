@@ -25,7 +25,7 @@ class Transcribed:
         rule = self.rule
         if overflow:
             if rule.hysteresis == 1 or self.left == 1:
-                if self.scale == rule.min_loss_scale:
+                if self.scale == rule.min_loss_scale and rule.ends_at_minimum:
                     raise ArithmeticError("at its minimum")
                 self.scale = max(self.scale / 2.0, rule.min_loss_scale)
             else:
@@ -58,6 +58,7 @@ rules = st.builds(
     hysteresis=st.integers(1, 4),
     consecutive_hysteresis=st.booleans(),
     min_loss_scale=st.sampled_from((0.25, 1.0, 3.0)),
+    ends_at_minimum=st.booleans(),
 )
 
 
@@ -74,6 +75,7 @@ def test_it_is_deepspeeds_rule(rule: LossScaleRule, overflows: list[bool]) -> No
             return
         state = after(state, overflow)
         assert (state.scale, state.hysteresis_left) == (twin.scale, twin.left)
+    assert first_loss_scale(rule).at(state.position) == state and state.skipped_steps == sum(overflows)
 
 
 def test_the_keys_and_defaults_are_those_of_ds_config() -> None:

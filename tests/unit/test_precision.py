@@ -181,6 +181,13 @@ def test_an_overflow_at_the_smallest_scale_fails_the_job_in_one_sentence() -> No
         alone(Task(options(precision)))
 
 
+def test_in_stage_0_every_overflow_halves_the_scale_and_at_its_smallest_it_stays_as_in_deepspeed() -> None:
+    patient = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 9, "min_loss_scale": 2**38}}
+    state = alone(Task(options(patient, stage=0))).context.state
+    assert state.loss_scale is not None
+    assert (state.scale, state.step, state.loss_scale.skipped_steps) == (2.0**38, STEPS, STEPS)
+
+
 def test_a_gradient_that_is_not_finite_without_a_scale_fails_the_job_as_in_float32() -> None:
     def body(engine: Engine, batch: Any) -> None:
         loss = engine.module(**batch)

@@ -135,12 +135,12 @@ class Fp16(Section):
     loss_scale_window: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 1000
     """Of a dynamic scale: steps without an overflow after which it doubles."""
     hysteresis: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 2
-    """Of a dynamic scale: overflows that it takes to halve it."""
+    """Of a dynamic scale: overflows that it takes to halve it; in stage 0 each does, as in DeepSpeed."""
     consecutive_hysteresis: Switch = False
     """Of a dynamic scale: whether a step without an overflow makes the count of `hysteresis` begin anew. False: it does
     so when the scale doubles."""
     min_loss_scale: Annotated[float, Field(gt=0), Allowed("a number above 0")] = 1.0
-    """Of a dynamic scale: the smallest; the job fails where an overflow asks for less."""
+    """Of a dynamic scale: the smallest; the job fails where an overflow asks for less, but in stage 0 it stays."""
 
 
 class ActivationCheckpointing(Section):

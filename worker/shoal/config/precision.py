@@ -37,6 +37,7 @@ class Precision:
             return cls(None, "bfloat16") if bf16.auto_cast else cls("bfloat16")
         if fp16.enabled is True:
             scaling = LossScaleRule(**fp16.model_dump(exclude={"enabled", "auto_cast"}))
+            scaling = scaling.in_stage_0() if document.zero_optimization.stage == 0 else scaling
             return cls(None, "float16", scaling) if fp16.auto_cast else cls("float16", None, scaling)
         return cls()
 
