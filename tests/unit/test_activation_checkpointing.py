@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy
 import pytest
 import shoal
+import shoal.deepspeed as deepspeed
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from matrices import shortened
@@ -105,6 +106,16 @@ class CalmStack(nn.Module):
         )
 
 
+class CallingStack(Stack):
+    """Checkpoints its layers itself, as scripts for DeepSpeed do."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in (*self.layers, self.layers[0]):
+            hidden = deepspeed.checkpointing.checkpoint(layer, hidden, scale=0.5)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
 def task(modules: Any, model: Callable[[], nn.Module] = Stack, **more: Any) -> Task:
     """A small run in which these modules are checkpointed."""
     return Task({**OPTIONS, "shoal": {"activation_checkpointing": modules}}, model=model, **more)
@@ -147,6 +158,14 @@ def test_what_is_made_again_has_the_bits_of_what_was_made_first(modules: Any) ->
     assert undisturbed(task(modules)) == undisturbed(PLAIN)
     made = OPTIONS["max_steps"] * OPTIONS["lanes"] * CALLS
     assert len(Layer.forwards) == (3 if "Linear" not in modules else 2) * made, "both runs, and what is made again"
+
+
+@holds("What activation checkpointing makes again")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_that_a_script_checkpoints_by_deepspeeds_name_are_made_again_with_their_bits(stage: int) -> None:
+    Layer.forwards.clear()
+    assert undisturbed(Task({**OPTIONS, "stage": stage}, model=CallingStack)) == undisturbed(PLAIN)
+    assert len(Layer.forwards) == 3 * OPTIONS["max_steps"] * OPTIONS["lanes"] * CALLS
 
 
 def kept_bytes(of: Task) -> int:

@@ -301,7 +301,7 @@ def trained(engine: DeepSpeedEngine, loader: ElasticLoader, seen: Callable[[Deep
     for _ in range(2):
         for batch in loader:
             loss = engine(**batch)
-            assert engine.backward(loss) is loss
+            assert engine.backward(loss) == loss / engine.gradient_accumulation_steps()
             before = seen(engine)
             engine.step()
             found.append((before, seen(engine)))

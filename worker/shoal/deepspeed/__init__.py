@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shoal.deepspeed import elasticity, zero
+from shoal.deepspeed import checkpointing, comm, elasticity, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.hf_config import HfDeepSpeedConfig
 from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
 from shoal.deepspeed.not_here import module_lacks
 
 __all__ = [
-    "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "elasticity", "init_distributed", "initialize",
-    "zero",
+    "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "checkpointing", "comm", "elasticity",
+    "init_distributed", "initialize", "zero",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, TypeGuard
-from weakref import WeakSet
+from weakref import ref
 
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from shoal.deepspeed.client_state import NAME, ClientState, saved_in
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.engine_facts import EngineFacts
 from shoal.deepspeed.own_loader import OwnLoaders, watch
+from shoal.deepspeed.scale_facts import say_scale
 from shoal.training.arguments import refuse_unknown
 from shoal.training.engine import Engine
 
@@ -26,7 +27,9 @@ WEIGHTS = "model.safetensors"
 OF_A_LOADER = {"pin_memory": "pin_memory", "data_sampler": "sampler", "collate_fn": "collate_fn",
                "num_local_io_workers": "num_workers"}  # fmt: skip
 """Arguments of `deepspeed_io`, with their names in a DataLoader."""
-_ENGINES: WeakSet[DeepSpeedEngine] = WeakSet()
+_ENGINES: list[ref[DeepSpeedEngine]] = []
+USUAL = {"retain_graph": False, "scale_wrt_gas": True, "allreduce_gradients": True, "release_loss": False}
+"""What `backward` takes beside the loss, of all versions of DeepSpeed."""
 
 
 class DeepSpeedEngine(EngineFacts):
@@ -38,11 +41,12 @@ class DeepSpeedEngine(EngineFacts):
         self._client_state = ClientState()
         self._applied = False
         elastic.register_state(NAME, self._client_state)
-        _ENGINES.add(self)
+        say_scale(elastic.context.state)
+        _ENGINES.append(ref(self))
 
     @property
     def optimizer(self) -> Optimizer:
-        """Its groups are in use; its state lies in blocks on all workers."""
+        """Its groups are in use; its state lies in blocks on all workers. It knows the loss scale (scale_facts.py)."""
         return self.elastic.context.state.optimizer
 
     @property
@@ -78,12 +82,14 @@ class DeepSpeedEngine(EngineFacts):
     forward = __call__
 
     def backward(self, loss: Tensor, **options: Any) -> Tensor:
-        """Accumulates the gradient of this micro-batch's mean loss, which is returned."""
-        odd = sorted(name for name, value in options.items() if value not in (None, False, True))
-        if odd or options.get("retain_graph"):
+        """Accumulates the gradient of this micro-batch's mean loss. Returns the loss divided by the accumulation steps,
+        as DeepSpeed does: a step's losses of one lane add up to their mean.
+        """
+        odd = [f"{name}={value!r}" for name, value in options.items() if value is not USUAL.get(name)]
+        if odd:
             raise UserError(
-                f"engine.backward got {', '.join(odd or ['retain_graph'])}; expected the loss alone. Add up the losses "
-                "of a micro-batch and call it once."
+                f"engine.backward got {', '.join(odd)}; expected the loss alone. Add up the losses of a micro-batch, "
+                "and call it once; the engine divides by the accumulation steps."
             )
         loop = self.elastic.context.loop
         if not loop.in_flight and not loop.is_void:
@@ -94,7 +100,7 @@ class DeepSpeedEngine(EngineFacts):
             )
         self.training_dataloader.check_goes_on()
         self.elastic.backward(loss)
-        return loss
+        return loss.detach() / self.gradient_accumulation_steps()
 
     def step(self, lr_kwargs: None = None) -> None:
         """Ends the micro-batch; after the last one of this worker's last lane it makes the optimizer step."""
@@ -183,9 +189,14 @@ class DeepSpeedEngine(EngineFacts):
     save_fp16_model = save_16bit_model
 
 
+def engines() -> list[DeepSpeedEngine]:
+    """Those of this process, the newest first."""
+    return [engine for made in reversed(_ENGINES) if (engine := made()) is not None]
+
+
 def engine_with(parameter: nn.Parameter) -> DeepSpeedEngine | None:
     """The engine whose model has that parameter."""
-    for engine in list(_ENGINES):
+    for engine in engines():
         if any(one is parameter for one in engine.module.parameters()):
             return engine
     return None

@@ -58,6 +58,14 @@ class EngineFacts:
         """The rates of the optimizer's groups."""
         return [float(group["lr"]) for group in self.elastic.context.state.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """What the optimizer's groups have as momentum: of SGD and RMSprop that, of others their betas; 0 where a group
+        has none.
+        """
+        optimizer = self.elastic.context.state.optimizer
+        key = "momentum" if type(optimizer).__name__ in ("SGD", "RMSprop") else "betas"
+        return [group.get(key, 0.0) for group in optimizer.param_groups]
+
     def get_global_grad_norm(self) -> float | None:
         """The last step's norm, before clipping; None where nothing is clipped."""
         record = self.elastic.context.state.record
@@ -66,6 +74,17 @@ class EngineFacts:
     def loss_scale(self) -> float:
         """What losses are multiplied by before their backward."""
         return self.elastic.context.state.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is found while training."""
+        scaling = self.elastic.context.config.precision.scaling
+        return scaling is not None and scaling.is_dynamic
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the job that updated nothing, because a gradient overflowed at the loss scale."""
+        scale = self.elastic.context.state.loss_scale
+        return scale.skipped_steps if scale is not None else 0
 
     # ---- settings
 

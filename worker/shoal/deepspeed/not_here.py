@@ -19,4 +19,6 @@ def engine_lacks(name: str) -> NotInShoal:
 
 
 def module_lacks(name: str) -> NotInShoal:
-    return NotInShoal(f"deepspeed.{name} is not in Shoal; {OTHERS.get(name, PAGE)}.")
+    """`name`: of a module within it with that module's."""
+    why = OTHERS.get(name) or OTHERS.get(name.partition(".")[0], PAGE)
+    return NotInShoal(f"deepspeed.{name} is not in Shoal; {why}.")

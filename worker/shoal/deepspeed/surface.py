@@ -28,7 +28,8 @@ ARGUMENTS: Mapping[str, str] = {
 
 ENGINE: Mapping[str, str] = {
     "engine(*args, **kwargs)": "The model's forward.",
-    "backward(loss)": "Once for each batch, with the mean over the micro-batch. Returns the loss.",
+    "backward(loss)": "Once for each batch, with the mean over the micro-batch. Returns the loss divided by "
+    "`gradient_accumulation_steps()`, as DeepSpeed's does.",
     "step()": "Ends the batch; with the last one of a step it updates.",
     "is_gradient_accumulation_boundary()": "Whether the batch at hand is this worker's last one of its step.",
     "was_step_applied()": "Whether the last call of `step()` updated the model.",
@@ -43,10 +44,14 @@ ENGINE: Mapping[str, str] = {
     "fp16_enabled()": "Whether the model is trained in float16.",
     "bfloat16_enabled()": "Whether the model is trained in bfloat16.",
     "get_lr()": "The rates of the optimizer's groups.",
+    "get_mom()": "The momenta of the optimizer's groups (SGD, RMSprop), or their betas.",
     "get_global_grad_norm()": "The last step's norm, before clipping; None without clipping.",
     "loss_scale()": "What losses are multiplied by.",
+    "dynamic_loss_scale()": "Whether that is found while training.",
+    "skipped_steps": "Steps that updated nothing, because a gradient overflowed in float16.",
     "module": "The model.",
-    "optimizer": "The optimizer: its `param_groups` are in use, its `state_dict()` says that the state is elsewhere.",
+    "optimizer": "The optimizer: its `param_groups` are in use, its `state_dict()` says that the state is elsewhere. "
+    "`cur_scale` and `loss_scale` are what losses are multiplied by, `overflow` whether the last step overflowed.",
     "lr_scheduler": "The scheduler.",
     "training_dataloader": "The loader.",
     "device": "The device of the batches.",
@@ -86,13 +91,21 @@ MODULE: Mapping[str, str] = {
     "`target_deepspeed_version` is not looked at.",
     "zero.Init": "A context in which a model is built without memory: `shoal.deferred()`.",
     "zero.GatheredParameters": "A context in which all of a parameter can be read: `engine.gathered()`.",
+    "comm.get_rank()": "This worker's number among the members: it changes. 0 before the first world, -1 in a warm-up.",
+    "comm.get_world_size()": "The number of lanes, for which batch sizes are; known after `initialize`.",
+    "comm.barrier()": "Returns at once: members meet in each step's vote.",
+    "comm.init_distributed": "As `init_distributed`.",
+    "checkpointing.checkpoint(function, *args)": "Activation checkpointing of one call, by `torch.utils.checkpoint`.",
     "DeepSpeedEngine": "The class of the engine.",
     "HfDeepSpeedConfig": "In place of transformers' class of that name, which wants DeepSpeed: import it from here.",
 }
 
 OTHERS: Mapping[str, str] = {
-    "checkpointing": "see activation_checkpointing in docs/memory.md",
-    "comm": "workers come and go; engine.global_rank and engine.world_size are those of the moment",
+    "checkpointing": "what the configuration's section activation_checkpointing says needs no call (docs/memory.md)",
+    "comm": "workers come and go, and what one waits for may never come: the engine alone sends. Numbers that all "
+    "workers are to have: engine.elastic.report(name=value); rows: engine.elastic.gather(name=rows)",
+    "comm.get_local_rank": "engine.local_rank is the number of this worker's device",
+    "comm.is_initialized": "workers meet through the controller, and nothing is to be asked before",
     "get_accelerator": "engine.device is where batches are",
     "init_inference": "Shoal trains",
     "moe": "every lane runs the whole model",
@@ -100,5 +113,6 @@ OTHERS: Mapping[str, str] = {
     "pipe": "every lane runs the whole model",
     "PipelineModule": "every lane runs the whole model",
     "tp_model_init": "every lane runs the whole model",
+    "utils": "float32 weights of a checkpoint: `shoal export PATH FILE --dtype float32`; what is logged: `logging`",
 }
 """What scripts also use of the package, with what to do instead."""

@@ -74,6 +74,11 @@ class Schedule(LRScheduler):
             for group, first in zip(groups, momenta, strict=True):
                 group["betas"] = (first, SECOND_BETA)
 
+    def get_mom(self) -> list[Any] | None:
+        """The betas that the groups have, where the formula moves them: what DeepSpeed's OneCycle answers."""
+        moves = self._formula.momenta(self.last_epoch - 1, len(self.optimizer.param_groups)) is not None
+        return [group.get("betas") for group in self.optimizer.param_groups] if moves else None
+
     def state_dict(self) -> dict[str, Any]:
         return {key: value for key, value in super().state_dict().items() if key != "_formula"}
 

@@ -1,16 +1,18 @@
 """Activation checkpointing: the modules that the config names keep their inputs only; backward makes the rest again.
 
-`shoal.initialize` puts it on, `torch.utils.checkpoint` (non-reentrant) does it. What is here keeps every bit as it is
-without it: a forward that is made again finds random generators and buffers as the first one found them, and leaves
-them as they are now. torch.compile traces checkpoints itself, random numbers included.
+`shoal.initialize` puts it on, scripts call it as `deepspeed.checkpointing.checkpoint`, `torch.utils.checkpoint`
+(non-reentrant) does it. What is here keeps every bit as it is without it: a forward that is made again finds random
+generators and buffers as the first one found them, and leaves them as they are now. torch.compile traces checkpoints
+itself, random numbers included.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -113,14 +115,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     def plain(*given: Any, **named: Any) -> Any:
         return own(*given, **named) if own is not None else of_class(self, *given, **named)
 
-    contexts: list[_Again] = []
-
-    def alike(*given: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return plain(*given, **named)
-        with _context(self, contexts):  # also where a compiler gave up half-way
-            return plain(*given, **named)
-
+    alike = _made_again_alike(plain, self)
     if torch.compiler.is_compiling():
         return checkpoint(alike, *args, use_reentrant=False, **kwargs)
     kept = _KEPT.get(self)
@@ -130,11 +125,32 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(alike, *args, use_reentrant=False, **kwargs)
 
 
-def _context(module: nn.Module, contexts: list[_Again]) -> _First | _Again:
+def checkpoint_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls it, and again in backward. What a module's own function does to buffers is done once."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    alike = _made_again_alike(function, owner if isinstance(owner, nn.Module) else None)
+    return checkpoint(partial(alike, **kwargs), *args, use_reentrant=False)
+
+
+def _made_again_alike(plain: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
+    """For calls of one forward. `module`: its buffers are those that `plain` may change."""
+    contexts: list[_Again] = []
+
+    def alike(*given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(*given, **named)
+        with _context(module, contexts):  # also where a compiler gave up half-way
+            return plain(*given, **named)
+
+    return alike
+
+
+def _context(module: nn.Module | None, contexts: list[_Again]) -> _First | _Again:
     """Of the first call of a forward, which leaves that of all others in `contexts`; or that."""
     if contexts:
         return contexts[0]
-    first = _First((_KEPT.get(module) or _Checkpointed(to_host=False)).buffers(module))
+    kept = _KEPT.get(module) if module is not None else None
+    first = _First((kept or _Checkpointed(to_host=False)).buffers(module) if module is not None else [])
     contexts.append(_Again(first))
     return first
 

@@ -1,0 +1,128 @@
+"""What scripts for DeepSpeed ask of engine, optimizer and module besides their loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shoal.deepspeed as deepspeed
+import torch
+from crew import Crew, Task, undisturbed
+from shoal.deepspeed import comm
+from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
+from shoal.deepspeed.elastic_loader import ElasticLoader
+from shoal.deepspeed.engine_facts import EngineFacts
+from shoal.deepspeed.initializing import Made
+from shoal.training.engine import Engine
+from shoal_protos.errors import UserError
+from torch import nn
+
+SAMPLES = [(torch.full((2,), float(number)), torch.zeros(1)) for number in range(16)]
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}}
+
+
+def made(shoal: dict[str, Any] | None = None, **config: Any) -> Made:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    basis = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+             "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}  # fmt: skip
+    return deepspeed.initialize(
+        model=model, training_data=SAMPLES, config={**basis, **config}, shoal={"lanes": 2, "epochs": 1, **(shoal or {})}
+    )
+
+
+def trained(engine: DeepSpeedEngine, loader: ElasticLoader) -> None:
+    for points, targets in loader:
+        engine.backward(nn.functional.mse_loss(engine(points), targets))
+        engine.step()
+
+
+# ---- the engine, its optimizer and its scheduler
+
+
+def test_rates_momenta_and_scales_are_told_where_deepspeeds_objects_tell_them() -> None:
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": 0.0, "cycle_max_lr": 0.1}}
+    engine, optimizer, _, scheduler = made(scheduler=cycle)
+    its: Any = optimizer
+    schedule: Any = scheduler
+    assert (its.cur_scale, its.loss_scale, its.overflow) == (1.0, 1.0, False)
+    assert (engine.skipped_steps, engine.dynamic_loss_scale()) == (0, False)
+    assert engine.get_mom() == schedule.get_mom() == [(0.8, 0.99)]
+    assert type(optimizer).__name__ == "AdamW" and isinstance(optimizer, torch.optim.AdamW)
+    momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
+    flat, *_, schedule = made(optimizer=momentum, scheduler={"type": "WarmupLR", "params": {}})
+    assert flat.get_mom() == [0.5] and schedule.get_mom() is None
+
+
+def test_skipped_steps_are_the_jobs_also_on_a_joiner_and_after_a_resume(tmp_path: Path) -> None:
+    skipped: list[bool] = []
+
+    def script(elastic: Engine, before: Any) -> None:
+        engine = DeepSpeedEngine(elastic)
+        optimizer: Any = engine.optimizer
+        for batch in elastic:
+            before()
+            step, scale = engine.global_steps, optimizer.cur_scale
+            engine.backward(engine(**batch))
+            engine.step()
+            if engine.global_steps > step:
+                assert optimizer.overflow is not engine.was_step_applied()
+                skipped.append(optimizer.overflow and optimizer.cur_scale < scale)
+
+    def facts(elastic: Engine) -> EngineFacts:
+        found = EngineFacts()
+        found.elastic = elastic
+        return found
+
+    options = {"max_steps": 14, "precision": FP16}
+    undisturbed(Task(options, script=script))
+    once = sum(skipped)
+    assert once > 1
+    saving = Task({**options, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 6}}})
+    with Crew("ab", saving) as crew:
+        crew.train_to(5)
+        joiner = crew.add("c")
+        crew.train_until("c to be in", lambda: joiner in crew.members())
+        crew.finish()
+        assert [facts(one.engine).skipped_steps for one in crew.members()] == 3 * [once]
+    with Crew("a", saving) as crew:
+        crew.finish()
+        assert facts(crew.workers["a"].engine).skipped_steps == once
+
+
+def test_backward_gives_the_loss_by_the_accumulation_and_takes_nothing_that_would_change_the_gradient() -> None:
+    engine, _, loader, _ = made()
+    for points, targets in loader:
+        loss = nn.functional.mse_loss(engine(points), targets)
+        for odd in ({"retain_graph": True}, {"scale_wrt_gas": False}, {"inputs": [loss]}):
+            with pytest.raises(UserError, match=f"engine.backward got {next(iter(odd))}=.*; expected the loss alone"):
+                engine.backward(loss, **odd)
+        value = engine.backward(loss, retain_graph=False, scale_wrt_gas=True)
+        assert value.item() == loss.item() / 2 and not value.requires_grad
+        engine.step()
+
+
+# ---- deepspeed.comm
+
+
+def test_comm_says_which_member_this_is_and_refuses_what_would_wait_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(comm, "engines", list)
+        assert comm.get_rank() == 0
+        with pytest.raises(UserError, match=r"get_world_size was called before deepspeed\.initialize"):
+            comm.get_world_size()
+    engine, *_ = made()
+    assert (comm.get_rank(), deepspeed.comm.get_world_size(), comm.barrier()) == (0, engine.dp_world_size, None)
+    for rank, warming_up, answer in ((-1, False, 0), (-1, True, -1), (1, False, 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineFacts, "global_rank", rank)
+            patch.setattr(Engine, "warming_up", warming_up)
+            assert comm.get_rank() == answer
+    with pytest.raises(UserError, match=r"deepspeed\.comm\.get_rank got a group"):
+        comm.get_rank(group=object())
+    with pytest.raises(UserError, match=r"deepspeed\.comm\.all_reduce is not in Shoal; workers come and go, .*report"):
+        comm.all_reduce(torch.ones(1))
+    assert not hasattr(comm, "broadcast")
+    with pytest.raises(UserError, match=r"deepspeed\.checkpointing\.configure is not in Shoal; what the config"):
+        deepspeed.checkpointing.configure(None)
