@@ -1,7 +1,10 @@
-"""What scripts for DeepSpeed ask of engine, optimizer and module besides their loop."""
+"""What scripts for DeepSpeed ask of engine, optimizer and module besides their loop, and DeepSpeed's commands."""
 
 from __future__ import annotations
 
+import os
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,13 @@ import pytest
 import shoal.deepspeed as deepspeed
 import torch
 from crew import Crew, Task, undisturbed
+from safetensors.torch import load_file
 from shoal.deepspeed import comm
+from shoal.deepspeed.__main__ import hand_over, run_command
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
-from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.engine_facts import EngineFacts
 from shoal.deepspeed.initializing import Made
+from shoal.deepspeed.surface import REFUSED_FLAGS, UNREAD_FLAGS
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn
@@ -30,12 +35,6 @@ def made(shoal: dict[str, Any] | None = None, **config: Any) -> Made:
     return deepspeed.initialize(
         model=model, training_data=SAMPLES, config={**basis, **config}, shoal={"lanes": 2, "epochs": 1, **(shoal or {})}
     )
-
-
-def trained(engine: DeepSpeedEngine, loader: ElasticLoader) -> None:
-    for points, targets in loader:
-        engine.backward(nn.functional.mse_loss(engine(points), targets))
-        engine.step()
 
 
 # ---- the engine, its optimizer and its scheduler
@@ -126,3 +125,80 @@ def test_comm_says_which_member_this_is_and_refuses_what_would_wait_for_others(m
     assert not hasattr(comm, "broadcast")
     with pytest.raises(UserError, match=r"deepspeed\.checkpointing\.configure is not in Shoal; what the config"):
         deepspeed.checkpointing.configure(None)
+
+
+# ---- commands
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ("train.py --epochs 3", "run train.py -- --epochs 3"),
+        ("--num_gpus=2 --master_port 29501 train.py --num_gpus 4", "run --workers 2 train.py -- --num_gpus 4"),
+        ("--num_nodes 1 --num_gpus -1 -q --enable_each_rank_log logs t.py", "run --log-dir logs t.py --"),
+        (f"{' '.join(UNREAD_FLAGS)} t.py", "run t.py --"),
+    ],
+)
+def test_deepspeeds_command_becomes_shoal_run(given: str, becomes: str) -> None:
+    assert run_command(given.split()) == becomes.split()
+
+
+@pytest.mark.parametrize("flag", [*REFUSED_FLAGS, "-H", "-i", "--num_nodes", "--gpus"])
+def test_a_flag_of_deepspeeds_command_that_has_no_meaning_here_is_refused_with_what_to_do(flag: str) -> None:
+    with pytest.raises(
+        UserError, match=r"`shoal |CUDA_VISIBLE|the module's file|by Python|before\.|docs/deepspeed\.md"
+    ):
+        run_command([flag, "2", "train.py"])
+
+
+def test_a_command_of_deepspeeds_is_handed_over_or_ends_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    becomes: list[Any] = []
+
+    def become(program: str, command: list[str]) -> None:
+        becomes.extend((Path(program).name, *command[1:]))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(sys, "argv", ["env_report.py", "--for", "worker"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("shoal.deepspeed.env_report", run_name="__main__")
+    assert becomes == ["shoal", "doctor", "--for", "worker"]
+    with pytest.raises(SystemExit, match="2"):
+        hand_over(lambda: run_command(["-H", "hosts", "train.py"]))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        hand_over(lambda: ["doctor"])
+    refused, missing = capsys.readouterr().err.splitlines()
+    assert "-H has no meaning here: workers of other hosts join a controller" in refused
+    assert "the command `shoal` is not installed" in missing
+
+
+def test_zero_to_fp32_beside_the_checkpoints_writes_float32_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, out = tmp_path / "place", tmp_path / "out"
+    engine, _, loader, _ = made({"checkpoint": {"path": str(place)}}, bf16={"enabled": True})
+    for points, targets in loader:
+        engine.backward(nn.functional.mse_loss(engine(points.bfloat16()), targets.bfloat16()))
+        engine.step()
+    engine.save_checkpoint(place, tag="last")
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(place / "zero_to_fp32.py"), run_name="__main__")
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+    assert run(place, out) == run(place, out / "last.safetensors", "--tag", "last") == 0
+    weights, tagged = load_file(out / "model.safetensors"), load_file(out / "last.safetensors")
+    assert weights["weight"].dtype == torch.float32 and torch.equal(weights["weight"], tagged["weight"])
+    assert torch.equal(weights["weight"].bfloat16(), engine.module.weight)
+    assert not torch.equal(weights["weight"], engine.module.weight.float()), "the masters"
+    assert (run(place, out / "pytorch_model.bin"), run(place, out, "-t", "first")) == (2, 2)
+    pickled, missing = capsys.readouterr().err.splitlines()[-2:]
+    assert "would be a pickle; weights are written as safetensors" in pickled
+    assert f'no checkpoint in {place} was saved as "first".' in missing

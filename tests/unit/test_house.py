@@ -35,6 +35,7 @@ MORE_METHODS = {"Engine": 29}
 ENTRY_MODULES = {
     "shoal_controller.cli.console": "the console script",
     "shoal.deepspeed.doc_page": "writes docs/deepspeed.md, `python -m`",
+    "shoal.deepspeed.env_report": "DeepSpeed's `ds_report`, `python -m`",
     "shoal.config.reference": "writes docs/configuration.md, `python -m`",
     "shoal.demo.byte_gpt": "the demo's script, `python -m`",
 }

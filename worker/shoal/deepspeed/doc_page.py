@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from shoal.config.deepspeed_page import config_table
-from shoal.deepspeed.surface import ABSENT, ARGUMENTS, ENGINE, MODULE
+from shoal.deepspeed.surface import ABSENT, ARGUMENTS, ENGINE, LAUNCHER, MODULE, REFUSED_FLAGS, UNREAD_FLAGS
 
 OPENING = """\
 # DeepSpeed
@@ -103,6 +103,9 @@ A job goes on from its newest checkpoint by itself (`shoal.checkpoint.resume`), 
 `(None, {})`. After it, the first pass over `loader` is the epoch of that checkpoint, for a script that counts its
 epochs on from there; without the call the passes count from the first epoch.
 
+`python zero_to_fp32.py . OUTPUT`, run in the folder of the checkpoints, writes the newest one's weights as float32 to
+`OUTPUT/model.safetensors`, as `shoal export` does; `--tag TAG` takes the newest that the script has saved as `TAG`.
+
 ## Elasticity
 
 The section `elasticity`, where it is on, determines batch, micro-batch and lanes as DeepSpeed 0.19.7 computes them: of
@@ -146,6 +149,14 @@ def _surface() -> Iterator[str]:
     yield "\n## The module\n\n| name | meaning |\n|---|---|\n"
     yield from (f"| `{name}` | {meaning} |\n" for name, meaning in MODULE.items())
     yield "\nWhat DeepSpeed has besides is not there, and says so by name.\n"
+    yield "\n## DeepSpeed's commands\n\n`python -m shoal.deepspeed [FLAGS] SCRIPT [ARGUMENTS]` is `deepspeed`:\n\n"
+    yield "| flag | what becomes of it |\n|---|---|\n"
+    yield from (f"| `{flag}` | {meaning} |\n" for flag, meaning in LAUNCHER.items())
+    yield f"| {', '.join(f'`{flag}`' for flag in UNREAD_FLAGS)} | nothing |\n"
+    for why in dict.fromkeys(REFUSED_FLAGS.values()):
+        yield f"| {', '.join(f'`{flag}`' for flag, one in REFUSED_FLAGS.items() if one == why)} | refused: {why} |\n"
+    yield "\n`python -m shoal.deepspeed.env_report` is `ds_report`: it becomes `shoal doctor`. Where DeepSpeed is "
+    yield "installed too,\nits own commands keep their names.\n"
 
 
 if __name__ == "__main__":

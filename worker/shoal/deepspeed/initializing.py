@@ -25,6 +25,7 @@ from shoal.deepspeed import rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.surface import ARGUMENTS
+from shoal.deepspeed.zero_to_fp32 import leave_script
 from shoal.logs import get_logger
 from shoal.training.arguments import check_given, refuse_unknown
 from shoal.training.exit import tell_errors_in_a_sentence
@@ -65,6 +66,8 @@ def initialize(*by_position: Any, **named: Any) -> Made:
         model, config, data.dataset, optimizer, scheduler, data.collate_fn, parameters, data.reading, late
     )
     engine = DeepSpeedEngine(assemble(given_parts))
+    if config.checkpoint.path is not None:
+        leave_script(config.checkpoint.path)
     if samples is None:
         init_distributed()
         engine.take_own_loaders()

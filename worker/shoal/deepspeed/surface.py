@@ -116,3 +116,32 @@ OTHERS: Mapping[str, str] = {
     "utils": "float32 weights of a checkpoint: `shoal export PATH FILE --dtype float32`; what is logged: `logging`",
 }
 """What scripts also use of the package, with what to do instead."""
+
+LAUNCHER: Mapping[str, str] = {
+    "--num_gpus N": "`shoal run --workers N`",
+    "--enable_each_rank_log DIR": "`shoal run --log-dir DIR`",
+    "--num_nodes N": "1 is this host",
+}
+"""Flags of DeepSpeed's command, and what becomes of them."""
+UNREAD_FLAGS = (
+    "--master_port PORT", "--master_addr ADDRESS", "--log_level LEVEL", "--bind_core_list LIST", "--bind_cores_to_rank",
+    "--no_local_rank", "--no_ssh_check", "--elastic_training", "--save_pid", "--quiet",
+)  # fmt: skip
+"""Those that change nothing: the controller says where workers meet, and every job is elastic."""
+JOINING = (
+    "workers of other hosts join a controller: `shoal controller` and `shoal submit` on one, `shoal worker` on each "
+    "(docs/operations.md), or pods of a cluster (docs/kubernetes.md)"
+)
+DEVICES = "CUDA_VISIBLE_DEVICES says which devices of this host are used"
+REFUSED_FLAGS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("--hostfile", "--launcher", "--launcher_args", "--node_rank", "--no_ssh", "--force_multi"), JOINING
+    ),
+    **dict.fromkeys(("--ssh_port", "--min_elastic_nodes", "--max_elastic_nodes"), JOINING),
+    **dict.fromkeys(("--include", "--exclude"), f"{DEVICES}; {JOINING}"),
+    "--module": "give the path of the module's file",
+    "--no_python": "workers are started by Python",
+    "--autotuning": "`shoal estimate` says what fits",
+    "--venv_script": "activate the environment before",
+}
+"""Those that are refused, with what to do instead."""
