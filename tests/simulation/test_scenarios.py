@@ -189,11 +189,14 @@ RULES = [
     "Where nothing says beforehand which step is the last, it is the one at which the scripts of all members have "
     "ended; one that has ended waits outside all exchange, and a worker that begins another step fails the job",
     "A change of the world",
-    broken_by=Edit(
-        "shoal_controller.core.machine.phases.open_end",
-        "    if len(ended) == world.world_size:\n",
-        "    if ended:\n",
-    ),
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.open_end",
+            "    if len(ended) == world.world_size:\n",
+            "    if ended:\n",
+        ),
+        Edit("shoal_controller.core.machine.phases.open_end", "    if beyond is not None:\n", "    if False:\n"),
+    ],
     case="ends_apart",
 )
 @holds(RULES)
