@@ -16,7 +16,7 @@ from reference import reference
 from rule import holds
 from shoal.config.batch import Sizes, settle
 from shoal.config.load import Beside, load_config
-from shoal.deepspeed import rank_reads
+from shoal.deepspeed import comm, rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
@@ -262,22 +262,22 @@ def test_workers_whose_loops_go_over_datasets_of_other_lengths_fail_by_name() ->
 
 
 @pytest.mark.parametrize(
-    ("line", "picks"),
+    ("rank", "line", "picks"),
     [
-        ("part = samples[rank :: engine.world_size]", True),
-        ("part = [one for number, one in enumerate(samples) if number % 4 == rank]", True),
-        ("part = [samples[number] for number in range(rank, 16, 4)]", True),
-        ("sampler = (samples, 4, rank)", False),
-        ("last = samples[-1:]", False),
+        ("engine.global_rank", "part = samples[rank :: engine.world_size]", True),
+        ("engine.global_rank", "part = [one for number, one in enumerate(samples) if number % 4 == rank]", True),
+        ("comm.get_rank()", "part = [samples[number] for number in range(rank, 16, 4)]", True),
+        ("comm.get_rank()", "sampler = (samples, 4, rank)", False),
+        ("engine.global_rank", "last = samples[-1:]", False),
     ],
 )
 def test_a_script_that_takes_samples_by_its_rank_is_refused_with_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, picks: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str, line: str, picks: bool
 ) -> None:
     monkeypatch.setattr(rank_reads, "_reads", {})
     engine, file = made(), tmp_path / "train.py"
-    file.write_text(f"rank = engine.global_rank\n\n{line}\n")
-    exec(compile(file.read_text(), str(file), "exec"), {"engine": engine, "samples": SAMPLES})
+    file.write_text(f"rank = {rank}\n\n{line}\n")
+    exec(compile(file.read_text(), str(file), "exec"), {"engine": engine, "comm": comm, "samples": SAMPLES})
     loader = DataLoader(SAMPLES, batch_size=4, shuffle=True)  # type: ignore[arg-type]
     if picks:
         with pytest.raises(UserError, match=r"train\.py:3 takes samples by the worker's rank"):

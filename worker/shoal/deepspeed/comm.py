@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from shoal_protos.errors import UserError
 
+from shoal.deepspeed import rank_reads
 from shoal.deepspeed.deepspeed_engine import engines
 from shoal.deepspeed.initializing import init_distributed
 from shoal.deepspeed.not_here import module_lacks
@@ -21,6 +22,7 @@ def get_rank(group: None = None) -> int:
     thrown away.
     """
     _refuse_group("get_rank", group)
+    rank_reads.note()
     engine = next(iter(engines()), None)
     if engine is None:
         return 0
