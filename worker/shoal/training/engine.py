@@ -27,6 +27,7 @@ from shoal.optim.turns import set_turn
 from shoal.session.link import Link
 from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
+from shoal.training.evaluation import reported_numbers
 from shoal.training.gathered_rows import refuse_metric
 from shoal.training.habits import Habits
 from shoal.training.lane_loop import LaneLoop
@@ -110,7 +111,7 @@ class Engine(Habits):
         """The last step's reported numbers, reduced like the loss, and evaluations (means over the lanes that
         arrived).
         """
-        return self.parts.evaluation.reported
+        return reported_numbers(self.context, self.parts.evaluation)
 
     @property
     def gathers(self) -> dict[str, Tensor]:

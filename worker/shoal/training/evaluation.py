@@ -181,12 +181,6 @@ class Evaluation:
             _take_in(self._arrived if self._at_hand is None else self._at_hand, name, 1.0, [lane_total / count])
         self._lane = {}
 
-    @property
-    def reported(self) -> dict[str, float]:
-        """The last step's reported numbers, and the results of evaluations since then."""
-        record = self._context.state.record
-        return {**record.reports, **record.evaluations, **self.since_the_step} if record else {}
-
     # ---- right after a step, and after the loop
 
     @property
@@ -307,6 +301,12 @@ class Evaluation:
 
 def _nothing() -> None:
     """Nothing follows."""
+
+
+def reported_numbers(context: TrainingContext, evaluation: Evaluation) -> dict[str, float]:
+    """Return the last step's reported numbers, and the results of evaluations since then."""
+    record = context.state.record
+    return {**record.reports, **record.evaluations, **evaluation.since_the_step} if record else {}
 
 
 def _take_in(sums: Sums, name: str, count: float, parts: list[float]) -> None:

@@ -10,7 +10,7 @@ from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
-from shoal.training.evaluation import Evaluation
+from shoal.training.evaluation import Evaluation, reported_numbers
 
 
 class StatusReport:
@@ -50,7 +50,7 @@ class StatusReport:
 
     def _latest_reports(self) -> dict[str, float]:
         """Return the last number of each name: one of every hundredth step is shown until it is reported again."""
-        new = self._evaluation.reported
+        new = reported_numbers(self._context, self._evaluation)
         kept = {name: value for name, value in self._reports.items() if name not in new}
         self._reports = dict([*kept.items(), *new.items()][-MOST_REPORTS:])
         return self._reports
