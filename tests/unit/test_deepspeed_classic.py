@@ -20,8 +20,11 @@ from shoal.deepspeed import comm, rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
+from tiers import check
 from torch import Tensor, distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
+
+pytestmark = check("trains whole jobs")
 
 EPOCHS, STEPS = 3, 15
 """Of 40 samples in steps of 8."""

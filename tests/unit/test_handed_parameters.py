@@ -28,7 +28,10 @@ from rule import Edit, holds, rule
 from shoal.blocks.released import Arriving
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker
+from tiers import check
 from torch import Tensor, nn
+
+pytestmark = check("trains in crews of several workers")
 
 
 @pytest.fixture(autouse=True)

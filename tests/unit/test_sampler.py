@@ -126,5 +126,4 @@ def test_the_job_ends_at_whichever_comes_first() -> None:
     assert sampler.last_step(None, 3) == 36
     assert sampler.last_step(50, 3) == 36
     assert sampler.last_step(30, 3) == 30
-    with pytest.raises(UserError, match="neither"):
-        sampler.last_step(None, None)
+    assert sampler.last_step(None, None) == 0, "a script says it by its end"

@@ -22,6 +22,9 @@ from shoal.core.save_part import BUSY
 from shoal.exchange.evaluation_round import EvaluationRound
 from shoal.group.group import WorldChanged
 from shoal.training.engine import Engine
+from tiers import check
+
+pytestmark = check("saves in crews of several workers")
 
 EVEN = range(2, 99, 2)
 SCORES = (0.5, 0.75, 0.25)

@@ -31,7 +31,6 @@ MEANT: Mapping[str, str] = {
     "accumulate": "set `shoal.micro_batches_per_lane`: a lane adds up its micro-batches before anything is exchanged",
     "prepare": "shoal.initialize has done it",
     "to": "the model is on the device on which it was given",
-    "cuda": "the model is on the device on which it was given",
     "local_rank": "a process has one device, engine.device",
     "log": "engine.report(name=value), or a callback by engine.on_step",
 }
