@@ -303,3 +303,22 @@ def test_the_configuration_for_transformers_answers_without_deepspeed() -> None:
     assert (config.get_value("zero_optimization.stage"), config.get_value("optimizer.params.lr", 1)) == (3, 1)
     config.del_config_sub_tree("zero_optimization.offload_param", must_exist=True)
     assert not config.is_offload() and config.is_false("bf16.enabled") is False
+
+
+def test_a_script_that_has_ended_says_in_each_new_world_that_it_evaluates_no_more() -> None:
+    """Else a script that still evaluates would wait for it there."""
+
+    def evaluates_late(elastic: Engine, before: Callable[[], None]) -> None:
+        script(elastic, before)
+        before()
+        with elastic.evaluating():
+            for _ in elastic.shard(range(8)):
+                elastic.report(score=1.0)
+
+    late = {"c": Task(OPEN, script=evaluates_late)}
+    with Crew("abc", Task(OPEN, script=script), odd=late) as crew:
+        crew.allow(STEPS)
+        crew.until("both at their end", lambda: all(crew.workers[one].engine.context.awaits_end for one in "ab"))
+        crew.kill("b")
+        assert crew.finish() == reference(Task(OPTIONS))
+        assert crew.now < 300

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from machine_driver import MADE_OF, Driver
+from machine_driver import MADE_OF, NEW, Driver
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
 from shoal_controller.core.machine.place import Place
@@ -17,6 +17,7 @@ from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, MemberState, 
 from shoal_protos.runs import every
 
 FAULT = Fault("ValueError", "NaN in the loss", "train.py:31 forward")
+MEMORY = replace(FAULT, exception="OutOfMemoryError")
 OUTAGE = replace(FAULT, exception="FileNotFoundError", outage=True)
 
 
@@ -253,7 +254,9 @@ KeyError: 'LOCAL_RANK'"""
     ("tails", "is_given_up"),
     [
         ([KEY_ERROR, f"a line of its own\n{KEY_ERROR}\nand one below"], True),
-        (["train.sh: line 2: pyton: command not found"] * 2, True),
+        (["train.sh: line 2: python: command not found"] * 2, False),
+        ([KEY_ERROR.replace("KeyError", "FileNotFoundError")] * 2, False),
+        ([KEY_ERROR.replace("KeyError", "torch.OutOfMemoryError")] * 2, False),
         ([KEY_ERROR, KEY_ERROR.replace("line 9", "line 8")], False),
         ([KEY_ERROR.replace("KeyError", "requests.exceptions.ConnectionError")] * 2, False),
         (["", ""], False),
@@ -278,13 +281,41 @@ def test_a_worker_that_cannot_join_does_not_end_a_job_of_which_another_one_is_he
 
 
 @holds("A script that fails in the same way")
-@pytest.mark.parametrize(("fault", "worlds"), [(FAULT, 1), (OUTAGE, 4)])
+@pytest.mark.parametrize(("fault", "worlds"), [(FAULT, 1), (MEMORY, 2), (OUTAGE, 4)])
 def test_a_script_that_fails_in_all_members_in_its_first_step_is_not_started_again(fault: Fault, worlds: int) -> None:
     job, tried = job_of(2), 0
     while here := start(job):
         tried += 1
         raise_in(job, here, 0, fault)
     assert (tried, job.view.phase) == (worlds, Phase.FAILED)
+
+
+@holds("A script that fails in the same way")
+def test_a_job_that_has_trained_is_not_ended_by_one_start_that_fails() -> None:
+    job = job_of(2)
+    kill(job, live(job, 50))
+    new: list[str] = []
+    while len(new) < 2:
+        job.wait(1.0, beating=False)
+        new = [one.worker for one in job.job.durable.roster.values() if one.serves and not one.incarnation]
+    for worker in new:
+        job.exit(worker, 1, "exit status 1", KEY_ERROR)
+    assert not job.view.phase.is_over
+
+
+@holds("A script that fails in the same way")
+def test_a_world_of_one_does_not_speak_for_workers_that_warm_up_to_join_it() -> None:
+    job = job_of(3, min_workers=1)
+    job.hello("w0")
+    job.wait(30)
+    job.stop("w0", job.statuses["w0"])
+    plan = job.planned()
+    assert [member.worker for member in plan.members] == ["w0"]
+    for name in ("w1", "w2"):
+        job.hello(name, status=replace(NEW, state=MemberState.WARMING_UP))
+    job.say("w0", Result(0, failure="ValueError: NaN in the loss", fault=FAULT))
+    job.exit("w0", 1, "exit status 1")
+    assert not job.view.phase.is_over
 
 
 # ---- what forgives, and what is no failure

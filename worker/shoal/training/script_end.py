@@ -45,10 +45,7 @@ class ScriptEnd:
         if not self.is_open:
             return
         context = self._context
-        try:
-            self._parts.boundary.end_body()
-        except WorldChanged:
-            self._parts.resize.take_part(broken=True)
+        self._end_body()
         context.is_through = True
         if context.link.alone:
             context.state.last_step = context.state.step
@@ -56,10 +53,17 @@ class ScriptEnd:
             self._wait()
         self._training.end()
 
+    def _end_body(self) -> None:
+        try:
+            self._parts.boundary.end_body()
+        except WorldChanged:
+            self._parts.resize.take_part(broken=True)
+
     def _wait(self) -> None:
         context = self._context
         if context.world is None or context.link.stopping:
             self._parts.resize.take_part()
+            self._end_body()  # the members of a new world wait for this one's word, too
             return
         context.awaits_end = True
         self._parts.status.publish()

@@ -30,8 +30,12 @@ EXPLAINED = (-signal.SIGINT, -signal.SIGHUP, -signal.SIGTERM, NO_CONTROLLER)
 """Exit statuses of a process that somebody wanted to end, or that had nobody to work for."""
 FRAME = '  File "'
 """Beginning of a frame in a traceback."""
-OUTAGES = ("OSError", "Connect", "HTTP", "Timeout", "BrokenPipe")
-"""Parts of names of exceptions that a later attempt may not meet."""
+BUGS = frozenset({
+    "AssertionError", "AttributeError", "EOFError", "ImportError", "IndentationError", "IndexError", "KeyError",
+    "ModuleNotFoundError", "NameError", "NotImplementedError", "RecursionError", "SyntaxError", "TabError",
+    "TypeError", "UnboundLocalError", "UserError", "ValueError", "ZeroDivisionError",
+})  # fmt: skip
+"""Exceptions of a script itself. Any other one, of memory, a device, a file or a network, may pass."""
 
 
 def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = None, step: int = 0) -> None:
@@ -56,7 +60,8 @@ def on_failure(turn: Turn, worker: WorkerId, why: str, fault: Fault | None = Non
     at = f"worker {worker} {at_step(step)}: {why}"
     failures, common_fault = turn.durable.failures, _common_fault(turn, worker)
     turn.keep(failures=replace(failures, common_fault=common_fault or failures.common_fault))
-    if (common_fault and _is_before_any_step(turn, step)) or _none_could_join(turn, worker):
+    is_alike = _is_everyones(turn, common_fault) or _none_could_join(turn, worker)
+    if is_alike and _is_a_bug(fault) and _is_before_any_step(turn, step) and not turn.durable.checkpoints:
         sentence = "the script failed in the same way in every worker before its first step, so it would fail again"
         ending.fail(turn, f"{sentence}; worker {worker}: {why}")
     elif common_fault and common_fault == failures.common_fault:
@@ -111,18 +116,14 @@ def forgive(turn: Turn, status: Status) -> None:
 
 
 def fault_of(log_tail: str) -> Fault | None:
-    """Return the fault that ended a script before its hello, from the last traceback in its log or the log's last line;
-    None if the log is empty.
-    """
+    """Return the fault that ended a script before its hello, from the last traceback in its log; None without one."""
     lines = log_tail.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith(FRAME)]
     raised = next((line for line in lines[frames[-1] :] if line[:1].strip()), "") if frames else ""
     if not raised:
-        last = log_tail.strip().rpartition("\n")[2]
-        return Fault("", last, "") if last else None
+        return None
     exception, _, message = raised.partition(":")
-    outage = any(name in exception for name in OUTAGES)
-    return Fault(exception, message.strip(), lines[frames[-1]].strip(), outage)
+    return Fault(exception, message.strip(), lines[frames[-1]].strip())
 
 
 def _last_words(log_tail: str) -> str:
@@ -205,6 +206,15 @@ def _is_before_any_step(turn: Turn, step: int) -> bool:
     return step == 0 and not turn.durable.committed_in and not known_step(turn)
 
 
+def _is_a_bug(fault: Fault | None) -> bool:
+    return fault is not None and not fault.outage and fault.exception.rpartition(".")[2] in BUGS
+
+
+def _is_everyones(turn: Turn, common_fault: str) -> bool:
+    """Whether all members of the world have failed with that fault, and no worker waits to join it."""
+    return bool(common_fault) and not any(one.serves and one.incarnation for one in turn.durable.roster.values())
+
+
 def _none_could_join(turn: Turn, worker: WorkerId) -> bool:
     """Whether this worker and all workers that were started before the first failure have ended with the same fault
     before their hello, and no other worker has joined. A worker that still waits to start proves nothing.
@@ -212,7 +222,8 @@ def _none_could_join(turn: Turn, worker: WorkerId) -> bool:
     if turn.world is not None or turn.job.attempt is not None:
         return False
     fault, before = turn.record(worker).fault, turn.durable.failures.join_order
-    started = [one for one in turn.durable.roster.values() if one.serves or not one.incarnation]
+    counts = (one for one in turn.durable.roster.values() if not one.incarnation or one.ending is Ending.FAILED)
+    started = [*counts, *(one for one in turn.durable.roster.values() if one.incarnation and one.serves)]
     judged = [one for one in started if one.incarnation or one.join_order < before]
     return bool(fault) and not any(one.serves or one.fault != fault for one in judged)
 
