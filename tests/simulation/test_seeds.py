@@ -25,6 +25,8 @@ FIRST_SEEDS, FIRST_PODS = (40, 120), (12, 36)
 """Where `make test` ends, and where `make check` does."""
 ENOUGH = 80
 """So many seeds have met all that is rare."""
+OPEN_ENDS = 400
+"""So many have met a job that its scripts have ended after all its faults."""
 PROCESSES = 2
 
 
@@ -64,7 +66,7 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end:
     assert happened["from a checkpoint"] > count / 25, "next to no world began from a checkpoint"
     assert happened["all went back"] > count / 50, "next to no world went back"
     assert happened["damaged"], "no damaged checkpoint was met"
-    assert happened["ended by its scripts"], "no job's last step was one that its scripts had said"
+    assert happened["ended by its scripts"] or count < OPEN_ENDS, "no job's last step was one that its scripts had said"
     assert happened["put back"], "no store was put back to an older state"
     assert all(happened[f"of stage {stage}"] > count / 10 for stage in range(4)), "a stage was hardly drawn"
 
