@@ -72,6 +72,8 @@ same bits.
 - A script that ends at a step while another one goes on with the next fails the job, which names both. A loop that is
   left in the middle of an epoch must be left by `engine.global_steps`, right after `engine.step()` or at the top of the
   body: it is the same on all workers, and a count of batches is not. All else fails the job with the script's line.
+  A worker that has joined and has no lanes yet when the others leave so does not hear of it: the job waits for
+  `stall_seconds` until it is evicted. With `max_steps` in the config, or loops over whole epochs, it hears.
 - A schedule of the configuration whose length is `"auto"` needs an end that is known: give a number.
 
 ## What the loop means on lanes
@@ -95,8 +97,7 @@ same bits.
 
 `engine.save_checkpoint(folder, tag, client_state)` saves an elastic checkpoint, readable by a world of any size.
 `folder` must be `shoal.checkpoint.path` of the configuration or lie in it: all workers know the place before the
-first step. In the loop it is saved beside training, after the step that follows; after the loop the call waits for
-it. `tag` and `client_state` are saved with it: plain values and tensors.
+first step. Called right after a step it saves that step, beside training; after the loop the call waits for it. `tag` and `client_state` are saved with it: plain values and tensors.
 
 A job goes on from its newest checkpoint by itself (`shoal.checkpoint.resume`), in the middle of an epoch if need be.
 `engine.load_checkpoint(folder)`, called before the loop, returns that checkpoint's path and its `client_state`, or
