@@ -97,7 +97,8 @@ same bits.
 
 `engine.save_checkpoint(folder, tag, client_state)` saves an elastic checkpoint, readable by a world of any size.
 `folder` must be `shoal.checkpoint.path` of the configuration or lie in it: all workers know the place before the
-first step. Called right after a step it saves that step, beside training; after the loop the call waits for it. `tag` and `client_state` are saved with it: plain values and tensors.
+first step. Called right after a step it saves that step, beside training; after the loop the call waits for it. `tag`
+and `client_state` are saved with it: plain values and tensors.
 
 A job goes on from its newest checkpoint by itself (`shoal.checkpoint.resume`), in the middle of an epoch if need be.
 `engine.load_checkpoint(folder)`, called before the loop, returns that checkpoint's path and its `client_state`, or
