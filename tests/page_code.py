@@ -28,6 +28,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
     "shoal": {"lanes": 2, "max_steps": STEPS},
 }
+CLASSIC = {"train_batch_size": 32, "optimizer": CONFIG["optimizer"]}
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 NEEDS = {"devices.md": "a GPU"}
 """Pages whose Python needs what `make check` has not: run where it is there."""
@@ -95,7 +96,8 @@ def given(page: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = {**CONFIG, "zero_optimization": {"stage": 3 if page == "sharded_parameters.md" else 1}}
     Path("shoal.json").write_text(json.dumps(config))
-    Path("ds_config.json").write_text(json.dumps({**CONFIG, "shoal": {}}))
+    classic = page == "deepspeed.md"  # 8 lanes of the loader's 4 samples follow from the file
+    Path("ds_config.json").write_text(json.dumps(CLASSIC if classic else {**CONFIG, "shoal": {}}))
     return {
         "__name__": "__main__", "torch": torch, "nn": nn, "shoal": shoal, "model": model, "dataset": dataset,
         "validation": dataset[:8], "optimizer": optimizer, "config": {**config, "optimizer": None}, "GPT": Model,
@@ -117,7 +119,11 @@ def run(code: str, page: str) -> None:
             raise
         body = f"{code}\nengine.backward(loss)\nengine.step()"
         program = compile(f"for batch in engine:\n{textwrap.indent(body, '    ')}", page, "exec")
-    exec(program, names)
+    try:
+        exec(program, names)
+    finally:
+        if (distributed := names["torch"].distributed).is_initialized():
+            distributed.destroy_process_group()  # the next block is a script of its own
     engine = names.get("engine")
     if isinstance(engine, names["shoal"].Engine) and engine.global_step < STEPS and "for " not in code:
         exec(LOOP, names)

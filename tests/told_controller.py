@@ -35,9 +35,13 @@ class Controller(BaseHTTPRequestHandler):
 @pytest.fixture
 def controller() -> Iterator[str]:
     """The URL of a controller that says what `Controller` is told to."""
-    Controller.status, Controller.kind, Controller.body, Controller.requests = 200, "application/json", "{}", []
-    with answering(Controller) as url:
-        yield url
+    usual = Controller.status, Controller.kind, Controller.body
+    Controller.requests = []
+    try:
+        with answering(Controller) as url:
+            yield url
+    finally:
+        Controller.status, Controller.kind, Controller.body = usual
 
 
 @contextmanager
@@ -46,6 +50,8 @@ def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, name="a controller")
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
