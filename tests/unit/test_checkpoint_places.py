@@ -19,7 +19,7 @@ from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import saves
 from shoal.checkpoint.errors import NoneReadable, TransientStorageFailure
 from shoal.checkpoint.manifest import VERSION
-from shoal.checkpoint.storage import LocalStorage
+from shoal.checkpoint.storage import LocalStorage, Storage
 from shoal_controller.core.machine.phases import waiting
 
 pytestmark = pytest.mark.xdist_group("places of checkpoints")
@@ -112,6 +112,27 @@ def test_workers_that_start_wait_for_what_the_job_has_saved(
         put_back(away, place)
         assert crew.finish() == reference(PLAIN)
         assert [resize.from_step for resize in crew.job.durable.history if resize.reason.value == "start"] == [0, 3]
+
+
+def test_a_place_that_comes_back_between_two_looks_is_no_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    with Crew("abc", task(place, mirrors=0, every_steps=3)) as crew:
+        crew.train_to(3)
+        saved(crew, 3)
+        crew.until("the disks", lambda: all(rests(worker) for worker in crew.members()))
+        away, once = take_away(place), threading.Lock()
+
+        def comes_back(storage: Storage) -> bool:
+            if once.acquire(blocking=False):
+                put_back(away, place)
+            return saves(storage)
+
+        monkeypatch.setattr("shoal.training.checkpoint_loading.saves", comes_back)
+        crew.kill("b")
+        assert crew.finish() == reference(PLAIN)
+        assert messages(crew, "checkpoint_damaged") == []
 
 
 @pytest.mark.usefixtures("hasty")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound, UserError
@@ -212,13 +213,16 @@ class CheckpointLoading:
         """Why the place is thought to be away: it fails, or has no checkpoint at all. Empty: it is `found`."""
         place = path.rstrip("/").rpartition("/")[0] or "/"
         try:
-            try:
+            with suppress(NotFound):
                 found.append(at(path, self._skip))
                 return ""
-            except NotFound as error:
-                if saves(open_storage(place)):
-                    raise CheckpointDamaged(f"{path} is gone: {error}") from error
+            if not saves(open_storage(place)):
                 return f"{place} has no checkpoint at all"
+            try:
+                found.append(at(path, self._skip))  # the place may have come back since the first look
+                return ""
+            except NotFound as error:
+                raise CheckpointDamaged(f"{path} is gone: {error}") from error
         except TransientStorageFailure as error:
             return str(error).rstrip(".")
 
