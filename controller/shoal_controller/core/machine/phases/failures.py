@@ -222,9 +222,11 @@ def _none_could_join(turn: Turn, worker: WorkerId) -> bool:
     if turn.world is not None or turn.job.attempt is not None:
         return False
     fault, before = turn.record(worker).fault, turn.durable.failures.join_order
-    counts = (one for one in turn.durable.roster.values() if not one.incarnation or one.ending is Ending.FAILED)
-    started = [*counts, *(one for one in turn.durable.roster.values() if one.incarnation and one.serves)]
-    judged = [one for one in started if one.incarnation or one.join_order < before]
+    judged = (
+        one
+        for one in turn.durable.roster.values()
+        if (one.serves or one.ending is Ending.FAILED if one.incarnation else one.join_order < before)
+    )
     return bool(fault) and not any(one.serves or one.fault != fault for one in judged)
 
 
