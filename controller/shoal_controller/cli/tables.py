@@ -16,6 +16,7 @@ from rich.text import Text
 from shoal_protos.log_stream import LogStream
 from shoal_protos.printable import printable
 from shoal_protos.readable import number
+from shoal_protos.runs import Runs
 
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.fitted import Column, Fitted
@@ -255,13 +256,8 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
 
 def spans(numbers: Sequence[int]) -> str:
     """Return whole numbers as runs: 0-3,6."""
-    runs: list[list[int]] = []
-    for one in numbers:
-        if runs and one == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], one]
-        else:
-            runs.append([one])
-    return ",".join("-".join(map(str, run)) for run in runs) or "–"
+    found = Runs.of(numbers).spans
+    return ",".join(str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in found) or "–"
 
 
 def _in_a_line(sentence: str) -> str:
