@@ -8,10 +8,10 @@ from typing import Any
 
 from shoal_protos.errors import UserError
 
-from shoal_controller.cli.attend import interrupted_before, summarize, write
+from shoal_controller.cli.attend import end_watching, interrupted_before, report_end
 from shoal_controller.cli.client import local_folder
 from shoal_controller.cli.display import display, watch
-from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED
+from shoal_controller.cli.endings import INTERRUPTED
 from shoal_controller.cli.output import echo
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.runs import living_runs
@@ -36,10 +36,5 @@ async def attached(spec: dict[str, Any], report_file: Path | None, quiet: bool) 
                         echo(f"job {job} goes on with the controller of {runs[0]}; to end it: shoal cancel {job}")
                         return INTERRUPTED
                 finally:
-                    watching.cancel()
-                    await asyncio.wait({watching})
-            ended, report = watching.result(), await client.report(job)
-    summarize(ended, report)
-    if report_file is not None:
-        write(report_file, report)
-    return DONE if ended["phase"] == "succeeded" else FAILED
+                    await end_watching(watching)
+            return await report_end(client, watching.result(), report_file)

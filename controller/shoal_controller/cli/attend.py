@@ -56,14 +56,21 @@ async def attend(
             else:
                 await watching
         finally:
-            await _end_watching(watching)
-    ended, report = await client.job(job), await client.report(job)
-    summarize(ended, report)
-    if report_file is not None:
-        write(report_file, report)
+            await end_watching(watching)
+    ended = await client.job(job)
+    status = await report_end(client, ended, report_file)
     if signals.first.is_set():
         echo(how_to_go_on(ended))
         return INTERRUPTED
+    return status
+
+
+async def report_end(client: Client, ended: Json, report_file: Path | None) -> int:
+    """Print the summary of a job that is over, and write its report; return the exit status of `run`."""
+    report = await client.report(ended["job"])
+    summarize(ended, report)
+    if report_file is not None:
+        write(report_file, report)
     return DONE if ended["phase"] == "succeeded" else FAILED
 
 
@@ -98,7 +105,7 @@ async def _end_job(here: Here, job: str, watching: asyncio.Task[Any], signals: I
         await watching
 
 
-async def _end_watching(watching: asyncio.Task[Any]) -> None:
+async def end_watching(watching: asyncio.Task[Any]) -> None:
     """Whoever waited for it has what it raised."""
     watching.cancel()
     await asyncio.wait({watching})
