@@ -44,7 +44,7 @@ class Progress:
 
 
 def line_of(step: int, last: int, loss: float, rate: float | None, samples: int, world: int) -> str:
-    """`rate`: steps per second; None: not known yet. `samples`: of a step. `last`: 0: nobody knows the last step."""
+    """`rate`: steps per second; None: not known yet. `samples`: of a step. `last`: 0: the last step is not known."""
     parts = [f"step {step}/{last}" if last >= step else f"step {step}", f"loss {number(loss)}"]
     if rate is not None:
         parts.append(f"{number(rate * samples)} samples/s")

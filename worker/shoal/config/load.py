@@ -1,6 +1,6 @@
 """From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
-Called once, by whoever makes an engine. All errors are reported at once. Five steps: read (`config_file.py`), give old
+Called once, when an engine is made. All errors are reported at once. Five steps: read (`config_file.py`), give old
 keys their names of today (`old_config_keys.py`), sift out what only DeepSpeed knows (`sifting.py`), check against the
 models (`document.py`), settle batch sizes and "auto" (`batch.py`).
 """

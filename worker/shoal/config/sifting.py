@@ -39,7 +39,7 @@ class Sifted:
     left_alone: list[str] = field(default_factory=list)
     """Keys of DeepSpeed's that mean nothing here."""
     unknown: list[str] = field(default_factory=list)
-    """Keys that nobody reads."""
+    """Keys that are not read."""
     misplaced: dict[str, str] = field(default_factory=dict)
     """Such keys that are read elsewhere, and where."""
 

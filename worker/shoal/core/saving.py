@@ -104,7 +104,7 @@ class Saving:
             self.asked_at = step
 
     def on_end(self, step: int) -> None:
-        """No step comes after this one, which nobody knew when the request was made."""
+        """No step comes after this one, which was not known when the request was made."""
         if self.asked_at is not None:
             self.asked_at = min(self.asked_at, step)
 

@@ -104,7 +104,7 @@ class Fetcher:
 
 
 def upcoming(place: Place, lanes: Sequence[int], micro_batches: int, last_step: int) -> Iterator[Place]:
-    """What a worker with these lanes reads after `place`, if the world stays. `last_step`: 0: nobody knows it."""
+    """What a worker with these lanes reads after `place`, if the world stays. `last_step`: 0: it is not known."""
     step, *at = place
     in_step = [(lane, micro) for lane in lanes for micro in range(micro_batches)]
     yield from ((step, *other) for other in in_step[in_step.index((at[0], at[1])) + 1 :])

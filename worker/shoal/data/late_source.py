@@ -25,7 +25,7 @@ class NoOrder:
         raise UserError(f"{NONE_YET}; how long an epoch is follows from its dataset.")
 
     def last_step(self, max_steps: int | None, epochs: int | None) -> int:
-        """Raises `UserError` for epochs of a length that nobody knows."""
+        """Raises `UserError` for epochs of an unknown length."""
         if epochs is not None:
             raise UserError(
                 f"`shoal.epochs` is {epochs}, and deepspeed.initialize got no training_data; give it the dataset, or "

@@ -19,7 +19,7 @@ from shoal.failure import script_line
 from shoal.training.engine import Engine
 
 WHOLE_JOB = 10**15
-"""Steps of an epoch whose length nobody knows."""
+"""Steps of an epoch whose length is not known."""
 
 
 class ElasticLoader:

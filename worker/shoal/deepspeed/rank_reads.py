@@ -1,8 +1,8 @@
 """A script that takes its samples by its rank: found where it reads the rank, and refused with the line that does it.
 
 Ranks are told before a world is there, and change with it, so what a script picks by one is no part of the data in any
-world. A DistributedSampler is given the rank too, and does no harm: its dataset is whole. Whoever tells a script a rank
-calls `note`; whoever takes its data calls `check`.
+world. A DistributedSampler is given the rank too, and does no harm: its dataset is whole. Functions that return a rank
+call `note`, those that take a script's data call `check`.
 """
 
 from __future__ import annotations

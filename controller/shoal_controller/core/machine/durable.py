@@ -292,7 +292,7 @@ class Durable:
 
     @property
     def last_step(self) -> int | None:
-        """The job's last step; None: it ends where its scripts do, or nobody has said yet."""
+        """The job's last step; None: it ends where its scripts do, or it is not known yet."""
         given = self.description.max_steps if self.description is not None else 0
         return given or self.ends_at or None
 

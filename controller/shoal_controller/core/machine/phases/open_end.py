@@ -1,8 +1,8 @@
 """A job whose end nothing says beforehand: its last step is the one at which all its scripts have ended.
 
 Called while a world trains. A script that has ended waits, outside all exchange, until it is told that step
-(`next_message.py`): so what it has committed is what the others have committed, and whoever begins another step waits
-for it in vain. That fails the job by name: workers that count their batches themselves come to different ends.
+(`next_message.py`): so what it has committed is what the others have committed, and a script that begins another step
+waits for it in vain. That fails the job by name: workers that count their batches themselves come to different ends.
 """
 
 from __future__ import annotations
