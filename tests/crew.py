@@ -64,6 +64,9 @@ QUIET_SECONDS = 0.01
 """When nothing has happened for so long, virtual time goes on by a heartbeat."""
 
 ONE_AT_A_TIME = threading.RLock()
+"""Held by the thread that runs: random state is the process's, and two that run at once spoil each other's bits."""
+_open: list[Crew] = []
+"""Crews whose threads may run."""
 
 
 def _model() -> nn.Module:
@@ -114,6 +117,7 @@ class Opened:
 
 def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     """As `shoal.initialize` makes it, with another link and without hooks at the process's exit."""
+    _check_turn()
     beside = Beside(open_end=task.options.get("max_steps", 0) is None)
     settled = load_config(config({"lanes": 4, "dropout": 0.1, **task.options}), beside)
     make_exact(settled.exact, settled.torch_threads)
@@ -134,8 +138,13 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     return engine
 
 
+def _check_turn() -> None:
+    assert not _open or ONE_AT_A_TIME._is_owned(), "beside a crew, train within `with ONE_AT_A_TIME:`"  # type: ignore[attr-defined]
+
+
 def train(engine: Engine, task: Task, before: Callable[[], None]) -> None:
     """A user's loop. `before`: called before each micro-batch."""
+    _check_turn()
     task.prepare(engine)
     if task.script is not None:
         task.script(engine, before)
@@ -309,6 +318,7 @@ class Crew:
         self._connections = 0
 
     def __enter__(self) -> Self:
+        _open.append(self)
         with self.changed:
             self._feed(Started())
             for name in self.names:
@@ -324,6 +334,7 @@ class Crew:
             worker.thread.join(PATIENCE_SECONDS)
             if hasattr(worker, "engine"):
                 worker.engine.parts.step.parameters.forget()  # the process has hooks for all models
+        _open.remove(self)
 
     # ---- what a test does
 

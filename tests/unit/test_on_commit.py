@@ -11,7 +11,7 @@ import pytest
 import shoal.exchange.hand_out
 import shoal.training.handed_parameters
 import torch
-from crew import Crew, Task, engine_of, train
+from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
 from crew_saves import saved
 from integration.scripts import Model, Samples
 from matrices import shortened
@@ -114,9 +114,10 @@ def undisturbed(task: Task) -> tuple[str, str]:
     if key not in _undisturbed:
         followed = Followed()
         alone = followed.of(replace(task, options=plain))
-        engine = engine_of(alone, AloneLink(), Faults([]))
-        train(engine, alone, lambda: None)
-        _undisturbed[key] = str(engine.fingerprint()), followed.averages["w0"].digest
+        with ONE_AT_A_TIME:
+            engine = engine_of(alone, AloneLink(), Faults([]))
+            train(engine, alone, lambda: None)
+            _undisturbed[key] = str(engine.fingerprint()), followed.averages["w0"].digest
     return _undisturbed[key]
 
 
