@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from shoal.data.source import NumberedSamples
 from shoal_protos.errors import UserError
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, OneCycleLR
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -122,7 +123,14 @@ def test_a_schedule_over_micro_batches_is_refused_with_the_number_of_steps() -> 
         trained(micro, over(micro))
     with pytest.raises(UserError, match=r"the CosineAnnealingLR's T_max is 32, .* Give it 8, or a loader"):
         trained(micro, lambda optimizer: CosineAnnealingLR(optimizer, 2 * len(micro)))
+    with pytest.raises(UserError, match=r"the LambdaLR's num_training_steps is 32, .* Give it 8, or a loader"):
+        trained(micro, lambda optimizer: LambdaLR(optimizer, partial(_falling, num_training_steps=2 * len(micro))))
     assert trained(micro, over(micro, epochs=3)), "whatever a script means by that, it is not the epochs of the job"
+
+
+def _falling(step: int, num_training_steps: int) -> float:
+    """As the schedules of transformers are made."""
+    return 1 - step / num_training_steps
 
 
 @pytest.mark.parametrize("name", SAID)

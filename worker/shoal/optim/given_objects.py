@@ -1,11 +1,12 @@
 """Optimizers and schedulers that a script gives beside the config's section of that name: both must say the same.
 
-What the section leaves "auto" is as the object has it. Called by whoever makes an engine.
+What the section leaves "auto" is as the object has it. Called when an engine is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from shoal_protos.errors import UserError
 from shoal_protos.quoting import shown
@@ -18,8 +19,10 @@ from shoal.config.document import Scheduler as SchedulerSection
 OTHER_NAMES = {"adam": "adamw", "fusedadam": "adamw", "deepspeedcpuadam": "adamw"}
 """What DeepSpeed's Adam is: it decouples weight decay."""
 
-TOTALS = ("total_steps", "T_max", "total_iters")
-"""Attributes of torch's schedulers with the number of their steps."""
+TOTALS = ("total_steps", "T_max", "total_iters", "num_training_steps")
+"""Attributes of torch's schedulers, and arguments of the functions of a LambdaLR (transformers' schedules), with the
+number of their steps.
+"""
 
 
 def check_scheduled(scheduler: LRScheduler, optimizer: Optimizer) -> None:
@@ -36,8 +39,9 @@ def check_total(scheduler: LRScheduler, micro_batches: int, steps_per_epoch: int
     """Raises `UserError` if a scheduler counts a DataLoader's micro-batches over the job's epochs instead of steps: the
     job would end before most of the schedule.
     """
+    functions = [given.keywords for given in getattr(scheduler, "lr_lambdas", ()) if isinstance(given, partial)]
     for name in TOTALS:
-        total = getattr(scheduler, name, None)
+        total = next((given[name] for given in functions if name in given), getattr(scheduler, name, None))
         if not isinstance(total, int) or not total or total % micro_batches or total == last_step:
             continue
         epochs = total // micro_batches
