@@ -109,6 +109,7 @@ def test_a_run_that_cannot_go_on_ends_the_workers_that_it_took_over_and_says_so(
     with running(tmp_path, LONG, "--workers", "1") as killed:
         killed.wait_step(2)
         [pid] = [worker["pid"] for worker in killed.workers()]
+        os.kill(pid, signal.SIGSTOP)  # or it might end by itself, when its controller is gone
         killed.kill()
         code, _, errors = _ended(tmp_path, "--workers", "999")
         assert (code, ended(pid)) == (2, True), errors
