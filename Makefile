@@ -22,6 +22,8 @@
 #   make images     build both images and run the demo's job from them (root, Debian): buildah in a chroot, over a base by debootstrap
 #   make versions   run the tests of make test with the oldest and the newest Python and PyTorch that the package allows, each pair in an
 #                   environment of its own; VERSIONS="3.12-2.14" takes some. With CUDA builds of PyTorch they take 6 GB each
+#   make same-as    compare fingerprints, transcripts and frozen lists with those of an older commit: COMMIT=…; ARGS=--measure
+#                   compares steps and recoveries too
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices; ARGS="--part 1/8"
 #   make bench      measure for half an hour on a quiet machine, and write the tables of benchmarks/README.md; ARGS="--only
 #                   memory" prints some
@@ -51,7 +53,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers quickstart images versions test-gpu mutants bench protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers quickstart images versions test-gpu same-as mutants bench protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -209,6 +211,9 @@ versions:
 test-gpu: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -rs tests/gpu $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
+
+same-as: $(READY)
+	$(BIN)/python tests/same_as.py $(COMMIT) $(ARGS)
 
 mutants: $(MODELS)
 	$(BIN)/python -m tests.mutants.run $(if $(RULE),--rule "$(RULE)") $(ARGS)

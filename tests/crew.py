@@ -39,17 +39,8 @@ from shoal.training.engine import Engine
 from shoal.training.exit import _Ending
 from shoal.training.start import _description
 from shoal.training.state import NO_STEP, Limits, TrainingState
+from shoal_controller.core.machine import events
 from shoal_controller.core.machine.effects import AskPlanner, Note, Probe, Send
-from shoal_controller.core.machine.events import (
-    Connected,
-    Disconnected,
-    Event,
-    MessageReceived,
-    PlannerAnswered,
-    Probed,
-    Started,
-    Tick,
-)
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, step
 from shoal_controller.core.machine.spec import JobSpec
@@ -65,8 +56,7 @@ QUIET_SECONDS = 0.01
 
 ONE_AT_A_TIME = threading.RLock()
 """Held by the thread that runs: random state is the process's, and two that run at once spoil each other's bits."""
-_open: list[Crew] = []
-"""Crews whose threads may run."""
+_open: list[Crew] = []  # crews whose threads may run
 
 
 def _model() -> nn.Module:
@@ -320,7 +310,7 @@ class Crew:
     def __enter__(self) -> Self:
         _open.append(self)
         with self.changed:
-            self._feed(Started())
+            self._feed(events.Started())
             for name in self.names:
                 self.add(name, self._odd.get(name))
         return self
@@ -357,7 +347,7 @@ class Crew:
         with self.changed:
             self.workers[name].engine.context.faults._planted.append(PlantedFault(name, step, point, action))
 
-    def request(self, event: Event) -> None:
+    def request(self, event: events.Event) -> None:
         """An operator's."""
         with self.changed:
             self._feed(event)
@@ -435,7 +425,7 @@ class Crew:
         self._connections += 1
         connection = self._connections
         self._links[connection] = link
-        self._feed(Connected(connection, link.dialogue.say_hello()))
+        self._feed(events.Connected(connection, link.dialogue.say_hello()))
         if not link.dialogue.welcomed:
             self._carry(connection, link)
 
@@ -443,13 +433,13 @@ class Crew:
         """What the worker has to say; whether it was anything."""
         messages = link.dialogue.take_outgoing() if not link.muted else []
         for message in messages:
-            is_hello = isinstance(message, Hello)
-            self._feed(Connected(connection, message) if is_hello else MessageReceived(connection, message))
+            heard = events.Connected if isinstance(message, Hello) else events.MessageReceived
+            self._feed(heard(connection, message))
         return bool(messages)
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: events.Event) -> None:
         self.job, effects = step(self.job, [event], self.now)
-        answers: list[Event] = []
+        answers: list[events.Event] = []
         for effect in effects:
             if isinstance(effect, Send):
                 link = self._links.get(effect.connection)
@@ -459,9 +449,9 @@ class Crew:
                 self.events.append((effect.kind, effect.message))
             elif isinstance(effect, Probe):
                 dead = self._is_dead(effect.address)
-                answers.append(Probed(effect.worker, effect.incarnation, refused=dead, reached=not dead))
+                answers.append(events.Probed(effect.worker, effect.incarnation, refused=dead, reached=not dead))
             elif isinstance(effect, AskPlanner):
-                answers.append(PlannerAnswered(effect, answer(effect.question)))
+                answers.append(events.PlannerAnswered(effect, answer(effect.question)))
         for answered in answers:
             self._feed(answered)
 
@@ -476,7 +466,7 @@ class Crew:
             worker = next(w for w in self.workers.values() if w.link is link)
             if not worker.alive:
                 del self._links[connection]
-                self._feed(Disconnected(connection, "the process is gone"))
+                self._feed(events.Disconnected(connection, "the process is gone"))
                 did = True
                 continue
             did |= self._carry(connection, link)
@@ -506,5 +496,5 @@ class Crew:
         self.beats += 1
         for link in self._links.values():
             link.dialogue.beat()
-        self._feed(Tick())
+        self._feed(events.Tick())
         self.changed.notify_all()
