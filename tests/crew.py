@@ -433,8 +433,8 @@ class Crew:
         """What the worker has to say; whether it was anything."""
         messages = link.dialogue.take_outgoing() if not link.muted else []
         for message in messages:
-            heard = events.Connected if isinstance(message, Hello) else events.MessageReceived
-            self._feed(heard(connection, message))
+            kind = events.Connected if isinstance(message, Hello) else events.MessageReceived
+            self._feed(kind(connection, message))
         return bool(messages)
 
     def _feed(self, event: events.Event) -> None:
