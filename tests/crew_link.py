@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memory_group import wire_of
@@ -17,7 +18,7 @@ from shoal.exchange.framing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.group import Group
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
-from shoal.session.link import Begun, Ended, Item, JobInfo, Prepared, Recover
+from shoal.session.link import Asked, Begun, Ended, Item, JobInfo, Prepared, Recover, Stopped
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
@@ -126,6 +127,14 @@ class CrewLink:
             return Prepared(plan, None, 0.0)
         return Prepared(plan, self.groups[plan.generation if self.own.builds(plan) else self.own.generation], 0.0)
 
+    def look_at_activity(self) -> None:
+        """What its heartbeats tell of the training thread, which is never stuck."""
+        number = self.own.generation
+        group = self.groups.get(number)
+        if group is not None:
+            activity = group.progress.activity(str)
+            self.dialogue.activities = {number: replace(activity, generation=number, waits_for=(), seconds=0.0)}
+
     def begin(self, plan: Plan, group: Group | None) -> None:
         self.dialogue.begin(plan)
         for other in self.groups.values():
@@ -195,8 +204,8 @@ class CrewLink:
         for effect in effects:
             match effect:
                 case Deliver(item):
-                    if type(item).__name__ in ("Stopped", "Ended"):
-                        self._items.clear()
+                    if isinstance(item, Stopped | Ended):
+                        self._items = deque(old for old in self._items if isinstance(old, Asked | Ended))
                     self._items.append(item)
                 case Build(plan):
                     self.before_building()

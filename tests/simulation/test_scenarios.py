@@ -186,16 +186,16 @@ RULES = [
     case="cancel_paused",
 )
 @rule(
-    "Where nothing says beforehand which step is the last, it is the one at which the scripts of all members have "
-    "ended; one that has ended waits outside all exchange, and a worker that begins another step fails the job",
+    "Where nothing says beforehand which step is the last, it is the one at which the scripts of all have ended that "
+    "trained it; one that has ended waits outside all exchange, and another of these that goes on fails the job",
     "A change of the world",
     broken_by=[
         Edit(
             "shoal_controller.core.machine.phases.open_end",
-            "    if len(ended) == world.world_size:\n",
-            "    if ended:\n",
+            "    if not at_work <= (followers if is_broken else beyond):\n",
+            "    if False:\n",
         ),
-        Edit("shoal_controller.core.machine.phases.open_end", "    if beyond is not None:\n", "    if False:\n"),
+        Edit("shoal_controller.core.machine.phases.open_end", "    if ahead:\n", "    if False:\n"),
     ],
     case="ends_apart",
 )

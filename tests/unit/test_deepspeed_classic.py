@@ -13,7 +13,7 @@ import torch
 from crew import Crew, Task
 from matrices import shortened
 from reference import reference
-from rule import holds
+from rule import Edit, holds, rule
 from shoal.config.batch import Sizes, settle
 from shoal.config.load import Beside, load_config
 from shoal.deepspeed import comm, rank_reads
@@ -105,6 +105,53 @@ def test_a_loop_that_is_left_by_the_engines_counter_ends_the_job_there(names: st
 
     with Crew(names, Task(OPEN, script=leave)) as crew:
         assert crew.finish() == reference(Task({"max_steps": 7}))
+
+
+@rule(
+    "A worker that ran no body of the last step, for it had no lanes, ends with those whose scripts have ended there: "
+    "it is stopped in the step after it, and a new world begins once all of it know which step was the last",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.open_end",
+            "    return world.workers - (",
+            "    return frozenset() and (",
+        ),
+        Edit("shoal_controller.core.machine.phases.progress", "turn.change(bodies=trainers(world))", "pass"),
+        Edit(
+            "shoal_controller.core.machine.phases.next_message",
+            "return ends if ends and not status.last_step else Open(world.generation)",
+            "return Open(world.generation)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("at", [5, 6])
+@pytest.mark.parametrize("place", ["the top of the body", "after engine.step"])
+def test_a_joiner_without_lanes_hears_that_the_others_have_left_their_loop(at: int, place: str) -> None:
+    """Also one that gets its first lanes with the step after theirs: no body of its own has seen the counter."""
+    ends: list[int] = []
+
+    def leave(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = over(elastic)
+        for _ in range(EPOCHS):
+            for batch in engine.training_dataloader:
+                if place == "the top of the body" and engine.global_steps >= 7:
+                    break
+                before()
+                engine.backward(engine(**batch))
+                engine.step()
+                if place == "after engine.step" and engine.global_steps >= 7:
+                    break
+            if engine.global_steps >= 7:
+                break
+        ends.append(engine.global_steps)
+
+    with Crew("ab", Task(OPEN, script=leave)) as crew:
+        crew.train_to(at)
+        crew.add("c")
+        assert crew.finish() == reference(Task({"max_steps": 7}))
+        assert crew.now < 100, "in virtual seconds; none was waited for until it was evicted"
+    assert ends == [7, 7, 7]
 
 
 def test_a_loop_that_is_left_by_a_count_of_its_own_is_told_where() -> None:

@@ -72,8 +72,7 @@ same bits.
 - A script that ends at a step while another one goes on with the next fails the job, which names both. A loop that is
   left in the middle of an epoch must be left by `engine.global_steps`, right after `engine.step()` or at the top of the
   body: it is the same on all workers, and a count of batches is not. All else fails the job with the script's line.
-  A worker that has joined and has no lanes yet when the others leave so does not hear of it: the job waits for
-  `stall_seconds` until it is evicted. With `max_steps` in the config, or loops over whole epochs, it hears.
+  A worker without lanes in the last step, as one that has just joined, gets no further batch, and its loop ends.
 - A schedule of the configuration whose length is `"auto"` needs an end that is known: give a number.
 
 ## What the loop means on lanes

@@ -85,6 +85,7 @@ class Resize:
                     waiting = False
                 case Asked(AskKind.END, step):
                     context.state.last_step = context.state.last_step or step
+                    self._status.publish()  # a new world is opened to workers that know it
                 case Asked(kind, _):
                     self._requests.add(Request("stop" if kind is AskKind.STOP else "save"))
                 case Ended() as ended:

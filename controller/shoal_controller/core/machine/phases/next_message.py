@@ -125,10 +125,11 @@ def _of_world(job: Job, process: Process) -> ToWorker | None:
         and status.promised < world.generation
     ):
         return Prepare(durable.last_generation)  # a joiner of a start that was given up
+    ends = Ask(AskKind.END, durable.ends_at, world.generation) if durable.ends_at and member else None
     if member and status.state is MemberState.READY and status.promised == world.generation:
-        return Open(world.generation)
-    if durable.ends_at and member and not status.done:
-        return Ask(AskKind.END, durable.ends_at, world.generation)  # before a plan, which begins by a vote of all
+        return ends if ends and not status.last_step else Open(world.generation)  # else it would begin another step
+    if ends and not status.done:
+        return ends  # before a plan, which begins by a vote of all
     if durable.planned:
         plan = durable.planned[-1]
         takes_part = member or is_member(plan, process.worker)

@@ -3,21 +3,27 @@
 Called while a world trains. A script that has ended waits, outside all exchange, until it is told that step
 (`next_message.py`): so what it has committed is what the others have committed, and a script that begins another step
 waits for it in vain. That fails the job by name: workers that count their batches themselves come to different ends.
+
+A *follower* ran no body of that step, so its script could not end there: it had no lanes, or gets its first ones with
+the next step. Where all others have ended it is stopped in that step, and told the end before it trains again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal_protos.activity import LANES_BEGIN, StepPhase
-from shoal_protos.plan import Plan
+from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.job import Process
-from shoal_controller.core.machine.phases import ending
+from shoal_controller.core.machine.phases import ending, recovery
 from shoal_controller.core.machine.phases.next_message import send_all_if_due
+from shoal_controller.core.machine.phases.progress import trainers
 from shoal_controller.core.machine.turn import Turn
 
 
 def settle(turn: Turn, world: Plan) -> bool:
-    """Learns the last step. Returns whether the job has failed."""
+    """Learns the last step. Returns whether that ends this world: the job has failed, or followers are stopped."""
     durable = turn.durable
     if durable.description is None or durable.last_step is not None:
         return False
@@ -30,20 +36,38 @@ def settle(turn: Turn, world: Plan) -> bool:
     ended = [process for process in members if process.status.ended]
     if not ended:
         return False
-    last = ended[0].status.step
-    beyond = next((one for one in members if _is_beyond(one, ended[0])), None)
-    if beyond is not None:
+    last, followers = ended[0].status.step, _followers(turn, world, members)
+    living = {member.worker for member in world.members if turn.record(member.worker).serves}
+    at_work = living - {process.worker for process in ended}
+    beyond = {one.worker for one in members if one.worker in living and _is_beyond(one, ended[0])}
+    ahead = min(beyond - followers, default="")
+    if ahead:
         ending.fail(
             turn,
-            f"the script of worker {ended[0].worker} has ended at step {last}, and worker {beyond.worker} goes on with "
-            f"step {last + 1}; scripts must end at the same step on all workers. Loop over whole epochs, or leave the "
-            "loop by engine.global_steps.",
+            f"the script of worker {ended[0].worker} has ended at step {last}, and worker {ahead} goes on with step "
+            f"{last + 1}; scripts must end at the same step on all workers. Loop over whole epochs, or leave the loop "
+            "by engine.global_steps.",
         )
         return True
-    if len(ended) == world.world_size:
-        turn.keep(ends_at=last)
-        send_all_if_due(turn)
+    is_broken = len(living) < world.world_size
+    if not at_work <= (followers if is_broken else beyond):
+        return False
+    turn.keep(ends_at=last)
+    if is_broken:
+        return False  # those of the next world are told before it begins
+    if at_work:
+        names = ", ".join(sorted(at_work))
+        why = f"all scripts that trained step {last} have ended, and {names}, which had no lanes in it, is to end too"
+        recovery.pause(turn, why)
+        return True
+    send_all_if_due(turn)
     return False
+
+
+def _followers(turn: Turn, world: Plan, members: Sequence[Process]) -> frozenset[WorkerId]:
+    """Who has run no body of the last committed step, as far as it is known."""
+    in_this_world = any(process.status.committed_in == world.generation for process in members)
+    return world.workers - (trainers(world) if in_this_world else turn.job.bodies)
 
 
 def _is_beyond(process: Process, ended: Process) -> bool:

@@ -34,9 +34,9 @@ def settle(turn: Turn) -> None:
     assert world is not None
     if _at_its_end(turn, world):
         return _end(turn)
-    if _recover_if_broken(turn, world):
-        return None
     if open_end.settle(turn, world):
+        return None
+    if _recover_if_broken(turn, world):
         return None
     preemption.settle(turn)
     _settle_last_ones(turn, world)
