@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from shoal.core.rounds import NO_LANE, Round, first_rounds, rounds, shard_tree
+from shoal_protos.activity import LANES_BEGIN
 
 if TYPE_CHECKING:
     from .training import Training
@@ -39,6 +40,9 @@ class WholeGradients:
 
     def forget(self) -> None:
         """No step is being made."""
+
+    def serve_on(self) -> None:
+        """Its script has ended, and others may train on."""
 
     def begin(self) -> None:
         t = self.training
@@ -85,7 +89,8 @@ class GradientsOnShards(WholeGradients):
 
     @property
     def place(self) -> int:  # type: ignore[override]
-        return max(0, 2 * self._index + (self.training.step_phase == "round"))
+        rounds = max(0, 2 * self._index + (self.training.step_phase == "round"))
+        return LANES_BEGIN + rounds if rounds else 0
 
     @property
     def _round(self) -> Round:
@@ -130,6 +135,15 @@ class GradientsOnShards(WholeGradients):
             shard = self.world.owned[t.rank] - self.world.keeps[rank]
             if lane != NO_LANE and shard:
                 t.send(rank, f"g{self._index}", {block: t.blocks[block] for block in shard})
+
+    def serve_on(self) -> None:
+        """Its script has ended, and others may train on: they gather what it owns beside that."""
+        if self.training.sharded:
+            plan = self.world.plan
+            self._rounds = first_rounds(plan) if self.training.committed_in < self.training.generation else rounds(plan)
+            self._index = 0
+            self._serve()
+        self.forget()
 
     def _gather(self) -> bool:
         t = self.training

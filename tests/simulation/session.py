@@ -251,8 +251,8 @@ class Session:
                 training.opened()
             case Asked(AskKind.STOP, _):
                 training.stop_asked = True
-            case Asked(AskKind.END, _):
-                training.end.learn()
+            case Asked(AskKind.END, step):
+                training.end.learn(step)
             case Asked():
                 training.saves.ask()
             case Ended():

@@ -53,6 +53,8 @@ class Simulation:
         self.max_steps = int(shape.get("max_steps", chance.choice((20, 60, 10_000))))  # type: ignore[call-overload]
         self.open_end = bool(self._shape(shape, "open_end", 0, (False, False, True)))
         """Whether nothing but the scripts says that `max_steps` is the last one."""
+        self.leaves_by_counter = bool(self._shape(shape, "by_counter", 0, (False, True)))
+        """Whether they leave their loop there in the middle of an epoch: who had no lanes in that step goes on."""
         drawn = 0 if self.still else Random(f"{seed} saves").choice((0, 5))
         every = int(shape.get("checkpoint_every", drawn))  # type: ignore[call-overload]
         self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]

@@ -59,7 +59,7 @@ class Training:
         self.box: dict[tuple[int, str, int], dict[SimWorker, Any]] = {}
         self.closed: set[int] = set()
         self.built: set[int] = set()
-        self.done = self.ended = self.stop_asked = self.stops = False
+        self.done = self.ended = self.stop_asked = False
         self.end = OpenEnd(self)
         self.ballots: dict[SimWorker, Ballot] = {}
         self.idle = True
@@ -207,7 +207,8 @@ class Training:
         votes = self.got("v")
         if len(votes) < world.size:
             return False
-        self.stops = self.stops or (not self.idle and any(stop for _, stop, _, _ in votes.values()))
+        if not self.idle and any(stop for _, stop, _, _ in votes.values()):
+            self.end.stop()
         self.ballots = {peer: ballot for peer, (_, _, ballot, _) in votes.items()}
         self.copies.voted({peer: brought for peer, (_, _, _, brought) in votes.items()})
         self.worker.session.leave_vote([number for number, _, _, _ in votes.values()])
@@ -276,7 +277,7 @@ class Training:
         senders = [m for m in begins.members if m in self.world.plan.members]
         self._begin(begins)
         if senders and senders[0].incarnation == self.worker.incarnation:
-            small_state = self.step, self.stops, self.end.is_told
+            small_state = self.step, self.end.last_step
             for member in joiners:
                 to = self.simulation.process_of(member)
                 if to is not None:
@@ -324,7 +325,7 @@ class Training:
         for plan in plans:
             parts = self.box.get((plan.generation, "s", 0), {})
             if parts:
-                self.step, self.stops, self.end.is_told = next(iter(parts.values()))
+                self.step, self.end.last_step = next(iter(parts.values()))
                 self.blocks, self.pending, self.current = {}, frozenset(), self.sharded
                 self.step_phase = ""
                 self._begin(plan)
@@ -346,6 +347,7 @@ class Training:
         """PREPARE: the training thread looks once it is out of the user's code."""
         self.worker.say("stops for", generation, self.worker.where())
         self.step_phase = ""
+        self.end.stop_waiting()
         self.code.run(self.user_seconds(), self.report, generation)
 
     def _abort(self, groups: set[int]) -> None:
