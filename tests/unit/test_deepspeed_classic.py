@@ -196,6 +196,26 @@ def test_what_is_saved_after_the_last_epoch_is_there_at_the_end(tmp_path: Path) 
     assert [folder.name[:17] for folder in tmp_path.glob("step-*")] == ["step-000000000015"]
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_script_that_goes_on_from_its_end_and_passes_over_its_loops_ends_its_job_at_once(
+    names: str, tmp_path: Path
+) -> None:
+    def from_its_counter(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = over(elastic)
+        for _ in range(engine.global_steps * EPOCHS // STEPS, EPOCHS):
+            for batch in engine.training_dataloader:
+                before()
+                engine.backward(engine(**batch))
+                engine.step()
+        engine.save_checkpoint(tmp_path)
+
+    place = {"checkpoint": {"path": str(tmp_path), "every_steps": STEPS}}
+    for _ in range(2):
+        with Crew(names, Task({**OPEN, "shoal": place}, script=from_its_counter)) as crew:
+            assert crew.finish() == reference(Task(OPTIONS))
+            assert crew.job.durable.step == STEPS
+
+
 # ---- sizes
 
 

@@ -69,6 +69,7 @@ same bits.
 - **The end.** `shoal.max_steps` or `shoal.epochs` may say it. Where neither does, the job ends with its scripts: when
   the script of every member has ended, or called `engine.destroy()`, at the same step. Until then `max_steps` is null
   in REST, and people are shown "open". What a script asks for after its last epoch, such as a checkpoint, is done then.
+  Started again from its last checkpoint, a script that passes over all its loops ends its job at once.
 - A script that ends at a step while another one goes on with the next fails the job, which names both. A loop that is
   left in the middle of an epoch must be left by `engine.global_steps`, right after `engine.step()` or at the top of the
   body: it is the same on all workers, and a count of batches is not. All else fails the job with the script's line.

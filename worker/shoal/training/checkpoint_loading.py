@@ -229,7 +229,8 @@ class CheckpointLoading:
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
         state, owned, reader = self._context.state, world.plan.shares[world.rank].owned, found.reader()
-        self._warn_of_other_data(found)
+        if self._context.loop_has_begun:  # else nothing more is read
+            self._warn_of_other_data(found)
         self._warn_of_another_scheduler(found)
         self._tell_of_other_values(found, load_small_state(reader, state, state.registered))
         state.lineage = self._lineage(found, world.plan.generation)

@@ -91,6 +91,15 @@ class TrainingContext:
         return 0 < self.state.last_step <= self.state.step
 
     @property
+    def may_begin_at_its_end(self) -> bool:
+        """Whether what a script does before a loop may be what it does after its last one: nothing else says where the
+        job ends, it goes on from a checkpoint, and has made no step since.
+        """
+        (step, _), link = self.found, self.link
+        goes_on = step > 0 and step >= link.job.step and not link.alone
+        return goes_on and not (self.state.last_step or self.loop_has_begun)
+
+    @property
     def rank(self) -> int:
         """This worker's number in the world; -1 while it is in none (before the loop, and in a warm-up)."""
         if self.world is not None:

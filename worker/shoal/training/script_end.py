@@ -33,9 +33,10 @@ class ScriptEnd:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing but the script says at which step the job ends, and it has trained, to where that may be."""
+        """Whether nothing but the script says at which step the job ends, and it has come to where that may be."""
         context = self._context
-        return not context.state.last_step and context.world is not None and not context.left_at
+        is_there = context.world is not None or context.may_begin_at_its_end
+        return not context.state.last_step and is_there and not context.left_at
 
     def reach(self) -> None:
         """The script is through with its epochs: returns once the job's last step is known, and all that is left of it
@@ -45,6 +46,8 @@ class ScriptEnd:
         if not self.is_open:
             return
         context = self._context
+        if context.world is None:
+            self._training.enter()
         self._end_body()
         context.is_through = True
         if context.link.alone:

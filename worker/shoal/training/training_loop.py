@@ -72,6 +72,12 @@ class TrainingLoop:
             context.autocast.end()
             context.forward_seed.disarm()
 
+    def enter(self) -> None:
+        """Joins the job without a loop, and trains nothing. May raise as `Resize.take_part`."""
+        self._begin()
+        self._end_warm_up()
+        self._parts.resize.take_part()
+
     def end(self) -> None:
         """The job's last step is committed, and the script has left its loop before it knew that it is the last."""
         self._settle_end()
@@ -104,9 +110,8 @@ class TrainingLoop:
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
-        context.state.module_guard.check_before_the_loop()
+        self._begin()
         context.loop_has_begun = True
-        context.first_weights.on_loop()
         while not is_over():
             parts.update.check_whole()
             if context.world is None:
@@ -133,6 +138,10 @@ class TrainingLoop:
             else:
                 self._guarded(self._standby_step if context.world.plan.steps else self._vote_and_idle)
 
+    def _begin(self) -> None:
+        self._context.state.module_guard.check_before_the_loop()
+        self._context.first_weights.on_loop()
+
     def _next_batch(self) -> Any:
         """Raises `WorldChanged` from a dataset that computes with the model."""
         context = self._context
@@ -144,7 +153,7 @@ class TrainingLoop:
 
     def _warm_up(self) -> Iterator[Any]:
         """A joiner runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
-        context, status = self._context, self._parts.status
+        context = self._context
         if context.loop.is_warm:
             return
         if not context.link.alone:
@@ -152,6 +161,10 @@ class TrainingLoop:
             context.forward_seed.arm(0, 0, 0)
             context.autocast.begin()
             yield batch
+        self._end_warm_up()
+
+    def _end_warm_up(self) -> None:
+        context, status = self._context, self._parts.status
         context.loop.end_warm_up(context.state)
         status.publish()  # what it knows of checkpoints, before anyone counts on it
         context.link.end_warm_up()
@@ -297,6 +310,8 @@ class TrainingLoop:
         context, requests, saving = self._context, self._parts.requests, self._parts.saving
         if context.loop.is_warming_up:
             return None
+        if context.world is None and context.may_begin_at_its_end:
+            self.enter()
         requests.check(request, call)
         requests.add(request, by_script=True)
         if not context.left_loop:
