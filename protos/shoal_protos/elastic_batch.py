@@ -109,6 +109,17 @@ def as_lanes(found: ElasticBatch, micros: Iterable[int], shards_gradients: bool)
     return ElasticLanes(lanes, micro, shares // lanes)
 
 
+def batch_and_lanes(section: Elasticity, stage: int, workers: int | None) -> tuple[ElasticBatch, ElasticLanes]:
+    """What a section comes to in a stage of ZeRO. `workers`: with how many the job is submitted; None: that is not
+    known, or there is one. Raises `UserError`, a whole sentence.
+    """
+    try:
+        found = elastic_batch(section, workers or 1)
+        return found, as_lanes(found, section.micro_batch_sizes, stage >= 2)
+    except ElasticityError as error:
+        raise UserError(f"{error}.") from None
+
+
 def uneven(lanes: int, workers: int) -> float:
     """How much more than its even share the busiest worker trains: 0.5 is half as much again."""
     return math.ceil(lanes / workers) * workers / lanes - 1

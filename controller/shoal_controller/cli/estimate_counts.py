@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from shoal_protos.elastic_batch import ElasticLanes, as_lanes, elastic_batch
+from shoal_protos.elastic_batch import ElasticLanes, batch_and_lanes
 from shoal_protos.elastic_section import Elasticity
 from shoal_protos.errors import UserError
 from shoal_protos.plural import plural
@@ -42,13 +42,10 @@ def elastic_spread(given: Mapping[str, Any], stage: int | None, workers: int | N
         return None
     try:
         asked = Elasticity.model_validate({key: one for key, one in section.items() if key in Elasticity.model_fields})
-        found = elastic_batch(asked, workers or 1)
-        lanes = as_lanes(found, asked.micro_batch_sizes, (stage or 0) >= 2)
     except ValidationError as error:
         faults = [sentence(fault, "the config", Elasticity, "elasticity") for fault in error.errors()]
         raise UserError(f"{all_of(faults, 'the config')}.") from None
-    except UserError as error:
-        raise UserError(f"{error}.") from None
+    found, lanes = batch_and_lanes(asked, stage or 0, workers)
     notes = [f"Give the section's bounds to the job: --min {asked.min_gpus} --max {min(asked.max_gpus, lanes.lanes)}."]
     if asked.version == "0.2":
         notes.append(f"Version 0.2: made for a job submitted with {plural(workers or 1, 'worker')} (--workers).")

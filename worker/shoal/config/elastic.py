@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal_protos.elastic_batch import ElasticBatch, ElasticLanes, as_lanes, elastic_batch
+from shoal_protos.elastic_batch import ElasticBatch, ElasticLanes, batch_and_lanes
 from shoal_protos.errors import UserError
 from shoal_protos.plural import plural
 
@@ -55,11 +55,7 @@ def elastic_of(document: Document, environment: Mapping[str, str] = os.environ) 
             "between them, or change the section."
         )
     workers = (submitted or 1) if section.version == "0.2" else None
-    try:
-        found = elastic_batch(section, workers or 1)
-        lanes = as_lanes(found, section.micro_batch_sizes, document.zero_optimization.stage >= 2)
-    except UserError as error:
-        raise UserError(f"{error}.") from None
+    found, lanes = batch_and_lanes(section, document.zero_optimization.stage, workers)
     _compare(document, lanes)
     return Elastic(found, lanes, workers)
 
