@@ -255,6 +255,35 @@ def test_a_job_whose_last_save_fails_again_at_its_end_fails_and_names_where_it_w
     assert missing in ending and ending.endswith("Started again, the job begins anew.")
 
 
+class Raises:
+    """An object of the script's whose state cannot be had after the last step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def state_dict(self) -> dict[str, int]:
+        if self.engine.global_step == STEPS:
+            raise ValueError("it is full")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        del state
+
+
+@holds("A job that has succeeded has the last checkpoint")
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_last_save_without_the_states_of_the_script_fails_the_job_and_names_what_raised(
+    names: str, tmp_path: Path
+) -> None:
+    options = {"max_steps": STEPS, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": STEPS}}}
+    task = Task(options, prepare=lambda engine: engine.register_state("the log", Raises(engine)))
+    with Crew(names, task) as crew:
+        ending = end(crew)
+        assert crew.now < 100, "in virtual seconds: nothing is tried again that would go the same way"
+    assert ending.startswith("failed: worker ") and "the last checkpoint that was due is missing: " in ending
+    assert 'state_dict of the state registered as "the log" raised ValueError: it is full' in ending
+
+
 @holds("A job that has succeeded has the last checkpoint")
 def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails_the_job(
     disk: Disk, tmp_path: Path
@@ -265,6 +294,22 @@ def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails
         without_patience(crew)
         ending = end(crew)
     assert ending.startswith("failed: worker ") and "the checkpoint of step 5 failed: " in ending
+
+
+@holds("A job that has succeeded has the last checkpoint")
+@pytest.mark.parametrize("hangs", ["a", "b"])
+def test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place(
+    hangs: str, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.training.checkpoint_saving.LEAST_PATIENCE_SECONDS", 0.2)
+    with Crew("ab", saving(tmp_path)) as crew:
+        crew.until("both", lambda: len(crew.members()) == 2)
+        without_patience(crew)
+        disk.dies[crew.workers[hangs].link.worker] = disk.free.is_set
+        ending = end(crew)
+        disk.free.set()
+    assert ending.startswith(f"failed: worker {crew.workers[hangs].link.worker}: all steps are done, but a checkpoint")
+    assert f"a write to {tmp_path}/step-000000000003" in ending
 
 
 @rule(

@@ -13,7 +13,7 @@ from checkpoints import origin, trained
 from rule import holds
 from shoal.checkpoint import saver as module
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
-from shoal.checkpoint.draft import TakenStates, draft_of
+from shoal.checkpoint.draft import NoStates, TakenStates, draft_of
 from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep, Ours
@@ -115,7 +115,7 @@ def world(root: Path, failing: int = -1) -> Iterator[World]:
     finally:
         made.write(0, 1, 2)
         for saver in made.savers:
-            saver.close()
+            saver.close(60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ def test_at_the_end_of_a_job_the_leader_waits_for_those_who_still_write(
     with world(tmp_path) as three:
         three.begin()
         three.write(0, 2)
-        closing = threading.Thread(target=three.savers[0].close)
+        closing = threading.Thread(target=three.savers[0].close, args=(60.0,))
         three.until_the_leader_looks(closing.start)
         three.write(1)
         closing.join(10)
@@ -298,7 +298,7 @@ def test_a_leader_that_did_not_begin_leaves_no_checkpoint(tmp_path: Path) -> Non
 def test_a_save_whose_leader_cannot_have_the_scripts_states_is_a_failed_one(tmp_path: Path) -> None:
     with world(tmp_path) as three:
         three.begin()
-        three.savers[0].states = "the state cannot be kept"
+        three.savers[0].states = NoStates("the state cannot be kept")
         three.write(0, 1, 2)
         three.vote()
         three.finish()
@@ -311,7 +311,7 @@ def test_at_the_end_of_a_job_what_has_begun_is_completed(tmp_path: Path) -> None
         three.begin()
         three.write(0, 1, 2)
         for saver in three.savers[::-1]:
-            saver.close()
+            saver.close(60.0)
         assert whole(tmp_path) == [2]
 
 

@@ -36,10 +36,28 @@ class TakenStates:
 
     @classmethod
     def of(cls, registered: States) -> TakenStates:
-        """Those of now. Raises `UserError` naming one that cannot be kept."""
+        """Those of now. Raises `UserError` naming one that cannot be kept, and what a `state_dict` raises, with a note
+        that names it.
+        """
         tensors: dict[str, Tensor] = {}
-        return cls({name: encode(one.state_dict(), tensors, f'the state registered as "{name}"')
-                    for name, one in registered.items()}, tensors)  # fmt: skip
+        return cls({name: _encoded(name, one, tensors) for name, one in registered.items()}, tensors)
+
+
+def _encoded(name: str, of: Any, tensors: dict[str, Tensor]) -> Json:
+    what = f'the state registered as "{name}"'
+    try:
+        state = of.state_dict()
+    except Exception as error:
+        error.add_note(f"state_dict of {what}")
+        raise
+    return encode(state, tensors, what)
+
+
+@dataclass(frozen=True, slots=True)
+class NoStates:
+    """Why a checkpoint has none of them."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

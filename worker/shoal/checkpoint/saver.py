@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
 from shoal.checkpoint.commit import commit
-from shoal.checkpoint.draft import TakenStates
+from shoal.checkpoint.draft import NoStates, TakenStates
 from shoal.checkpoint.errors import StorageFull
 from shoal.checkpoint.frozen import write_frozen
 from shoal.checkpoint.manifest import FrozenEntry, Manifest
@@ -44,7 +44,8 @@ of what they do not."""
 
 OF_STATES = "-states"
 """In the name of the file that has the tensors of the script's own states."""
-NOT_TAKEN = "this worker left before the script's own states could be taken for it"
+NOT_YET = NoStates("this worker left before the script's own states could be taken for it")
+"""They are taken once the script is through with the step."""
 
 T = TypeVar("T")
 
@@ -101,6 +102,7 @@ class Saver:
         """Not taken yet."""
         self._save: SaveTask | None = None
         self._thread: threading.Thread | None = None
+        self._began = 0.0
         self._lock = threading.Lock()
         """Around all calls of the part."""
         self._whole: set[str] = set()
@@ -109,8 +111,8 @@ class Saver:
         """So many more saves can be made before an old one may go: the place need not be looked through for them."""
         self._frozen: FrozenEntry | None = None
         self._written_now: FrozenEntry | None = None
-        self.states: TakenStates | str = ""
-        """The script's own, for the manifest of the save that this member leads; or why there are none."""
+        self.states: TakenStates | NoStates | None = None
+        """The script's own, for the manifest of the save that this member leads, if it does; or why there are none."""
 
     # ---- on the training thread
 
@@ -173,14 +175,14 @@ class Saver:
 
     def _expect(self, part: SavePart, name: SaveName) -> SaveResult:
         self._room = self._room if part.leads else 0  # another one leads, and knows better what is there
-        self.states = NOT_TAKEN if part.leads else ""
+        self.states = NOT_YET if part.leads else None
         self.outcome = self._fresh = SaveResult(part, name, f"{self.storage.url}/{name.folder}")
         return self.outcome
 
     @property
     def lacks_states(self) -> bool:
         """Whether this member leads a save whose states were not taken yet."""
-        return self.states == NOT_TAKEN and self._save is not None and not self._save.part.is_over
+        return self.states is NOT_YET and self._save is not None and not self._save.part.is_over
 
     def may_retake(self, step: int) -> bool:
         """Whether it leads one of that step whose states were taken, and nothing is made of them yet."""
@@ -205,13 +207,27 @@ class Saver:
         outcome, self._fresh = self._fresh, None
         return outcome
 
-    def close(self) -> None:
-        """Lets what has begun come to its end: all other members do the same now."""
+    def close(self, patience_seconds: float) -> None:
+        """Lets what has begun come to its end, for so long: all other members do the same now."""
         if self._save is not None:
             with self._lock:
                 act = self._save.part.close()
             self._start(act)
-        self.join()
+        if self._thread is not None:
+            self._thread.join(patience_seconds)
+        if self.is_working:
+            log.error("save_given_up", means=f"{self.waits_for}, and this process ends without it")
+
+    @property
+    def seconds_at_work(self) -> float:
+        """For how long its thread has been at what it does; 0: it does nothing."""
+        return time.monotonic() - self._began if self.is_working else 0.0
+
+    @property
+    def waits_for(self) -> str:
+        """What its thread does, as a clause."""
+        path = self.outcome.path if self.outcome is not None else self.storage.url
+        return f"a write to {path} has not come back for {self.seconds_at_work:.0f} s"
 
     def join(self) -> None:
         """Waits until the thread has nothing to do but wait for a vote."""
@@ -222,6 +238,7 @@ class Saver:
     def _start(self, act: SaveAct | None) -> None:
         if act is not None:
             self.join()
+            self._began = time.monotonic()
             self._thread = threading.Thread(target=self._run, args=(self._save, self.outcome, act), name="shoal-save",
                                             daemon=True)  # fmt: skip
             self._thread.start()
@@ -298,7 +315,7 @@ class Saver:
 
     def _withdraw(self, save: SaveTask, outcome: SaveResult, act: WithdrawSave) -> None:
         """The next save may need the room."""
-        folder, self.states = save.name.folder, ""
+        folder, self.states = save.name.folder, None
         if not save.part.is_over:
             log.error("save_failed", checkpoint=outcome.path, reason=save.part.failure)
         try:
@@ -310,10 +327,10 @@ class Saver:
             log.error("failed_save_not_deleted", checkpoint=folder, reason=str(error))
 
     def _complete(self, save: SaveTask, outcome: SaveResult, act: CompleteSave) -> Manifest:
-        lead, states, self.states = save.lead, self.states, ""
-        assert lead is not None
-        if not isinstance(states, TakenStates):
-            raise ShoalError(states)
+        lead, states, self.states = save.lead, self.states, None
+        assert lead is not None and states is not None
+        if isinstance(states, NoStates):
+            raise ShoalError(states.why)
         began = time.monotonic()
         self._wait_for_parts(save, act.gone)
         files = [Author.of(writer).file(save.name.step) for writer in save.part.save.writers]

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from shoal_protos.errors import ShoalError
 
-from shoal.checkpoint.draft import TakenStates
+from shoal.checkpoint.draft import NoStates, TakenStates
 from shoal.checkpoint.saver import Saver
 from shoal.core.saving import Saving
 from shoal.group.group import WorldChanged
@@ -19,14 +19,21 @@ from shoal.out_of_memory import is_out_of_memory
 from shoal.training.context import TrainingContext
 from shoal.training.parameters import Parameters
 
+NONE_EARLY: tuple[int, TakenStates | NoStates | None] = -1, None
+
 
 class SavedStates:
     """Those of one worker. `saver`: None where nothing is saved."""
 
     def __init__(self, context: TrainingContext, parameters: Parameters, saver: Saver | None, saving: Saving) -> None:
         self._context, self._parameters, self._saver, self._saving = context, parameters, saver, saving
-        self._early: tuple[int, TakenStates | str] = (-1, "")
+        self._early = NONE_EARLY
         """As of the end of a step of which a save is asked for that is still to begin."""
+        self._is_final = False
+        """The script trains no more."""
+        self.are_broken = False
+        """Whether they could not be taken, and will not be any other time: it is the script's fault, and it has ended.
+        """
 
     @property
     def asks_at_hand(self) -> bool:
@@ -51,7 +58,7 @@ class SavedStates:
         """Callbacks were told of an evaluation right after the last step: it may have been another member's, and the
         states were taken before.
         """
-        self._early = -1, ""
+        self._early = NONE_EARLY
         if self._saver is not None and self._saver.may_retake(self._context.state.step):
             self._saver.states = self._now()
 
@@ -60,30 +67,40 @@ class SavedStates:
         step, states = self._early
         if self._saver is not None and self._saver.lacks_states:
             self._saver.states = states if step == self._context.state.step else self._settled()
-        self._early = -1, ""
+        self._early = NONE_EARLY
 
     def on_left(self) -> None:
         """The script has left the loop, or ends: it changes no state of the last step any more."""
-        with suppress(Exception, WorldChanged):  # then the save fails, and says so
+        self._is_final = True
+        with suppress(WorldChanged):  # then the save fails, and says so
             self.take()
 
     def on_return(self) -> None:
         """All have gone back to a checkpoint, or to the start."""
-        self._early = -1, ""
+        self._early, self.are_broken = NONE_EARLY, False
         if self._saver is not None and self._saver.lacks_states:
-            self._saver.states = "all went back to a checkpoint before the script's own states could be taken"
+            self._saver.states = NoStates("all went back to a checkpoint before the script's own states could be taken")
 
-    def _settled(self) -> TakenStates | str:
+    def _settled(self) -> TakenStates | NoStates:
         if self._context.state.registered:
             self._parameters.settle()  # a state of the user's may be one of parameters
         return self._now()
 
-    def _now(self) -> TakenStates | str:
+    def _now(self) -> TakenStates | NoStates:
+        """In the loop it raises what a `state_dict` raises. After the last step that is why a save has failed, for
+        nothing else is left to be lost by it.
+        """
+        self.are_broken = False
         try:
             return TakenStates.of(self._context.state.registered)
-        except ShoalError as error:
-            return str(error)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if is_out_of_memory(error):
+                return NoStates(f"no memory for a copy of the states that the script has registered ({error})")
+            is_final = self._is_final or self._context.is_over
+            if not (is_final or isinstance(error, ShoalError)):
                 raise
-            return f"no memory for a copy of the states that the script has registered ({error})"
+            self.are_broken = is_final
+            if isinstance(error, ShoalError):
+                return NoStates(str(error))
+            *_, what = getattr(error, "__notes__", ("taking the states that the script has registered",))
+            return NoStates(f"{what} raised {type(error).__name__}: {error}")

@@ -318,6 +318,7 @@ class TrainingLoop:
             return None
         self._settle_requests()
         while saving.busy:
+            saving.check_hanging()
             self.vote()
         failure = requests.take_failure(request)
         if failure is not None:
@@ -367,5 +368,6 @@ class TrainingLoop:
         saving = self._parts.saving
         saving.on_end()
         while self._context.is_over and not saving.has_settled:
+            saving.check_hanging()
             saving.ask_for_what_is_owed()
             self.vote()

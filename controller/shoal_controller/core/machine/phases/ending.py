@@ -5,6 +5,7 @@ Over means over: an event that comes later changes nothing, but whoever asks is 
 
 from __future__ import annotations
 
+from shoal_protos.messages import Ending
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
@@ -53,8 +54,17 @@ def fail(turn: Turn, reason: str) -> None:
 
 
 def succeed(turn: Turn) -> None:
-    durable = turn.durable
-    finish(turn, Phase.SUCCEEDED, f"done at step {durable.step}, fingerprint {durable.fingerprint or 'not given'}")
+    """But a script may fail after the last step, as where a checkpoint that is owed cannot be saved, or in a line after
+    its loop. As long as others live, they do what is left to be done; where none does, it was not done.
+    """
+    durable, world = turn.durable, turn.world
+    members = [turn.record(member.worker) for member in world.members] if world is not None else []
+    failed = [record for record in members if record.ending is Ending.FAILED]
+    if failed and durable.failures.script and not any(record.serves for record in members):
+        last = failed[-1]
+        return fail(turn, f"all steps are done, but no worker is left to end the job; worker {last.worker}: {last.why}")
+    why = f"done at step {durable.step}, fingerprint {durable.fingerprint or 'not given'}"
+    return finish(turn, Phase.SUCCEEDED, why)
 
 
 def stop_seconds(turn: Turn) -> float:
