@@ -102,8 +102,8 @@ class Dropout:
     broken_by=[
         Edit(
             "shoal.integrations.transformers.elastic_run",
-            "trainer.state.global_step >= state.step or (",
-            "trainer.state.global_step > state.step or (",
+            "trainer.state.global_step >= state.step:",
+            "trainer.state.global_step > state.step:",
             by="test_a_steps_callbacks_run_once_though_its_boundary_is_gone_through_again",
         ),
         Edit(

@@ -202,6 +202,42 @@ def test_early_stopping_stops_all_alike(tmp_path: Path) -> None:
         assert crew.finish() == right.fingerprint
 
 
+class Stops(Seen):
+    """At step 5: on all workers, or by the word of rank 0 alone."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.alone = alone
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 5 and (state.is_world_process_zero or not self.alone):
+            control.should_training_stop = True
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name) if name == "on_step_end" else super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["on all workers", "on rank 0"])
+def test_a_callback_that_stops_training_stops_all_that_count_at_the_step_whose_weights_they_have(
+    alone: bool, tmp_path: Path
+) -> None:
+    arguments = {"save_strategy": "steps", "save_steps": 5}
+    Script(tmp_path / "right", arguments).alone()
+    right = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "right" / "checkpoint-5")
+    kept: list[Any] = []
+    given = {"callbacks": lambda: [Stops(alone)]}
+    with Crew("abc", Script(tmp_path / "crew", arguments, given).task(kept)) as crew:
+        crew.finish()
+        assert crew.job.durable.step == 5
+    assert [path.name[:17] for path in (tmp_path / "crew" / "elastic").glob("step-*")] == ["step-000000000005"]
+    for trainer in kept:
+        assert trainer.state.global_step == trainer.engine.global_step == 5
+        for mine, other in zip(trainer.model.parameters(), right.parameters(), strict=True):
+            assert torch.equal(mine, other)
+        stops = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Stops))
+        assert alone or not {"on_step_begin 5", "on_substep_end 5"} & set(stops.events), "the step after is not begun"
+
+
 # ---- other doors
 
 

@@ -10,7 +10,7 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from rule import Edit, holds, rule
 from shoal.core.layout import Trainable, lay_out
 from shoal.exchange import canonical, round_reduction
-from shoal.exchange.ballot import Request
+from shoal.exchange.ballot import HALT
 from shoal.exchange.finite import FiniteWatch, is_finite
 from shoal.exchange.tree_sum import TreeSum
 from shoal.faults import Faults
@@ -276,9 +276,9 @@ def test_what_a_device_has_is_asked_for_once_and_not_while_it_is_made() -> None:
 def test_a_job_that_is_over_before_such_a_step_does_not_fail_because_of_it() -> None:
     def halting(engine: Engine, batch: Any) -> None:
         if engine.global_step == 2:
-            engine.training.ask(Request("halt"), "a callback")
+            engine.training.ask(HALT, "a callback")
         bad_loss(engine, batch)
 
     with Crew("ab", Task(OPTIONS, body=halting)) as crew:
         crew.finish()
-        assert {worker.engine.global_step for worker in crew.workers.values()} == {3}
+        assert {worker.engine.global_step for worker in crew.workers.values()} == {2}

@@ -174,7 +174,7 @@ def test_the_record_survives_its_bytes() -> None:
         ),
         Edit(
             "shoal.exchange.vote",
-            "updates=bool(counted) and not overflow and not halts(ballots),",
+            "updates=bool(counted) and not overflow,",
             "updates=bool(counted),",
         ),
         Edit(

@@ -23,13 +23,16 @@ class Request:
 
     kind: str
     """fingerprint | export | save | scheduled (a save by the clock of rank 0) | frozen | gather | stop (the job ends
-    after this step) | halt (before it: it is committed without an update)"""
+    after this step) | halt (before it: nothing of it is committed)"""
     detail: str = ""
     """A path for an export; for `frozen` the joiner's digest of its frozen parameters."""
     rank: int = -1
     """Whose request it is, where that matters."""
     step: int = -1
     """For a `save` in a vote: the first step at which a checkpoint fulfils it."""
+
+
+HALT = Request("halt")
 
 
 @dataclass(frozen=True, slots=True)

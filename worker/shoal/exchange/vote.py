@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import and_
@@ -28,7 +28,7 @@ from shoal.core.exact_sum import add, total
 from shoal.core.misses import parameters_in
 from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import fold_numbers
-from shoal.exchange.ballot import Ballot, Request
+from shoal.exchange.ballot import HALT, Ballot, Request
 from shoal.exchange.copies import Comparison, compare
 from shoal.exchange.framing import as_bytes_tensor
 from shoal.exchange.piece_order import FillTimes
@@ -206,9 +206,7 @@ def _record(
     trained = any(ballot.losses for ballot in ballots)
     norm = _norm(traffic, rows) if with_norm else None
     not_finite, overflow = _not_finite(ballots, norm), ""
-    if halts(ballots):
-        not_finite = ""  # the step is not made, whatever its numbers are
-    elif any(ballot.is_scaled for ballot in ballots):
+    if any(ballot.is_scaled for ballot in ballots):
         not_finite, overflow = "", not_finite
     return Record(
         step=ballots[0].step,
@@ -226,7 +224,7 @@ def _record(
         streams=tuple(ballot.stream for ballot in ballots if ballot.stream),
         unused=_unused(ballots, traffic),
         saved=max(ballot.saved for ballot in ballots),
-        updates=bool(counted) and not overflow and not halts(ballots),
+        updates=bool(counted) and not overflow,
         overflow=overflow,
         calls_back=bool(ballots[0].calls_back),
         skipped_micro_batches=max(b.skipped_before for b in ballots) + sum(b.skipped for b in ballots),
@@ -246,9 +244,9 @@ def unused_text(parameters: int) -> str:
     return f"{parameters:x}" if parameters else ""
 
 
-def halts(votes: Iterable[Ballot | Record]) -> bool:
-    """Whether the job ends before the step: it is committed, and updates nothing."""
-    return any(request.kind == "halt" for vote in votes for request in vote.requests)
+def halts(record: Record) -> bool:
+    """Whether the job ends before the step of this vote, which then commits nothing."""
+    return any(request.kind == HALT.kind for request in record.requests)
 
 
 def _counted(ballots: list[Ballot], lanes: int) -> float:

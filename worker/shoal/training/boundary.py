@@ -98,6 +98,7 @@ class Boundary:
         """All have gone back to a checkpoint, or to the start (then `saved` is -1): what came after counts no more."""
         self._saving.on_return_to(saved)
         self._evaluation.on_return()
+        self._requests.on_return()
         self.stand_at(step)
         self._corruption.on_return()
 

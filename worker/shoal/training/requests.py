@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Result
 
-from shoal.exchange.ballot import Request
+from shoal.exchange.ballot import HALT, Request
 from shoal.exchange.vote import check_requests
 from shoal.fingerprint import fingerprint
 from shoal.logs import get_logger
@@ -101,6 +101,10 @@ class Requests:
             for path in paths:
                 self._export(Request("export", path))
 
+    def asks(self, request: Request) -> bool:
+        """Whether it is this worker's, and still to be carried out."""
+        return request in self._mine
+
     @property
     def has_awaited(self) -> bool:
         """Whether something that the script has asked for is still to be carried out."""
@@ -139,6 +143,12 @@ class Requests:
         """A world begins; a recovery on the way to it may have brought the frozen parameters."""
         if self._context.state.frozen_in_place:
             self._mine = [request for request in self._mine if request.kind != "frozen"]
+
+    def on_return(self) -> None:
+        """All have gone back to a checkpoint, or to the start: the script comes again by the step before which it has
+        asked for a halt.
+        """
+        self._mine = [request for request in self._mine if request != HALT]
 
     def carry_out(self, requests: tuple[Request, ...]) -> None:
         """Every member calls it with the same requests at the same boundary. Raises `WorldChanged`; then they stay.

@@ -128,6 +128,7 @@ class Resize:
     def _catch_up(self, world: World) -> None:
         plan, state, recovery = world.plan, self._context.state, world.plan.recovery
         assert recovery is not None
+        self._agree_on_the_end(world)
         if recovery.checkpoint:
             self._clock.note_checkpoint(self._loading.take_up(world))
             state.frozen_in_place = True
@@ -151,6 +152,13 @@ class Resize:
         self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
         self._clock.note_bytes(HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish())
         state.current = state.everything
+
+    def _agree_on_the_end(self, world: World) -> None:
+        """A vote that has said at which step the job ends may have passed on some members alone."""
+        state = self._context.state
+        mine = torch.tensor([state.last_step], dtype=torch.int64, device="cpu")
+        known = [step for step in world.group.all_gather(mine).flatten().tolist() if step]
+        state.last_step = min(known, default=0)
 
     def _roll_forward(self, record: bytes) -> None:
         """Some survivor passed the vote of the next step: all that it commits is here."""

@@ -48,7 +48,7 @@ from shoal.core.stream_position import StreamPositions
 from shoal.core.units import unit_numbers
 from shoal.device import Device, device_of
 from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
-from shoal.exchange.vote import Record, halts
+from shoal.exchange.vote import Record
 from shoal.first_values.building import meant_device
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
 from shoal.offload.state_place import StatePlace, held_blocks
@@ -255,10 +255,7 @@ class TrainingState:
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
         self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
-        if halts([record]):
-            self.buffers.give_up()
-        else:
-            self.buffers.commit()
+        self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
         self.current, self.pending = self._current(self.held.runs), NO_BLOCKS
         if self.scheduler is not None and record.updates:
@@ -284,6 +281,12 @@ class TrainingState:
         if norm is None or not self.clipping:
             return 1.0
         return min(1.0, self.clipping / (norm + 1e-6))
+
+    def end_here(self) -> None:
+        """The job ends with the last committed step: what the lanes have made since is void."""
+        self.last_step = min(self.last_step or self.step, self.step)
+        self.forget_gradients()
+        self.buffers.give_up()
 
     def forget_gradients(self) -> None:
         """The step's sums are void: it is run again, or done."""

@@ -7,6 +7,7 @@ step was not made here, or, past its vote, its boundary is owed.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Fill
@@ -17,7 +18,7 @@ from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.norm import subtree_sums
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.vote import Record
+from shoal.exchange.vote import Record, halts
 from shoal.faults import fault_point
 from shoal.group.group import Work
 from shoal.optim.turns import has_turn
@@ -76,6 +77,9 @@ class Step:
         self._context.state.device.settle()
         self._note_pending()
         record = self._vote(bad_gradient, norms)  # past this line the step is committed
+        if halts(record):
+            self._end_before(record)  # or the job ends before it
+            return
         hand_out = self._begin_hand_out()
         self._apply(record, hand_out)
         self._hand_out(hand_out)
@@ -194,15 +198,27 @@ class Step:
         context.state.comparisons.refuse()  # of a step that broke before its vote
         context.state.device.settle()
         record = self._vote()
+        self._commit_nothing(record, steps=self._world.plan.steps)
+        return record
+
+    def _end_before(self, record: Record) -> None:
+        """The vote of a step has said that the job is over before it."""
+        context = self._context
+        context.state.end_here()
+        context.loop.begin_step(self._world.lanes)
+        self._commit_nothing(replace(record, step=context.state.step), steps=False)
+
+    def _commit_nothing(self, record: Record, steps: bool) -> None:
+        """What follows such a vote. `steps`: whether steps follow in this world."""
+        context = self._context
         self._evaluation.on_vote(record.evaluations)
-        if not self._world.plan.steps and not context.boundaries:
+        if not steps and not context.boundaries:
             self._begin_hand_out().finish()  # joiners would wait for a step's
-            if self._context.state.frozen_in_place:
-                self._context.state.current = self._context.state.everything
+            if context.state.frozen_in_place:
+                context.state.current = context.state.everything
         context.boundaries += 1
         self.parameters.on_boundary(self._world)
         self._boundary.pass_vote(record)
-        return record
 
     @fault_point("after_last")
     def _on_end(self) -> None:

@@ -14,8 +14,7 @@ import torch
 from shoal_protos.errors import UserError
 from transformers.trainer_callback import ProgressCallback
 
-from shoal.exchange.ballot import Request
-from shoal.exchange.vote import halts
+from shoal.exchange.ballot import HALT
 from shoal.integrations.transformers.honourable import check_callbacks
 from shoal.integrations.transformers.kept_state import NAME, KeptState
 from shoal.integrations.transformers.step_reader import StepReader
@@ -46,6 +45,9 @@ class ElasticRun:
         """The loop, to the job's end. What is saved at the end has the weights of the last step."""
         trainer, engine = self._trainer, self.engine
         for inputs in engine:
+            if engine.parts.requests.asks(HALT) and not engine.warming_up:
+                engine.skip()  # the vote of this step commits nothing
+                continue
             facts = self._reader.facts(max(0, engine.context.state.step))
             if not engine.warming_up:
                 self._begin_step()
@@ -97,7 +99,7 @@ class ElasticRun:
     def on_commit(self) -> None:
         """After a step's commit, on every worker alike; a change of the world may call it again for the same step."""
         trainer, state = self._trainer, self.engine.context.state
-        if trainer.state.global_step >= state.step or (state.record is not None and halts([state.record])):
+        if trainer.state.global_step >= state.step:
             return
         self._begin()
         handler, args, record = trainer.callback_handler, trainer.args, state.record
@@ -154,7 +156,7 @@ class ElasticRun:
                 "fixed. End the job by control.should_training_stop."
             )
         if control.should_training_stop and not self.engine.context.is_over:
-            self.engine.training.ask(Request("halt"), "control.should_training_stop")
+            self.engine.training.ask(HALT, "control.should_training_stop")
 
     def _rate(self) -> float:
         return float(self.engine.context.state.optimizer.param_groups[0]["lr"])

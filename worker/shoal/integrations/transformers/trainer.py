@@ -209,8 +209,7 @@ class ElasticTraining:
         """After the last step, on every worker: what is saved is safe, then the library's own end."""
         engine = run.engine
         run.look_who_is_first()
-        is_last = self.state.global_step == engine.global_step
-        if engine.context.config.checkpoint.path is not None and is_last and engine.global_step in run.kept.saved:
+        if engine.context.config.checkpoint.path is not None and engine.global_step in run.kept.saved:
             engine.save_checkpoint()
         self.fingerprint = engine.fingerprint()
         limit = self.args.save_total_limit
