@@ -315,16 +315,52 @@ def test_lanes_stand_for_the_processes_that_a_script_was_written_for(tmp_path: P
     assert column(elastic, "loss") == pytest.approx(column(original, "loss"), rel=2e-4)
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Has a length, and no numbered samples."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Plain:
+    """A loader that only goes over its batches."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (Plain, "a Plain without `dataset`, `batch_sampler`, `collate_fn`"),
+        (lambda: torch.utils.data.DataLoader(Stream()), "a DataLoader without numbered samples"),
+        (lambda: torch.utils.data.DataLoader(Sequences(), batch_size=None), "a DataLoader without `batch_sampler`"),
+    ],
+    ids=["no DataLoader", "a stream", "no batches"],
+)
+def test_a_loader_of_the_script_that_cannot_be_read_by_number_is_refused_in_a_sentence(
+    make: Any, found: str, tmp_path: Path
+) -> None:
+    class Own:
+        def get_train_dataloader(self) -> Any:
+            return make()
+
+    with pytest.raises(
+        UserError, match=f"`get_train_dataloader` gave {found}, .*DataLoader over a dataset with __len__"
+    ):
+        Script(tmp_path, mixin=Own).alone()
+
+
 def test_what_cannot_be_honoured_is_said_all_at_once(tmp_path: Path) -> None:
     class Clips(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """Would clip."""
-
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        """Has no numbered samples."""
-
-        def __iter__(self) -> Any:
-            return iter(())
 
     arguments = {"optim": "adafactor", "auto_find_batch_size": True, "ignore_data_skip": True, "max_steps": 5}
     given = {"callbacks": lambda: [Clips()], "train_dataset": Stream()}

@@ -11,6 +11,7 @@ from typing import Any
 from shoal_protos.errors import UserError
 from transformers import TrainerCallback
 
+from shoal.data.opened_stream import is_stream
 from shoal.integrations.transformers.engine_config import deepspeed_config
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -63,6 +64,25 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
         raise UserError(fault)
 
 
+def check_loader(loader: Any) -> None:
+    """Raises `UserError` for a loader of the script's `get_train_dataloader` that cannot be read by number."""
+    lacking = [
+        f"`{name}`" for name in ("dataset", "batch_sampler", "collate_fn") if getattr(loader, name, None) is None
+    ]
+    if not lacking and not _is_numbered(loader.dataset):
+        lacking = ["numbered samples"]
+    if lacking:
+        raise UserError(
+            f"`get_train_dataloader` gave a {type(loader).__name__} without {', '.join(lacking)}, which cannot be "
+            "honoured: which worker reads which sample changes; give a torch.utils.data.DataLoader over a dataset with "
+            "__len__ and __getitem__, in any order (`sampler` or `batch_sampler`)."
+        )
+
+
+def _is_numbered(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not is_stream(dataset)
+
+
 def _arguments(args: Any) -> Iterator[str]:
     for name, (is_refused, why) in ARGUMENTS.items():
         if is_refused(args):
@@ -81,7 +101,7 @@ def _arguments(args: Any) -> Iterator[str]:
 
 def _objects(args: Any, given: Mapping[str, Any]) -> Iterator[str]:
     dataset = given.get("train_dataset")
-    if dataset is not None and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if dataset is not None and not _is_numbered(dataset):
         yield (
             f"`train_dataset` is a {type(dataset).__name__} without numbered samples, which cannot be honoured: which "
             "worker reads which sample changes; give a dataset with __len__ and __getitem__."

@@ -32,7 +32,7 @@ from shoal.integrations.transformers.engine_config import (
     section_shoal,
     sizes_of,
 )
-from shoal.integrations.transformers.honourable import check_callbacks, check_honourable
+from shoal.integrations.transformers.honourable import check_callbacks, check_honourable, check_loader
 from shoal.integrations.transformers.kept_state import exported
 from shoal.integrations.transformers.resuming import mark_runs, resume_point
 from shoal.integrations.transformers.step_reader import BatchFacts, StepReader
@@ -102,6 +102,7 @@ class ElasticTraining:
         sizes = sizes_of(args, section_shoal(args, self._shoal))
         with self._steps_of(sizes):
             loader = self.get_train_dataloader()  # type: ignore[attr-defined]
+            check_loader(loader)
             epochs, steps_per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)  # type: ignore[attr-defined]
             self._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[attr-defined]
             run = self._run = self._elastic_run(loader, sizes, max_steps, ignore_keys_for_eval)
