@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from models.trainer_scripts import (
     SAMPLES,
     STEPS,
     STEPS_PER_EPOCH,
+    Library,
     Script,
     Sequences,
     column,
@@ -46,7 +51,7 @@ def near(script: Script) -> tuple[Any, Any]:
         ),
         Edit(
             "shoal.integrations.transformers.elastic_run",
-            "loss * self._reader.order.micro_batches",
+            "loss * self.reader.order.micro_batches",
             "loss * 1",
             by="test_losses_norms_and_rates_are_those_of_the_original",
         ),
@@ -192,6 +197,73 @@ def test_samples_are_grouped_by_length_alike_in_every_world(tmp_path: Path, caps
         crew.train_to(6)
         crew.add("d")
         assert crew.finish() == right.fingerprint
+
+
+class NotAlwaysFinite:
+    """Every third batch or so has a loss of nan, whose gradient is as it would be."""
+
+    def compute_loss(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *more, **named)  # type: ignore[misc]
+        return loss + torch.tensor(torch.nan) if int(inputs["input_ids"].sum()) % 3 == 0 else loss
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_losses_that_are_not_finite_end_nothing_and_are_filtered_in_the_log_as_by_the_original(
+    filtered: bool, tmp_path: Path
+) -> None:
+    arguments = {"gradient_accumulation_steps": 1, "logging_steps": 2, "logging_nan_inf_filter": filtered}
+    script = Script(tmp_path, {**arguments, "num_train_epochs": 2}, mixin=NotAlwaysFinite)
+    original, elastic = script.original(), script.alone()
+    losses = column(elastic, "loss")
+    assert losses == pytest.approx(column(original, "loss"), rel=2e-4, nan_ok=True)
+    assert any(map(math.isnan, losses)) is not filtered
+    assert elastic.state.global_step == original.state.global_step == 30
+
+
+class Recorded(Sequences):
+    """Leaves the number of each process that reads, and draws random numbers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        folder.mkdir()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        (self.folder / str(os.getpid())).touch()
+        sample = super().__getitem__(index)
+        return {name: torch.roll(tokens, int(torch.randint(0, 5, ()))) for name, tokens in sample.items()}
+
+
+def test_samples_are_read_by_as_many_processes_as_the_arguments_say_with_the_same_bits(tmp_path: Path) -> None:
+    fingerprints = []
+    for processes in (0, 2):
+        arguments = {
+            "dataloader_num_workers": processes,
+            "num_train_epochs": 2,
+            "dataloader_persistent_workers": bool(processes),
+        }
+        script = Script(tmp_path, arguments, {"train_dataset": Recorded(tmp_path / str(processes))})
+        fingerprints.append(script.alone().fingerprint)
+    assert fingerprints[0] == fingerprints[1]
+    readers = [sorted(path.name for path in (tmp_path / str(count)).iterdir()) for count in (0, 2)]
+    assert readers[0] == [str(os.getpid())] and len(readers[1]) == 2 and str(os.getpid()) not in readers[1]
+    assert not multiprocessing.active_children(), "they end with the training"
+
+
+def test_the_order_of_samples_can_be_given_to_processes_that_are_spawned(tmp_path: Path) -> None:
+    order = Script(tmp_path, {"num_train_epochs": 1}).alone().engine.context.loop.fetcher.sampler
+    places = [(step, lane, 0) for step in range(9) for lane in range(4)]
+    given = pickle.loads(pickle.dumps(order))
+    assert [given.indices(*place) for place in places] == [order.indices(*place) for place in places]
+
+
+def test_the_start_of_training_is_logged_as_by_the_library(tmp_path: Path) -> None:
+    logs = []
+    for start in (Script.original, Script.alone):
+        with Library() as library:
+            start(Script(tmp_path, {"log_level": "info", "num_train_epochs": 1}))
+        logs.append(library.logged[library.logged.index("***** Running training") :].splitlines()[:9])
+    assert logs[1] == logs[0]
 
 
 def test_fp16_trains_near_float32_with_the_same_bits_in_every_world(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from crew import Opened, Task
@@ -59,6 +60,24 @@ def gpt2(dropout: float = 0.0) -> Any:
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
+
+
+class Library(logging.Handler):
+    """What the library's own logger says meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.logged += record.getMessage() + "\n"
+
+    def __enter__(self) -> Self:
+        transformers.utils.logging.add_handler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        transformers.utils.logging.remove_handler(self)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
 from math import ceil
 from typing import Any
 
@@ -24,11 +23,13 @@ class BatchOrder:
     """In place of a `Sampler`."""
 
     def __init__(self, loader: Any, lanes: int, micro_batches: int, seed: int) -> None:
-        self._loader, self._lanes, self._micro_batches, self._seed = loader, lanes, micro_batches, seed
+        self._batch_sampler, self._lanes, self._micro_batches = loader.batch_sampler, lanes, micro_batches
+        self._seed = seed
         self.samples = len(loader.dataset)
         self.batches_per_epoch = len(loader)
         self.steps_per_epoch = max(1, ceil(self.batches_per_epoch / (lanes * micro_batches)))
-        self._epoch = lru_cache(maxsize=2)(self._laid_out)
+        self._epochs: dict[int, Batches] = {}
+        """Two at most: data workers read ahead."""
 
     def last_step(self, max_steps: int | None, epochs: int | None) -> int:
         """The Trainer has worked out how many steps there are."""
@@ -57,26 +58,32 @@ class BatchOrder:
         """Of the first epoch's order: it must be the same on all workers."""
         return hashlib.sha256(repr(self._epoch(0)).encode()).hexdigest()
 
+    def _epoch(self, epoch: int) -> Batches:
+        if epoch not in self._epochs:
+            kept = dict(list(self._epochs.items())[-1:])
+            self._epochs = {**kept, epoch: self._laid_out(epoch)}
+        return self._epochs[epoch]
+
     def _laid_out(self, epoch: int) -> Batches:
         """What samplers draw comes from the seed and the epoch alone."""
         random = RandomState.save()
         try:
             seed_from(f"{self._seed} order of epoch {epoch}")
-            for sampler in _samplers(self._loader):
+            for sampler in _samplers(self._batch_sampler):
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
                 generator = getattr(sampler, "generator", None)
                 if isinstance(generator, torch.Generator):
                     generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-            return [list(numbers) for numbers in self._loader.batch_sampler]
+            return [list(numbers) for numbers in self._batch_sampler]
         finally:
             random.restore()
 
 
-def _samplers(loader: Any) -> Iterator[Any]:
+def _samplers(batch_sampler: Any) -> Iterator[Any]:
     """The batch sampler, what it wraps, and what these read from."""
     seen: list[int] = []
-    waiting = [loader.batch_sampler]
+    waiting = [batch_sampler]
     while waiting:
         sampler = waiting.pop()
         if sampler is None or id(sampler) in seen:

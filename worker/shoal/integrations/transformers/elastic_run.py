@@ -8,11 +8,13 @@ and written is rank 0's. Made by trainer.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
 from transformers.trainer_callback import ProgressCallback
+from transformers.utils import logging
 
 from shoal.exchange.ballot import HALT
 from shoal.integrations.transformers.honourable import check_callbacks
@@ -25,16 +27,16 @@ class ElasticRun:
     """`engine` trains what `trainer` describes."""
 
     def __init__(self, trainer: Any, engine: Engine, reader: StepReader, ignored_keys: list[str] | None) -> None:
-        self._trainer, self.engine, self._reader, self._ignored_keys = trainer, engine, reader, ignored_keys
+        self._trainer, self.engine, self.reader, self._ignored_keys = trainer, engine, reader, ignored_keys
         self.kept = KeptState(trainer, self._rate)
         self.start_time = time.time()
         self._begun = False
         self._lane_step = -1
         """The step whose first micro-batch this worker has begun."""
 
-    def prepare(self) -> None:
-        """Before the loop."""
-        trainer = self._trainer
+    def prepare(self, announced: Mapping[str, int]) -> None:
+        """Before the loop. `announced`: what the log says of it when it begins."""
+        trainer, self._announced = self._trainer, announced
         trainer._tr_loss = torch.tensor(0.0, dtype=torch.float64)
         trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer.current_flos = 0.0, 0, 0.0
         trainer._initial_num_input_tokens_seen = trainer._initial_global_step = 0
@@ -48,7 +50,7 @@ class ElasticRun:
             if engine.parts.requests.asks(HALT) and not engine.warming_up:
                 engine.skip()  # the vote of this step commits nothing
                 continue
-            facts = self._reader.facts(max(0, engine.context.state.step))
+            facts = self.reader.facts(max(0, engine.context.state.step))
             if not engine.warming_up:
                 self._begin_step()
             trainer.current_gradient_accumulation_steps = facts.batches
@@ -61,7 +63,7 @@ class ElasticRun:
         """In place of the accelerator's. `loss`: this micro-batch's part of the step's loss, which is their sum; the
         engine's is the mean over them.
         """
-        self.engine.backward(loss * self._reader.order.micro_batches)
+        self.engine.backward(loss * self.reader.order.micro_batches)
 
     # ---- around steps
 
@@ -80,11 +82,23 @@ class ElasticRun:
         if self._begun:
             return
         self._begun = True
+        if self.engine.rank == 0:
+            self._announce()
         handler, args = trainer.callback_handler, trainer.args
         trainer.control = handler.on_train_begin(args, trainer.state, trainer.control)
         if args.eval_on_start and trainer.state.global_step == 0:
             trainer._evaluate(None, self._ignored_keys, skip_scheduler=True)
         trainer.control = handler.on_epoch_begin(args, trainer.state, trainer.control)
+
+    def _announce(self) -> None:
+        """As the library does."""
+        library, state = logging.get_logger("transformers.trainer"), self._trainer.state
+        library.info("***** Running training *****")
+        for name, number in self._announced.items():
+            library.info(f"  {name} = {number:,}")
+        if state.global_step:
+            library.info(f"  Resuming training from checkpoint with epoch {int(state.epoch or 0)} and global step "
+                         f"{state.global_step}")  # fmt: skip
 
     def look_who_is_first(self) -> None:
         """Rank 0 is whoever is it now: the callbacks ask the state."""
@@ -103,7 +117,7 @@ class ElasticRun:
             return
         self._begin()
         handler, args, record = trainer.callback_handler, trainer.args, state.record
-        facts = self._reader.facts(state.step - 1)
+        facts = self.reader.facts(state.step - 1)
         trainer.current_flos += facts.operations
         trainer.state.num_input_tokens_seen += facts.tokens
         self._add_loss(self.engine.loss)
@@ -130,7 +144,7 @@ class ElasticRun:
 
     def _part_of_epoch(self, in_epoch: int) -> float:
         """As the Trainer counts: by batches."""
-        order = self._reader.order
+        order = self.reader.order
         return float(in_epoch * order.micro_batches / max(1, order.batches_per_epoch))
 
     def _add_loss(self, loss: float) -> None:

@@ -133,7 +133,7 @@ def config_of(
     checkpoint = {**checkpoint, "resume": schedule.resume, **shoal.get("checkpoint", {})}
     mine = {
         "lanes": sizes.lanes, "micro_batches_per_lane": sizes.micro_batches, "seed": args.seed,
-        "max_steps": schedule.max_steps,
+        "max_steps": schedule.max_steps, "stop_on_nan": False,
     }  # fmt: skip
     return {
         **document,

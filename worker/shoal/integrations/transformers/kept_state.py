@@ -11,10 +11,13 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers.trainer_callback import ExportableState, TrainerControl
+from transformers.trainer_utils import compare_trainer_and_checkpoint_args
+from transformers.utils import logging
 
 from shoal.logs import get_logger
 
@@ -30,6 +33,7 @@ OF_THE_ARGUMENTS = (
     "is_hyper_param_search", "trial_name", "trial_params",
 )  # fmt: skip
 """Those that the library makes of the arguments: each process has those of its own."""
+TOLD_BY_THE_LIBRARY = ("logging_steps", "eval_steps", "save_steps", "train_batch_size")
 OF_THE_WORKER = ("is_local_process_zero", "is_world_process_zero")
 
 log = get_logger("shoal")
@@ -75,10 +79,16 @@ class KeptState:
 
 
 def _tell_of_other_arguments(own: Any, saved: Mapping[str, Any]) -> None:
-    """Only those of a job that is resumed can be others."""
+    """Only those of a job that is resumed can be others. Some of them the library has a warning for."""
     now = {name: getattr(own, name) for name in OF_THE_ARGUMENTS}
+    compare_trainer_and_checkpoint_args(
+        SimpleNamespace(**now, per_device_train_batch_size=own.train_batch_size, n_gpu=1),
+        SimpleNamespace(**{**now, **saved}),
+    )
     differs = {
-        name: f"{saved[name]} then, {now[name]} now" for name in now if name in saved and saved[name] != now[name]
+        name: f"{saved[name]} then, {value} now"
+        for name, value in now.items()
+        if name not in TOLD_BY_THE_LIBRARY and saved.get(name, value) != value
     }
     if differs:
         log.warning("resumed_with_other_arguments", **differs, means="the job goes on with those that it has now")
@@ -136,6 +146,8 @@ def take_over(trainer: Any, given: Mapping[str, list[Any]], given_then: Mapping[
         for attribute, value in {**args, **state.get("attributes", {})}.items():
             setattr(callback, attribute, value)
     if missing := [name for name, left in states.items() if left]:
-        log.warning("callbacks_are_missing", callbacks=missing, means="their counters are not kept")
+        logging.get_logger("transformers.trainer").warning(
+            f"Checkpoint included callbacks not included in current configuration. Ignoring. ({', '.join(missing)})"
+        )
     if control:
         trainer.control = TrainerControl.from_state(control[0])

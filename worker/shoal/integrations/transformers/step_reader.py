@@ -2,17 +2,19 @@
 
 The loss is divided by the items (tokens that count) of all lanes' micro-batches. So a worker reads those of the other
 lanes too, counts, and drops them; its own are read once. Seeds are those of each lane: what is counted is what is
-trained.
+trained. Data workers read ahead where the loader has some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from shoal.core.stream_position import Bookmark
-from shoal.data.source import NO_SAMPLES, Collate, NumberedSamples, Place, Read
+from shoal.data.data_workers import DataWorkers, Reading
+from shoal.data.source import NO_SAMPLES, NumberedSamples, Place, Read
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,20 @@ Look = Callable[[Any], BatchFacts]
 class StepReader(NumberedSamples):
     """A `Source` that looks at all batches of a step before it gives the first one out."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate, order: Any, seed: int, look: Look) -> None:
-        """`order`: a `BatchOrder`."""
-        super().__init__(dataset, collate_fn, order, seed)
+    def __init__(self, loader: Any, order: Any, seed: int, look: Look, reading: Reading) -> None:
+        """`order`: a `BatchOrder` of the loader's batches. `reading`: how the loader reads."""
+        super().__init__(loader.dataset, loader.collate_fn, order, seed)
         self.order, self._look = order, look
         self._facts: StepFacts | None = None
         self._kept: dict[tuple[int, int], Any] = {}
+        source = NumberedSamples(loader.dataset, loader.collate_fn, order, seed)
+        self._workers = DataWorkers(source, reading, seed) if reading.processes else None
+
+    def close(self) -> None:
+        """Ends data workers; from then on samples are read on the training thread."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
     def facts(self, step: int) -> StepFacts:
         """Of a step, whose batches are read if they have not been."""
@@ -71,7 +81,19 @@ class StepReader(NumberedSamples):
         return StepFacts(step, len(found), items, operations, sum(facts.tokens for facts in found))
 
     def _read_place(self, place: Place) -> Any:
-        return super().read(place).batch if self.order.indices(*place) else NO_SAMPLES
+        if not self.order.indices(*place):
+            return NO_SAMPLES
+        read = super().read(place) if self._workers is None else self._workers.take(place, self._after(place), _nowhere)
+        return read.batch
+
+    def _after(self, place: Place) -> Iterator[Place]:
+        """What is read next, of all lanes."""
+        step, *at = place
+        places = self.order.places
+        for later in count(step):
+            for lane, micro in places[places.index((at[0], at[1])) + 1 :] if later == step else places:
+                if self.order.indices(later, lane, micro):
+                    yield later, lane, micro
 
     def read(self, place: Place, bookmark: Bookmark | None = None) -> Read:  # noqa: ARG002  (nothing is quicker)
         """A batch is given out once: the loop may change it, and it is read again if it is asked for again."""
@@ -79,3 +101,7 @@ class StepReader(NumberedSamples):
         self.facts(step)
         batch = self._kept.pop((at[0], at[1]), None)
         return Read(batch if batch is not None else self._read_place(place))
+
+
+def _nowhere(_: Place) -> None:
+    """No place is quicker from another."""

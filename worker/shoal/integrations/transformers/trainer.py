@@ -10,7 +10,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,9 +19,12 @@ import torch
 import transformers
 from shoal_protos.errors import UserError
 from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import SaveStrategy
 
 from shoal.config.load import Beside, load_config
+from shoal.data.data_workers import Reading
+from shoal.data.given_data import reading_of
 from shoal.integrations.transformers.batch_order import BatchOrder
 from shoal.integrations.transformers.elastic_run import ElasticRun
 from shoal.integrations.transformers.engine_config import (
@@ -103,11 +106,24 @@ class ElasticTraining:
         with self._steps_of(sizes):
             loader = self.get_train_dataloader()  # type: ignore[attr-defined]
             check_loader(loader)
-            epochs, steps_per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)  # type: ignore[attr-defined]
+            found = self.set_initial_training_values(args, loader)  # type: ignore[attr-defined]
+            epochs, steps_per_epoch, examples, samples, batch, _, max_steps = found
             self._init_training_state(max_steps, steps_per_epoch, epochs, None, None)  # type: ignore[attr-defined]
+            trainable = get_model_param_count(self.model, trainable_only=True)
             run = self._run = self._elastic_run(loader, sizes, max_steps, ignore_keys_for_eval)
-            run.prepare()
-            with self._backwards_to(run):
+            run.prepare(
+                {
+                    "Num examples": examples,
+                    "Num Epochs": epochs,
+                    "Num update steps per epoch": steps_per_epoch,
+                    "Instantaneous batch size per device": sizes.micro_batch_size,
+                    "Total train batch size (w. parallel, distributed & accumulation)": batch,
+                    "Gradient Accumulation steps": sizes.accumulation,
+                    "Total optimization steps": max_steps,
+                    "Number of trainable parameters": trainable,
+                }
+            )
+            with self._backwards_to(run), closing(run.reader):
                 run.train()
             return self._finish(run, samples)
 
@@ -131,9 +147,11 @@ class ElasticTraining:
         schedule = TrainerSteps(max_steps, self._save_every(order), point.resume)
         beside = Beside(optimizer=optimizer is not None, scheduler=scheduler is not None)
         config = load_config(config_of(self.args, self._shoal, sizes, schedule, beside), beside)
-        reader = StepReader(loader.dataset, loader.collate_fn, order, config.seed, self._look_at)
+        reading = reading_of(loader)
+        reader = StepReader(loader, order, config.seed, self._look_at, reading)
+        moves = Reading(pinned=reading.pinned and self.args.device.type != "cpu")
         given = Given(
-            self.model, config, loader.dataset, optimizer, scheduler, loader.collate_fn, source=reader,
+            self.model, config, loader.dataset, optimizer, scheduler, loader.collate_fn, reading=moves, source=reader,
             beside={"order of samples": order.digest()},
         )  # fmt: skip
         engine = self.engine = self._engine_of(given)
