@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -263,6 +265,66 @@ def test_an_adapter_of_peft_is_trained_and_saved(tmp_path: Path) -> None:
         crew.kill("b")
         assert crew.finish() == elastic.fingerprint
 
+
+# ---- half precision
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Callable[[], Any]:
+    """`from_pretrained` of a checkpoint in bfloat16."""
+    gpt2().bfloat16().save_pretrained(tmp_path / "bf16")
+    return partial(transformers.AutoModelForCausalLM.from_pretrained, tmp_path / "bf16")
+
+
+def frozen(part: str, load: Callable[[], Any]) -> Any:
+    model = load()
+    model.get_submodule(part).requires_grad_(False)
+    return model
+
+
+def test_a_model_that_is_loaded_in_bfloat16_is_trained_in_float32(
+    loaded: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert next(loaded().parameters()).dtype is torch.bfloat16
+    right = Script(tmp_path / "right", model=lambda: loaded().float()).alone()
+    assert "trained_in_float32" not in capsys.readouterr().err
+    elastic = Script(tmp_path / "mine", model=loaded).alone()
+    assert capsys.readouterr().err.count("trained_in_float32") == 1
+    assert elastic.fingerprint == right.fingerprint and column(elastic, "loss") == column(right, "loss")
+
+
+@pytest.mark.parametrize("part", ["transformer.h", "transformer.wte", "transformer.h.0.ln_1"])
+def test_a_frozen_part_of_it_stays_in_bfloat16_beside_what_is_trained(
+    part: str, loaded: Callable[[], Any], tmp_path: Path
+) -> None:
+    script = Script(tmp_path / "mine", {"eval_strategy": "epoch"}, model=partial(frozen, part, loaded))
+    elastic, whole = (
+        script.alone(),
+        Script(tmp_path / "right", model=partial(frozen, part, lambda: loaded().float())).alone(),
+    )
+    dtypes = {name: one.dtype for name, one in elastic.model.named_parameters()}
+    assert all(dtypes[name] is torch.float32 for name, one in elastic.model.named_parameters() if one.requires_grad)
+    matrices = [name for name, one in elastic.model.named_parameters() if not one.requires_grad and one.dim() > 1]
+    assert all(dtypes[name] is torch.bfloat16 for name in matrices)
+    assert column(elastic, "loss") == pytest.approx(column(whole, "loss"), rel=0.02)
+    with Crew("ab", replace(script, folder=tmp_path / "crew").task()) as crew:
+        assert crew.finish() == elastic.fingerprint
+
+
+def test_a_deepspeed_section_keeps_it_in_bfloat16_with_float32_masters(
+    loaded: Callable[[], Any], tmp_path: Path
+) -> None:
+    arguments = {"bf16": True, "deepspeed": {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"}}
+    script = Script(tmp_path / "mine", arguments, model=loaded)
+    elastic, whole = script.alone(), Script(tmp_path / "right", model=lambda: loaded().float()).alone()
+    assert {one.dtype for one in elastic.model.parameters()} == {torch.bfloat16}
+    assert {one.parameter.dtype for one in elastic.engine.context.state.held.segments} == {torch.float32}
+    assert column(elastic, "loss") == pytest.approx(column(whole, "loss"), rel=0.02)
+    with Crew("ab", replace(script, folder=tmp_path / "crew").task()) as crew:
+        assert crew.finish() == elastic.fingerprint
+
+
+# ---- DeepSpeed
 
 DS_CONFIG = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",

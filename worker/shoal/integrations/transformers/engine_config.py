@@ -84,17 +84,19 @@ def section_shoal(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSteps:
+class TrainerJob:
     """What the Trainer has worked out of its job."""
 
     max_steps: int
     save_every: int | None
     """Steps between two elastic checkpoints; None: there are none."""
     resume: int | str | bool
+    mixes_halves: bool
+    """Whether the forward needs autocast, where the arguments do not ask for it."""
 
 
 def config_of(
-    args: Any, shoal: Mapping[str, Any], sizes: TrainerSizes, schedule: TrainerSteps, beside: Beside
+    args: Any, shoal: Mapping[str, Any], sizes: TrainerSizes, job: TrainerJob, beside: Beside
 ) -> dict[str, Any]:
     """Shoal's configuration. Raises `UserError` naming all that the file and the arguments say differently.
 
@@ -103,8 +105,9 @@ def config_of(
     shoal = section_shoal(args, shoal)
     document = deepspeed_config(args)
     if document is None:
+        bf16 = args.bf16 or (job.mixes_halves and not args.fp16)
         document = {
-            "bf16": {"enabled": args.bf16, "auto_cast": args.bf16},
+            "bf16": {"enabled": bf16, "auto_cast": bf16},
             "fp16": {"enabled": args.fp16, "auto_cast": args.fp16, "loss_scale_window": 2000, "hysteresis": 1},
             "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else NO_CLIPPING,
         }
@@ -117,23 +120,25 @@ def config_of(
         given = [name for name in ("optimizer", "scheduler") if getattr(beside, name)]
         meanings = {
             key: meaning
-            for key, meaning in _meanings(args, sizes, schedule.max_steps).items()
+            for key, meaning in _meanings(args, sizes, job.max_steps).items()
             if key.partition(".")[0] not in given
         }
         faults = list(_differences(document, meanings))
         if faults:
             raise UserError("; ".join(faults) + '. Give each once, or write "auto" in the DeepSpeed configuration.')
         document = _resolved(document, meanings)
+        if job.mixes_halves and not any(is_on(document.get(name)) for name in ("bf16", "fp16")):
+            document["bf16"] = {"enabled": True, "auto_cast": True}
         document.pop("gradient_accumulation_steps", None)
         document.pop("shoal", None)
     checkpoint: dict[str, Any] = {}
-    if schedule.save_every is not None:
+    if job.save_every is not None:
         keep = args.save_total_limit if args.save_total_limit and args.save_total_limit > 0 else ALL
-        checkpoint = {"path": str(Path(args.output_dir) / FOLDER), "every_steps": schedule.save_every, "keep": keep}
-    checkpoint = {**checkpoint, "resume": schedule.resume, **shoal.get("checkpoint", {})}
+        checkpoint = {"path": str(Path(args.output_dir) / FOLDER), "every_steps": job.save_every, "keep": keep}
+    checkpoint = {**checkpoint, "resume": job.resume, **shoal.get("checkpoint", {})}
     mine = {
         "lanes": sizes.lanes, "micro_batches_per_lane": sizes.micro_batches, "seed": args.seed,
-        "max_steps": schedule.max_steps, "stop_on_nan": False,
+        "max_steps": job.max_steps, "stop_on_nan": False,
     }  # fmt: skip
     return {
         **document,

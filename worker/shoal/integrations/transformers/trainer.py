@@ -28,13 +28,14 @@ from shoal.data.given_data import reading_of
 from shoal.integrations.transformers.batch_order import BatchOrder
 from shoal.integrations.transformers.elastic_run import ElasticRun
 from shoal.integrations.transformers.engine_config import (
+    TrainerJob,
     TrainerSizes,
-    TrainerSteps,
     config_of,
     deepspeed_config,
     section_shoal,
     sizes_of,
 )
+from shoal.integrations.transformers.half_precision import mixes_halves, upcast
 from shoal.integrations.transformers.honourable import check_callbacks, check_honourable, check_loader
 from shoal.integrations.transformers.kept_state import exported
 from shoal.integrations.transformers.resuming import mark_runs, resume_point
@@ -144,9 +145,11 @@ class ElasticTraining:
         order = BatchOrder(loader, sizes.lanes, sizes.micro_batches, self.args.seed)
         optimizer, scheduler = self._optimizer_and_scheduler(max_steps)
         point = resume_point(self._resume, self.args.output_dir, is_worker())
-        schedule = TrainerSteps(max_steps, self._save_every(order), point.resume)
+        job = TrainerJob(max_steps, self._save_every(order), point.resume, mixes_halves(self.model))
         beside = Beside(optimizer=optimizer is not None, scheduler=scheduler is not None)
-        config = load_config(config_of(self.args, self._shoal, sizes, schedule, beside), beside)
+        config = load_config(config_of(self.args, self._shoal, sizes, job, beside), beside)
+        if config.precision.parameters is None:
+            upcast(self.model)
         reading = reading_of(loader)
         reader = StepReader(loader, order, config.seed, self._look_at, reading)
         moves = Reading(pinned=reading.pinned and self.args.device.type != "cpu")
