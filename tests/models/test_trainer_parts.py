@@ -369,6 +369,46 @@ def test_numbers_that_file_and_arguments_give_differently_are_named_all_at_once(
         Script(tmp_path, {"deepspeed": {**DS_CONFIG, "elasticity": elasticity}}).alone()
 
 
+@pytest.mark.parametrize(
+    ("file", "lanes"),
+    [
+        ({"train_batch_size": 24}, 4),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}, 4),
+        ({"train_batch_size": 12.0}, 2),
+    ],
+)
+def test_a_deepspeed_batch_of_several_processes_is_as_many_lanes_with_the_samples_of_their_steps(
+    file: dict[str, Any], lanes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"gradient_clipping": "auto", "zero_optimization": {"stage": 2}, **file}))
+    given = ["--deepspeed", str(path), "--output_dir", str(tmp_path)]
+    (parsed,) = transformers.HfArgumentParser(transformers.TrainingArguments).parse_args_into_dataclasses(given)
+    arguments = {"gradient_accumulation_steps": 2, "deepspeed": parsed.deepspeed}
+    script = Script(tmp_path / "mine", arguments)
+    elastic = script.alone()
+    config = elastic.engine.context.config
+    assert (config.lanes, config.micro_batches_per_lane, config.train_batch_size) == (lanes, 2, lanes * 2 * 3)
+    original = Script(tmp_path / "right", {"gradient_accumulation_steps": 2 * lanes}).original()
+    assert elastic.state.global_step == original.state.global_step
+    for name in ("loss", "grad_norm", "learning_rate", "epoch"):
+        assert column(elastic, name) == pytest.approx(column(original, name), rel=2e-4), name
+    with Crew("abc"[:lanes], replace(script, folder=tmp_path / "crew").task()) as crew:
+        crew.train_to(2)
+        crew.kill("b")
+        assert crew.finish() == elastic.fingerprint
+
+
+@pytest.mark.parametrize("batch", [13, 3])
+def test_a_deepspeed_batch_that_is_no_number_of_processes_is_refused_with_both_numbers(
+    batch: int, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        UserError, match=f"`train_batch_size` is {batch} in the DeepSpeed configuration and 6 by the arg"
+    ):
+        Script(tmp_path, {"gradient_accumulation_steps": 2, "deepspeed": {"train_batch_size": batch}}).alone()
+
+
 def test_lanes_stand_for_the_processes_that_a_script_was_written_for(tmp_path: Path) -> None:
     arguments = {"gradient_accumulation_steps": 2}
     elastic = Script(tmp_path, arguments, {"shoal": {"lanes": 2}}).alone()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal_protos.config_file import parsed_config, read_config
+from shoal_protos.config_file import parsed_config, read_config, whole
 from shoal_protos.errors import UserError
 from shoal_protos.old_config_keys import with_todays_names
 from shoal_protos.quoting import shown
@@ -59,7 +59,7 @@ def sizes_of(args: Any, shoal: Mapping[str, Any]) -> TrainerSizes:
 
 def _processes_of(args: Any) -> int | None:
     """For how many processes the DeepSpeed configuration was written, by its batch; None: it says nothing of more."""
-    batch = (deepspeed_config(args) or {}).get("train_batch_size")
+    batch = whole((deepspeed_config(args) or {}).get("train_batch_size"))
     of_one = args.per_device_train_batch_size * args.gradient_accumulation_steps
     is_more = isinstance(batch, int) and batch > of_one and batch % of_one == 0
     return batch // of_one if is_more else None
