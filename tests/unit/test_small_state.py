@@ -54,8 +54,8 @@ class Bomb:
     "Not marked in the design, but needed as much",
     broken_by=Edit(
         "shoal.training.small_state",
-        "        content = decode(tree, safetensors.torch.load(message[LENGTH.size + length :]))\n",
-        "        content = __import__('pickle').loads(message)\n",
+        "        return decode(tree, safetensors.torch.load(message[LENGTH.size + length :]))\n",
+        "        return __import__('pickle').loads(message)\n",
     ),
 )
 def test_a_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,19 +42,19 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
 
 def pack(content: Mapping[str, Any]) -> bytes:
     """`content` has exactly `FIELDS`. Raises `UserError` naming a value that cannot be kept."""
+    return packed(dict(content), "the small state")
+
+
+def packed(content: Any, called: str) -> bytes:
+    """A value for another worker. Raises `UserError` naming a part of it that cannot be sent."""
     tensors: dict[str, Tensor] = {}
-    tree = json.dumps(encode(dict(content), tensors, "the small state"), separators=(",", ":")).encode()
+    tree = json.dumps(encode(content, tensors, called), separators=(",", ":")).encode()
     return LENGTH.pack(len(tree)) + tree + safetensors.torch.save(tensors)
 
 
 def unpack(message: bytes) -> dict[str, Any]:
     """The inverse of `pack`. Raises `PeerError` for bytes that `pack` does not make."""
-    try:
-        (length,) = LENGTH.unpack_from(message)
-        tree = json.loads(message[LENGTH.size : LENGTH.size + length])
-        content = decode(tree, safetensors.torch.load(message[LENGTH.size + length :]))
-    except (struct.error, ValueError, RecursionError, safetensors.SafetensorError, CheckpointDamaged) as error:
-        raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
+    content = unpacked(message, "the small state")
     if not isinstance(content, dict) or content.keys() != FIELDS.keys():
         found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise PeerError(f"the small state that another worker sent has {found}; expected {sorted(FIELDS)}")
@@ -62,3 +62,13 @@ def unpack(message: bytes) -> dict[str, Any]:
         if not isinstance(content[name], kind):
             raise PeerError(f"the small state that another worker sent has {type(content[name]).__name__} as {name}")
     return content
+
+
+def unpacked(message: bytes, called: str) -> Any:
+    """The inverse of `packed`. Raises `PeerError` for bytes that it does not make."""
+    try:
+        (length,) = LENGTH.unpack_from(message)
+        tree = json.loads(message[LENGTH.size : LENGTH.size + length])
+        return decode(tree, safetensors.torch.load(message[LENGTH.size + length :]))
+    except (struct.error, ValueError, RecursionError, safetensors.SafetensorError, CheckpointDamaged) as error:
+        raise PeerError(f"{called} that another worker sent cannot be read: {error}") from None

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from shoal_protos.errors import UserError
 from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging
 
 from shoal.exchange.ballot import HALT
 from shoal.integrations.transformers.honourable import check_callbacks
 from shoal.integrations.transformers.kept_state import NAME, KeptState
+from shoal.integrations.transformers.shared_evaluation import SharedEvaluations
 from shoal.integrations.transformers.step_reader import StepReader
 from shoal.training.engine import Engine
 
@@ -28,7 +30,7 @@ class ElasticRun:
 
     def __init__(self, trainer: Any, engine: Engine, reader: StepReader, ignored_keys: list[str] | None) -> None:
         self._trainer, self.engine, self.reader, self._ignored_keys = trainer, engine, reader, ignored_keys
-        self.kept = KeptState(trainer, self._rate)
+        self.kept, self.evaluations = KeptState(trainer, self._rate), SharedEvaluations(trainer, engine)
         self.start_time = time.time()
         self._begun = False
         self._lane_step = -1
@@ -116,6 +118,21 @@ class ElasticRun:
         if trainer.state.global_step >= state.step:
             return
         self._begin()
+        with self.evaluations.boundary(self._evaluates_at(state.step)):
+            self._follow_commit()
+
+    def _evaluates_at(self, step: int) -> bool:
+        """Whether all workers may evaluate then, as far as their arguments say."""
+        trainer = self._trainer
+        match trainer.args.eval_strategy:
+            case IntervalStrategy.STEPS:
+                return step % trainer.state.eval_steps == 0 or self.engine.context.is_over
+            case IntervalStrategy.EPOCH:
+                return step % self._steps_per_epoch == 0 or self.engine.context.is_over
+        return False
+
+    def _follow_commit(self) -> None:
+        trainer, state = self._trainer, self.engine.context.state
         handler, args, record = trainer.callback_handler, trainer.args, state.record
         facts = self.reader.facts(state.step - 1)
         trainer.current_flos += facts.operations

@@ -10,7 +10,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -155,7 +155,10 @@ class ElasticTraining:
         moves = Reading(pinned=reading.pinned and self.args.device.type != "cpu")
         given = Given(
             self.model, config, loader.dataset, optimizer, scheduler, loader.collate_fn, reading=moves, source=reader,
-            beside={"order of samples": order.digest()},
+            beside={
+                "order of samples": order.digest(),
+                "evaluations": f"{self.args.eval_strategy.value} {self.state.eval_steps}",
+            },
         )  # fmt: skip
         engine = self.engine = self._engine_of(given)
         point.on_welcome(is_under_way=bool(engine.context.link.job.opened_generations))
@@ -265,12 +268,27 @@ class ElasticTraining:
         found: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
         return {**found, "mixed_precision": "no", "deepspeed_plugin": None}
 
-    def evaluation_loop(self, *more: Any, **named: Any) -> Any:
-        """The library's, over the whole set on every worker: all come to the same numbers and wait for nobody."""
+    def _evaluate(self, *more: Any, **named: Any) -> Any:
+        """The library's; what all workers evaluate at the same boundary they compute together."""
+        assert self._run is not None, "called in training"
+        with self._run.evaluations.sharing():
+            return super()._evaluate(*more, **named)  # type: ignore[misc]
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+    ) -> Any:  # fmt: skip
+        """The library's, over the whole set: all workers come to the same numbers."""
         if self.model not in self.accelerator._models:
             self.accelerator._models.append(self.model)  # else it would be prepared, which changes its forward
-        with self._evaluating():
-            return super().evaluation_loop(*more, **named)  # type: ignore[misc]
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        with self._evaluating(), self._predicting(dataloader, metric_key_prefix, loss_only, ignore_keys) as loader:
+            found = super().evaluation_loop(loader, description, loss_only, ignore_keys, metric_key_prefix)  # type: ignore[misc]
+        self.callback_handler.eval_dataloader = dataloader
+        return found
+
+    def _predicting(self, loader: Any, *more: Any) -> AbstractContextManager[Any]:
+        return nullcontext(loader) if self._run is None else self._run.evaluations.predicting(loader, *more)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
