@@ -205,14 +205,14 @@ def test_early_stopping_stops_all_alike(tmp_path: Path) -> None:
 
 
 class Stops(Seen):
-    """At step 5: on all workers, or by the word of rank 0 alone."""
+    """At a step: on all workers, or by the word of rank 0 alone."""
 
-    def __init__(self, alone: bool) -> None:
+    def __init__(self, step: int, alone: bool = False) -> None:
         super().__init__()
-        self.alone = alone
+        self.step, self.alone = step, alone
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 5 and (state.is_world_process_zero or not self.alone):
+        if state.global_step == self.step and (state.is_world_process_zero or not self.alone):
             control.should_training_stop = True
 
     def __getattribute__(self, name: str) -> Any:
@@ -227,7 +227,7 @@ def test_a_callback_that_stops_training_stops_all_that_count_at_the_step_whose_w
     Script(tmp_path / "right", arguments).alone()
     right = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "right" / "checkpoint-5")
     kept: list[Any] = []
-    given = {"callbacks": lambda: [Stops(alone)]}
+    given = {"callbacks": lambda: [Stops(5, alone)]}
     with Crew("abc", Script(tmp_path / "crew", arguments, given).task(kept)) as crew:
         crew.finish()
         assert crew.job.durable.step == 5
@@ -238,6 +238,19 @@ def test_a_callback_that_stops_training_stops_all_that_count_at_the_step_whose_w
             assert torch.equal(mine, other)
         stops = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Stops))
         assert alone or not {"on_step_begin 5", "on_substep_end 5"} & set(stops.events), "the step after is not begun"
+
+
+def test_a_stop_that_was_asked_for_before_all_go_back_comes_at_its_step_again(tmp_path: Path) -> None:
+    given = {"callbacks": lambda: [Stops(9)]}
+    right, kept = Script(tmp_path / "right", SAVING, given).alone(), list[Any]()
+    deepspeed = {"zero_optimization": {"stage": 2}, "shoal": {"mirrors": 0}, "gradient_clipping": "auto"}
+    with Crew("abc", Script(tmp_path / "lost", {**SAVING, "deepspeed": deepspeed}, given).task(kept)) as crew:
+        crew.train_to(5)
+        saved(crew, 5)
+        crew.plant("b", 10, "exchange")
+        assert crew.finish() == right.fingerprint
+        assert [world.from_step for world in crew.job.durable.history if world.reason.value == "restore"] == [5]
+    assert [trainer.state.global_step for trainer in kept] == [9, 9]
 
 
 # ---- other doors
