@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -17,6 +18,7 @@ from shoal.deepspeed import comm
 from shoal.deepspeed.__main__ import hand_over, run_command
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.engine_facts import EngineFacts
+from shoal.deepspeed.hf_config import stand_in_for_theirs
 from shoal.deepspeed.initializing import Made
 from shoal.deepspeed.surface import REFUSED_FLAGS, UNREAD_FLAGS
 from shoal.training.engine import Engine
@@ -137,6 +139,8 @@ def test_comm_says_which_member_this_is_and_refuses_what_would_wait_for_others(m
         ("--num_gpus=2 --master_port 29501 train.py --num_gpus 4", "run --workers 2 train.py -- --num_gpus 4"),
         ("--num_nodes 1 --num_gpus -1 -q --enable_each_rank_log logs t.py", "run --log-dir logs t.py --"),
         (f"{' '.join(UNREAD_FLAGS)} t.py", "run t.py --"),
+        ("--module --num_gpus 2 package.train --epochs 3", "run --workers 2 -m package.train -- --epochs 3"),
+        ("--no_python bash train.sh --module", "run bash -- train.sh --module"),
     ],
 )
 def test_deepspeeds_command_becomes_shoal_run(given: str, becomes: str) -> None:
@@ -145,10 +149,41 @@ def test_deepspeeds_command_becomes_shoal_run(given: str, becomes: str) -> None:
 
 @pytest.mark.parametrize("flag", [*REFUSED_FLAGS, "-H", "-i", "--num_nodes", "--gpus"])
 def test_a_flag_of_deepspeeds_command_that_has_no_meaning_here_is_refused_with_what_to_do(flag: str) -> None:
-    with pytest.raises(
-        UserError, match=r"`shoal |CUDA_VISIBLE|the module's file|by Python|before\.|docs/deepspeed\.md"
-    ):
+    with pytest.raises(UserError, match=r"`shoal |CUDA_VISIBLE|before\.|docs/deepspeed\.md"):
         run_command([flag, "2", "train.py"])
+
+
+def test_a_script_is_a_module_or_a_program_and_not_both() -> None:
+    with pytest.raises(UserError, match=r"--no_python: not allowed with argument --module; docs/deepspeed\.md"):
+        run_command(["--module", "--no_python", "train"])
+
+
+@pytest.mark.parametrize("comes_first", ["shoal", "transformers"])
+def test_transformers_configuration_for_deepspeed_is_the_doors_in_either_order_of_imports(
+    comes_first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "transformers" / "integrations"
+    package.mkdir(parents=True)
+    (tmp_path / "transformers" / "__init__.py").touch()
+    (package / "__init__.py").write_text("from .deepspeed import HfDeepSpeedConfig\n")
+    wants = "    def __init__(self, given):\n        raise ImportError('deepspeed')\n"
+    own = "class Own(HfDeepSpeedConfig):\n    def __init__(self, given):\n        self.given = given\n"
+    (package / "deepspeed.py").write_text(f"class HfDeepSpeedConfig:\n{wants}\n{own}")
+    before = [one for one in sys.meta_path if type(one).__module__ != stand_in_for_theirs.__module__]
+    monkeypatch.setattr(sys, "meta_path", before)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        if comes_first == "shoal":
+            stand_in_for_theirs()
+        theirs: Any = importlib.import_module("transformers.integrations")
+        if comes_first == "transformers":
+            stand_in_for_theirs()
+        made = theirs.HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+        assert isinstance(made, deepspeed.HfDeepSpeedConfig) and made.is_zero2()
+        assert theirs.deepspeed.Own(7).given == 7, "a subclass stays what it is"
+    finally:
+        for name in [one for one in sys.modules if one.partition(".")[0] == "transformers"]:
+            del sys.modules[name]
 
 
 def test_a_command_of_deepspeeds_is_handed_over_or_ends_in_a_sentence(

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from shoal.deepspeed import checkpointing, comm, elasticity, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
-from shoal.deepspeed.hf_config import HfDeepSpeedConfig
+from shoal.deepspeed.hf_config import HfDeepSpeedConfig, stand_in_for_theirs
 from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
 from shoal.deepspeed.not_here import module_lacks
 
@@ -17,6 +17,8 @@ __all__ = [
     "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "checkpointing", "comm", "elasticity",
     "init_distributed", "initialize", "zero",
 ]  # fmt: skip
+
+stand_in_for_theirs()
 
 
 def __getattr__(name: str) -> NoReturn:

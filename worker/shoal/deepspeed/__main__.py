@@ -30,6 +30,9 @@ def run_command(arguments: Sequence[str]) -> list[str]:
         parser.add_argument(flag, *filter(None, [SHORT.get(flag)]), action=kind, help="changes nothing")
     for flag in REFUSED_FLAGS:
         parser.add_argument(flag, *filter(None, [SHORT.get(flag)]), action=_Refused, nargs="?", help=argparse.SUPPRESS)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--module", action="store_true", help="SCRIPT is the name of a module")
+    how.add_argument("--no_python", action="store_true", help="SCRIPT is any program")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args(arguments)
@@ -37,7 +40,7 @@ def run_command(arguments: Sequence[str]) -> list[str]:
         raise UserError(f"--num_nodes is {given.num_nodes}, and this command starts workers of one host; {JOINING}.")
     flags = {"--workers": given.num_gpus, "--log-dir": given.enable_each_rank_log}
     named = [part for flag, value in flags.items() if value not in (None, "-1", "None") for part in (flag, value)]
-    return ["run", *named, given.script, "--", *given.arguments]
+    return ["run", *named, *(["-m"] if given.module else []), given.script, "--", *given.arguments]
 
 
 class _Parser(argparse.ArgumentParser):

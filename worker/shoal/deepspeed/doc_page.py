@@ -108,6 +108,20 @@ epochs on from there; without the call the passes count from the first epoch.
 `python zero_to_fp32.py . OUTPUT`, run in the folder of the checkpoints, writes the newest one's weights as float32 to
 `OUTPUT/model.safetensors`, as `shoal export` does; `--tag TAG` takes the newest that the script has saved as `TAG`.
 
+## Models of transformers
+
+`from transformers.integrations import HfDeepSpeedConfig` works without DeepSpeed where the script imports
+`shoal.deepspeed` too, before it or after it. `settings = HfDeepSpeedConfig("ds_config.json")` answers `is_zero3()`
+and the like; keep it while models are built, and give `settings.config` to `deepspeed.initialize`. While it lives with
+ZeRO stage 3, `AutoModelForCausalLM.from_config(…)` builds a model without memory (`shoal.deferred()`), whose first
+values are made a unit at a time: the same in every world, and others than those of a model that is built whole.
+`from_pretrained` reads the whole model on every worker, also in stage 3, and it is sharded when the loop begins; to
+read a saved model in parts, build it in `shoal.deferred(weights="folder")`
+([Sharded parameters](sharded_parameters.md)).
+`is_deepspeed_zero3_enabled()` of transformers stays false: what the library does where it is true, DeepSpeed does. So
+change a model (`resize_token_embeddings`, adapters) before `deepspeed.initialize`, and one that is built without memory
+not at all; save it by `engine.save_16bit_model`.
+
 ## Elasticity
 
 The section `elasticity`, where it is on, determines batch, micro-batch and lanes as DeepSpeed 0.19.7 computes them: of

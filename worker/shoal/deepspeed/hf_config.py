@@ -3,13 +3,17 @@
 transformers' own class of that name wants DeepSpeed installed, and builds models by `deepspeed.zero.Init`. This one
 answers the same questions, and while it lives with stage 3, what transformers builds from a model's configuration
 (`from_config`) is built without memory (`shoal.deferred`). What `from_pretrained` reads is whole until the loop begins.
+Where `shoal.deepspeed` is imported, before or after transformers, a call of transformers' class makes one of these.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakSet
 
@@ -17,6 +21,8 @@ from shoal_protos.config_file import parsed_config, read_config
 
 from shoal.first_values.building import deferred
 
+THEIRS = "transformers.integrations.deepspeed"
+"""The module of transformers' own class."""
 _STAGE_3: WeakSet[HfDeepSpeedConfig] = WeakSet()
 
 
@@ -97,3 +103,44 @@ def _build_deferred() -> None:
 
     from_config.builds_deferred = True  # type: ignore[attr-defined]
     models._from_config = classmethod(from_config)
+
+
+# ---- in the place of transformers' own
+
+
+def stand_in_for_theirs() -> None:
+    """From now on, or from the import of transformers' module on."""
+    if THEIRS in sys.modules:
+        _stand_in(sys.modules[THEIRS])
+    else:
+        sys.meta_path.insert(0, _AtTheirImport())
+
+
+def _stand_in(module: ModuleType) -> None:
+    theirs: Any = module.HfDeepSpeedConfig
+
+    def new(kind: Any, *given: Any, **named: Any) -> Any:
+        return HfDeepSpeedConfig(*given, **named) if kind is theirs else object.__new__(kind)
+
+    theirs.__new__ = new
+
+
+class _AtTheirImport(MetaPathFinder):
+    """Is told when the module is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != THEIRS:
+            return None
+        sys.meta_path.remove(self)
+        found = PathFinder.find_spec(fullname, path, target)
+        if found is not None and found.loader is not None:
+            whole = found.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                whole(module)
+                _stand_in(module)
+
+            found.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return found

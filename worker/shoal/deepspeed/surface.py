@@ -97,7 +97,8 @@ MODULE: Mapping[str, str] = {
     "comm.init_distributed": "As `init_distributed`.",
     "checkpointing.checkpoint(function, *args)": "Activation checkpointing of one call, by `torch.utils.checkpoint`.",
     "DeepSpeedEngine": "The class of the engine.",
-    "HfDeepSpeedConfig": "In place of transformers' class of that name, which wants DeepSpeed: import it from here.",
+    "HfDeepSpeedConfig": "What transformers' class of that name makes once `shoal.deepspeed` is imported: see "
+    "[Models of transformers](#models-of-transformers).",
 }
 
 OTHERS: Mapping[str, str] = {
@@ -120,6 +121,8 @@ OTHERS: Mapping[str, str] = {
 LAUNCHER: Mapping[str, str] = {
     "--num_gpus N": "`shoal run --workers N`",
     "--enable_each_rank_log DIR": "`shoal run --log-dir DIR`",
+    "--module": "`shoal run -m`: SCRIPT is the name of a module",
+    "--no_python": "SCRIPT is any program, as of `shoal run`",
     "--num_nodes N": "1 is this host",
 }
 """Flags of DeepSpeed's command, and what becomes of them."""
@@ -139,8 +142,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("--ssh_port", "--min_elastic_nodes", "--max_elastic_nodes"), JOINING),
     **dict.fromkeys(("--include", "--exclude"), f"{DEVICES}; {JOINING}"),
-    "--module": "give the path of the module's file",
-    "--no_python": "workers are started by Python",
     "--autotuning": "`shoal estimate` says what fits",
     "--venv_script": "activate the environment before",
 }
