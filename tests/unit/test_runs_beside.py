@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from shoal.client import Client
 from shoal_controller.cli.options import DEFAULT_URL
-from shoal_controller.cli.runs import BESIDE, FILE, announced, beside, clients_of, living_runs
+from shoal_controller.cli.runs import announced, beside, clients_of
 from shoal_controller.cli.serve import Places
-from shoal_controller.store.owner import LOCK
 from shoal_protos.errors import UserError
+from shoal_protos.living_runs import BESIDE, FILE, LOCK, living_runs
 
 NO_FLAGS = Places(None, None, None, None)
 
@@ -89,6 +90,22 @@ def test_a_command_asks_the_run_that_trains_the_job_with_its_token_and_all_where
         assert [one.url for one in clients_of("http://127.0.0.1:3", "b")] == ["http://127.0.0.1:3"]
         (base / FILE).unlink()
         assert clients_of(DEFAULT_URL)[0].url == DEFAULT_URL, "a controller that `shoal run` has not started"
+
+
+def test_a_client_in_python_asks_the_runs_that_the_commands_ask(base: Path) -> None:
+    first, second = (base, "a", "http://127.0.0.1:1"), (base / BESIDE / "b", "b", "http://127.0.0.1:2")
+    with Client() as client, held(base), announced(*first), held(second[0]), announced(*second):
+        (second[0] / "token").write_text("of-the-second")
+        found = client._controllers
+        assert [one.url for one in found.all()] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        assert found.of("b").url == "http://127.0.0.1:2" and found.of("b") is found.of("b")
+        assert found.of("b")._http.headers["authorization"] == "Bearer of-the-second"
+        assert found.of("attached").url == found.of().url == "http://127.0.0.1:1"
+        with Client("http://127.0.0.1:3") as other:
+            assert other._controllers.of("b").url == "http://127.0.0.1:3"
+        (base / FILE).unlink()
+        assert found.of().url == DEFAULT_URL, "a controller that `shoal run` has not started"
+    assert found.of("b").url == DEFAULT_URL, "the runs are over"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"job": "a"}', '{"job": "a", "url": "u", "pid": 1, "more": 2}'])

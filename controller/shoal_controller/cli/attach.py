@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal_protos.errors import UserError
+from shoal_protos.living_runs import living_runs
 
 from shoal_controller.cli.attend import end_watching, interrupted_before, report_end
 from shoal_controller.cli.client import local_folder
@@ -14,7 +15,7 @@ from shoal_controller.cli.display import display, watch
 from shoal_controller.cli.endings import INTERRUPTED
 from shoal_controller.cli.output import echo
 from shoal_controller.cli.printed import Printed
-from shoal_controller.cli.runs import living_runs
+from shoal_controller.cli.runs import of_run
 from shoal_controller.cli.serve import interrupts
 
 
@@ -25,7 +26,7 @@ async def attached(spec: dict[str, Any], report_file: Path | None, quiet: bool) 
         raise UserError(f"no shoal run lives in {local_folder()} to attach to; leave --attach out to begin one")
     job = spec["job"]
     with interrupts() as signals:
-        async with runs[0].client() as client:
+        async with of_run(runs[0]) as client:
             await client.create(spec)
             with display() as shown:
                 watching = asyncio.create_task(

@@ -53,7 +53,8 @@ def plot(job: JobOrFile, png: Picture = None, data: Data = None) -> None:
 
 def place_of(job: str, data: Path | None) -> Path:
     """The file that is meant. Raises `NotFound`."""
-    from shoal_controller.cli.runs import BESIDE
+    from shoal_protos.living_runs import BESIDE
+
     from shoal_controller.curves import curve_file
     from shoal_controller.settings import data_folder
 

@@ -1,7 +1,7 @@
-"""The living runs of a folder: where each keeps its state, where it listens, which job it trains.
+"""The commands' side of living runs: where each keeps its state, where it listens, which job it trains.
 
 `shoal run` chooses its state folder and ports here and writes a file there; the other commands find the controller of a
-job by these files. A run is alive while the lock of its store is held, regardless of its file.
+job by these files (`shoal_protos.living_runs`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,53 +20,17 @@ from typing import TYPE_CHECKING
 from shoal_protos.addresses import join_address, split_address
 from shoal_protos.bearer import kept_token
 from shoal_protos.errors import UserError
+from shoal_protos.living_runs import BESIDE, FILE, Run, answering_runs, is_held, living_runs
 from shoal_protos.log_stream import LogStream
 
 from shoal_controller.cli.client import Client, local_folder
 from shoal_controller.cli.options import DEFAULT_URL
-from shoal_controller.store.owner import Owner
 
 if TYPE_CHECKING:
     from shoal_controller.cli.serve import Here, Places
 
-FILE = "run.json"
-BESIDE = "beside"
-"""Subfolder with the state of further runs, each in a folder named after its job."""
 LOOK_SECONDS = 0.05
 """Interval at which a new job is polled for its checkpoint path."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A living `shoal run`, as its file describes it."""
-
-    folder: Path
-    """Folder of its state."""
-    job: str
-    url: str
-    pid: int
-    saves_to: str = ""
-    """URL of its checkpoints; empty if not known yet or if it saves none."""
-
-    def write(self) -> None:
-        from shoal_controller.private_files import write_private
-
-        kept = {"job": self.job, "url": self.url, "pid": self.pid, "saves_to": self.saves_to}
-        draft = self.folder / f"{FILE}.{self.pid}.new"
-        write_private(draft, json.dumps(kept))
-        draft.replace(self.folder / FILE)
-
-    def client(self) -> Client:
-        """Return a client of its controller."""
-        return Client(self.url, os.environ.get("SHOAL_TOKEN") or kept_token(self.folder))
-
-    def __str__(self) -> str:
-        return f"job {self.job} (pid {self.pid})"
-
-
-def living_runs(base: Path) -> list[Run]:
-    """Return the living runs with state in this folder or in its subfolders; the folder's own run first."""
-    return [run for folder in (base, *_further(base)) if _is_held(folder) for run in _read(folder)]
 
 
 def beside(places: Places, job: str, is_named: bool) -> tuple[Places, str]:
@@ -86,9 +50,9 @@ def beside(places: Places, job: str, is_named: bool) -> tuple[Places, str]:
     if job in living:
         job = next(name for number in count(2) if (name := f"{job}-{number}") not in living)
     folder = base / BESIDE / job
-    if not (_is_held(base) or folder.exists()):
+    if not (is_held(base) or folder.exists()):
         return places, job
-    if job != named or _is_held(base):
+    if job != named or is_held(base):
         LogStream().write(f"another run lives in {base}: this one is job {job}, with its state in {folder}\n")
     return replace(places, data=folder, store=f"embedded:{folder}"), job
 
@@ -97,7 +61,7 @@ def beside(places: Places, job: str, is_named: bool) -> tuple[Places, str]:
 def announced(folder: Path, job: str, url: str) -> Iterator[Run]:
     """Let other commands of this folder find the run while the context lasts."""
     run = Run(folder, job, url, os.getpid())
-    run.write()
+    _write(run)
     try:
         yield run
     finally:
@@ -113,7 +77,7 @@ async def end_where_another_saves(here: Here, run: Run) -> str:
     while place is None:
         await asyncio.sleep(LOOK_SECONDS)
         place = here.server.shell.view(run.job).saves_to
-    replace(run, saves_to=place).write()
+    _write(replace(run, saves_to=place))
     base = run.folder.parent.parent if run.folder.parent.name == BESIDE else run.folder
     others = (one for one in living_runs(base) if one.pid != run.pid and one.saves_to)
     other = next((one for one in others if one.saves_to == place), None)
@@ -132,35 +96,23 @@ def client_of(url: str, job: str = "") -> Client:
 
 
 def clients_of(url: str, job: str = "") -> list[Client]:
-    """Return clients of the run that trains the job, or of all runs of this folder. The default address is among them
-    if no run lives here, or if the folder's own controller was not started by `shoal run`.
-    """
-    base = local_folder()
-    runs = living_runs(base) if url == DEFAULT_URL else []
-    if own := [run for run in runs if run.job == job]:
-        return [run.client() for run in own]
-    is_at_default = not runs or (_is_held(base) and runs[0].folder != base)
-    return [*([Client(url)] if is_at_default else []), *(run.client() for run in runs)]
+    """Return clients of the run that trains the job, or of all runs of this folder; at another address, of that."""
+    runs = answering_runs(local_folder(), job) if url == DEFAULT_URL else [None]
+    return [Client(url) if run is None else of_run(run) for run in runs]
 
 
-def _further(base: Path) -> list[Path]:
-    try:
-        return sorted((base / BESIDE).iterdir())
-    except OSError:
-        return []
+def of_run(run: Run) -> Client:
+    """Return a client of its controller."""
+    return Client(run.url, os.environ.get("SHOAL_TOKEN") or kept_token(run.folder))
 
 
-def _is_held(folder: Path) -> bool:
-    """Whether a controller of this machine holds the store in this folder."""
-    try:
-        return Owner.of_folder(folder).is_held
-    except OSError:
-        return False
+def _write(run: Run) -> None:
+    from shoal_controller.private_files import write_private
 
-
-def _read(folder: Path) -> Iterator[Run]:
-    with suppress(OSError, ValueError, TypeError):
-        yield Run(folder=folder, **json.loads((folder / FILE).read_bytes()))
+    kept = {"job": run.job, "url": run.url, "pid": run.pid, "saves_to": run.saves_to}
+    draft = run.folder / f"{FILE}.{run.pid}.new"
+    write_private(draft, json.dumps(kept))
+    draft.replace(run.folder / FILE)
 
 
 def _open_address(flag: str) -> str:

@@ -20,11 +20,11 @@ from typing import IO, ParamSpec, TypeVar
 
 import structlog
 from shoal_protos.errors import StoreError
+from shoal_protos.living_runs import LOCK
 
 from shoal_controller.endable import Endable
 from shoal_controller.private_files import for_this_user, make_private_folder
 from shoal_controller.store.database import Database
-from shoal_controller.store.owner import LOCK
 from shoal_controller.store.store import (
     Changes,
     Compare,

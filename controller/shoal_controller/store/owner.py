@@ -10,8 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-LOCK = "lock"
-"""The file in a store's folder that its controller has locked."""
+from shoal_protos.living_runs import LOCK, is_locked
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,7 @@ class Owner:
     @property
     def is_held(self) -> bool:
         """Whether a process of this machine holds its lock, wherever the file is, and be it deleted."""
-        name = f"{os.major(self.device):02x}:{os.minor(self.device):02x}:{self.inode}"
-        return any(name in line.split() for line in Path("/proc/locks").read_text().splitlines())
+        return is_locked(self.device, self.inode)
 
     def hold(self) -> int:
         """Take its lock where the file is; returns the descriptor. Raises `OSError`, where another has it too."""

@@ -1,7 +1,7 @@
 """The client: one method per operation of REST, by its name there (docs/rest.md), and two that wait.
 
-Those of tokens are in `token_calls.py`. It knows what may be sent again; `sending.py` does so. Nothing is kept between
-calls.
+Those of tokens are in `token_calls.py`. It knows what may be sent again; `sending.py` does so, to the controller that
+`controllers.py` finds. Nothing is kept between calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from urllib.parse import urlencode
 
 from shoal_protos.path_part import path_part
 
+from shoal.client.controllers import Controllers
 from shoal.client.rest_answers import CheckpointInfo, EventInfo, EventOfJobInfo, JobInfo, ReportInfo, WorkerInfo
-from shoal.client.sending import Json, RestSender
+from shoal.client.sending import Json
 from shoal.client.token_calls import TokenCalls
 
 RETRY_SECONDS = 10.0
@@ -27,7 +28,8 @@ REJOIN_SECONDS = 0.5
 
 
 class Client(TokenCalls):
-    """One controller, by the URL of its REST API. Close it, or use it in a `with` statement.
+    """One controller, by the URL of its REST API; without one, those of the runs that live in this folder. Close it, or
+    use it in a `with` statement.
 
     Every method raises `RestProblem`, with a stable `code`, for what the controller refuses, and `NoController` where
     none answers.
@@ -36,11 +38,12 @@ class Client(TokenCalls):
     def __init__(
         self, url: str | None = None, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS
     ) -> None:
-        """`url`: default SHOAL_URL, else http://127.0.0.1:7070. `token`: default SHOAL_TOKEN, else, for a controller of
-        this machine, the one that `shoal run` keeps in `.shoal` (SHOAL_DATA). `retry_seconds`: how long a request is
-        sent again that a controller did not take; 0: it is sent once.
+        """`url`: default SHOAL_URL, else those of the runs that live in `.shoal` (SHOAL_DATA), else
+        http://127.0.0.1:7070. `token`: default SHOAL_TOKEN, else, for a controller of this machine, the one that it
+        keeps there. `retry_seconds`: how long a request is sent again that a controller did not take; 0: it is sent
+        once.
         """
-        super().__init__(RestSender(url, token, retry_seconds))
+        super().__init__(Controllers(url, token, retry_seconds))
 
     def __enter__(self) -> Self:
         return self
@@ -52,13 +55,13 @@ class Client(TokenCalls):
 
     def close(self) -> None:
         """End its connections."""
-        self._sender.close()
+        self._controllers.close()
 
     # ---- jobs
 
     def list_jobs(self) -> Iterator[JobInfo]:
         """All jobs by name, finished ones too. Pages are asked for while you iterate."""
-        return (JobInfo.read(one) for one in self._sender.pages("/jobs", "jobs"))
+        return (JobInfo.read(one) for to in self._controllers.all() for one in to.pages("/jobs", "jobs"))
 
     def create_job(self, spec: Mapping[str, Any], *, key: str | None = None) -> JobInfo:
         """Create a job from its specification, the object of a `job.yaml`. A finished job of that name is replaced.
@@ -67,19 +70,19 @@ class Client(TokenCalls):
         one of your own where your program may be started again.
         """
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        return JobInfo.read(self._sender.ask("POST", "/jobs", dict(spec), headers, is_repeatable=True))
+        return JobInfo.read(self._controllers.of().ask("POST", "/jobs", dict(spec), headers, is_repeatable=True))
 
     def get_job(self, job: str) -> JobInfo:
         """A job as it is now."""
-        return JobInfo.read(self._sender.ask("GET", _path(job)))
+        return JobInfo.read(self._controllers.of(job).ask("GET", _path(job)))
 
     def get_job_spec(self, job: str) -> Json:
         """What a job was made with, defaults filled in: `create_job` takes it."""
-        return self._sender.ask("GET", _path(job, "spec"))
+        return self._controllers.of(job).ask("GET", _path(job, "spec"))
 
     def delete_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
         """Stop a job; its events stay. Forget a job that is over."""
-        return self._changed("DELETE", _path(job), None, if_version)
+        return self._changed("DELETE", (job,), None, if_version)
 
     def scale_job(
         self,
@@ -93,19 +96,19 @@ class Client(TokenCalls):
         """Set how many workers are wanted, or between which numbers that may be."""
         asked = {"workers": workers, "min": min, "max": max}
         body = {name: number for name, number in asked.items() if number is not None}
-        return self._changed("POST", _path(job, "scale"), body, if_version)
+        return self._changed("POST", (job, "scale"), body, if_version)
 
     def pause_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
         """Pause training; workers stay connected."""
-        return self._changed("POST", _path(job, "pause"), None, if_version)
+        return self._changed("POST", (job, "pause"), None, if_version)
 
     def resume_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
         """Resume a paused job."""
-        return self._changed("POST", _path(job, "resume"), None, if_version)
+        return self._changed("POST", (job, "resume"), None, if_version)
 
     def get_report(self, job: str) -> ReportInfo:
         """The report of a job's run, as `shoal run --json` writes it."""
-        return ReportInfo.read(self._sender.ask("GET", _path(job, "report")))
+        return ReportInfo.read(self._controllers.of(job).ask("GET", _path(job, "report")))
 
     def wait_for_job(self, job: str, *, timeout_seconds: float | None = None) -> JobInfo:
         """Wait until a job is over. Raises `TimeoutError`."""
@@ -122,7 +125,7 @@ class Client(TokenCalls):
 
     def list_workers(self, job: str) -> Iterator[WorkerInfo]:
         """A job's workers by their numbers, those that are gone too."""
-        return (WorkerInfo.read(one) for one in self._sender.pages(_path(job, "workers"), "workers"))
+        return (WorkerInfo.read(one) for one in self._controllers.of(job).pages(_path(job, "workers"), "workers"))
 
     def drain_worker(
         self, job: str, worker: str, *, grace_seconds: float | None = None, why: str = "", if_version: str | None = None
@@ -130,27 +133,27 @@ class Client(TokenCalls):
         """Have a worker's blocks copied elsewhere, then let it go."""
         body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
         body |= {"why": why} if why else {}
-        return self._changed("POST", _path(job, "workers", worker, "drain"), body, if_version)
+        return self._changed("POST", (job, "workers", worker, "drain"), body, if_version)
 
     def confirm_worker_lost(self, job: str, worker: str, *, if_version: str | None = None) -> JobInfo:
         """Confirm that a silent worker is dead, so that nobody waits for it."""
-        return self._changed("POST", _path(job, "workers", worker, "lost"), None, if_version)
+        return self._changed("POST", (job, "workers", worker, "lost"), None, if_version)
 
     # ---- events and checkpoints
 
     def list_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
         """A job's events after a revision, oldest first, up to the present one."""
-        return (EventInfo.read(one) for one in self._sender.pages(_path(job, "events"), "events", after))
+        return (EventInfo.read(one) for one in self._controllers.of(job).pages(_path(job, "events"), "events", after))
 
     def follow_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
         """The same, and then every event as it happens. It never ends by itself, also where the job does; it comes
         again where the connection breaks, and misses nothing.
         """
         while True:
-            before = after
-            for line in self._sender.lines(f"{_path(job, 'events')}?after={after}"):
+            before, controller = after, self._controllers.of(job)
+            for line in controller.lines(f"{_path(job, 'events')}?after={after}"):
                 if line.startswith("data:"):
-                    event = EventInfo.read(self._sender.object_in(line.removeprefix("data:"), "GET /events"))
+                    event = EventInfo.read(controller.object_in(line.removeprefix("data:"), "GET /events"))
                     after = event.revision
                     yield event
             if after == before:
@@ -158,40 +161,43 @@ class Client(TokenCalls):
 
     def list_newest_events(self) -> list[EventOfJobInfo]:
         """The newest events of all jobs that the controller has in memory, oldest first."""
-        return [EventOfJobInfo.read(one) for one in self._sender.ask("GET", "/events")["events"]]
+        return [EventOfJobInfo.read(one) for one in self._controllers.of().ask("GET", "/events")["events"]]
 
     def follow_newest_events(self) -> Iterator[EventOfJobInfo | None]:
         """The events of all jobs from now on, as they happen; it never ends by itself, and comes again where the
         connection breaks. None: what lay between is not there any more, so look at everything again.
         """
-        after, is_anew = str(self._sender.ask("GET", "/events")["next"]), False
+        controller, is_anew = self._controllers.of(), False
+        after = str(controller.ask("GET", "/events")["next"])
         while True:
             before = after
-            for line in self._sender.lines(f"/events?{urlencode({'after': after})}"):
+            for line in controller.lines(f"/events?{urlencode({'after': after})}"):
                 name, _, value = line.partition(":")
                 if name == "event":
                     is_anew = value.strip() == "anew"
                 elif name == "id":
                     after = value.strip()
                 elif name == "data":
-                    yield None if is_anew else EventOfJobInfo.read(self._sender.object_in(value, "GET /events"))
+                    yield None if is_anew else EventOfJobInfo.read(controller.object_in(value, "GET /events"))
                     is_anew = False
             if after == before:
                 time.sleep(REJOIN_SECONDS)
 
     def list_checkpoints(self, job: str) -> Iterator[CheckpointInfo]:
         """A job's complete checkpoints, newest first."""
-        return (CheckpointInfo.read(one) for one in self._sender.pages(_path(job, "checkpoints"), "checkpoints"))
+        found = self._controllers.of(job).pages(_path(job, "checkpoints"), "checkpoints")
+        return (CheckpointInfo.read(one) for one in found)
 
     def save_checkpoint(self, job: str, *, if_version: str | None = None) -> JobInfo:
         """Save a checkpoint after the next step; it is listed once it is complete."""
-        return self._changed("POST", _path(job, "checkpoints"), None, if_version)
+        return self._changed("POST", (job, "checkpoints"), None, if_version)
 
     # ---- inside
 
-    def _changed(self, method: str, path: str, body: Json | None, if_version: str | None) -> JobInfo:
+    def _changed(self, method: str, path: tuple[str, ...], body: Json | None, if_version: str | None) -> JobInfo:
+        """`path`: the job, and what lies below it."""
         headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
-        return JobInfo.read(self._sender.ask(method, path, body, headers))
+        return JobInfo.read(self._controllers.of(path[0]).ask(method, _path(*path), body, headers))
 
 
 def _path(job: str, *below: str) -> str:

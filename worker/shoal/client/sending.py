@@ -2,7 +2,7 @@
 
 A request is sent again until `retry_seconds` have passed: where no connection came about, where the controller says
 that it cannot now (429, 503; it waits `Retry-After`), and, of what may be repeated, where the answer was lost.
-Called by `rest_client.py`.
+Called by `rest_client.py`; which controllers there are says `controllers.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from shoal_protos.release import RELEASE_HEADER
 
 from shoal.client.rest_errors import NoController, RestProblem, problem_in
 
-DEFAULT_URL = "http://127.0.0.1:7070"
 ANSWER_SECONDS = 30.0
 """An answer waits for the store at most; a controller that needs longer is in trouble."""
 FOLLOW_SECONDS = 60.0
@@ -48,13 +47,15 @@ Json = dict[str, Any]
 class RestSender:
     """The connection to one controller."""
 
-    def __init__(self, url: str | None, token: str | None, retry_seconds: float) -> None:
-        """`url`, `token`: as `Client` has them. Raises `UserError` for what cannot be used."""
-        self.url = (url or os.environ.get("SHOAL_URL") or DEFAULT_URL).rstrip("/")
+    def __init__(self, url: str, token: str | None, folder: Path, retry_seconds: float) -> None:
+        """`token`: default SHOAL_TOKEN, else, for a controller of this machine, the one that it keeps in `folder`.
+
+        Raises `UserError` for what cannot be used.
+        """
+        self.url = url.rstrip("/")
         parts, host = split_url(self.url)
         here = is_here(host)
         if token is None:
-            folder = Path(os.environ.get("SHOAL_DATA") or ".shoal")
             token = os.environ.get("SHOAL_TOKEN") or (kept_token(folder) if here else "")
         if not is_sendable(token):
             raise UserError(UNSENDABLE)
