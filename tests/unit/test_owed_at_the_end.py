@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from crew import ONE_AT_A_TIME, PATIENCE_SECONDS, Crew, Task, engine_of, train, undisturbed
 from crew_saves import saved
 from rule import Edit, holds, rule
@@ -185,6 +186,28 @@ def test_a_loop_ends_with_the_last_save_that_was_due(asked: bool, names: str, di
         crew.finish()
     newest = 4 if asked else STEPS
     assert [steps[0] for steps in meeting.seen] == [newest] * len(names)
+
+
+@rule(
+    "The job's fingerprint is of its last step, and given before the loop ends: what a script writes into parameters "
+    "afterwards, such as averaged weights, is not in it",
+    "Not marked in the design, but needed as much",
+    broken_by=Edit("shoal.training.training_loop", "        self._settle_digest()\n", ""),
+)
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_what_a_script_writes_after_its_loop_is_not_in_the_jobs_fingerprint(names: str) -> None:
+    def script(engine: Engine, before: Callable[[], None]) -> None:
+        for batch in engine:
+            before()
+            engine.backward(engine.module(**batch))
+            engine.step()
+        if engine.rank == 0:
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.zero_()
+
+    with Crew(names, Task({"max_steps": STEPS}, script=script)) as crew:
+        assert crew.finish() == undisturbed(Task({"max_steps": STEPS}))
 
 
 @holds("A loop ends once the last checkpoint that was due")
