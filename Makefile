@@ -15,7 +15,7 @@
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make trainer    test the door for the Trainer of Hugging Face (make check does it too)
 #   make trainer-upstream  run transformers' own tests of its Trainer with Shoal's in its place: FOLDER=a checkout of transformers
-#   make scripts    run nine scripts before and after they were ported, in worlds of 1 to 3 and through a kill
+#   make scripts    run ten scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make quickstart type what the quick start says, in a fresh clone, up to a killed worker, and time it
@@ -168,7 +168,7 @@ trackers: $(READY)
 # Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 $(MODELS): $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
-	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1"
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1" "diffusers>=0.40,<0.50"
 	@touch $@
 
 WITH_MODELS := PYTHONPATH=$(VENV)/models:$(abspath tests/scripts/torchvision_without_cuda) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2

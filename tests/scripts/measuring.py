@@ -6,6 +6,7 @@ short test of `make test`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -38,6 +39,8 @@ class Measured:
     steps: int = 0
     fingerprints: dict[str, str] = field(default_factory=dict)
     """By world: "1", "2", "3"; "killed" is a world of three in which one was killed."""
+    saved: dict[str, str] = field(default_factory=dict)
+    """By world, the digest of the weights that the script itself has saved; empty where it saves none."""
 
     def wrong(self) -> list[str]:
         """What is not as it should be, a sentence each."""
@@ -48,6 +51,8 @@ class Measured:
             found.append(f"the loss is {self.loss}, the original's {self.original_loss}; they may differ by {allowed}")
         if len(set(self.fingerprints.values())) != 1:
             found.append(f"the fingerprints differ: {self.fingerprints}")
+        if len(set(self.saved.values())) > 1:
+            found.append(f"the weights that the script saved differ: {self.saved}")
         return found
 
 
@@ -82,13 +87,22 @@ def loss_of_the_original(script: Script) -> str:
 
 
 def report_of_the_port(script: Script, workers: int, fault: str = "") -> dict[str, Any]:
-    """`shoal run --json` of the port."""
+    """`shoal run --json` of the port, and in `saved` what it has saved."""
     with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made"
+        made.mkdir()
         report = Path(folder) / "report.json"
         places = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", "--data", folder, "--store", f"embedded:{folder}/s"]
         command = [SHOAL, "run", "--workers", str(workers), "--json", str(report), *places, str(script.port)]
-        _output(command, environment(script, **({"SHOAL_FAULT": fault} if fault else {})), folder)
-        return dict(json.loads(report.read_text()))
+        _output(command, environment(script, **({"SHOAL_FAULT": fault} if fault else {})), str(made))
+        return {**json.loads(report.read_text()), "saved": digest_of_weights(made)}
+
+
+def digest_of_weights(folder: Path) -> str:
+    """Of all files of weights in it, by name; empty where there is none."""
+    files = sorted(folder.rglob("*.safetensors"))
+    listed = [f"{file.relative_to(folder)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+    return hashlib.sha256("\n".join(listed).encode()).hexdigest() if listed else ""
 
 
 def measure(script: Script, worlds: tuple[int, ...] = (1, 2, 3), through_a_kill: bool = True) -> Measured:
@@ -96,14 +110,14 @@ def measure(script: Script, worlds: tuple[int, ...] = (1, 2, 3), through_a_kill:
     measured = Measured(script.digest, loss_of_the_original(script))
     for workers in worlds:
         report = report_of_the_port(script, workers)
-        measured.fingerprints[str(workers)] = report["fingerprint"]
+        measured.fingerprints[str(workers)], measured.saved[str(workers)] = report["fingerprint"], report["saved"]
         measured.loss, measured.steps = report["final_loss"], report["steps"]
     if through_a_kill:
         report = report_of_the_port(script, 3, f"w1@{measured.steps // 2}:exchange:kill")
         reasons = [world["reason"] for world in report["generations"]]
         if "kill" not in reasons:
             raise RunFailed(f"{script.name}: the kill is not in the report; reasons of its worlds: {reasons}")
-        measured.fingerprints["killed"] = report["fingerprint"]
+        measured.fingerprints["killed"], measured.saved["killed"] = report["fingerprint"], report["saved"]
     return measured
 
 

@@ -43,7 +43,7 @@ def order_loaders(order: Order) -> None:
     begun: dict[int, Iterator[Place]] = {}  # by dataset, as some make a loader of their own for each epoch
 
     def ordered(loader: DataLoader[Any]) -> Iterator[Any]:
-        if not isinstance(loader.sampler, RandomSampler | DistributedSampler):
+        if not isinstance(getattr(loader.batch_sampler, "sampler", None), RandomSampler | DistributedSampler):
             return iter(plain(loader))
         return _epoch(loader, order, begun.setdefault(id(loader.dataset), places(order)))
 
@@ -55,7 +55,7 @@ def _epoch(loader: DataLoader[Any], order: Order, given: Iterator[Place]) -> Ite
     dataset: Any = loader.dataset
     size, micros = order.micro_batch_size, order.micro_batches_per_lane
     sampler = Sampler(len(dataset), order.lanes, size, micros, order.seed)
-    together = (loader.batch_size or 1) // size
+    together = loader.batch_sampler.batch_size // size  # type: ignore[union-attr]
     for _ in range(sampler.steps_per_epoch * order.lanes * micros // together):
         samples: list[Any] = []
         for place in islice(given, together):
@@ -64,6 +64,21 @@ def _epoch(loader: DataLoader[Any], order: Order, given: Iterator[Place]) -> Ite
         batch = loader.collate_fn(samples)
         seed_everything(order.seed, *place, purpose="forward")
         yield batch
+
+
+def seed_when_given_out(order: Order) -> None:
+    """Let what the loop draws come from the seed of the batch at hand, not of the one that was read after it."""
+    from accelerate.data_loader import DataLoaderShard
+
+    plain, given = DataLoaderShard.__iter__, places(order)
+
+    def seeded(loader: Any) -> Iterator[Any]:
+        for batch in plain(loader):
+            *_, place = islice(given, loader.total_batch_size // order.micro_batch_size)
+            seed_everything(order.seed, *place)
+            yield batch
+
+    DataLoaderShard.__iter__ = seeded
 
 
 def order_draws(order: Order) -> None:
@@ -88,6 +103,8 @@ def main() -> None:
     chosen = script(sys.argv[1])
     if chosen.order is not None:
         (order_draws if chosen.order.draws else order_loaders)(chosen.order)
+        if chosen.order.ahead:
+            seed_when_given_out(chosen.order)
     os.environ.update({**ALONE, "MASTER_PORT": str(free_port())})
     sys.argv = [str(chosen.original), *chosen.arguments]
     runpy.run_path(str(chosen.original), run_name="__main__")

@@ -1,4 +1,4 @@
-"""The nine scripts of docs/scripts.md: which they are, how many lines may change, in which order the original reads.
+"""The ten scripts of docs/scripts.md: which they are, how many lines may change, in which order the original reads.
 
 `run.py` measures them, `docs/generate/script_table.py` writes the page. How to add one: README.md beside this file.
 """
@@ -26,6 +26,8 @@ class Order:
     seed: int = 0
     draws: bool = False
     """The original has no DataLoader: it draws the positions of a micro-batch by `torch.randint(high, (count,))`."""
+    ahead: bool = False
+    """The original's loader is accelerate's, which reads the next batch before it gives one out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,13 @@ SCRIPTS = (
         files=("examples/ds_config.json",),
     ),
     Script("ddp_tutorial", "DDP tutorial", Order(lanes=4, micro_batch_size=8)),
+    Script(
+        "diffusion",
+        "Diffusers with averaged weights",
+        Order(lanes=4, micro_batch_size=4, ahead=True),
+        limit=10,
+        packages=HUGGING_FACE,
+    ),
 )
 
 

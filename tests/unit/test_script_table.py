@@ -38,6 +38,8 @@ def test_a_loss_or_a_fingerprint_that_differs_is_named() -> None:
     assert nan.startswith("the loss is nan")
     (differ,) = Measured("", "0.5", 0.5, 8, {**prints, "killed": "b"}).wrong()
     assert differ.startswith("the fingerprints differ")
+    (other,) = Measured("", "0.5", 0.5, 8, prints, {"1": "a", "2": "b"}).wrong()
+    assert other.startswith("the weights that the script saved differ")
 
 
 def test_the_page_is_current() -> None:
