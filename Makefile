@@ -119,7 +119,7 @@ test: $(READY) packages static
 check: $(READY) packages $(MODELS)
 	$(PYTEST) -m 'check and not matrix' $(call MADE,unit) $(UNIT) tests/charts $(ARGS)
 	$(PYTEST) -m 'check and not matrix' $(call MADE,whole) $(WHOLE) $(ARGS)
-	$(WITH_MODELS) $(call MADE,trainer) tests/models/test_trainer*.py $(ARGS)
+	$(WITH_MODELS) $(call MADE,trainer) tests/models/test_trainer*.py tests/models/test_trl.py $(ARGS)
 
 times: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m times $(ARGS) $(wildcard $(VENV)/times/*.xml)
@@ -168,7 +168,7 @@ trackers: $(READY)
 # Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 $(MODELS): $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models "transformers>=5.20,<6"
-	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1" "diffusers>=0.40,<0.50"
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/models --no-deps "accelerate>=1.10,<2" "peft>=0.17,<1" "diffusers>=0.40,<0.50" "trl>=1.16,<2"
 	@touch $@
 
 WITH_MODELS := PYTHONPATH=$(VENV)/models:$(abspath tests/scripts/torchvision_without_cuda) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2

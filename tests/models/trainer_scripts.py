@@ -92,6 +92,8 @@ class Script:
     kind: str = "Trainer"
     mixin: type = object
     """Overrides, before the Trainer's class."""
+    libraries: tuple[Any, Any] = (transformers, door)
+    """Of the original, and of Shoal's."""
     after: Callable[[Any], None] = lambda _: None
     """What the script does with the Trainer in the end."""
 
@@ -111,14 +113,14 @@ class Script:
 
     def original(self) -> Any:
         """The library's own Trainer, trained."""
-        trainer = self.trainer(transformers)
+        trainer = self.trainer(self.libraries[0])
         trainer.train(resume_from_checkpoint=self.resume)
         self.after(trainer)
         return trainer
 
     def alone(self) -> Any:
         """Shoal's, in a world of one."""
-        trainer = self.trainer(door)
+        trainer = self.trainer(self.libraries[1])
         trainer.train(resume_from_checkpoint=self.resume)
         self.after(trainer)
         return trainer
@@ -139,7 +141,7 @@ class Script:
                     loss: Tensor = super().training_step(*more, **named)  # type: ignore[misc]
                     return loss
 
-            trainer = self.trainer(door, InCrew)
+            trainer = self.trainer(self.libraries[1], InCrew)
             trainer.train(resume_from_checkpoint=self.resume)
             self.after(trainer)
             if kept is not None:
