@@ -416,7 +416,7 @@ def _cut_off(spec: JobSpec) -> UnknownOutcome:
 def _blank_view(spec: JobSpec) -> JobView:
     """What is known of a job before its machine has spoken."""
     return JobView(
-        job=spec.job, phase=Phase.WAITING, generation=0, wanted=spec.wanted, active=0, min_workers=spec.min_workers,
+        job=spec.job, phase=Phase.WAITING, generation=0, wanted=spec.wanted, active=0, min_workers=spec.least_workers,
         max_workers=spec.max_workers, lanes=spec.lanes, step=0, max_steps=None, loss=None, last_checkpoint_step=None,
         reason="", run=spec.run,
     )  # fmt: skip

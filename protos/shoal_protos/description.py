@@ -79,6 +79,10 @@ class Description:
     """Number of the form in which workers exchange state; 0: from before it had one."""
     stage: int = 0
     """ZeRO's: 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    min_workers: int = 0
+    """Fewest workers that the config is for (`elasticity`); 0: it does not say. What the first worker says holds."""
+    max_workers: int = 0
+    """Most workers, likewise."""
 
     @property
     def adds_by_rounds(self) -> bool:

@@ -957,6 +957,8 @@ class Description(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -975,6 +977,8 @@ class Description(_message.Message):
     stage: _builtins.int
     mirror_partners: _builtins.int
     peers: _builtins.int
+    min_workers: _builtins.int
+    max_workers: _builtins.int
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Parameter]: ...
     @_builtins.property
@@ -1011,10 +1015,12 @@ class Description(_message.Message):
         stage: _builtins.int = ...,
         mirror_partners: _builtins.int = ...,
         peers: _builtins.int = ...,
+        min_workers: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "max_workers", b"max_workers", "min_workers", b"min_workers", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

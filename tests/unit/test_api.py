@@ -63,8 +63,8 @@ async def test_a_spec_of_a_name_alone_gets_these_defaults(tmp_path):
     async with serving(tmp_path, ApiSettings(default_workers=5)) as api:
         await api.ask("POST", "/v1/jobs", 202, json={"job": "a"})
         assert replace(api.shell._runners["a"].spec, run="") == JobSpec(
-            "a", wanted=5, wanted_by_default=True, min_workers=1, max_workers=None, launcher="none", command=(), env={},
-            lanes=None, heartbeat_seconds=1.0, suspect_after=3, reconnect_seconds=10.0, progress_seconds=10.0,
+            "a", wanted=5, wanted_by_default=True, min_workers=None, max_workers=None, launcher="none", command=(),
+            env={}, lanes=None, heartbeat_seconds=1.0, suspect_after=3, reconnect_seconds=10.0, progress_seconds=10.0,
             stall_seconds=1800.0, max_restarts=3, resume=None,
         )  # fmt: skip
 

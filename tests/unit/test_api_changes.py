@@ -240,7 +240,7 @@ async def test_a_spec_is_read_back_as_it_can_be_sent_again(tmp_path):
         assert await api.ask("GET", "/v1/jobs/whole/spec") == SPEC, "what it was made with"
         await api.ask("POST", "/v1/jobs", 202, json={"job": "plain"})
         plain = await api.ask("GET", "/v1/jobs/plain/spec")
-        assert plain["workers"] == {"wanted": None, "min": 1, "max": None} and plain["heartbeat_seconds"] == 1.0
+        assert plain["workers"] == {"wanted": None, "min": None, "max": None} and plain["heartbeat_seconds"] == 1.0
         await api.ask("POST", "/v1/jobs", 202, json={**plain, "job": "again"})
 
 

@@ -123,7 +123,8 @@ def test_a_job_that_was_submitted_with_too_many_workers_for_its_section_is_refus
     monkeypatch.setenv("SHOAL_WANTED_WORKERS", "17")
     with pytest.raises(UserError, match=r"submitted with 17 workers, and `elasticity\.min_gpus` is 1, .*max_gpus` 16;"):
         loaded(version=version, max_gpus=16)
-    assert loaded(version=version, max_gpus=17).lanes >= 17
+    between = loaded(version=version, min_gpus=2, max_gpus=17)
+    assert between.lanes >= 17 and (between.min_workers, between.max_workers) == (2, 17)
 
 
 def test_lanes_that_a_script_gives_must_be_those_of_its_section() -> None:

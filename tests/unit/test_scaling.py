@@ -108,6 +108,25 @@ def test_a_default_of_more_workers_than_lanes_is_lowered_and_an_asked_number_ref
         assert job.view.wanted == 3 and job.welcomed == set()
 
 
+def test_a_job_without_bounds_of_its_own_has_those_of_its_configs_elasticity() -> None:
+    made_of = replace(MADE_OF, min_workers=2, max_workers=3)
+    for wanted, gets in ((1, 2), (2, 2), (4, 3)):
+        job = Driver(wanted=wanted, made_of=made_of, wanted_by_default=True, launcher="local")
+        job.hello("w0")
+        assert (job.view.wanted, job.view.min_workers, job.view.max_workers) == (gets, 2, 3)
+    job = Driver(wanted=4, made_of=made_of, launcher="local", min_workers=1, max_workers=4)
+    job.hello("w0")
+    assert (job.view.wanted, job.view.min_workers, job.view.max_workers) == (4, 1, 4), "its own hold"
+    for asked, sentence in (
+        ({"wanted": 1}, "asks for 1 worker, but its config's `elasticity` is for 2 to 3 workers. Ask for"),
+        ({"wanted": 4, "min_workers": 4}, "may have 4 workers or more, and its config's `elasticity` is for 2 to"),
+    ):
+        job = Driver(made_of=made_of, launcher="local", **asked)
+        effects = job.hello("w0")
+        assert job.welcomed == set()
+        assert any(sentence in one.message.sentence for one in effects if isinstance(one, Send))
+
+
 @rule(
     "A process that has not said hello is killed when its job is over, and a launched process that is in no "
     "world exits when its controller stays away",

@@ -93,6 +93,7 @@ descriptions = st.builds(
     config=st.dictionaries(labels, texts, max_size=3), numerics=st.dictionaries(labels, texts, max_size=3),
     mixed_numerics=st.booleans(), can_checkpoint=st.booleans(), keep=numbers, keep_every=numbers,
     samples_per_step=numbers, stage=st.integers(0, 3),
+    min_workers=st.integers(0, bounds.MAX_LANES), max_workers=st.integers(0, bounds.MAX_LANES),
     checkpoint_places=st.lists(labels, max_size=2).map(tuple), checkpoint_marks=st.lists(labels, max_size=3).map(tuple),
 )  # fmt: skip
 changes = st.builds(

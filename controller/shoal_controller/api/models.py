@@ -51,10 +51,10 @@ class WorkersBody(Body):
 
     wanted: Annotated[Workers | None, HOW_MANY] = None
     """Number of workers. Default: the number of CUDA devices on the controller's machine, else 2."""
-    min: Annotated[Workers, HOW_MANY] = 1
-    """Fewest workers to train with. Default: 1."""
+    min: Annotated[Workers | None, HOW_MANY] = None
+    """Fewest workers to train with. Default: `elasticity.min_gpus` of the training config, else 1."""
     max: Annotated[Workers | None, HOW_MANY] = None
-    """Most workers to scale to. Default: the number of lanes."""
+    """Most workers to scale to. Default: `elasticity.max_gpus` of the training config, else the number of lanes."""
 
 
 class JobBody(Body):
@@ -120,7 +120,7 @@ class JobBody(Body):
         return self
 
     def _size_faults(self) -> Iterator[str]:
-        least, most = self.workers.min, self.workers.max or self.lanes
+        least, most = self.workers.min or 1, self.workers.max or self.lanes
         whose = "workers.max" if self.workers.max else "lanes"
         wanted = self.workers.wanted
         if most is not None and least > most:
@@ -161,7 +161,7 @@ class JobBody(Body):
     def spec(self, default_wanted: int) -> JobSpec:
         """The specification with its defaults filled in."""
         most = self.workers.max or self.lanes
-        wanted = self.workers.wanted or max(self.workers.min, min(default_wanted, most or default_wanted))
+        wanted = self.workers.wanted or max(self.workers.min or 1, min(default_wanted, most or default_wanted))
         return JobSpec(
             job=self.job, wanted=wanted, wanted_by_default=self.workers.wanted is None,
             min_workers=self.workers.min, max_workers=self.workers.max,

@@ -46,7 +46,8 @@ def elastic_spread(given: Mapping[str, Any], stage: int | None, workers: int | N
         faults = [sentence(fault, "the config", Elasticity, "elasticity") for fault in error.errors()]
         raise UserError(f"{all_of(faults, 'the config')}.") from None
     found, lanes = batch_and_lanes(asked, stage or 0, workers)
-    notes = [f"Give the section's bounds to the job: --min {asked.min_gpus} --max {min(asked.max_gpus, lanes.lanes)}."]
+    most = min(asked.max_gpus, lanes.lanes)
+    notes = [f"A job has from {asked.min_gpus} to {most} workers, unless it is given other bounds."]
     if asked.version == "0.2":
         notes.append(f"Version 0.2: made for a job submitted with {plural(workers or 1, 'worker')} (--workers).")
     return LaneSpread(lanes, found.counts, tuple(notes))

@@ -35,10 +35,18 @@ Workers = typer.Option(
     "--workers", metavar="N", min=1, help="Number of workers. Default: CUDA devices, else 2.", show_default=False
 )
 MinWorkers = typer.Option(
-    "--min-workers", metavar="N", min=1, help="Fewest workers to train with. Default: 1.", show_default=False
+    "--min-workers",
+    metavar="N",
+    min=1,
+    help="Fewest workers to train with. Default: elasticity.min_gpus of the config, else 1.",
+    show_default=False,
 )
 MaxWorkers = typer.Option(
-    "--max-workers", metavar="N", min=1, help="Most workers to scale to. Default: number of lanes.", show_default=False
+    "--max-workers",
+    metavar="N",
+    min=1,
+    help="Most workers to scale to. Default: elasticity.max_gpus of the config, else number of lanes.",
+    show_default=False,
 )
 Name = typer.Option("--job", metavar="NAME", help="Name of the job. Default: name of the script.", show_default=False)
 Attach = typer.Option(

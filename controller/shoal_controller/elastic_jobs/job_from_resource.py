@@ -40,17 +40,18 @@ def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
         raise UserError(sentence) from None
     if body.launcher != "kubernetes":
         raise UserError(f"`launcher` is {body.launcher}; expected kubernetes, which starts the workers of a resource")
-    spec = body.spec(default_wanted=body.workers.min)
+    spec = body.spec(default_wanted=body.workers.min or 1)
     return replace(spec, wanted_by_default=False, resource=uid_of(item))
 
 
 def size_change(view: JobView, asked: JobSpec) -> Scale | None:
     """What to ask of a job so that it has its resource's size; None: it has it."""
-    top = asked.max_workers or view.lanes
+    least = asked.min_workers or view.default_bounds.least
+    most = asked.max_workers or view.default_bounds.most
     change = Scale(
         workers=asked.wanted if asked.wanted != view.wanted else None,
-        least=asked.min_workers if asked.min_workers != view.min_workers else None,
-        most=(asked.max_workers or 0) if top != view.max_workers else None,
+        least=least if least != view.min_workers else None,
+        most=(most or 0) if (most or view.lanes) != view.max_workers else None,
     )
     return change if change != Scale() else None
 

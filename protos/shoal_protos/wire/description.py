@@ -46,6 +46,8 @@ def write_description(description: Description) -> pb.Description:
         parameters_digest=description.parameters_digest,
         stage=description.stage,
         peers=description.peers,
+        min_workers=description.min_workers,
+        max_workers=description.max_workers,
     )
 
 
@@ -76,6 +78,8 @@ def read_description(message: pb.Description) -> Description:
         parameters_digest=bounds.label("description.parameters_digest", message.parameters_digest),
         stage=bounds.whole("description.stage", message.stage, most=HIGHEST_STAGE),
         peers=bounds.whole("description.peers", message.peers),
+        min_workers=bounds.whole("description.min_workers", message.min_workers, most=bounds.MAX_LANES),
+        max_workers=bounds.whole("description.max_workers", message.max_workers, most=bounds.MAX_LANES),
     )
 
 

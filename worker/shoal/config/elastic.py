@@ -28,6 +28,10 @@ class Elastic:
     lanes: ElasticLanes
     workers: int | None
     """The number that version 0.2 has looked at."""
+    least: int
+    """Fewest workers that the section is for."""
+    most: int
+    """Most workers."""
 
     @property
     def sizes(self) -> Sizes:
@@ -57,7 +61,7 @@ def elastic_of(document: Document, environment: Mapping[str, str] = os.environ) 
     workers = (submitted or 1) if section.version == "0.2" else None
     found, lanes = batch_and_lanes(section, document.zero_optimization.stage, workers)
     _compare(document, lanes)
-    return Elastic(found, lanes, workers)
+    return Elastic(found, lanes, workers, section.min_gpus, min(section.max_gpus, lanes.lanes))
 
 
 def _refuse_batch_keys(document: Document) -> None:

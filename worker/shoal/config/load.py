@@ -97,12 +97,11 @@ def _tell(sifted: Sifted) -> None:
 
 def _tell_batch(document: Document) -> None:
     """What `elasticity` has made of it, and of how many workers it is made evenly."""
-    elastic, section = elastic_of(document), document.elasticity
-    if elastic is not None and section is not None:
+    if (elastic := elastic_of(document)) is not None:
         sizes = elastic.sizes
         log.info("elastic_batch", train_batch_size=sizes.train_batch_size, micro_batch_size=sizes.micro_batch_size,
                  lanes=sizes.lanes, micro_batches_per_lane=sizes.micro_batches_per_lane,
-                 even_workers=elastic.found.counts, min=section.min_gpus, max=section.max_gpus)  # fmt: skip
+                 even_workers=elastic.found.counts, min=elastic.least, max=elastic.most)  # fmt: skip
 
 
 def _also_unfit(kept: Mapping[str, Any], error: ValidationError, faults: Sequence[str], beside: Beside) -> list[str]:
@@ -161,6 +160,8 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         micro_batch_size=sizes.micro_batch_size,
         micro_batches_per_lane=sizes.micro_batches_per_lane,
         elastic_workers=elastic.workers if elastic else None,
+        min_workers=elastic.least if elastic else 0,
+        max_workers=elastic.most if elastic else 0,
         mirrors=shoal.mirrors,
         mirror_partners=shoal.mirror_partners,
         seed=shoal.seed,

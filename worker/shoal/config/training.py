@@ -27,6 +27,10 @@ class TrainingConfig:
     micro_batches_per_lane: int
     elastic_workers: int | None
     """The number of workers for which `elasticity` 0.2 has made the batch; None: the batch follows from no number."""
+    min_workers: int
+    """Fewest workers that `elasticity` is for; 0: there is no such section. A bound of a job that has none itself."""
+    max_workers: int
+    """Most workers, likewise."""
     mirrors: int
     mirror_partners: int
     """Mirrors as given: not yet limited by the world nor raised by stage 0."""

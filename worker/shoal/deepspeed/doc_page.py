@@ -139,12 +139,12 @@ keys of the top level are left out then.
     …
 
 Shoal trains by any number of workers up to that of the lanes, and needs no whole nodes: the section's numbers are
-those among which lanes divide evenly. What bounds a running job are its own `--min` and `--max`; the command names
-those of the section, and a job that is submitted with more or fewer workers is refused. Version 0.1 needs no number of
-workers. Version 0.2 makes the batch for the number that the job was submitted with (`--workers`, `workers.wanted`; 1
-for a script that trains alone), once for a run: workers that come and go, and a changed `workers.wanted`, do not
-change it. The number is part of what all workers must agree on, and of the manifests of checkpoints. Workers that no
-launcher starts are told it by `SHOAL_WANTED_WORKERS`.
+those among which lanes divide evenly. `min_gpus` and `max_gpus` are the bounds of a job that has none of its own
+(`--min-workers`, `--max-workers`, `workers.min`, `workers.max`), and a job that is submitted with more or fewer
+workers is refused. Version 0.1 needs no number of workers. Version 0.2 makes the batch for the number that the job was
+submitted with (`--workers`, `workers.wanted`; 1 for a script that trains alone), once for a run: workers that come and
+go, and a changed `workers.wanted`, do not change it. The number is part of what all workers must agree on, and of the
+manifests of checkpoints. Workers that no launcher starts are told it by `SHOAL_WANTED_WORKERS`.
 
 """
 

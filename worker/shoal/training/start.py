@@ -248,6 +248,8 @@ def _description(
         on_corruption=config.on_corruption,
         samples_per_step=config.train_batch_size,
         peers=PEER_FORM,
+        min_workers=config.min_workers,
+        max_workers=config.max_workers,
     )
 
 

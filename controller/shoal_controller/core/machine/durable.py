@@ -188,6 +188,19 @@ class Anew:
     why: str
 
 
+def bounds_of(spec: JobSpec, description: Description | None) -> WorkerBounds:
+    """Those that the job was made with; where it says none, those of its training config, as soon as that is known."""
+    by_default = default_bounds(description)
+    return WorkerBounds(spec.min_workers or by_default.least, spec.max_workers or by_default.most)
+
+
+def default_bounds(description: Description | None) -> WorkerBounds:
+    """Those of the training config."""
+    if description is None:
+        return WorkerBounds(1, None)
+    return WorkerBounds(description.min_workers or 1, description.max_workers or None)
+
+
 @dataclass(frozen=True)  # no slots: `replaced`
 class Durable:
     """What a controller must remember of a job. Replaced whole; the shell writes it whenever the machine says
@@ -288,7 +301,7 @@ class Durable:
     @property
     def bounds(self) -> WorkerBounds:
         """Between which numbers `wanted` may be."""
-        return self.changed_bounds or WorkerBounds(self.spec.min_workers, self.spec.max_workers)
+        return self.changed_bounds or bounds_of(self.spec, self.description)
 
     @property
     def last_step(self) -> int | None:

@@ -60,9 +60,10 @@ class JobSpec:
     wanted: int
     wanted_by_default: bool = field(default=False, kw_only=True)
     """Nobody has asked for so many: the first worker's lanes may lower it."""
-    min_workers: int = 1
+    min_workers: int | None = None
+    """None: what the training config says, else 1."""
     max_workers: int | None = None
-    """None: the job's lanes."""
+    """None: what the training config says, else the job's lanes."""
     launcher: str = "none"
     """none | local | kubernetes."""
     command: tuple[str, ...] = ()
@@ -87,6 +88,11 @@ class JobSpec:
     """The Idempotency-Key of the request that made it; empty: it had none."""
     request_digest: str = ""
     """SHA-256 of that request: with the same key another one is refused."""
+
+    @property
+    def least_workers(self) -> int:
+        """Fewest workers to train with, while the training config is not known."""
+        return self.min_workers or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +155,8 @@ class JobView:
     """Of every block in this world, the owner's among them; None: there is no world."""
     block_bytes: int | None = None
     """Bytes of one block's state: what a fill sends; None: not known."""
+    default_bounds: WorkerBounds = WorkerBounds(1, None)
+    """Between which numbers `wanted` may be where nobody says so: what the training config says."""
     deepest_inbox: int = 0
     """Most events that stood in line at a time, in the last minute. The shell knows it."""
 

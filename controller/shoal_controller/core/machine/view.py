@@ -8,7 +8,7 @@ from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS
 
 from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
-from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord
+from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord, default_bounds
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, shown_reports, step_seconds_median
@@ -29,6 +29,7 @@ def view(job: Job, now: float) -> JobView:
         active=len(active),
         min_workers=durable.bounds.least,
         max_workers=durable.bounds.most or lanes,
+        default_bounds=default_bounds(description),
         lanes=lanes,
         step=durable.step,
         max_steps=durable.last_step,

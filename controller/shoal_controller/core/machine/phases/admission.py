@@ -15,7 +15,7 @@ from shoal_protos.plan import WorkerId
 from shoal_protos.plural import plural
 from shoal_protos.quoting import of_shoal
 
-from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord, bounds_of, default_bounds
 from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
@@ -36,6 +36,7 @@ from shoal_controller.core.machine.phases import (
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
 from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.spec import WorkerBounds
 from shoal_controller.core.machine.turn import Turn, once, worker_of
 
 REFUSALS = 256
@@ -111,12 +112,32 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
             f"{turn.spec.lanes}. Make them agree, or leave lanes out of the job."
         )
-    if durable.wanted > theirs.lanes and not _may_be_lowered(turn, theirs.lanes):
+    bounds = durable.changed_bounds or bounds_of(turn.spec, theirs)
+    if bounds.most is not None and bounds.least > bounds.most:
+        return (
+            f"job {turn.spec.job} may have {_from_to(durable.bounds)}, and its config's `elasticity` is for "
+            f"{_from_to(default_bounds(theirs))}. Give the job both workers.min and workers.max, or neither."
+        )
+    if _fitting(durable.wanted, bounds, theirs.lanes) == durable.wanted or _is_nobodys(turn, bounds, theirs.lanes):
+        return None
+    if durable.wanted > theirs.lanes:
         return (
             f"job {turn.spec.job} asks for {durable.wanted} workers, but its config has {theirs.lanes} lanes and every "
             f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
         )
-    return None
+    return (
+        f"job {turn.spec.job} asks for {plural(durable.wanted, 'worker')}, but its config's `elasticity` is for "
+        f"{_from_to(bounds)}. Ask for so many, or change the section."
+    )
+
+
+def _from_to(bounds: WorkerBounds) -> str:
+    return f"{bounds.least} to {bounds.most} workers" if bounds.most else f"{plural(bounds.least, 'worker')} or more"
+
+
+def _fitting(wanted: int, bounds: WorkerBounds, lanes: int) -> int:
+    """The number of workers next to `wanted` that the job can have."""
+    return max(bounds.least, min(wanted, bounds.most or lanes, lanes))
 
 
 def _exchanges_otherwise(turn: Turn, hello: Hello, jobs: Description) -> str | None:
@@ -177,20 +198,25 @@ def _take_over(turn: Turn, hello: Hello) -> None:
 
 
 def _describe_job(turn: Turn, hello: Hello) -> None:
-    """The first hello says what the job is made of; a number of workers that nobody chose is lowered to its lanes."""
+    """The first hello says what the job is made of; a number of workers that nobody chose becomes one that it can
+    have.
+    """
     lanes, wanted = hello.description.lanes, turn.durable.wanted
-    if wanted > lanes:
-        why = f"its config has {plural(lanes, 'lane')}"
-        turn.note(EventKind.SCALED, f"the job gets {lanes} of {wanted} workers, because {why}", hello.worker or "(new)")
-        turn.keep(wanted=lanes)
     turn.keep(description=with_digest(hello.description))
+    gets = _fitting(wanted, turn.durable.bounds, lanes)
+    if gets != wanted:
+        by_lanes = f"has {plural(lanes, 'lane')}"
+        why = f"its config {by_lanes if gets == lanes else f'is for {_from_to(turn.durable.bounds)}'}"
+        number = f"{gets} of {wanted} workers" if gets < wanted else f"{plural(gets, 'worker')}, not {wanted}"
+        turn.note(EventKind.SCALED, f"the job gets {number}, because {why}", hello.worker or "(new)")
+        turn.keep(wanted=gets)
     turn.note(EventKind.SURVIVES, survival.sentence(hello.description))
 
 
-def _may_be_lowered(turn: Turn, lanes: int) -> bool:
-    """Whether nobody has asked for so many workers, and fewer are enough."""
+def _is_nobodys(turn: Turn, bounds: WorkerBounds, lanes: int) -> bool:
+    """Whether nobody has asked for so many workers, and another number is possible."""
     spec, durable = turn.spec, turn.durable
-    return spec.wanted_by_default and durable.wanted == spec.wanted and durable.bounds.least <= lanes
+    return spec.wanted_by_default and durable.wanted == spec.wanted and bounds.least <= lanes
 
 
 def _refuse_protocol(turn: Turn, event: Connected) -> None:
