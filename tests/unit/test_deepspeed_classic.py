@@ -303,6 +303,13 @@ def test_the_loop_over_a_loader_of_the_scripts_own_trains_as_over_the_engines() 
     assert weights_of(lambda engine: train(engine, engine.deepspeed_io(SAMPLES))) == expected
 
 
+def test_a_script_that_has_only_looked_at_a_batch_comes_to_its_end() -> None:
+    engine = made(training_data=SAMPLES)
+    next(iter(engine.training_dataloader))
+    engine.destroy()
+    assert engine.global_steps == 0
+
+
 def test_loops_that_do_not_train_are_left_as_they_are() -> None:
     engine = made()
     other = DataLoader(SAMPLES, batch_size=5)  # type: ignore[arg-type]

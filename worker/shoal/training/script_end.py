@@ -35,7 +35,8 @@ class ScriptEnd:
     def is_open(self) -> bool:
         """Whether nothing but the script says at which step the job ends, and it has come to where that may be."""
         context = self._context
-        is_there = context.world is not None or context.may_begin_at_its_end
+        has_trained = context.world is not None and context.state.step > 0
+        is_there = has_trained or context.may_begin_at_its_end
         return not context.state.last_step and is_there and not context.left_at
 
     def reach(self) -> None:
