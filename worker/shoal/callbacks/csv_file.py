@@ -24,7 +24,7 @@ class CSV(StepCallback):
     """`engine.on_step(shoal.callbacks.CSV("steps.csv"))`. All workers must be able to write the file."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises `UserError` for a file that cannot be written, or that is another one's."""
+        """Open the file. Raises `UserError` if it cannot be written, or is not a file of steps."""
         super().__init__()
         self._path = Path(path)
         self._columns: list[str] = []

@@ -13,7 +13,7 @@ class MLflow(StepCallback):
     """`engine.on_step(shoal.callbacks.MLflow("my experiment", tracking_uri="http://mlflow:5000"))`."""
 
     def __init__(self, experiment: str = "shoal", tracking_uri: str | None = None, name: str | None = None) -> None:
-        """`tracking_uri`: None is what MLFLOW_TRACKING_URI says. Raises `UserError` where the package is missing."""
+        """`tracking_uri`: by default that of MLFLOW_TRACKING_URI. Raises `UserError` if the package is missing."""
         super().__init__()
         check_installed("MLflow", "mlflow")
         self._experiment, self._uri, self._name = experiment, tracking_uri, name

@@ -17,7 +17,7 @@ class Progress:
     """`engine.on_step(shoal.callbacks.Progress(every_steps=10))`. On a terminal the line is drawn again in place."""
 
     def __init__(self, every_steps: int = 1) -> None:
-        """Raises `UserError` for a number of steps that is none."""
+        """Raises `UserError` unless `every_steps` is a number from 1."""
         if not isinstance(every_steps, int) or every_steps < 1:
             raise UserError(f"shoal.callbacks.Progress: every_steps is {every_steps!r}; expected a number from 1.")
         self._every = every_steps

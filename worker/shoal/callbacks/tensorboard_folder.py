@@ -11,11 +11,11 @@ from shoal.callbacks.step_callback import JobOfRow, Row, StepCallback, check_fol
 class TensorBoard(StepCallback):
     """`engine.on_step(shoal.callbacks.TensorBoard("runs/first"))`. All workers must be able to write the folder.
 
-    Each worker that is rank 0 adds a file to it. What a step that is made again replaces TensorBoard purges.
+    Each worker that is rank 0 adds a file to it. TensorBoard purges the values of steps that run again.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises `UserError` where the package is missing or the folder cannot be made."""
+        """Raises `UserError` if the package is missing or the folder cannot be created."""
         super().__init__()
         check_installed("TensorBoard", "tensorboard")
         check_folder("TensorBoard", Path(folder))

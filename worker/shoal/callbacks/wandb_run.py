@@ -22,8 +22,8 @@ class WandB(StepCallback):
         self, project: str | None = None, entity: str | None = None, name: str | None = None,
         folder: str | Path = ".", mode: str | None = None,
     ) -> None:  # fmt: skip
-        """`mode`: None is what WANDB_MODE says. Raises `UserError` where the package is missing, the folder cannot be
-        made, or the mode is unknown.
+        """`mode`: by default that of WANDB_MODE. Raises `UserError` if the package is missing, the folder cannot be
+        created, or the mode is unknown.
         """
         super().__init__()
         check_installed("WandB", "wandb")

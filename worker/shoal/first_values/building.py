@@ -43,13 +43,13 @@ _CONSTANTS: WeakKeyDictionary[nn.Module, dict[str, Constant]] = WeakKeyDictionar
 def deferred(
     init: Init | None = None, weights: str | Path | None = None, device: str | torch.device | None = None
 ) -> Iterator[None]:
-    """A context in which a model is built without memory; `shoal.initialize` makes its values, a unit at a time.
+    """A context in which a model is built without memory; `shoal.initialize` creates its values, a unit at a time.
 
-    Each module with tensors of its own is filled by its `reset_parameters()`; then the model's `_init_weights(module)`
-    is asked for every module, where there is such. Each of these calls has a seed of its own: the same values in every
-    stage and every world. `init`: a function of a module in place of `_init_weights`. `weights`: a safetensors file, or
-    a folder of such, whose tensors are read by name instead. `device`: where the values are to lie; without it where
-    what was built outside of the context lies, or on the CPU. They are the same everywhere.
+    Each module with tensors of its own is filled by its `reset_parameters()`; then the model's `_init_weights(module)`,
+    if it has one, is called for every module. Each of these calls has a seed of its own, so the values are the same in
+    every stage and every world. `init`: a function of a module in place of `_init_weights`. `weights`: a safetensors
+    file, or a folder of such files, whose tensors are read by name instead. `device`: the device of the values; by
+    default that of the parts built outside of the context, or the CPU. The values are the same on every device.
     """
     recipe = Recipe(init, _checked(weights), _usable(device))
     constants, built = Constants(), set[nn.Module]()

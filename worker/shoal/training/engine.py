@@ -47,7 +47,7 @@ PUBLIC = {
 
 
 class Engine(Habits):
-    """Made by `shoal.initialize`. What a script may use is in docs/api.md, and what `dir(engine)` lists."""
+    """A worker's engine, created by `shoal.initialize`. docs/api.md and `dir(engine)` list its public names."""
 
     NAMES = frozenset(PUBLIC)
 
@@ -73,7 +73,7 @@ class Engine(Habits):
 
     @property
     def world_size(self) -> int:
-        """Members of the world, standbys too."""
+        """Number of members of the world, including standbys."""
         return self.context.world.plan.world_size if self.context.world else 1
 
     @property
@@ -83,22 +83,22 @@ class Engine(Habits):
 
     @property
     def warming_up(self) -> bool:
-        """Whether the loop's body runs for a warm-up: its result is thrown away, requests made in it are ignored."""
+        """Whether the loop's body runs for a warm-up, whose result is discarded and whose requests are ignored."""
         return self.context.loop.is_warming_up
 
     @property
     def generation(self) -> int:
-        """The number of the world; 0: in none."""
+        """The number of the world; 0 while the worker is in none."""
         return self.context.generation
 
     @property
     def global_step(self) -> int:
-        """Committed steps of the job; before the loop those that it goes on from."""
+        """Committed steps of the job; before the loop, those that it resumes from."""
         return self.context.global_step
 
     @property
     def lanes(self) -> list[int]:
-        """The numbers of the lanes trained here."""
+        """Numbers of the lanes that this worker trains."""
         return list(self.context.lanes)
 
     @property
@@ -108,15 +108,17 @@ class Engine(Habits):
 
     @property
     def reports(self) -> dict[str, float]:
-        """The last step's reported numbers, reduced like the loss, and evaluations (means over the lanes that
-        arrived).
+        """The last step's reported numbers, reduced like the loss, and those of evaluations after it, by name.
+
+        Numbers of an evaluation are means over the lanes that arrived.
         """
         return reported_numbers(self.context, self.parts.evaluation)
 
     @property
     def gathers(self) -> dict[str, Tensor]:
-        """The last evaluation's rows that `gather` was given, by name, in the order of the samples, whose numbers are
-        `gathers["sample"]`; the same on all workers. Empty before the first one.
+        """The rows of the last evaluation, by name, in the order of the samples; the same on all workers.
+
+        `gathers["sample"]` has the numbers of the samples. Empty before the first evaluation.
         """
         return self.parts.evaluation.rows.all
 
@@ -126,14 +128,16 @@ class Engine(Habits):
         return self.times.reading(self.training.batches())
 
     def backward(self, loss: Tensor, more: bool = False) -> None:
-        """Accumulates the gradient of this micro-batch's mean loss. `loss`: a scalar tensor of `engine.module`'s
-        graph. `more`: another loss of this micro-batch follows; the micro-batch's loss is their sum.
+        """Accumulate the gradient of this micro-batch's mean loss.
+
+        `loss`: a scalar tensor of `engine.module`'s graph. `more`: another loss of this micro-batch follows; the
+        micro-batch's loss is their sum.
         """
         with self.times.measure("backward"):
             self.training.backward(loss, more)
 
     def step(self) -> bool:
-        """Ends a micro-batch; after the last one of this worker's last lane it makes the optimizer step.
+        """End a micro-batch; after the last one of this worker's last lane, make the optimizer step.
 
         Returns whether an optimizer step was committed.
         """
@@ -141,24 +145,26 @@ class Engine(Habits):
             return self.training.end_micro_batch()
 
     def skip(self) -> bool:
-        """Give up this micro-batch for good, in place of `backward` and `step`, in every world alike.
+        """Give up this micro-batch for good, in place of `backward` and `step`, equally in every world.
 
         Its gradient is zero; the step's gradient stays the mean over all lanes × micro-batches, `engine.loss` is the
-        mean over those not skipped. A step in which all are skipped updates nothing. Returns what `step` returns.
+        mean over those not skipped. A step in which all are skipped updates nothing. Returns the same as `step`.
         Raises `UserError` after `backward`.
         """
         return self.training.skip()
 
     def turn(self, *names: str) -> None:
-        """Only these groups of the optimizer (by their key `name`) are updated from this step on; the others keep
-        parameters and state. At the top of the loop's body, from `engine.global_step` alone, as a learning rate.
+        """Update only these groups of the optimizer (by their key `name`) from this step on.
+
+        The other groups keep parameters and state. Call it at the top of the loop's body, from `engine.global_step`
+        alone, as you would set a learning rate.
         """
         set_turn(self.context.state.optimizer.param_groups, names)
 
     # ---- what a script asks for
 
     def report(self, **numbers: float | Tensor) -> None:
-        """Per-lane numbers of this step, reduced like the loss; within `evaluating()`, sums of the evaluation."""
+        """Report numbers of this micro-batch, reduced like the loss; within `evaluating()`, those of the evaluation."""
         values = {name: _number(name, value) for name, value in numbers.items()}
         if self.parts.evaluation.active:
             self.parts.evaluation.report(values)
@@ -166,13 +172,15 @@ class Engine(Habits):
             self.context.loop.numbers.report(values)
 
     def gather(self, **rows: Tensor) -> None:
-        """In an evaluation: a row for each sample of the micro-batch, such as a score. All workers find those of all
-        lanes in `engine.gathers` after the next step (at once after the loop). Raises `UserError` for other shapes.
+        """Collect a row per sample of the micro-batch in an evaluation, such as a score.
+
+        All workers get the rows of all lanes in `engine.gathers` after the next step (at once after the loop). Raises
+        `UserError` for other shapes.
         """
         self.parts.evaluation.gather(rows)
 
     def on_step(self, callback: Callable[[Engine], None]) -> None:
-        """Calls `callback(engine)` once per committed step, on whoever is rank 0 then."""
+        """Call `callback(engine)` once per committed step, on the current rank 0."""
         if not callable(callback) or isinstance(callback, type):
             raise UserError(f"engine.on_step got {callback!r}; expected a function that takes the engine, or an object "
                             "of a class of shoal.callbacks.")  # fmt: skip
@@ -190,8 +198,10 @@ class Engine(Habits):
             self.training.add_ending(lambda: callback.at_end(self))
 
     def on_evaluation(self, callback: Callable[[Engine], None]) -> None:
-        """Calls `callback(engine)` on every worker once for each evaluation right after a step or after the loop, when
-        `reports` has its numbers: at its end; on members without lanes just before the next vote.
+        """Call `callback(engine)` on every worker once for each evaluation right after a step or after the loop.
+
+        The call comes when `reports` has the evaluation's numbers: at its end; on members without lanes just before
+        the next vote.
         """
         if not callable(callback) or isinstance(callback, type | BestNumber | StepCallback):
             raise UserError(f"engine.on_evaluation got {callback!r}; expected a function that takes the engine. An "
@@ -199,51 +209,57 @@ class Engine(Habits):
         self.parts.evaluation.measured.add_listener(lambda _: callback(self))
 
     def on_commit(self, function: Callable[[Engine], object]) -> None:
-        """Calls `function(engine)` on *every* worker, with lanes or without, once for each step that it commits, in
-        order, with all parameters here; what it keeps is registered by `register_state`. Before the loop.
+        """Call `function(engine)` on *every* worker, with lanes or without, once for each step that it commits.
+
+        Calls come in the order of the steps, with all parameters present. Register the function's memory with
+        `register_state`. Call `on_commit` before the loop.
         """
         self.parts.boundary.commits.add(function, lambda: function(self))
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Evaluation over `engine.shard(dataset)` between two micro-batches: no gradients, eval mode, all put back.
+        """A context for an evaluation over `engine.shard(dataset)`: no gradients, eval mode, all restored at its end.
 
-        Also at the top of the loop's body, and after the loop. Raises `UserError` between a forward and `step`.
+        Use it between two micro-batches, at the top of the loop's body, and after the loop. Raises `UserError` between
+        a forward and `step`.
         """
         return self.training.evaluating()
 
     def gathered(self, *modules: nn.Module) -> AbstractContextManager[None]:
-        """A context in which all parameters of these modules (of the whole model, where none is named) can be read.
+        """A context in which all parameters of these modules (by default, of the whole model) can be read.
 
-        Where parameters are sharded (ZeRO stage 3) they are brought here for it; leave it before `step`. In the other
-        stages it changes nothing. What is written to them is lost, or refused.
+        Sharded parameters (ZeRO stage 3) are gathered for it; leave it before `step`. In the other stages it has no
+        effect. Writes to the parameters are lost, or refused.
         """
         self.context.first_weights.check("engine.gathered")
         return self.parts.step.parameters.gathered(modules or (self.module,))
 
     def shard(self, dataset: Any) -> Iterator[Any]:
-        """The micro-batches of a dataset that belong to the lanes held here. Waits for nobody."""
+        """Yield the micro-batches of a dataset that belong to this worker's lanes; do not wait for other workers."""
         return self.parts.evaluation.shard(dataset)
 
     def fingerprint(self) -> str | None:
-        """Request a fingerprint: in the loop it returns None; after the loop it blocks and returns the digest."""
+        """Request a fingerprint: return None in the loop; after the loop, block and return the digest."""
         return self.training.ask(FINGERPRINT, "engine.fingerprint")
 
     def export(self, path: str | Path) -> None:
-        """Rank 0 writes the model as safetensors; in the loop after this step, after the loop at once."""
+        """Write the model as safetensors, on rank 0: in the loop after this step, after the loop at once."""
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
         self.training.ask(Request("export", str(path)), "engine.export")
 
     def save_checkpoint(self) -> None:
-        """Saves a checkpoint to `shoal.checkpoint.path`: between a step and the next batch one of that step, elsewhere
-        in the loop one of the step at hand, after the loop at once.
+        """Save a checkpoint to `shoal.checkpoint.path`.
+
+        Between a step and the next batch it is one of that step, elsewhere in the loop one of the current step. After
+        the loop it is saved at once.
         """
         self.parts.saving.check_configured()
         self.training.ask(SAVE, "engine.save_checkpoint")
 
     def register_state(self, name: str, of: Any) -> None:
-        """An object with `state_dict` and `load_state_dict`: rank 0's is saved in checkpoints and given to joiners.
-        Before the loop.
+        """Register an object with `state_dict` and `load_state_dict`, before the loop.
+
+        Rank 0's state is saved in checkpoints and given to joiners.
         """
         self.parts.saving.register(name, of)
 

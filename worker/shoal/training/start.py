@@ -90,12 +90,12 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **unknown: Any,
 ) -> Engine:
-    """Makes the engine of this worker; in a script with no controller in its environment, a world of one.
+    """Create the engine of this worker; without a controller in the script's environment, a world of one.
 
-    `model`: any module, its parameters float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
+    `model`: any module with parameters in float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
     any map-style dataset, an IterableDataset, or a DataLoader that shuffles the one or reads the other. `optimizer`,
-    `scheduler`: objects over the model's parameters, where the config names none.
-    Raises `UserError` with one sentence for anything that cannot work.
+    `scheduler`: objects over the model's parameters, if the config names none.
+    Raises `UserError` with one sentence for each unusable argument or key.
     """
     tell_errors_in_a_sentence()
     refuse_unknown("shoal.initialize", unknown, inspect.signature(initialize).parameters)
