@@ -27,22 +27,26 @@ OPENING = """\
 
 <!-- Written by `make docs` from the code; do not edit. -->
 
-`shoal controller` serves jobs; `shoal run` and `shoal demo` bring one of their own. Its API: [REST](rest.md).
+Configure a controller, write a job's specification, and look up the metrics. `shoal controller` serves jobs;
+`shoal run` and `shoal demo` start a controller of their own. Its API is [REST](rest.md).
 """
 SETTINGS = """\
 ## Settings
 
-Environment variables; a flag of the command wins.
+Set these environment variables, or the command's flags, which take precedence.
 """
 DOOR = """\
-## Who may do what
+## Access
 
-[Security](security.md) says it in full. Anyone who may submit a job can run commands as the controller's user, so a
-port that other machines can reach requires a token. Give it a certificate too (`SHOAL_HTTP_CERTIFICATE`,
-`SHOAL_HTTP_KEY`), because the token is sent with every request. `SHOAL_TOKEN` opens everything, named tokens what their
-role allows; `shoal token JOB` prints one that brings workers into this run of the job and opens nothing else, and
-launchers give their workers such a token. It does not protect the user from the script: local workers are processes of
-the controller's user and can read that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from starting any.
+See [Security](security.md) for the details. Permission to submit a job is permission to run commands as the
+controller's user, so a port that other machines can reach requires a token. Give it a certificate too
+(`SHOAL_HTTP_CERTIFICATE`, `SHOAL_HTTP_KEY`), because the token is sent with every request.
+
+- `SHOAL_TOKEN` allows everything, a named token the requests of its role.
+- `shoal token JOB` prints a token that admits workers to this run of the job and allows nothing else. Launchers give
+  their workers such a token.
+- A token does not protect the user from the script: local workers are processes of the controller's user and can read
+  that user's files. `SHOAL_LAUNCHERS=none` keeps a controller from starting any.
 
 `shoal run` and `shoal demo` create a token if `SHOAL_TOKEN` is unset, in the file `token` of their data folder. The
 commands look for it there (in `$SHOAL_DATA`, else in `.shoal` of the current folder), and use it only for a controller
@@ -53,12 +57,12 @@ Requests that a browser sends for a page of another site are refused.
 JOB = """\
 ## A job's specification
 
-The body of `POST /v1/jobs`, and what `shoal submit` reads from a YAML or JSON file.
+These are the keys of the body of `POST /v1/jobs`, and of the YAML or JSON file that `shoal submit` reads.
 """
 METRICS = """\
 ## Metrics
 
-At `/metrics`, for Prometheus. What belongs to a job has the label `job_name`.
+Prometheus reads them at `/metrics`. Metrics of a job have the label `job_name`.
 """
 
 

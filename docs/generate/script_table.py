@@ -21,23 +21,24 @@ MEASURED = ROOT / "tests" / "scripts" / "measured.json"
 
 OPENING = """# Ten scripts, before and after
 
-Each script is in the repository twice: as its community writes it, and as it trains elastic with Shoal. `make scripts`
-runs both and writes this table.
+See how little a script changes, and that its result does not. Each script is in the repository twice: as its community
+writes it, and as it trains elastically with Shoal. `make scripts` runs both and writes this table.
 
-- **Changed lines** are lines of code that were added or changed. Deleted lines, comments, docstrings and indentation
-  alone are not counted (`git diff -w`). At most six may change; in the loop of nanoGPT, whose `get_batch` becomes a
-  data set, twelve; in that of Diffusers, which averages weights and saves them, ten.
-- **Loss** is that of the last optimizer step, over its whole batch. The original runs alone on the same samples with
-  the same random numbers: `tests/scripts/original.py` gives its `DataLoader` the job's order. Sums in another order may
-  differ in the last digits, so up to 1 in 10,000 is allowed, and half of the last digit that the original prints.
-- **Fingerprints** are of parameters, optimizer state and buffers after the last step, from `shoal run` with one, two
-  and three workers, and with three of which one is killed (SIGKILL) in the middle of a step. They are equal, bit for
-  bit, and so are the weights that a script saves in the end.
+- **Changed lines** are lines of code that were added or changed. Deleted lines, comments, docstrings and changes of
+  indentation alone are not counted (`git diff -w`). At most six may change; in the loop of nanoGPT, whose `get_batch`
+  becomes a data set, twelve; in the loop of Diffusers, which averages weights and saves them, ten.
+- **Loss** is the loss of the last optimizer step, over its whole batch. The original runs alone on the same samples
+  with the same random numbers: `tests/scripts/original.py` gives its `DataLoader` the job's order. Sums in another
+  order may differ in the last digits, so up to 1 in 10,000 is allowed, and half of the last digit that the original
+  prints.
+- **Fingerprints** cover parameters, optimizer state and buffers after the last step. They come from `shoal run` with
+  one, two and three workers, and with three of which one is killed (SIGKILL) in the middle of a step. They are equal,
+  bit for bit, and so are the weights that a script saves at its end.
 """
 
 CLOSING = """
-The losses and fingerprints are those of PyTorch {torch} on the CPU; another version or another kind of CPU may give
-other ones, equal in every world there. [Porting](porting.md) explains the changes.
+The losses and fingerprints are those of PyTorch {torch} on the CPU. Another version or another kind of CPU may give
+different ones, which are again equal in every world. [Porting](porting.md) explains the changes.
 """
 
 COLUMNS = ("script", "before", "changed lines", "steps", "loss before", "loss", "worlds of 1 to 3", "through a kill")

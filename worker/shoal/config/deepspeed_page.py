@@ -16,21 +16,19 @@ def config_table() -> Iterator[str]:
     """Why files are refused; every key, and what becomes of it."""
     yield (
         "\n## Why a `ds_config.json` is refused\n\n"
-        "All faults of a file are told at once, each in a sentence that has one of these in it:\n\n"
-        "| in the sentence | what it means |\n|---|---|\n"
+        "All faults of a file are reported at once. Each sentence contains one of these phrases:\n\n"
+        "| phrase | meaning |\n|---|---|\n"
     )
     yield from (f"| {phrase.strip(' ;')} | {meaning} |\n" for phrase, meaning in REASONS.items())
     yield (
-        "\nKeys that DeepSpeed does not have (`_comment`, `logging`, …) are left alone, as DeepSpeed does; the log\n"
-        "names them, and the place where such a key would be read if there is one. The section `shoal` is Shoal's\n"
-        "own, and every key in it must be known.\n"
+        "\nKeys that DeepSpeed does not have (`_comment`, `logging`, …) are ignored, as in DeepSpeed; the log\n"
+        "names them, and the section where such a key would be read if there is one. The section `shoal` is Shoal's\n"
+        "own, and an unknown key in it is an error.\n"
         "\n## Every key of `ds_config.json`\n\n"
-        "*Honoured*: [Configuration](configuration.md) says how. *Nothing*: accepted, changes nothing, and one log "
-        "line\n"
-        "names all such keys of a file. *Refused*: unless it has one of the values shown, which leave the feature off. "
-        "A\n"
-        "name covers all that stands below it.\n\n"
-        "| key | | |\n|---|---|---|\n"
+        "*Honoured*: see [Configuration](configuration.md). *Nothing*: accepted without effect; one log line names\n"
+        "all such keys of a file. *Refused*: unless it has one of the values shown, which leave the feature off. A name\n"
+        "covers all keys below it.\n\n"
+        "| key | effect | reason |\n|---|---|---|\n"
     )
     rows = dict.fromkeys(_honoured(), "| honoured | |") | {key: _row(fate) for key, fate in FATES.items()}
     for key, (values, why) in VALUES_REFUSED.items():

@@ -12,7 +12,7 @@ ARGUMENTS: Mapping[str, str] = {
     "model": "One `torch.nn.Module`.",
     "optimizer": "An optimizer over the model's parameters, or a function that makes one from `model_parameters`, "
     "where the configuration names none.",
-    "model_parameters": "What the configuration's optimizer trains: parameters, or groups of them.",
+    "model_parameters": "Parameters, or groups of them, that the configuration's optimizer trains.",
     "training_data": "A map-style dataset, or a DataLoader, of which the dataset, `collate_fn` and `batch_size` are "
     "taken. Without it: of the DataLoader that the loop goes over.",
     "lr_scheduler": "A scheduler of torch, or a function that makes one from the optimizer.",
@@ -31,7 +31,7 @@ ENGINE: Mapping[str, str] = {
     "backward(loss)": "Once for each batch, with the mean over the micro-batch. Returns the loss divided by "
     "`gradient_accumulation_steps()`, as DeepSpeed's does.",
     "step()": "Ends the batch; with the last one of a step it updates.",
-    "is_gradient_accumulation_boundary()": "Whether the batch at hand is this worker's last one of its step.",
+    "is_gradient_accumulation_boundary()": "Whether the current batch is this worker's last one of its step.",
     "was_step_applied()": "Whether the last call of `step()` updated the model.",
     "global_steps": "Steps that the job has committed.",
     "global_samples": "Samples of these steps.",
@@ -46,24 +46,24 @@ ENGINE: Mapping[str, str] = {
     "get_lr()": "The rates of the optimizer's groups.",
     "get_mom()": "The momenta of the optimizer's groups (SGD, RMSprop), or their betas.",
     "get_global_grad_norm()": "The last step's norm, before clipping; None without clipping.",
-    "loss_scale()": "What losses are multiplied by.",
-    "dynamic_loss_scale()": "Whether that is found while training.",
-    "skipped_steps": "Steps that updated nothing, because a gradient overflowed in float16.",
+    "loss_scale()": "The factor of losses.",
+    "dynamic_loss_scale()": "Whether the factor changes while training.",
+    "skipped_steps": "Steps without an update, because a gradient overflowed in float16.",
     "module": "The model.",
-    "optimizer": "The optimizer: its `param_groups` are in use, its `state_dict()` says that the state is elsewhere. "
-    "`cur_scale` and `loss_scale` are what losses are multiplied by, `overflow` whether the last step overflowed.",
+    "optimizer": "The optimizer: its `param_groups` are in use, its `state_dict()` is refused. `cur_scale` and "
+    "`loss_scale` are the factor of losses, `overflow` whether the last step overflowed.",
     "lr_scheduler": "The scheduler.",
     "training_dataloader": "The loader.",
     "device": "The device of the batches.",
     "local_rank": "The number of this worker's device; 0 on the CPU.",
     "global_rank": "This worker's number among the members; it changes, and is 0 before its first world.",
     "world_size": "How many members there are now.",
-    "dp_world_size": "The number of lanes: the world that batch sizes are for, always the same.",
+    "dp_world_size": "The number of lanes, to which batch sizes refer; it never changes.",
     "save_checkpoint(folder, tag, client_state)": "See above.",
     "load_checkpoint(folder, tag)": "See above.",
     "save_16bit_model(folder, name)": "Writes the model's weights as safetensors, on rank 0.",
     "stop()": "Ends the job after this step, on all workers alike.",
-    "destroy()": "The script trains no more; where nothing else says when the job ends, it waits for the others.",
+    "destroy()": "Ends this script's training; a job without `max_steps` or `epochs` then waits for the other scripts.",
     "deepspeed_io(dataset, …)": "The loader of the training's dataset, where `initialize` got none.",
     "elastic": "Shoal's own engine ([the script](api.md)): `report`, `on_step`, `evaluating`, `shard`, `gathered`, …",
 }
@@ -92,12 +92,12 @@ MODULE: Mapping[str, str] = {
     "zero.Init": "A context in which a model is built without memory: `shoal.deferred()`.",
     "zero.GatheredParameters": "A context in which all of a parameter can be read: `engine.gathered()`.",
     "comm.get_rank()": "This worker's number among the members: it changes. 0 before the first world, -1 in a warm-up.",
-    "comm.get_world_size()": "The number of lanes, for which batch sizes are; known after `initialize`.",
+    "comm.get_world_size()": "The number of lanes, to which batch sizes refer; known after `initialize`.",
     "comm.barrier()": "Returns at once: members meet in each step's vote.",
     "comm.init_distributed": "As `init_distributed`.",
     "checkpointing.checkpoint(function, *args)": "Activation checkpointing of one call, by `torch.utils.checkpoint`.",
     "DeepSpeedEngine": "The class of the engine.",
-    "HfDeepSpeedConfig": "What transformers' class of that name makes once `shoal.deepspeed` is imported: see "
+    "HfDeepSpeedConfig": "Replaces transformers' class of that name once `shoal.deepspeed` is imported: see "
     "[Models of transformers](#models-of-transformers).",
 }
 
