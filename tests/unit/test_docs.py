@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +14,9 @@ from shoal.session.settings import VARIABLES
 from shoal_controller.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST_SENTENCE = 45
+AS_THEY_ARE = ("rules", "transformers")
+"""Pages whose sentences may be longer."""
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -91,6 +95,21 @@ def test_every_command_of_a_scenario_is_on_its_page() -> None:
     commands = re.findall(r"def do_(\w+)", (ROOT / "tests/simulation/script.py").read_text())
     shown = " ".join(re.findall(r"`([^`\n]+)`", (ROOT / "docs/simulation.md").read_text()))
     assert [command for command in commands if not re.search(rf"\b{command}\b", shown)] == []
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """The sentences of its paragraphs, items and cells; code in a sentence counts as one word."""
+    text = re.sub(r"^ *```.*?^ *```$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "Code", text))
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|#>]|\d+\.) )| \| ", text):
+        yield from re.split(r"(?<=[.!?])[)*\]]*\s+(?=[\[(*]*[A-Z\d])", part)
+
+
+def test_no_sentence_of_a_page_is_long() -> None:
+    pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / f"docs/{name}.md" for name in AS_THEY_ARE}
+    found = [(page.name, sentence) for page in sorted(pages) for sentence in sentences(page)]
+    assert [one for one in found if len(one[1].split()) > LONGEST_SENTENCE] == []
+    assert len(found) > 2000
 
 
 def test_the_changelog_can_be_read_at_once() -> None:

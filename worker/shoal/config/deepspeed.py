@@ -58,8 +58,8 @@ def _below(section: str, names: str, fate: Fate) -> Iterator[tuple[str, Fate]]:
 
 
 ERROR_FEEDBACK = (
-    "what rounding leaves over comes back in a later step, and belongs to the lane whose gradient it was: every lane "
-    "would carry a copy as large as the model, or results would depend on how many workers there are"
+    "rounding errors return in a later step and belong to a lane: every lane would carry a copy as large as the model, "
+    "or results would depend on the number of workers"
 )
 _FLOAT32 = "master weights, sums of gradients and optimizer state are float32"
 _AS_THEY_ARE = "gathered parameters have the bits of their owner's, on every worker"
