@@ -25,6 +25,23 @@ CUT_OFF = r"INCOMPLETE_CHUNKED_ENCODING|CONTENT_LENGTH_MISMATCH|EMPTY_RESPONSE"
 REFUSED = rf"status of (4\d\d|503)|net::ERR_(CONNECTION_\w+|{CUT_OFF}|SOCKET_\w+)"
 """What the browser itself says of answers that a test provokes."""
 SERIOUS = ("serious", "critical")
+CUT_OFF_ROWS = """() => {
+  const edge = document.documentElement.clientWidth;
+  const isCutOff = (row) => {
+    const texts = document.createTreeWalker(row, NodeFilter.SHOW_TEXT);
+    const range = document.createRange();
+    const shown = [];
+    while (texts.nextNode()) {
+      range.selectNodeContents(texts.currentNode);
+      shown.push(...range.getClientRects());
+    }
+    const bottom = Math.max(...shown.filter((one) => one.right <= edge).map((one) => one.bottom));
+    return shown.some((one) => one.right > edge) || row.getBoundingClientRect().bottom - bottom > 28;
+  };
+  const rows = [...document.querySelectorAll("tbody tr")].filter((row) => row.offsetParent && isCutOff(row));
+  return rows.map((row) => row.textContent);
+}"""
+"""Rows of tables that have text beyond the window, or are higher than the text within it and a button's padding."""
 RULES = {"runOnly": {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]}}
 
 
@@ -87,6 +104,9 @@ class Watched:
             for one in found
             if one["impact"] in SERIOUS
         ]
+
+    def cut_off_rows(self) -> list[str]:
+        return list(self.page.evaluate(CUT_OFF_ROWS))
 
     def overflow(self) -> int:
         """Pixels by which the page is wider than its window."""

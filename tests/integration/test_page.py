@@ -114,7 +114,7 @@ LOOKS: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("look", shortened(LOOKS, "a phone in the dark"))
-def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_window(look: str) -> None:
+def test_axe_finds_nothing_serious_and_nothing_is_cut_off_by_the_window(look: str) -> None:
     with training(workers=2) as cluster, browsed(cluster.url, allowed=REFUSED, look=LOOKS[look]) as seen:
         cluster.wait_step(3)
         seen.open()
@@ -128,6 +128,7 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_window(look: st
         expect(seen.page.get_by_role("region", name="Log of a worker").locator(".note")).not_to_have_text("Reading…")
         assert seen.accessibility_faults() == []
         assert seen.overflow() == 0
+        assert seen.cut_off_rows() == []
         seen.button("Scale…").click()
         expect(seen.dialog().get_by_role("button", name="Scale")).to_be_enabled()
         assert seen.accessibility_faults() == []

@@ -75,6 +75,21 @@ def test_workers_are_shown_where_nobody_says_whether_a_lost_one_may_come_back() 
         expect(seen.page.locator("tr[data-worker=w0] .state")).to_have_text("active")
 
 
+def test_a_job_whose_last_step_is_not_known_is_shown_as_open() -> None:
+    def opened(row: Json) -> Json:
+        return {**row, "job": {**row["job"], "max_steps": None}, "seconds_left": None}
+
+    with training(workers=1) as cluster, browsed(cluster.url) as seen:
+        cluster.wait_step(3)
+        altered(seen.page, r"/v1/overview", lambda found: {**found, "jobs": [opened(one) for one in found["jobs"]]})
+        altered(seen.page, r"/jobs/job/summary$", opened)
+        seen.open()
+        expect(seen.page.locator(".cell.step .big")).to_have_text(re.compile(r"^\d+/open$"))
+        expect(seen.page.get_by_label("Steps done")).to_be_hidden()
+        seen.open_job()
+        expect(seen.page.locator(".tile.step")).to_contain_text("until its scripts end")
+
+
 def test_a_cost_that_is_not_reported_is_not_zero_and_the_open_timeline_goes_on() -> None:
     with training() as cluster, browsed(cluster.url) as seen:
         cluster.wait_step(5)

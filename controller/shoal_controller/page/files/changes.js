@@ -2,10 +2,11 @@
 // waited for, seconds per phase. Called by the job's view.
 
 import { bytes, count, duration, moment, plural } from "./amounts.js";
-import { atMostEvery, element, foreign, foreignText, keyed, setText } from "./elements.js";
+import { atMostEvery, element, foreign, foreignText, keyed, row, setText, table } from "./elements.js";
 import { kindBadge, reasonBadge } from "./phases.js";
 import { Problem, get } from "./rest.js";
 
+const TITLES = ["When", "Why", "Workers", "Pause", "Bytes moved", "Steps lost", "What it was"];
 const SHOWN = 12; // changes before the list is folded
 /** In the order in which they come, of a change that is planned and of one that is not. */
 const PHASE_WORDS = {
@@ -39,10 +40,8 @@ export class Changes {
     this.panel = element("section", { class: "timeline card", "aria-label": "The chosen change", tabindex: "-1", hidden: true });
     this.body = element("tbody");
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() }, "Show all changes");
-    const titles = ["When", "Why", "Workers", "Pause", "Bytes moved", "Steps lost", "What it was"];
-    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
-    this.table = element("table", { class: "changes" }, element("caption", { class: "unseen" }, "Changes of the world, newest first"), element("thead", {}, head), this.body);
-    place.append(this.panel, element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Changes of the world" }, this.table), this.more);
+    const shown = table("Changes of the world, newest first", TITLES, this.body, { class: "changes" });
+    place.append(this.panel, element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Changes of the world" }, shown), this.more);
   }
 
   onChosen(listener) {
@@ -66,7 +65,7 @@ export class Changes {
   line(world) {
     const button = element("button", { type: "button", class: "link", onclick: () => this.choose(world) }, moment(world.began));
     const cells = Array.from({ length: 5 }, () => element("td"));
-    const line = element("tr", {}, element("th", { scope: "row" }, button), element("td", {}, reasonBadge(world.reason)), ...cells);
+    const line = row(TITLES, {}, element("th", { scope: "row" }, button), element("td", {}, reasonBadge(world.reason)), ...cells);
     line.cells5 = cells;
     return line;
   }

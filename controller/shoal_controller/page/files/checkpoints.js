@@ -1,19 +1,18 @@
 // A job's checkpoints: step, age, size, verified or not. Called by the job's view.
 
 import { bytes, count, since } from "./amounts.js";
-import { element, foreign, keyed, setText } from "./elements.js";
+import { element, foreign, keyed, row, setText, table } from "./elements.js";
 import { icon } from "./phases.js";
 
+const TITLES = ["Step", "Saved", "Size", "Verified", "Path"];
 const SHOWN = 20; // before the rest is folded
 
 export class Checkpoints {
   constructor(place) {
     this.none = element("p", { class: "quiet" }, "No checkpoint yet.");
     this.body = element("tbody");
-    const titles = ["Step", "Saved", "Size", "Verified", "Path"];
-    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
-    const table = element("table", {}, element("caption", { class: "unseen" }, "Checkpoints, newest first"), element("thead", {}, head), this.body);
-    this.frame = element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "Checkpoints" }, table);
+    const shown = table("Checkpoints, newest first", TITLES, this.body);
+    this.frame = element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "Checkpoints" }, shown);
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() });
     this.shown = SHOWN;
     place.append(this.none, this.frame, this.more);
@@ -37,8 +36,8 @@ export class Checkpoints {
 function checkpointLine(saved) {
   const verified = element("td");
   const when = saved.saved === null || saved.saved === undefined ? element("span", { class: "quiet" }, "not known") : since(saved.saved);
-  const line = element(
-    "tr", {},
+  const line = row(
+    TITLES, {},
     element("th", { scope: "row" }, count(saved.step)),
     element("td", {}, when),
     element("td", {}, bytes(saved.bytes)),

@@ -56,6 +56,18 @@ export function foreignText(text) {
   );
 }
 
+/** A table over `body`. A narrow window hides its head, and each cell shows the title of its column: see `row`. */
+export function table(caption, titles, body, attributes = {}) {
+  const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
+  return element("table", attributes, element("caption", { class: "unseen" }, caption), element("thead", {}, head), body);
+}
+
+/** A row of a table with these titles; its first cell is its heading. */
+export function row(titles, attributes, ...cells) {
+  cells.forEach((cell, column) => (cell.dataset.title = titles[column]));
+  return element("tr", attributes, ...cells);
+}
+
 /** Put `text` there if it is not there already: an unchanged element costs nothing, and keeps a selection. */
 export function setText(place, text) {
   if (place.textContent !== text) place.textContent = text;

@@ -2,10 +2,11 @@
 // way. The blocks are one canvas; the figures beside it say the same. Called by the job's view.
 
 import { bytes, count, plural } from "./amounts.js";
-import { element, foreign, keyed, setText } from "./elements.js";
+import { element, foreign, keyed, row, setText, table } from "./elements.js";
 import { laneColour, laneWords } from "./lanes.js";
 import { ink, isDark, onTheme } from "./theme.js";
 
+const TITLES = ["Worker", "Failure domain", "Lanes", "Owned blocks", "Mirrored blocks"];
 const ROW = 14;
 const MOST_DRAWN = 200;
 
@@ -18,10 +19,8 @@ export class Holdings {
     this.note = element("p", { class: "quiet note" });
     this.body = element("tbody");
     this.fills = element("ul", { class: "fills", "aria-label": "Copies under way" });
-    const titles = ["Worker", "Failure domain", "Lanes", "Owned blocks", "Mirrored blocks"];
-    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
-    const table = element("table", {}, element("caption", { class: "unseen" }, "What each worker holds"), element("thead", {}, head), this.body);
-    place.append(this.sentence, this.frame, this.key, this.note, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "What each worker holds" }, table));
+    const shown = table("What each worker holds", TITLES, this.body);
+    place.append(this.sentence, this.frame, this.key, this.note, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "What each worker holds" }, shown));
     const redraw = () => this.draw();
     const sizes = new ResizeObserver(redraw);
     onTheme(redraw, signal);
@@ -80,7 +79,7 @@ const runsCount = (runs) => runs.reduce((sum, [first, end]) => sum + end - first
 
 function memberLine(member) {
   const cells = Array.from({ length: 4 }, () => element("td"));
-  const line = element("tr", {}, element("th", { scope: "row" }, foreign(member.worker)), ...cells);
+  const line = row(TITLES, {}, element("th", { scope: "row" }, foreign(member.worker)), ...cells);
   line.cells4 = cells;
   return line;
 }

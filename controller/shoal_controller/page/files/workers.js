@@ -2,11 +2,12 @@
 // with one. Called by the job's view.
 
 import { bytes, count, duration, plural } from "./amounts.js";
-import { element, foreign, foreignText, keyed, setText } from "./elements.js";
+import { element, foreign, foreignText, keyed, row, setText, table } from "./elements.js";
 import { Evicted } from "./evicted.js";
 import { showLanes } from "./holdings.js";
 import { stateBadge } from "./phases.js";
 
+const TITLES = ["Worker", "State", "Does", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
 const GONE = new Set(["lost", "left"]);
 const SHOWN = 200; // rows before the rest is folded
 const STALE_SECONDS = 3; // at least: one look at the workers and a heartbeat
@@ -20,12 +21,10 @@ export class Workers {
     this.summary = element("span", { class: "quiet" });
     this.body = element("tbody");
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() }, "Show all workers");
-    const titles = ["Worker", "State", "Does", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
-    const head = element("tr", {}, titles.map((title) => element("th", { scope: "col" }, title)));
-    this.table = element("table", { class: "workers" }, element("caption", { class: "unseen" }, "Workers by number"), element("thead", {}, head), this.body);
+    const shown = table("Workers by number", TITLES, this.body, { class: "workers" });
     place.append(
       element("div", { class: "filters" }, this.summary, element("label", {}, this.gone, " Show those that are gone")),
-      element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Workers" }, this.table),
+      element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Workers" }, shown),
       this.more,
     );
   }
@@ -79,7 +78,7 @@ export class Workers {
       ? { drain: press("Drain…", `Drain ${name}`, () => this.onAct("drain", name)), lost: press("Lost…", `Confirm that ${name} is lost`, () => this.onAct("lost", name)) }
       : {};
     const log = press("Log", `Log of ${name}`, () => this.onLog(name));
-    const line = element("tr", { "data-worker": name }, element("th", { scope: "row" }, foreign(name)), ...Object.values(cells), element("td", { class: "acts" }, log, ...Object.values(acts)));
+    const line = row(TITLES, { "data-worker": name }, element("th", { scope: "row" }, foreign(name)), ...Object.values(cells), element("td", { class: "acts" }, log, ...Object.values(acts)));
     line.parts = cells;
     line.acts = acts;
     return line;
