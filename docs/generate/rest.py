@@ -81,8 +81,8 @@ time; with `If-Match` they are made once.
 
 Errors are `application/problem+json` (RFC 9457): `detail` is one sentence for people, which may change; `code` is for
 programs, and does not change. `type` is `urn:shoal:outcome-unknown` for `outcome_unknown`. If a body or a query has
-several faults, `detail` lists all of them, one per line; unknown keys and parameters are refused, with the nearest known
-one.
+several faults, `detail` lists all of them, one per line. Unknown keys and parameters are refused, with the nearest
+known one.
 
 | code | meaning |
 |---|---|

@@ -26,8 +26,8 @@ def config_table() -> Iterator[str]:
         "own, and an unknown key in it is an error.\n"
         "\n## Every key of `ds_config.json`\n\n"
         "*Honoured*: see [Configuration](configuration.md). *Nothing*: accepted without effect; one log line names\n"
-        "all such keys of a file. *Refused*: unless it has one of the values shown, which leave the feature off. A name\n"
-        "covers all keys below it.\n\n"
+        "all such keys of a file. *Refused*: unless it has one of the values shown, which leave the feature off. A\n"
+        "name covers all keys below it.\n\n"
         "| key | effect | reason |\n|---|---|---|\n"
     )
     rows = dict.fromkeys(_honoured(), "| honoured | |") | {key: _row(fate) for key, fate in FATES.items()}

@@ -60,8 +60,8 @@ class Optimizer(Section):
     DeepSpeed, `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false."""
     params: Parameters = {}
     """Arguments of the class: `lr`, `betas`, `eps`, `weight_decay`, …; also DeepSpeed's `torch_adam` and
-    `adam_w_mode`. What is not given, or `"auto"` (not for `lr`), is the class's own default; but the `weight_decay` of
-    Adam and AdamW is 0, as in DeepSpeed, unless `torch_adam` is true."""
+    `adam_w_mode`. Missing arguments, or `"auto"` (not for `lr`), have the class's own default; but the `weight_decay`
+    of Adam and AdamW is 0, as in DeepSpeed, unless `torch_adam` is true."""
 
 
 class Scheduler(Section):
@@ -79,23 +79,23 @@ class OffloadOptimizer(Section):
     """`zero_optimization.offload_optimizer`: the place of optimizer state and master weights (docs/offload.md)."""
 
     device: Annotated[Literal["none", "cpu", "nvme"] | None, Allowed('"none", "cpu" or "nvme"')] = "none"
-    """`none`: beside the parameters. `cpu`: host memory, where updates are made then; with a model on the CPU it is the
-    same. `nvme`: a file in `nvme_path`, in every stage; an update, on the CPU, carries it through three buffers. The
+    """`none`: on the device of the parameters. `cpu`: in host memory, with updates on the CPU; no effect for a model on
+    the CPU. `nvme`: in a file in `nvme_path`, in every stage; updates on the CPU pass it through three buffers. The
     bits are those of `cpu`."""
     nvme_path: Annotated[
         Annotated[str, Field(min_length=1, max_length=MOST_PATH, pattern=NO_NUL)] | None,
         Allowed(f"a folder of at most {MOST_PATH} characters"),
     ] = None
-    """Folder on a local disk, on every worker. Each worker keeps one file in it, which has no name and is gone when its
-    process ends. Needed where `device` is "nvme"."""
+    """Folder on a local disk, on every worker. Each worker keeps one anonymous file in it, which is deleted when its
+    process ends. Required if `device` is "nvme"."""
 
 
 class OffloadParam(Section):
     """`zero_optimization.offload_param`: the place of parameters that a worker keeps in stage 3 (docs/offload.md)."""
 
     device: Annotated[Literal["none", "cpu"] | None, Allowed('"none" or "cpu"')] = "none"
-    """`none`: where the model is. `cpu`: host memory, from which a unit is copied up while it is gathered; it needs
-    stage 3 and `offload_optimizer.device` "cpu" or "nvme". With a model on the CPU it is the same."""
+    """`none`: on the model's device. `cpu`: in host memory, from which a unit is copied to the device while it is
+    gathered; it needs stage 3 and `offload_optimizer.device` "cpu" or "nvme". No effect for a model on the CPU."""
 
 
 class ZeroOptimization(Section):
@@ -103,8 +103,8 @@ class ZeroOptimization(Section):
 
     stage: Annotated[Whole, Field(ge=0, le=3), Allowed("0, 1, 2 or 3")] = 0
     """0: every worker keeps all optimizer state. 1: each worker keeps the state of the blocks that it owns or mirrors.
-    2: and their gradients; a lane's gradient leaves while its backward runs. 3: and their parameters; a unit of the
-    model is gathered while it is used (sharded_parameters.md). The bits are the same."""
+    2: also their gradients; a lane's gradient is sent while its backward runs. 3: also their parameters; a unit of the
+    model is gathered while it is used (sharded_parameters.md). The bits are the same in all stages."""
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
 
@@ -125,22 +125,22 @@ class Fp16(Section):
 
     enabled: Annotated[bool | Auto, Allowed('true, false or "auto"')] = False
     """True: as `bf16.enabled` with float16, and the loss is scaled so that small gradients do not vanish; a step whose
-    gradient overflows updates nothing. "auto" is false."""
+    gradient overflows is skipped. "auto" is false."""
     auto_cast: Switch = False
     """True: parameters stay float32, and the module's forward runs under `torch.autocast`; the loss is scaled."""
     loss_scale: Annotated[float, Field(ge=0), Allowed("a number of at least 0")] = 0.0
-    """The scale; 0: it is found while training (dynamic)."""
+    """The scale; 0: it is adjusted during training (dynamic)."""
     initial_scale_power: Annotated[Whole, Field(ge=0, le=64), Allowed("a whole number from 0 to 64")] = 16
     """Of a dynamic scale: it begins with 2 to this power."""
     loss_scale_window: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 1000
     """Of a dynamic scale: steps without an overflow after which it doubles."""
     hysteresis: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 2
-    """Of a dynamic scale: overflows that it takes to halve it; in stage 0 each does, as in DeepSpeed."""
+    """Of a dynamic scale: number of overflows that halve it; in stage 0 each one does, as in DeepSpeed."""
     consecutive_hysteresis: Switch = False
-    """Of a dynamic scale: whether a step without an overflow makes the count of `hysteresis` begin anew. False: it does
-    so when the scale doubles."""
+    """Of a dynamic scale: whether a step without an overflow restarts the count of `hysteresis`. False: the count
+    restarts when the scale doubles."""
     min_loss_scale: Annotated[float, Field(gt=0), Allowed("a number above 0")] = 1.0
-    """Of a dynamic scale: the smallest; the job fails where an overflow asks for less, but in stage 0 it stays."""
+    """Of a dynamic scale: its minimum; the job fails if an overflow needs a smaller one, but in stage 0 it stays."""
 
 
 class ActivationCheckpointing(Section):
@@ -148,8 +148,8 @@ class ActivationCheckpointing(Section):
     `shoal.activation_checkpointing`."""
 
     cpu_checkpointing: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
-    """True: the inputs of checkpointed modules wait for backward in (pinned) host memory. Changes nothing for a model
-    on the CPU, nor for what torch.compile has compiled. Bits are the same."""
+    """True: the inputs of checkpointed modules are kept in (pinned) host memory until backward. No effect for a model
+    on the CPU, and in code compiled by torch.compile. Bits are the same."""
 
 
 class TensorBoard(Section):
@@ -196,32 +196,32 @@ class Checkpoint(Section):
         Allowed(f"a path or URL of at most {MOST_PATH} characters"),
     ] = None
     """Folder or URL of the checkpoints: a folder that all workers can access, or an fsspec URL such as
-    s3://bucket/jobs/demo (`pip install '.[s3]'`). Variables such as $HOME are replaced. All workers must save to one
-    place: another path, or another disk of the same path, is refused. None: no checkpoints."""
+    s3://bucket/jobs/demo (`pip install '.[s3]'`). Variables such as $HOME are expanded. All workers must save to one
+    location: another path, or another disk at the same path, is refused. None: no checkpoints."""
     every_steps: Count = None
     """Steps between two checkpoints. None: no schedule by steps."""
     every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("a number of minutes above 0")] = None
     """Minutes between two checkpoints, by the clock of rank 0. None: no schedule by time."""
     stream: Switch = False
-    """True: each worker writes its part straight from what it holds, and training waits until it is written. False: it
-    is copied into host memory, and written beside training. The files hold the same."""
+    """True: each worker writes its blocks directly from its own memory, and training waits until they are written.
+    False: they are copied into host memory and written in the background. The files are the same."""
     keep: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 3
     """Number of newest checkpoints that are kept. There must be room for one more: the oldest one is deleted when the
-    new one is whole."""
+    new one is complete."""
     keep_every: Count = None
     """Interval of steps whose checkpoints are kept for good. None: none are."""
     resume: Annotated[
         Annotated[Whole, Field(ge=0, le=MOST)] | Annotated[str, Field(pattern=NO_NUL)] | Literal[False],
         Allowed('"latest", a step, a path, or false'),
     ] = "latest"
-    """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start. Where there
+    """Checkpoint to resume from: the newest if there is one, a step, a path, or false for a fresh start. If there
     are checkpoints and none can be read, only false begins at step 0."""
     allow: Annotated[
         tuple[Literal["new", "missing"], ...], Field(strict=False), Allowed('a list of "new" and "missing"')
     ] = ()
-    """Differences between the checkpoint's model and this one that are accepted: `new` tensors, which the checkpoint
-    lacks, `missing` ones, which only it has. Where there are any, what matches is taken by name and training begins at
-    step 0."""
+    """Differences between the checkpoint's model and this one that are accepted: `new` tensors, which only the
+    model has, `missing` ones, which only the checkpoint has. If there are any, matching tensors are loaded by name and
+    training begins at step 0."""
 
 
 class Shoal(Section):
@@ -231,41 +231,42 @@ class Shoal(Section):
         Annotated[Whole, Field(ge=1, le=MOST_LANES)] | None, Allowed(f"a whole number from 1 to {MOST_LANES}")
     ] = None
     """Micro-batches of one optimizer step that workers share; fixed for the job's life, so batch size, learning rate
-    and data order never depend on how many workers there are. Not given: train_batch_size /
+    and data order never depend on the number of workers. Not given: train_batch_size /
     (train_micro_batch_size_per_gpu × micro_batches_per_lane); without a micro-batch size the greatest number up to 8
     that divides train_batch_size / micro_batches_per_lane."""
     micro_batches_per_lane: Count = None
-    """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else what
-    the other sizes leave, else 1."""
+    """Micro-batches that a lane accumulates in one step. Not given: gradient_accumulation_steps, else the number that
+    follows from the other sizes, else 1."""
     mirrors: Annotated[Whole, Field(ge=0, le=MOST_MIRRORS), Allowed(f"a whole number from 0 to {MOST_MIRRORS}")] = 1
     """Copies of every block's optimizer state besides the owner's: the number of workers that may die at once without
     losing a step. At most the number of other workers; stage 0 mirrors everything everywhere."""
     mirror_partners: Annotated[
         int, Field(ge=1, le=MOST_PARTNERS), Allowed(f"a whole number from 1 to {MOST_PARTNERS}")
     ] = DEFAULT_MIRROR_PARTNERS
-    """Workers among whom the mirrors of one worker's blocks are spread; at least `mirrors`, all others where there are
-    no more. Few: two workers that die at once seldom lose a block, and after a loss few take over, who own more until
+    """Number of workers that share the mirrors of one worker's blocks; at least `mirrors`, and all others if there are
+    no more. Few: two workers that die at once seldom lose a block, and after a loss few take over and own more until
     the next fills are done. Many: the loss is spread evenly at once, and any two that die at once lose some blocks."""
     seed: Annotated[Whole, Field(ge=0, lt=2**64), Allowed("a whole number from 0 to 2^64 - 1")] = 0
     """Seed of the data order and of every lane's random numbers. The script initializes the weights."""
     max_steps: Count = None
     """Optimizer steps after which the job ends. With `epochs` too, whichever comes first."""
     epochs: Count = None
-    """Passes over the dataset after which the job ends. The rest of an epoch, less than a step, is dropped."""
+    """Passes over the dataset after which the job ends. Samples that do not fill the last step of an epoch are
+    dropped."""
     torch_threads: Annotated[
         Annotated[Whole, Field(ge=1, le=MOST_THREADS)] | None, Allowed(f"a whole number from 1 to {MOST_THREADS}")
     ] = None
     """Threads of PyTorch's kernels on the CPU; part of the numeric identity, other counts give other bits.
     Not given: 1."""
     fill_bytes_per_step: Natural = 0
-    """Bytes per step that a worker receives while blocks are filled beside training. 0: the planner decides, about a
+    """Bytes per step that a worker receives while blocks are filled during training. 0: the planner decides, about a
     tenth of a step."""
     elementwise: Switch = False
-    """True: an optimizer that cannot be tried at the start is taken as elementwise, with a warning. Elsewhere it
-    changes nothing: the optimizer is asked itself."""
+    """True: an optimizer that cannot be tested at the start is accepted as elementwise, with a warning. No effect for
+    an optimizer that can be tested."""
     units: Annotated[tuple[Name, ...], Field(strict=False), Allowed("a list of class names")] = ()
-    """Classes of the modules that are units: parts of the model whose parameters lie together and are never in one
-    bucket with others. Other units are another layout, whose checkpoints do not fit. Not given: the model's
+    """Classes of the modules that are units: parts of the model whose parameters are stored together and are never in
+    one bucket with others. Other units are another layout, whose checkpoints do not fit. Not given: the model's
     `_no_split_modules`, else the children of its outermost `nn.ModuleList`s and `nn.Sequential`s."""
     activation_checkpointing: Annotated[
         Literal["units"] | Annotated[tuple[Name, ...], Field(strict=False)], Allowed('"units" or a list of class names')
@@ -275,15 +276,15 @@ class Shoal(Section):
     modules of these classes. Not given: none."""
     stop_on_nan: Switch = True
     """True: the job fails before the update of a step whose loss or gradient is not finite, and names step, parameter
-    and lane, or the lanes of a sum: in stages 2 and 3 that of all. False: the step is made; the 1st, 10th, 100th, …
-    such step is an event."""
+    and lane, or the lanes of a sum: in stages 2 and 3 that of all. False: the step is committed; the 1st, 10th, 100th,
+    … such step is an event."""
     mixed_numerics: Switch = False
     """True: workers whose numeric identity differs may join; the run is shown as not bit-exact."""
     exact: Switch = True
-    """On CUDA: deterministic algorithms on, autotuning off. False leaves PyTorch's settings alone."""
+    """On CUDA: deterministic algorithms on, autotuning off. False: PyTorch's settings are not changed."""
     backend: Annotated[Literal["auto", "gloo"], Allowed('"auto" or "gloo"')] = "auto"
-    """What carries gradients and parameters between devices: `auto` is NCCL where every worker of a world has a CUDA
-    device of its own, else gloo by way of host memory; `gloo` is always that. Votes and all that is small go by gloo
+    """Transport of gradients and parameters between devices: `auto` is NCCL if every worker of a world has a CUDA
+    device of its own, otherwise gloo through host memory; `gloo` is always gloo. Votes and small messages use gloo
     (devices.md)."""
     corruption_steps: Natural = 1000
     """Steps within which the copies of every block, its owner's and its mirrors', are compared, a few blocks at each
@@ -302,7 +303,7 @@ class Document(Section):
 
     train_batch_size: CountOrAuto = None
     """Samples of one optimizer step over all lanes: train_micro_batch_size_per_gpu × lanes × micro_batches_per_lane.
-    What is not given follows from the others."""
+    Missing sizes follow from the others."""
     train_micro_batch_size_per_gpu: CountOrAuto = None
     """Samples of one forward pass."""
     gradient_accumulation_steps: CountOrAuto = None
@@ -314,17 +315,17 @@ class Document(Section):
     communication_data_type: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"] | None, Allowed('"fp32", "bf16", "fp16" or "auto"')
     ] = None
-    """What gradients travel as: only what they are anyway. Gradients of half-precision parameters travel in half
-    precision, sums of several in float32; all are added up in float32."""
+    """Dtype in which gradients travel; only the present one is allowed. Gradients of half-precision parameters travel
+    in half precision, sums of several in float32; all are added up in float32."""
     steps_per_print: CountOrAuto = None
     """Steps between two lines of progress (step, loss, rates, loss scale, samples per second) in rank 0's log. None,
     "auto": no lines."""
     wall_clock_breakdown: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
-    """True: rank 0 times reading, forward, backward and step of its own micro-batches; lines of progress have them
-    (every 10 steps where `steps_per_print` says nothing), and so has what is written for TensorBoard and the like."""
+    """True: rank 0 times reading, forward, backward and step of its own micro-batches; progress lines have the times
+    (every 10 steps if `steps_per_print` is not set), and so have TensorBoard and the other trackers."""
     dump_state: Annotated[bool | Auto | None, Allowed('true, false or "auto"')] = False
-    """True: one line in each worker's log says at the start what was settled: the whole configuration, the model's
-    size, the optimizer's groups."""
+    """True: one line in each worker's log has the settings at the start: the whole configuration, the model's size, the
+    optimizer's groups."""
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     bf16: Bf16 = Bf16()

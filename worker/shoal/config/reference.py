@@ -22,8 +22,8 @@ OPENING = """\
 <!-- Written by `python -m shoal.config.reference > docs/configuration.md`; do not edit. -->
 
 Look up the keys of the configuration. `shoal.initialize(config=…)` accepts a dict or the path of a file: a DeepSpeed
-`ds_config.json` with one more section, `shoal`. The file is JSON, or [Hjson](https://hjson.github.io) as DeepSpeed reads
-it: with comments, without needless quotes and commas. `2000.0` and `1e5` are valid whole numbers.
+`ds_config.json` with one more section, `shoal`. The file is JSON, or [Hjson](https://hjson.github.io) as DeepSpeed
+reads it: with comments, without needless quotes and commas. `2000.0` and `1e5` are valid whole numbers.
 
 A value that is not allowed is an error that names its key, and so is an unknown key in the section `shoal`. Elsewhere
 an unknown key is an error only if it is one edit from a known one (`gradient_cliping`); others are ignored, as in
@@ -32,8 +32,8 @@ DeepSpeed, and the log names them. Keys of a section that is off are not checked
 `"auto"` is derived from the rest of the file: batch sizes from each other, a scheduler's length from the job's last
 step, its `warmup_max_lr` from the optimizer's rate, an optimizer's other arguments from the class's defaults. If
 nothing determines a value (`optimizer.params.lr`, `scheduler.params.warmup_num_steps`), `"auto"` is an error. If the
-script passes an optimizer or a scheduler in addition to its section, `"auto"` is the object's value, and other values of
-the section must equal the object's.
+script passes an optimizer or a scheduler in addition to its section, `"auto"` is the object's value, and other values
+of the section must equal the object's.
 
 [DeepSpeed](deepspeed.md) lists the effect of DeepSpeed's other keys.
 """

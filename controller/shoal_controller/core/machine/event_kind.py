@@ -20,32 +20,32 @@ class EventKind(StrEnum):
         member.meaning = member.__doc__ = meaning
         return member
 
-    SURVIVES = "survives", "What the job is made of is known; the message says which losses it survives, and how."
+    SURVIVES = "survives", "The job's mirrors and saves are known; the message says which losses it survives, and how."
     JOINED = "joined", "A worker connected for the first time."
     RETURNED = "returned", "An evicted worker connected again."
-    REFUSED = "refused", "A worker was turned away; the message says why."
+    REFUSED = "refused", "A worker was refused; the message says why."
     STARTING = "starting", "The launcher was asked to start a worker."
     PENDING = "pending", "A worker cannot start yet, or may have to go; the message is the cluster's own."
     DISCONNECTED = "disconnected", "A worker's connection to the controller ended; the worker may still be alive."
     UNREACHABLE = "unreachable", "A worker is connected, but the controller cannot connect to the worker's port."
     SUSPECTED = "suspected", "A worker missed heartbeats and was asked directly."
-    LOST = "lost", "A worker is dead or was evicted, or the state of the last workers to leave is gone."
+    LOST = "lost", "A worker is dead or was evicted, or the state of the last workers to leave is lost."
     KILLED = "killed", "A process did not end in time and was killed."
     FAILED = "failed", "A worker's script failed, or the job failed for good; the message gives the reason."
     CLAIM_REFUSED = "claim_refused", "A worker claimed something that cannot be true; its claim was ignored."
     NOT_BIT_EXACT = "not_bit_exact", "A worker with another numeric identity joined a job with `mixed_numerics`."
     KEPT_OUT = "kept_out", "A worker may not join for a while, because its connection to another worker is broken."
     STRAGGLER = "straggler", "All workers wait for one that is busy in user code."
-    SILENT = "silent", "Most workers are silent; the controller may be cut off, so nobody is evicted."
-    HEARD = "heard", "At least half of the workers are heard again, or known to be dead."
+    SILENT = "silent", "Most workers are silent; the controller may be cut off, so no worker is evicted."
+    HEARD = "heard", "At least half of the workers respond again, or are known to be dead."
 
-    PREPARE = "prepare", "Workers were asked to stop and report what they hold, for a new generation."
+    PREPARE = "prepare", "Workers were asked to stop and report their inventory, for a new generation."
     PLAN = "plan", "A plan for a new generation was made."
     OPEN = "open", "A new generation may train, after a start or a loss."
-    BEGUN = "begun", "A planned generation has replaced the one before while training went on."
+    BEGUN = "begun", "A planned generation has replaced the previous one during training."
     TRAINS = "trains", "The first step of a generation was committed."
     RESIZED = "resized", "A change of the world is complete; the data has its pause, phases and bytes."
-    WAITING = "waiting", "A new generation cannot begin yet; the message says what it waits for."
+    WAITING = "waiting", "A new generation cannot begin yet; the message gives the reason."
     STALLED = "stalled", "Training cannot continue: blocks have no living copy, or two workers cannot reach each other."
     ANEW = "anew", "Every copy of a block is lost; the job starts again from a checkpoint or from step 0."
 
@@ -56,12 +56,12 @@ class EventKind(StrEnum):
     SCALED = "scaled", "The wanted number of workers, or its bounds, changed."
     DRAINING = (
         "draining",
-        "A worker is being drained, or let go because the job is scaled down; the data has the step at which.",
+        "A worker is being drained, or released because the job is scaled down; the data has the step.",
     )
-    STAYS = "stays", "A drain was cancelled, because what had announced the worker's end is gone."
-    LEFT = "left", "A drained worker was let go."
+    STAYS = "stays", "A drain was cancelled, because the worker's end is no longer announced."
+    LEFT = "left", "A drained worker was released."
     DISMISSED = "dismissed", "A worker was told to end for another reason; the message gives it."
-    PARTING = "parting", "All workers are leaving and nobody replaces them; their state is being saved."
+    PARTING = "parting", "All workers are leaving without a replacement; their state is being saved."
     PAUSED = "paused", "The job is being paused."
     RESUMED = "resumed", "A paused job continues."
     CANCELLING = "cancelling", "An operator cancelled the job; its workers stop after their step."
@@ -71,9 +71,9 @@ class EventKind(StrEnum):
     CHECKPOINT_FOUND = "checkpoint_found", "A worker found a checkpoint in the job's folder."
     CHECKPOINT_FAILED = "checkpoint_failed", "A checkpoint could not be saved."
     CHECKPOINT_SKIPPED = "checkpoint_skipped", "A checkpoint was due and was not saved; the message says why."
-    OTHER_VALUES = "other_values", "Script or config give other values than to the run of the checkpoint."
+    OTHER_VALUES = "other_values", "Script or config give values other than those of the checkpoint's run."
     CHECKPOINT_PASSED_OVER = "checkpoint_passed_over", "An incomplete or unreadable folder was skipped."
-    CHECKPOINT_DAMAGED = "checkpoint_damaged", "A checkpoint could not be read; the one before it is used."
+    CHECKPOINT_DAMAGED = "checkpoint_damaged", "A checkpoint could not be read; the previous one is used."
     CORRUPT_BLOCK = "corrupt_block", "Copies of a block differ: silent corruption."
     RESTORING = "restoring", "All workers go back to a checkpoint because of silent corruption."
 
