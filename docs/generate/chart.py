@@ -24,8 +24,8 @@ OPENING = """\
 
 <!-- Written by `make docs` from docs/generate/chart_values.py; do not edit. -->
 
-What `helm install` takes with `--set` or `--values`. How to install is in [Kubernetes](kubernetes.md). An unknown
-value, or one of another type, is refused.
+Set these values with `--set` or `--values` of `helm install`. [Kubernetes](kubernetes.md) describes the installation.
+An unknown value, or one of another type, is refused.
 
 | value | default | meaning |
 |---|---|---|

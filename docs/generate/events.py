@@ -14,9 +14,9 @@ OPENING = """\
 
 <!-- Written by `make docs` from the code; do not edit. -->
 
-A job's history is a list of events: `shoal events JOB`, or `GET /v1/jobs/{job}/events`. Each has a revision (its number
-in the job), a time, a kind, a generation, the worker it concerns (if it is a single one), a message for people, and
-data for programs. These are the kinds. Programs should ignore kinds that they do not know: later versions add some.
+Look up the kinds of events in a job's history (`shoal events JOB`, or `GET /v1/jobs/{job}/events`). Each event has a
+revision (its number in the job), a time, a kind, a generation, the worker it concerns (if it is a single one), a
+message for people, and data for programs. Programs should ignore unknown kinds, because later versions add some.
 """
 
 

@@ -19,10 +19,10 @@ OPENING = """\
 
 <!-- Written by `make docs` from the job machine's tables; do not edit. -->
 
-An event is recorded by the function that the table has for it; then the phase's own function draws the conclusions from
-all that is known. An arrow is an entry of `controller/shoal_controller/core/machine/transitions.py`; the machine takes
-no other. `paused`, and `waiting` with a world that is too small to step, are shown for a `running` world that commits
-no steps.
+Read here how the job machine handles each event. The function in the table records the event; then the phase's own
+function derives the consequences from the whole state. The arrows are the entries of
+`controller/shoal_controller/core/machine/transitions.py`; the machine allows no others. `paused`, and `waiting` with a
+world that is too small to step, are shown for a `running` world that commits no steps.
 """
 
 Function = Callable[..., object]

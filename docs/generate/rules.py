@@ -20,15 +20,15 @@ OPENING = """\
 
 <!-- Written by `make docs` from the rules at the tests; do not edit. -->
 
-Each of these rules comes from a failure that was seen or thought through; breaking it gives other bits, or a job that
-hangs. So each has a test that fails when the rule is broken. The tables name the modules that carry a rule, the files
-of the tests that hold it, and how many edits of those modules, its *mutants*, break it; a rule that begins with "…"
-goes on from the one above it.
+Each of these rules comes from an observed or an imagined failure; breaking it gives other bits, or a job that hangs.
+Each therefore has a test that fails when the rule is broken. The tables name the modules that implement a rule, the
+files of the tests that check it, and the number of edits of those modules, its *mutants*, that break it. A rule that
+begins with "…" continues the one above it.
 
 A rule stands at its test: `@rule("the rule", "its section", broken_by=Edit("module", "old", "new"))` of `tests/rule.py`
-says what it is and how it is broken, and `@holds("how it begins")` names it at further tests. `make lint` looks that
-each edit still fits its module; `make mutants` makes each in a copy and reports what no test notices. If you change a
-rule, break it again. A new rule needs a test, and an edit that the test notices.
+has its text and the edits that break it, and `@holds("how it begins")` names it at further tests. `make lint` checks
+that each edit still fits its module; `make mutants` applies each in a copy and reports those that no test notices. If
+you change a rule, break it again. A new rule needs a test, and an edit that the test notices.
 """
 HEAD = "| rule | modules | tests | mutants |\n|---|---|---|---|"
 
