@@ -390,7 +390,7 @@ def test_a_change_meanwhile_is_shown_and_not_overridden() -> None:
         expect(seen.dialog().locator("#act-sentence")).to_have_text(preview(cluster, "scale", workers=2))
         cluster.scale(4)
         seen.dialog().get_by_role("button", name="Scale", exact=True).click()
-        expect(seen.dialog().get_by_role("alert")).to_contain_text("Somebody has changed the job")
+        expect(seen.dialog().get_by_role("alert")).to_contain_text("The job has changed since")
         assert cluster.job()["workers"]["wanted"] == 4
         confirm(seen, "Scale", preview(cluster, "scale", workers=2))
         cluster.until("2 wanted", lambda job: job["workers"]["wanted"] == 2)

@@ -121,7 +121,7 @@ class ActDialog {
   /** What the controller has against it; after a conflict the sentence is asked for again, and may be confirmed again. */
   async refuse(problem) {
     if (problem.code !== "version_mismatch") return setText(this.problem, problem.message);
-    setText(this.problem, "Somebody has changed the job since this question was shown, so nothing was done. This is what it would do now:");
+    setText(this.problem, "The job has changed since this question was shown, so nothing was done. The request would now do this:");
     await this.preview();
     return undefined;
   }

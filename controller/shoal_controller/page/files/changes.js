@@ -6,7 +6,7 @@ import { atMostEvery, element, foreign, foreignText, keyed, row, setText, table 
 import { kindBadge, reasonBadge } from "./phases.js";
 import { Problem, get } from "./rest.js";
 
-const TITLES = ["When", "Why", "Workers", "Pause", "Bytes moved", "Steps lost", "What it was"];
+const TITLES = ["When", "Why", "Workers", "Pause", "Bytes moved", "Steps lost", "Description"];
 const SHOWN = 12; // changes before the list is folded
 /** In the order in which they come, of a change that is planned and of one that is not. */
 const PHASE_WORDS = {

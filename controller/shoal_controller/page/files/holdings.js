@@ -19,8 +19,8 @@ export class Holdings {
     this.note = element("p", { class: "quiet note" });
     this.body = element("tbody");
     this.fills = element("ul", { class: "fills", "aria-label": "Copies under way" });
-    const shown = table("What each worker holds", TITLES, this.body);
-    place.append(this.sentence, this.frame, this.key, this.note, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "What each worker holds" }, shown));
+    const shown = table("Holdings by worker", TITLES, this.body);
+    place.append(this.sentence, this.frame, this.key, this.note, this.fills, element("div", { class: "wide low", tabindex: "0", role: "region", "aria-label": "Holdings by worker" }, shown));
     const redraw = () => this.draw();
     const sizes = new ResizeObserver(redraw);
     onTheme(redraw, signal);

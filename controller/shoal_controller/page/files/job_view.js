@@ -57,7 +57,7 @@ class JobView {
       resume: press("resume", "Resume…"),
       cancel: press("cancel", "Cancel…", true),
     };
-    this.acts = element("div", { class: "acts-bar", role: "group", "aria-label": "What can be done" }, ...Object.values(this.buttons));
+    this.acts = element("div", { class: "acts-bar", role: "group", "aria-label": "Actions" }, ...Object.values(this.buttons));
     this.facts = new Facts();
     this.head.append(element("div", { class: "headline" }, element("h1", {}, foreign(this.job)), this.badge, this.acts), this.why, this.attention, this.done, this.facts.list);
   }
@@ -65,7 +65,7 @@ class JobView {
   makeSections() {
     const world = section("World over time", "world");
     const curves = section("Curves", "curves");
-    const holdings = section("Who holds what", "holdings");
+    const holdings = section("Holdings", "holdings");
     const workers = section("Workers", "workers");
     const saved = section("Checkpoints", "checkpoints");
     const events = section("Events", "events");

@@ -7,7 +7,7 @@ import { Evicted } from "./evicted.js";
 import { showLanes } from "./holdings.js";
 import { stateBadge } from "./phases.js";
 
-const TITLES = ["Worker", "State", "Does", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
+const TITLES = ["Worker", "State", "Activity", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
 const GONE = new Set(["lost", "left"]);
 const SHOWN = 200; // rows before the rest is folded
 const STALE_SECONDS = 3; // at least: one look at the workers and a heartbeat
@@ -23,7 +23,7 @@ export class Workers {
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() }, "Show all workers");
     const shown = table("Workers by number", TITLES, this.body, { class: "workers" });
     place.append(
-      element("div", { class: "filters" }, this.summary, element("label", {}, this.gone, " Show those that are gone")),
+      element("div", { class: "filters" }, this.summary, element("label", {}, this.gone, " Show workers that are gone")),
       element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Workers" }, shown),
       this.more,
     );
