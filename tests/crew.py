@@ -431,8 +431,7 @@ class Crew:
 
     def _carry(self, connection: int, link: CrewLink) -> bool:
         """What the worker has to say; whether it was anything."""
-        link.look_at_activity()
-        messages = link.dialogue.take_outgoing() if not link.muted else []
+        messages = link.take_outgoing() if not link.muted else []
         for message in messages:
             kind = events.Connected if isinstance(message, Hello) else events.MessageReceived
             self._feed(kind(connection, message))

@@ -21,7 +21,7 @@ from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, Proc
 from shoal.session.link import Asked, Begun, Ended, Item, JobInfo, Prepared, Recover, Stopped
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToWorker
+from shoal_protos.messages import Ending, Inventory, Result, Status, Telemetry, ToController, ToWorker
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 
@@ -127,13 +127,14 @@ class CrewLink:
             return Prepared(plan, None, 0.0)
         return Prepared(plan, self.groups[plan.generation if self.own.builds(plan) else self.own.generation], 0.0)
 
-    def look_at_activity(self) -> None:
-        """What its heartbeats tell of the training thread, which is never stuck."""
+    def take_outgoing(self) -> list[ToController]:
+        """What is due; heartbeats tell of the training thread, which is never stuck."""
         number = self.own.generation
         group = self.groups.get(number)
         if group is not None:
             activity = group.progress.activity(str)
             self.dialogue.activities = {number: replace(activity, generation=number, waits_for=(), seconds=0.0)}
+        return self.dialogue.take_outgoing()
 
     def begin(self, plan: Plan, group: Group | None) -> None:
         self.dialogue.begin(plan)

@@ -435,3 +435,16 @@ def test_a_replacement_that_cannot_start_does_not_end_a_world_that_trains() -> N
     job.exit("w1", -9)
     job.exit("w2", WRONG_USE, "exit status 2", "shoal: no such file")
     assert job.view.phase is Phase.RESIZING and job.job.durable.failures.script == 1
+
+
+def test_a_job_has_failed_where_all_its_scripts_fail_after_the_last_step() -> None:
+    job = Driver(wanted=2)
+    job.start(2)
+    for worker in ("w0", "w1"):
+        job.say(worker, Result(100, "cafe", 0.5))
+        job.beat(worker, done=True, step=100)
+    for worker in ("w0", "w1"):
+        job.say(worker, Result(100, failure="ValueError: it is full", fault=Fault("ValueError", worker, "")))
+    job.wait(5)
+    assert job.view.phase is Phase.FAILED
+    assert job.view.reason.endswith("no worker is left to end the job; worker w1: ValueError: it is full")

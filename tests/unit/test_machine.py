@@ -25,7 +25,6 @@ from shoal_protos.messages import (
     Ask,
     Change,
     Ending,
-    Fault,
     MemberState,
     Open,
     PlanMessage,
@@ -341,19 +340,6 @@ def test_a_job_ends_when_all_have_ended_their_scripts() -> None:
     assert job.view.fingerprint == "cafe"
     assert job.view.step == 100
     assert [effect.message.ending for effect in job.of(Send)] == [Ending.DONE, Ending.DONE]
-
-
-def test_a_job_has_failed_where_all_its_scripts_fail_after_the_last_step() -> None:
-    job = Driver(wanted=2)
-    job.start(2)
-    for worker in ("w0", "w1"):
-        job.say(worker, Result(100, "cafe", 0.5))
-        job.beat(worker, done=True, step=100)
-    for worker in ("w0", "w1"):
-        job.say(worker, Result(100, failure="ValueError: it is full", fault=Fault("ValueError", worker, "")))
-    job.wait(5)
-    assert job.view.phase is Phase.FAILED
-    assert job.view.reason.endswith("no worker is left to end the job; worker w1: ValueError: it is full")
 
 
 def test_digests_that_differ_fail_the_job() -> None:

@@ -324,13 +324,17 @@ def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails
 def test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place(
     hangs: str, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.training.checkpoint_saving.LEAST_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("shoal.training.save_patience.LEAST_SECONDS", 0.2)
+    monkeypatch.setattr("shoal.checkpoint.saver.PATIENCE_SECONDS", 0.2)
     with Crew("ab", saving(tmp_path)) as crew:
         crew.until("both", lambda: len(crew.members()) == 2)
         without_patience(crew)
         disk.dies[crew.workers[hangs].link.worker] = disk.free.is_set
         ending = end(crew)
         disk.free.set()
+        for worker in crew.workers.values():
+            worker.thread.join()
+            worker.engine.parts.saving.close()
     assert ending.startswith(f"failed: worker {crew.workers[hangs].link.worker}: all steps are done, but a checkpoint")
     assert f"a write to {tmp_path}/step-000000000003" in ending
 

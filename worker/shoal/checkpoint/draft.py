@@ -44,13 +44,13 @@ class TakenStates:
 
 
 def _encoded(name: str, of: Any, tensors: dict[str, Tensor]) -> Json:
-    what = f'the state registered as "{name}"'
+    named = f'the state registered as "{name}"'
     try:
         state = of.state_dict()
     except Exception as error:
-        error.add_note(f"state_dict of {what}")
+        error.add_note(f"state_dict of {named}")
         raise
-    return encode(state, tensors, what)
+    return encode(state, tensors, named)
 
 
 @dataclass(frozen=True, slots=True)

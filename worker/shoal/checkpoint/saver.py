@@ -216,18 +216,13 @@ class Saver:
         if self._thread is not None:
             self._thread.join(patience_seconds)
         if self.is_working:
-            log.error("save_given_up", means=f"{self.waits_for}, and this process ends without it")
+            path = self.outcome.path if self.outcome is not None else self.storage.url
+            log.error("save_given_up", checkpoint=path, means="a write does not come back; the process ends without it")
 
     @property
     def seconds_at_work(self) -> float:
         """For how long its thread has been at what it does; 0: it does nothing."""
         return time.monotonic() - self._began if self.is_working else 0.0
-
-    @property
-    def waits_for(self) -> str:
-        """What its thread does, as a clause."""
-        path = self.outcome.path if self.outcome is not None else self.storage.url
-        return f"a write to {path} has not come back for {self.seconds_at_work:.0f} s"
 
     def join(self) -> None:
         """Waits until the thread has nothing to do but wait for a vote."""

@@ -45,15 +45,13 @@ from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.parameters import Parameters
+from shoal.training.save_patience import SavePatience
 from shoal.training.saved_states import SavedStates
 from shoal.training.state import frozen_in_blocks, frozen_parameters
 from shoal.world import World
 
 SAVE = Request("save")
 SCHEDULED = Request("scheduled")
-
-LEAST_PATIENCE_SECONDS = 60.0
-"""So long a save that is waited for may take, however impatient its job is."""
 
 log = get_logger("shoal.checkpoint")
 
@@ -79,10 +77,7 @@ class CheckpointSaving:
         self._retries = SaveRetries()
         self._failure: SaveFailed | None = None
         """Why the last save that this worker asked for failed, and is not tried again."""
-        self._waits_since: float | None = None
-        """When all steps were done: since then saves are waited for."""
-        self._hangs = False
-        """One was waited for in vain."""
+        self.patience = SavePatience(context, self._saver)
 
     # ---- what the script and the controller ask
 
@@ -118,7 +113,7 @@ class CheckpointSaving:
     def on_end(self) -> None:
         """The loop has come to its end, or the script: a save that is owed is tried at once, and for the whole time."""
         self._failure = None
-        self._waits_since = self._waits_since or time.monotonic()
+        self.patience.begin()
         self._saving.on_end(self._context.state.step)
         self._retries.on_end()
 
@@ -132,7 +127,7 @@ class CheckpointSaving:
 
     def check_owed(self) -> None:
         """At the job's end: raises `SaveFailed` where the save that is owed has failed for as long as it is tried."""
-        self.check_hanging()
+        self.patience.check()
         self.take_in_outcome()
         failure = self.take_failure() if self._is_to_ask else None
         if failure is not None:
@@ -141,22 +136,6 @@ class CheckpointSaving:
                 f"all steps are done, but the last checkpoint that was due is missing: {str(failure).rstrip('.')}. "
                 f"Started again, the job {before}."
             )
-
-    def check_hanging(self) -> None:
-        """While a save is waited for: raises `SaveFailed` where what this worker writes of it takes too long."""
-        if self._saver is None or self._waits_since is None:
-            return
-        waited = min(self._saver.seconds_at_work, time.monotonic() - self._waits_since)
-        if waited >= self._patience_seconds:
-            self._hangs = True
-            raise SaveFailed(
-                f"all steps are done, but a checkpoint is not whole: {self._saver.waits_for} (stall_seconds). See what "
-                "holds its place up; where it is only slow, give the job a greater stall_seconds."
-            )
-
-    @property
-    def _patience_seconds(self) -> float:
-        return 0.0 if self._hangs else max(LEAST_PATIENCE_SECONDS, self._context.link.job.stall_seconds)
 
     @property
     def _is_to_ask(self) -> bool:
@@ -324,7 +303,7 @@ class CheckpointSaving:
     def on_return_to(self, step: int) -> None:
         """All have gone back to a checkpoint, or to the start: what was saved after it counts no more."""
         self._saving.on_return_to(step)
-        self._waits_since = None
+        self.patience.forget()
         self.states.on_return()
 
     # ---- a save is over
@@ -360,13 +339,13 @@ class CheckpointSaving:
     @property
     def saver_end(self) -> Callable[[], None]:
         """What ends the saving of an engine that is no more."""
-        return partial(self._saver.close, self._patience_seconds) if self._saver is not None else _nothing
+        return partial(self._saver.close, self.patience.seconds) if self._saver is not None else _nothing
 
     def close(self) -> None:
         """At the process's end: what has begun comes to its end."""
         self.states.on_left()
         if self._saver is not None:
-            self._saver.close(self._patience_seconds)
+            self._saver.close(self.patience.seconds)
 
 
 def _nothing() -> None:

@@ -59,6 +59,16 @@ class Resize:
 
     # ---- the loop of a change
 
+    def enter(self) -> None:
+        """Says once that this worker is warm; then as `take_part`."""
+        context = self._context
+        if not context.loop.is_warm:
+            context.loop.end_warm_up(context.state)
+            self._status.publish()  # what it knows of checkpoints, before anyone counts on it
+            context.link.end_warm_up()
+            self._status.publish()
+        self.take_part()
+
     def take_part(self, broken: bool = False) -> None:
         """Does what the controller says until this worker is in a world. May raise SystemExit or JobFailed: again and
         again where a script has caught it.

@@ -102,5 +102,5 @@ class SavedStates:
             self.are_broken = is_final
             if isinstance(error, ShoalError):
                 return NoStates(str(error))
-            *_, what = getattr(error, "__notes__", ("taking the states that the script has registered",))
-            return NoStates(f"{what} raised {type(error).__name__}: {error}")
+            *_, call = getattr(error, "__notes__", ("taking the states that the script has registered",))
+            return NoStates(f"{call} raised {type(error).__name__}: {error}")

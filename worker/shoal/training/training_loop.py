@@ -74,9 +74,9 @@ class TrainingLoop:
 
     def enter(self) -> None:
         """Joins the job without a loop, and trains nothing. May raise as `Resize.take_part`."""
-        self._begin()
-        self._end_warm_up()
-        self._parts.resize.take_part()
+        self._context.state.module_guard.check_before_the_loop()
+        self._context.first_weights.on_loop()
+        self._parts.resize.enter()
 
     def end(self) -> None:
         """The job's last step is committed, and the script has left its loop before it knew that it is the last."""
@@ -111,13 +111,14 @@ class TrainingLoop:
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
-        self._begin()
+        context.state.module_guard.check_before_the_loop()
         context.loop_has_begun = True
+        context.first_weights.on_loop()
         while not is_over():
             parts.update.check_whole()
             if context.world is None:
                 yield from self._warm_up()
-                parts.resize.take_part()
+                parts.resize.enter()
             elif context.link.stopping:
                 parts.resize.take_part()
             elif context.world.lanes:
@@ -139,10 +140,6 @@ class TrainingLoop:
             else:
                 self._guarded(self._standby_step if context.world.plan.steps else self._vote_and_idle)
 
-    def _begin(self) -> None:
-        self._context.state.module_guard.check_before_the_loop()
-        self._context.first_weights.on_loop()
-
     def _next_batch(self) -> Any:
         """Raises `WorldChanged` from a dataset that computes with the model."""
         context = self._context
@@ -155,21 +152,11 @@ class TrainingLoop:
     def _warm_up(self) -> Iterator[Any]:
         """A joiner runs one lane whose result is thrown away, so that compiling stalls nobody; then it is ready."""
         context = self._context
-        if context.loop.is_warm:
-            return
-        if not context.link.alone:
+        if not (context.loop.is_warm or context.link.alone):
             batch = context.loop.warm_up_batch(context.state)
             context.forward_seed.arm(0, 0, 0)
             context.autocast.begin()
             yield batch
-        self._end_warm_up()
-
-    def _end_warm_up(self) -> None:
-        context, status = self._context, self._parts.status
-        context.loop.end_warm_up(context.state)
-        status.publish()  # what it knows of checkpoints, before anyone counts on it
-        context.link.end_warm_up()
-        status.publish()
 
     # ---- a micro-batch
 
@@ -319,7 +306,7 @@ class TrainingLoop:
             return None
         self._settle_requests()
         while saving.busy:
-            saving.check_hanging()
+            saving.patience.check()
             self.vote()
         failure = requests.take_failure(request)
         if failure is not None:
@@ -374,6 +361,6 @@ class TrainingLoop:
         saving = self._parts.saving
         saving.on_end()
         while self._context.is_over and not saving.has_settled:
-            saving.check_hanging()
+            saving.patience.check()
             saving.ask_for_what_is_owed()
             self.vote()

@@ -240,8 +240,6 @@ class Job:
     """The last vote that is known to have passed: generation, votes passed in it."""
     last_vote_at: float = 0.0
     """When that was noticed."""
-    bodies: frozenset[WorkerId] = frozenset()
-    """Whose loops ran a body of the last step before this world, or who began with it; empty after a restart."""
     named_stragglers: frozenset[WorkerId] = frozenset()
     """Who was last named for holding the others up, since a vote has passed."""
     step_shown_at: float = 0.0

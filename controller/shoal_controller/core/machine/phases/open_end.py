@@ -5,7 +5,7 @@ Called while a world trains. A script that has ended waits, outside all exchange
 waits for it in vain. That fails the job by name: workers that count their batches themselves come to different ends.
 
 A *follower* ran no body of that step, so its script could not end there: it had no lanes, or gets its first ones with
-the next step. Where all others have ended it is stopped in that step, and told the end before it trains again.
+the next step. Where all others have ended it is stopped in that next step, and told the end before it trains again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal_protos.activity import LANES_BEGIN, StepPhase
-from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plan import Plan, Reason, WorkerId
 
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import ending, recovery
 from shoal_controller.core.machine.phases.next_message import send_all_if_due
-from shoal_controller.core.machine.phases.progress import trainers
 from shoal_controller.core.machine.turn import Turn
 
 
@@ -36,7 +35,7 @@ def settle(turn: Turn, world: Plan) -> bool:
     ended = [process for process in members if process.status.ended]
     if not ended:
         return False
-    last, followers = ended[0].status.step, _followers(turn, world, members)
+    last, followers = ended[0].status.step, _followers(world, members)
     living = {member.worker for member in world.members if turn.record(member.worker).serves}
     at_work = living - {process.worker for process in ended}
     beyond = {one.worker for one in members if one.worker in living and _is_beyond(one, ended[0])}
@@ -64,10 +63,13 @@ def settle(turn: Turn, world: Plan) -> bool:
     return False
 
 
-def _followers(turn: Turn, world: Plan, members: Sequence[Process]) -> frozenset[WorkerId]:
-    """Who has run no body of the last committed step, as far as it is known."""
-    in_this_world = any(process.status.committed_in == world.generation for process in members)
-    return world.workers - (trainers(world) if in_this_world else turn.job.bodies)
+def _followers(world: Plan, members: Sequence[Process]) -> frozenset[WorkerId]:
+    """Who has run no body of the last step: at a world's first step, unless all began with it, that may be anyone."""
+    has_begun = any(process.status.committed_in == world.generation for process in members)
+    if not has_begun and world.reason not in (Reason.START, Reason.RESTORE):
+        return world.workers
+    shares = zip(world.members, world.shares, strict=True)
+    return frozenset(member.worker for member, share in shares if not share.lanes)
 
 
 def _is_beyond(process: Process, ended: Process) -> bool:

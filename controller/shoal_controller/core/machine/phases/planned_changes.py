@@ -23,7 +23,6 @@ from shoal_controller.core.machine.phases import (
     link_faults,
     planner_inputs,
     planner_questions,
-    progress,
     progress_watch,
     scaling,
 )
@@ -50,7 +49,6 @@ def on_generation_seen(turn: Turn, generation: int) -> None:
     """Somebody is in a generation that was planned: all of its base have voted it, so it is the current one now."""
     for plan in turn.durable.planned:
         if plan.generation == generation:
-            progress.note_bodies(turn)
             void = [other for other in turn.durable.planned if other.base != generation and other is not plan]
             turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
             for other in void:

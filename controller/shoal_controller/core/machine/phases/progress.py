@@ -7,7 +7,6 @@ from dataclasses import replace
 from statistics import median
 
 from shoal_protos.messages import MOST_REPORTS
-from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.job import Job
@@ -41,19 +40,6 @@ def update(turn: Turn) -> None:
     if step > turn.durable.step and turn.now - job.step_shown_at >= SHOW_SECONDS:
         turn.keep(step=step)
         turn.change(step_shown_at=turn.now)
-
-
-def note_bodies(turn: Turn) -> None:
-    """Another world is about to begin: notes whose loops ran a body of the last committed step."""
-    world = turn.world
-    processes = (turn.job.processes.get(member.worker) for member in (world.members if world is not None else ()))
-    if world is not None and any(p is not None and p.status.committed_in == world.generation for p in processes):
-        turn.change(bodies=trainers(world))
-
-
-def trainers(world: Plan) -> frozenset[WorkerId]:
-    """Its members with lanes."""
-    return frozenset(member.worker for member, share in zip(world.members, world.shares, strict=True) if share.lanes)
 
 
 def as_of_now(job: Job) -> Durable:

@@ -38,7 +38,7 @@ from shoal_controller.core.machine.phases import (
 )
 from shoal_controller.core.machine.phases.fencing import fenced_workers, is_dead, may_still_train, missing_answers
 from shoal_controller.core.machine.phases.next_message import inventory_for, send_if_due
-from shoal_controller.core.machine.phases.progress import known_step, note_bodies, trainers
+from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
@@ -426,9 +426,6 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
         shown = step
     if goes_back or attempt.start:
         corruption.on_return(turn)
-        turn.change(bodies=trainers(plan))
-    else:
-        note_bodies(turn)
     checkpoints.on_opened(turn, plan.generation)
     turn.enter(Phase.RUNNING)
     turn.keep(
