@@ -10,7 +10,8 @@ from shoal_controller.core.machine.durable import Leaving, Standing
 from shoal_controller.core.machine.effects import Kill, Note, Persist, Send
 from shoal_controller.core.machine.events import DrainWorker, Scale, Spawned
 from shoal_controller.core.machine.place import Place
-from shoal_controller.core.machine.spec import Phase, State
+from shoal_controller.core.machine.spec import JobSpec, Phase, State
+from shoal_controller.elastic_jobs.job_from_resource import size_change
 from shoal_protos.messages import (
     NO_CONTROLLER,
     Ending,
@@ -125,6 +126,14 @@ def test_a_job_without_bounds_of_its_own_has_those_of_its_configs_elasticity() -
         effects = job.hello("w0")
         assert job.welcomed == set()
         assert any(sentence in one.message.sentence for one in effects if isinstance(one, Send))
+
+
+def test_a_resource_without_bounds_leaves_its_job_those_of_the_config() -> None:
+    job = Driver(wanted=2, made_of=replace(MADE_OF, min_workers=2, max_workers=3))
+    job.hello("w0")
+    asked = JobSpec("job", wanted=2)
+    assert size_change(job.view, asked) is None
+    assert size_change(job.view, replace(asked, min_workers=1, max_workers=8)) == Scale(least=1, most=8)
 
 
 @rule(
