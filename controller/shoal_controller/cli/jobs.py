@@ -25,7 +25,7 @@ async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
 
 async def describe(
     job: Job,
-    spec: Annotated[bool, typer.Option("--spec", help="Print what the job was made with, as YAML or JSON.")] = False,
+    spec: Annotated[bool, typer.Option("--spec", help="Print the job's specification, as YAML or JSON.")] = False,
     url: Url = DEFAULT_URL,
     output: Output = Form.TABLE,
 ) -> None:
@@ -96,7 +96,7 @@ async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
 async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
     """End a job early.
 
-    Its workers stop after the step at hand; its history and its checkpoints stay.
+    Its workers stop after the current step; its history and its checkpoints stay.
     """
     from shoal_controller.cli.client import IsOver
     from shoal_controller.cli.runs import client_of

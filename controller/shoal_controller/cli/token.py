@@ -35,7 +35,7 @@ async def job_(job: Job, url: Url = DEFAULT_URL) -> None:
 
 async def create(
     name: Name,
-    role: Annotated[Role, typer.Option("--role", help="What it may do: each includes those before it.")],
+    role: Annotated[Role, typer.Option("--role", help="Role; each one includes those before it.")],
     days: Annotated[
         int | None, typer.Option("--days", min=1, help="How long it is valid. Default: until revoked.")
     ] = None,

@@ -10,7 +10,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url, Wo
 
 
 async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
-    """List a job's workers, including those that are gone."""
+    """List a job's workers, including those that were lost or have left."""
     from shoal_controller.cli.runs import client_of
     from shoal_controller.cli.tables import listed, workers_table
 

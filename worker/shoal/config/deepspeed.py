@@ -70,18 +70,18 @@ _WHOLE_MODEL = "every lane runs the whole model"
 
 _UNITS = Ignored("buckets follow from the model's units (`shoal.units`), in every stage alike")
 _SENDS = Ignored("blocks travel by sends between the workers that hold them")
-_GATHERED = Ignored("a unit is gathered while it is used, and the next one beside it")
-_BESIDE = Ignored("gradients travel beside the backward, parameters beside the next forward, always")
+_GATHERED = Ignored("a unit is gathered while it is used, and the next one in advance")
+_BESIDE = Ignored("gradients always travel during the backward, parameters during the next forward")
 _ONE_SUM = Ignored("gradients are added up in float32, in one order, and divided once")
 _ELASTIC = Ignored("every checkpoint is elastic and has master weights; see `shoal.checkpoint`")
 _WHOLE_EXPORT = Ignored("an export always has all weights")
-_THREE_BUFFERS = Ignored("there are always three buffers, reads and writes always run beside the update")
-_ONE_PLACE = Ignored("all of the state is there, whatever the ratio")
+_THREE_BUFFERS = Ignored("there are always three buffers, and reads and writes always overlap the update")
+_ONE_PLACE = Ignored("all of the state is offloaded, for any ratio")
 _PINNED = Ignored("host memory is pinned where the model is on an accelerator, and only there")
 _TREE = Ignored("parameters and buckets are laid out by Shoal")
 _TIMES = Ignored("see `wall_clock_breakdown`, and the metrics of workers and steps")
 _NO_MODEL_PARALLEL = Ignored("there are no model-parallel ranks over which activations could be partitioned")
-_ANY_SIZE = Ignored("every job is elastic: its batch is fixed by lanes, whatever the number of workers")
+_ANY_SIZE = Ignored("every job is elastic: lanes fix its batch for any number of workers")
 
 _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "allgather_size", _UNITS),
