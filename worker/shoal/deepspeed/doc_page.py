@@ -142,10 +142,10 @@ within a sixteenth. Leave the batch keys of the top level out.
 Shoal trains with any number of workers up to the number of lanes, and does not need whole nodes: the section's numbers
 are those among which lanes divide evenly. `min_gpus` and `max_gpus` are the bounds of a job that has none of its own
 (`--min-workers`, `--max-workers`, `workers.min`, `workers.max`); a job that is submitted with more or fewer workers is
-refused. Version 0.1 does not use a number of workers. Version 0.2 computes the batch for the number that the job was submitted with (`--workers`,
-`workers.wanted`; 1 for a script that trains alone), once per run: workers that come and go, and a changed
-`workers.wanted`, do not change it. All workers must agree on the number, and manifests of checkpoints contain it. Give
-it to workers that no launcher starts as `SHOAL_WANTED_WORKERS`.
+refused. Version 0.1 does not use a number of workers. Version 0.2 computes the batch for the number that the job was
+submitted with (`--workers`, `workers.wanted`; 1 for a script that trains alone), once per run: workers that come and
+go, and a changed `workers.wanted`, do not change it. All workers must agree on the number, and manifests of checkpoints
+contain it. Give it to workers that no launcher starts as `SHOAL_WANTED_WORKERS`.
 
 """
 
