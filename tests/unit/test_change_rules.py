@@ -319,8 +319,8 @@ def test_how_much_a_fill_moves_is_the_plans_number_whatever_a_member_measures() 
     "A change of the world",
     broken_by=Edit(
         "shoal.training.training_loop",
-        "        if not context.link.alone:\n            batch = context.loop.warm_up_batch(context.state)\n",
-        "        if False:\n            batch = context.loop.warm_up_batch(context.state)\n",
+        "if not (context.loop.is_warm or context.link.alone):",
+        "if False:",
     ),
 )
 def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:

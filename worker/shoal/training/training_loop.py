@@ -107,7 +107,9 @@ class TrainingLoop:
         self._settle_evaluations()
         self._settle_requests()
         self._settle_saves()
-        self._settle_digest()
+        while self._context.is_over and not self._context.done:
+            # Why: the script may change parameters afterwards, and the job's digest is of those that it has trained.
+            self.vote()
 
     def _batches(self, is_over: Callable[[], bool]) -> Iterator[Any]:
         context, parts = self._context, self._parts
@@ -347,11 +349,6 @@ class TrainingLoop:
     def _settle_evaluations(self) -> None:
         """After the last step no vote of a step comes: waits for one that carries what is left."""
         while self._parts.evaluation.has_unsettled:
-            self.vote()
-
-    def _settle_digest(self) -> None:
-        """After the last step: waits for the job's fingerprint, as the script may change parameters afterwards."""
-        while self._context.is_over and not self._context.done:
             self.vote()
 
     def _settle_saves(self) -> None:
