@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from shoal_controller.cli import attend
-from shoal_controller.cli.client import Json
+from shoal_controller.cli.client import Json, NotTraining
 from shoal_protos.errors import UserError
 
 Event = tuple[str, int]
@@ -22,8 +22,13 @@ class Pretended:
         self._rounds = list(rounds)
         self._seen: list[Json] = [{"revision": 1, "kind": "checkpoint_failed", "message": "", "data": {"step": 99}}]
         self._saved: int | None = None
+        self.away = 0
+        """So many requests come before its workers do."""
 
     async def checkpoint(self, _: str) -> Json:
+        self.away -= 1
+        if self.away >= 0:
+            raise NotTraining("job train is not training; nothing can be saved now.")
         return {"step": 21}
 
     async def job(self, _: str) -> Json:
@@ -52,6 +57,20 @@ def test_another_save_that_is_skipped_or_fails_is_not_the_end_of_the_one_that_is
     monkeypatch.setattr(attend, "POLL_SECONDS", 0.0)
     client: Any = Pretended(*rounds)
     assert asyncio.run(attend.saved(client, "train")) == outcome
+
+
+@pytest.mark.parametrize(
+    ("patience_seconds", "outcome"),
+    [(60.0, "saved at step 22"), (0.0, "nothing is saved now: job train is not training; nothing can be saved now.")],
+)
+def test_a_job_of_an_earlier_run_is_saved_once_its_workers_are_back(
+    patience_seconds: float, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend, "POLL_SECONDS", 0.0)
+    pretended = Pretended(("none", 0), ("none", 0), ("checkpoint_saved", 22))
+    pretended.away = 2
+    client: Any = pretended
+    assert asyncio.run(attend.saved(client, "train", patience_seconds)) == outcome
 
 
 def test_a_report_that_can_no_longer_be_written_is_a_sentence_and_leaves_no_half_of_it(tmp_path: Path) -> None:

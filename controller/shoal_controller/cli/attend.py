@@ -21,7 +21,7 @@ from shoal_protos.errors import Conflict, ShoalError, UserError
 from shoal_protos.plural import at_step
 from shoal_protos.readable import number
 
-from shoal_controller.cli.client import OVER, Client, IsOver, Json
+from shoal_controller.cli.client import OVER, Client, IsOver, Json, NotTraining
 from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED, Interrupted
 from shoal_controller.cli.output import echo
@@ -113,11 +113,11 @@ async def end_watching(watching: asyncio.Task[Any]) -> None:
         watching.exception()
 
 
-async def saved(client: Client, job: str) -> str:
-    """Ask for a checkpoint and wait for it. What came of it."""
+async def saved(client: Client, job: str, patience_seconds: float = 0.0) -> str:
+    """Ask for a checkpoint and wait for it. What came of it. `patience_seconds`: within which its workers may come."""
     revision = max((event["revision"] for event in await client.events(job)), default=0)
     try:
-        asked = await client.checkpoint(job)
+        asked = await _asked(client, job, time.monotonic() + patience_seconds)
     except Conflict as error:
         return f"nothing is saved now: {error}"
     deadline = time.monotonic() + SAVE_SECONDS
@@ -132,6 +132,17 @@ async def saved(client: Client, job: str) -> str:
             return f"not saved: the job is {view['phase']}"
         await asyncio.sleep(POLL_SECONDS)
     return f"not saved within {SAVE_SECONDS:g} s"
+
+
+async def _asked(client: Client, job: str, until: float) -> Json:
+    """Raises `Conflict` where nothing can be saved, also not until then."""
+    while True:
+        try:
+            return await client.checkpoint(job)
+        except NotTraining:
+            if time.monotonic() >= until or (await client.job(job))["phase"] in OVER:
+                raise
+            await asyncio.sleep(POLL_SECONDS)
 
 
 async def interrupted_before(watching: asyncio.Future[Any], signalled: asyncio.Event) -> bool:

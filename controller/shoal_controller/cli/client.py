@@ -46,6 +46,10 @@ class IsOver(Conflict):
     """There is nothing to end."""
 
 
+class NotTraining(Conflict):
+    """No world of the job trains, as far as the controller has heard of its workers."""
+
+
 class Changed(UserError):
     """The job has another version than the one that was looked at. Nothing was done."""
 
@@ -269,6 +273,8 @@ def _refusal(answer: httpx.Response) -> ShoalError:
             "SHOAL_TOKEN to its token or one of `shoal token create`, or run this where `shoal run` keeps "
             ".shoal/token"
         )
+    if problem.get("code") == ErrorCode.NOT_TRAINING:
+        return NotTraining(sentence)
     if answer.status_code in ERRORS:
         return ERRORS[answer.status_code](sentence)
     return UserError(sentence) if answer.status_code < 500 else ShoalError(sentence)

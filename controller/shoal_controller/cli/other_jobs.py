@@ -15,6 +15,9 @@ from shoal_controller.cli.attend import interrupted_before, saved
 from shoal_controller.cli.client import OVER, Json
 from shoal_controller.cli.serve import Here, Interrupts
 
+BACK_SECONDS = 10.0
+"""How long workers of an earlier run may take to find this controller, where the command ends before they have."""
+
 
 async def other_jobs(here: Here, own: str) -> list[Json]:
     """Return the unfinished jobs besides the command's own whose workers this controller starts."""
@@ -46,7 +49,7 @@ async def _left(here: Here, name: str) -> str:
     try:
         if (await here.client.job(name))["phase"] in OVER:
             return ""
-        return _ends(name, await saved(here.client, name))
+        return _ends(name, await saved(here.client, name, BACK_SECONDS))
     except ShoalError as error:
         return _ends(name, f"not saved: {error}")
 
