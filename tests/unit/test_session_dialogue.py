@@ -383,6 +383,14 @@ def test_the_same_request_is_put_to_the_training_thread_once() -> None:
     assert dialogue.on_message(Ask(AskKind.SAVE, 4)) == [Deliver(Asked(AskKind.SAVE, 4))]
 
 
+def test_who_starts_over_is_asked_again_for_what_the_life_before_may_have_forgotten() -> None:
+    dialogue = dialogue_of()
+    ends = Ask(AskKind.END, 20, 1)
+    assert dialogue.on_message(ends) == [Deliver(Asked(AskKind.END, 20))]
+    dialogue.start_over("a.2")
+    assert dialogue.on_message(ends) == [Deliver(Asked(AskKind.END, 20))]
+
+
 def test_a_drain_changes_nothing_until_a_plan_leaves_the_worker_out() -> None:
     dialogue = member_of(1, "ab")
     assert dialogue.on_message(Drain(30.0)) == [] and not dialogue.due

@@ -281,6 +281,7 @@ class Dialogue:
         self.membership.start_over()
         self.ending, self.welcomed, self.broken = None, False, ()
         self._inventory = self._result = None
+        self._asks.clear()  # what the life before was asked for it may have forgotten
         self._status = Status(self._sequence, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
         self._held_back = None
 
