@@ -94,7 +94,13 @@ def _waits_for_an_operator(simulation: Simulation) -> bool:
 
 
 def over_for_a_reason(simulation: Simulation, phase: Phase, reason: str) -> bool:
-    needs = "came to begin anew", "cannot be read whole", "There is no other checkpoint", NO_IMAGE
+    needs = (
+        "came to begin anew",
+        "cannot be read whole",
+        "There is no other checkpoint",
+        "and then every worker has failed",
+        NO_IMAGE,
+    )
     given_up = simulation.script.is_given_up_for(reason) or simulation.planner.is_given_up_for(reason)
     cancelled = phase is Phase.CANCELLED and simulation.promises.cancel_was_asked
     if cancelled or phase is Phase.SUCCEEDED or any(need in reason for need in needs) or given_up:

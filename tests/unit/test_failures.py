@@ -447,4 +447,4 @@ def test_a_job_has_failed_where_all_its_scripts_fail_after_the_last_step() -> No
         job.say(worker, Result(100, failure="ValueError: it is full", fault=Fault("ValueError", worker, "")))
     job.wait(5)
     assert job.view.phase is Phase.FAILED
-    assert job.view.reason.endswith("no worker is left to end the job; worker w1: ValueError: it is full")
+    assert job.view.reason.endswith("and then every worker has failed; worker w1: ValueError: it is full")

@@ -55,14 +55,13 @@ def fail(turn: Turn, reason: str) -> None:
 
 def succeed(turn: Turn) -> None:
     """But a script may fail after the last step, as where a checkpoint that is owed cannot be saved, or in a line after
-    its loop. As long as others live, they do what is left to be done; where none does, it was not done.
+    its loop. The others do what is left to be done; where all have failed so, it was not done.
     """
     durable, world = turn.durable, turn.world
     members = [turn.record(member.worker) for member in world.members] if world is not None else []
-    failed = [record for record in members if record.ending is Ending.FAILED]
-    if failed and durable.failures.script and not any(record.serves for record in members):
-        last = failed[-1]
-        return fail(turn, f"all steps are done, but no worker is left to end the job; worker {last.worker}: {last.why}")
+    if members and durable.failures.script and all(record.ending is Ending.FAILED for record in members):
+        last = members[-1]
+        return fail(turn, f"all steps are done, and then every worker has failed; worker {last.worker}: {last.why}")
     why = f"done at step {durable.step}, fingerprint {durable.fingerprint or 'not given'}"
     return finish(turn, Phase.SUCCEEDED, why)
 
