@@ -238,8 +238,8 @@ docs: $(READY)
 	$(BIN)/python docs/generate/chart.py
 	$(BIN)/python docs/generate/elasticjob.py
 	$(BIN)/python docs/generate/dashboards.py
-	$(BIN)/python -m shoal.config.reference > docs/configuration.md
-	$(BIN)/python -m shoal.deepspeed.doc_page > docs/deepspeed.md
+	$(BIN)/python -m docs.generate.configuration > docs/configuration.md
+	$(BIN)/python -m docs.generate.deepspeed > docs/deepspeed.md
 
 page: $(READY) packages
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m '' tests/unit/test_page_files.py tests/integration/test_page*.py $(ARGS)

@@ -25,7 +25,7 @@ from statistics import median
 from controller_process import STORES, Controller, controller
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_recovery, plan_start
 from shoal_controller.core.planning.question import Question, RecoveryQuestion, check_answer
-from shoal_controller.planner_main import Reply, frame
+from shoal_controller.jobs.planner_main import Reply, frame
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every
 from simulated_workers import JobWorkers, start_job

@@ -25,7 +25,7 @@ from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import elements_in
 from shoal.exchange.traffic import Traffic
-from shoal.group.group_progress import GroupProgress
+from shoal.group.group import GroupProgress
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from tables import Figure, note, show

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 
 import httpx
-from shoal_controller import logs
+from shoal_controller.access.client_tls import ClientTls
+from shoal_controller.access.token_register import TokenRegister
 from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.web import Web
-from shoal_controller.client_tls import ClientTls
+from shoal_controller.jobs.shell import Shell
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.introductions import Introductions
-from shoal_controller.leadership.neighbours import Neighbours
-from shoal_controller.shell import Shell
+from shoal_controller.process import logs
 from shoal_controller.store.open import open_store
-from shoal_controller.token_register import TokenRegister
 from small_machine import SmallMachine, Written
 
 

@@ -11,17 +11,15 @@ from collections.abc import Sequence
 import torch
 from shoal.blocks.flat import views
 from shoal.checkpoint.catalogue import SaveName
-from shoal.checkpoint.commit import commit
-from shoal.checkpoint.draft import Origin, States, draft_of
-from shoal.checkpoint.frozen import write_frozen
-from shoal.checkpoint.layout_entry import LayoutEntry
 from shoal.checkpoint.manifest import DataPosition, Manifest
 from shoal.checkpoint.named import tied_names
+from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.writer import Author, write_content
+from shoal.checkpoint.writer import Author, Origin, States, commit, draft_of, write_content
+from shoal.core.layout_entry import LayoutEntry
 from shoal.exchange.vote import Record
-from shoal.training.state import Limits, TrainingState, frozen_parameters
+from shoal.state.training_state import Limits, TrainingState, frozen_parameters
 from shoal_protos.runs import Runs, every
 from torch import nn
 

@@ -16,10 +16,9 @@ from aiohttp import web
 from api_faults import ApiFaults, Json, status_of
 from api_server import EVENTS, PODS, RESOURCES
 from cluster_choice import NAMESPACE, REAL
-from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
-from shoal_controller.launchers.kubernetes.connect import connected
-from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
-from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ObjectWatch
+from shoal_controller.launchers.kubernetes.pod_launcher import connected
+from shoal_controller.launchers.kubernetes.section import ClusterOptions
 
 SHOWN = (RESOURCES, EVENTS, PODS)
 EMPTY_SECONDS = 30

@@ -26,19 +26,19 @@ from memory_group import MemoryGroup, Wire, group_on
 from shoal.config.load import Beside, load_config
 from shoal.data.data_workers import HERE
 from shoal.data.fetch import Fetcher
-from shoal.data.given_source import source_of
 from shoal.data.seeds import RandomState
-from shoal.device import HOST, Device
-from shoal.faults import Faults, PlantedFault
-from shoal.numerics import make_exact
-from shoal.optim.take_over import take_over
-from shoal.session.alone import AloneLink
+from shoal.data.stream_source import source_of
+from shoal.optim.hyper import take_over
+from shoal.process.device import HOST, Device
+from shoal.process.faults import Faults, PlantedFault
+from shoal.process.numerics import make_exact
 from shoal.session.link import Link
+from shoal.session.link_choice import AloneLink
+from shoal.state.training_state import NO_STEP, Limits, TrainingState
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending
 from shoal.training.start import _description
-from shoal.training.state import NO_STEP, Limits, TrainingState
 from shoal_controller.core.machine import events
 from shoal_controller.core.machine.effects import AskPlanner, Note, Probe, Send
 from shoal_controller.core.machine.job import Job

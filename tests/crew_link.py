@@ -1,6 +1,6 @@
 """The link of an engine in a crew: the real dialogue and membership, and groups in memory. No socket, no thread.
 
-What a session does with locks and builders (session/shared.py, session/groups.py) is done here under the
+What a session does with locks and builders (session/shared.py, session/shared.py) is done here under the
 crew's one lock, when the crew comes round.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from memory_group import wire_of
 from shoal.core.membership import Membership
-from shoal.exchange.framing import receive_framed
+from shoal.exchange.packing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.group import Group
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from memory_group import MemoryGroup, Wire
 from shoal.blocks.held import HeldBlocks
-from shoal.device import Device
 from shoal.exchange.fill_slices import receive_slice, send_slice
+from shoal.group.device_group import StagedGroup
 from shoal.group.group import Group
-from shoal.group.staged import StagedGroup
+from shoal.process.device import Device
 from shoal_protos.plan import Fill
 from shoal_protos.runs import Runs
 

@@ -108,7 +108,7 @@ def formats() -> list[Format]:
     from shoal.checkpoint import manifest
     from shoal.core import layout
     from shoal.exchange.form import PEER_FORM
-    from shoal_controller import records
+    from shoal_controller.jobs import records
     from shoal_protos.messages import PROTOCOL_VERSION
 
     return [
@@ -122,7 +122,7 @@ def formats() -> list[Format]:
         ),
         Format(
             "store", "what the controller keeps in its store", records.FORMAT,
-            "FORMAT in controller/shoal_controller/records.py", tuple(_store()),
+            "FORMAT in controller/shoal_controller/jobs/records.py", tuple(_store()),
         ),
         Format(
             "manifest", "what stands in a checkpoint", manifest.VERSION,
@@ -139,9 +139,9 @@ def formats() -> list[Format]:
 
 
 def _session() -> Iterator[str]:
+    from shoal_controller.access.worker_tokens import WorkerTokens
     from shoal_controller.core.machine.proof import Proof
-    from shoal_controller.launchers.own_variables import SET_IN_PODS
-    from shoal_controller.worker_tokens import WorkerTokens
+    from shoal_controller.launchers.launcher import SET_IN_PODS
     from shoal_protos import channel, session_pb2
 
     yield f"method {channel.METHOD}, header {channel.SESSION_TOKEN}"
@@ -170,12 +170,12 @@ def _message(message: Any) -> Iterator[str]:
 
 
 def _peers() -> Iterator[str]:
-    from shoal import fingerprint, unnamed_memory
     from shoal.blocks import mapped_flats, shared_weights
+    from shoal.checkpoint import fingerprint
     from shoal.core.stream_position import Bookmark
     from shoal.exchange import ballot, traffic, vote
-    from shoal.group import group, host_peers, ordered
-    from shoal.training import small_state
+    from shoal.group import group, host_peers, ordered, unnamed_memory
+    from shoal.state import small_state
     from shoal_protos.rendezvous import entry
 
     yield from shape(ballot.Ballot, vote.Record)
@@ -186,7 +186,9 @@ def _peers() -> Iterator[str]:
     record = vote.Record(3, (4,), 0.5, None, {"loss": 0.25}, {}, (request,), ("hyper",))
     yield f"record {record.to_bytes().decode()}"
     yield f"row {vote.BALLOT_BYTES} and {vote.SUBTREE_BYTES} bytes"
-    named = {name: value for name, value in vars(traffic).items() if name.isupper() and type(value) is int}
+    named = {
+        name: value for name, value in vars(traffic).items() if name.isupper() and type(value) is int and value >= 0
+    }
     yield f"tags {', '.join(f'{value} {name}' for name, value in sorted(named.items(), key=lambda one: one[1]))}"
     yield f"tags from {group.RESERVED_TAGS}, gathering {group.GATHER_TAG}"
     yield f"frame {_frames()}"
@@ -207,7 +209,7 @@ def _hex(content: bytes) -> str:
 def _frames() -> str:
     """A framed message as it is sent."""
     import torch
-    from shoal.exchange.framing import FramedSend
+    from shoal.exchange.packing import FramedSend
 
     sent: list[str] = []
 
@@ -231,10 +233,11 @@ def _fill_head() -> str:
 
 
 def _store() -> Iterator[str]:
-    from shoal_controller import records, token_register
+    from shoal_controller.access import token_register
     from shoal_controller.core.machine import stored_form
     from shoal_controller.core.machine.durable import Durable
-    from shoal_controller.launchers.process_record import ProcessRecord
+    from shoal_controller.jobs import records
+    from shoal_controller.launchers.process import ProcessRecord
     from shoal_controller.leadership import election, introductions
     from shoal_controller.store import database
 
@@ -255,14 +258,15 @@ def _store() -> Iterator[str]:
 
 
 def _checkpoint() -> Iterator[str]:
-    from shoal.checkpoint import checksum, manifest, plain
+    from shoal.checkpoint import manifest
     from shoal.checkpoint.catalogue import SaveName
+    from shoal.core import plain
     from shoal.core.sampler import Sampler
     from shoal.exchange.vote import Record
 
     yield f"folder {SaveName.of(12, 3, 1, 'a1', 'run').folder}, file {manifest.MANIFEST}"
     yield f"seal {manifest.sealed(b'{' + b' ' * 79).decode()}"
-    yield f"checksum {checksum.checksum(b'content').hex()}"
+    yield f"checksum {manifest.checksum(b'content').hex()}"
     values = {"a": (1, 2.5, float("inf")), 3: {b"b"}, "d": {"e": None, "f": [True, "text"]}}
     yield f"values {json.dumps(plain.encode(values, {}, 'values'))}"
     order = Sampler(samples=50, lanes=2, micro_batch_size=3, micro_batches_per_lane=2, seed=7)
@@ -276,9 +280,9 @@ def _checkpoint() -> Iterator[str]:
 
 def _layout() -> Iterator[str]:
     import torch
+    from shoal.checkpoint.fingerprint import digests_of, total_of
     from shoal.core.layout import FROZEN, Trainable, lay_out
     from shoal.core.misses import Misses
-    from shoal.fingerprint import digests_of, total_of
 
     model = [
         Trainable("embedding.weight", (96, 64), torch.float32, 0),

@@ -12,11 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import torch
-from shoal.device import Device
-from shoal.group.gathering import gather
-from shoal.group.group import Group, WorldChanged
-from shoal.group.group_progress import GroupProgress
-from shoal.group.staged import StagedGroup
+from shoal.group.build import gather
+from shoal.group.device_group import StagedGroup
+from shoal.group.group import Group, GroupProgress, WorldChanged
+from shoal.process.device import Device
 from torch import Tensor
 
 Way = tuple[int, int, int]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from late_device import LateDevice
 from over_gloo import over_gloos
+from shoal.group.device_group import StagedGroup
 from shoal.group.gloo import GlooGroup
 from shoal.group.group import Group, Work
 from shoal.group.ordered import CarriedMessage, OrderedGroup
-from shoal.group.staged import StagedGroup
 
 ONE_TAG = 0
 BULK = frozenset({0, 1, 2, 5, 8})

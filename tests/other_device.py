@@ -19,12 +19,12 @@ import shoal.blocks.unit_flats
 import torch
 from crew import Crew, Task
 from crew import _model as model_of_the_crew
-from shoal.blocks.checksums import block_checksums
 from shoal.blocks.originals import Originals
 from shoal.blocks.released import ON_TOUCH, Released
 from shoal.blocks.taken_gradients import TakenGradients
 from shoal.checkpoint.snapshot import Arena, take_snapshot
-from shoal.device import HostDevice
+from shoal.process.device import HostDevice
+from shoal.training.corruption_watch import block_checksums
 from shoal.training.engine import Engine
 from shoal_protos.runs import every
 from torch import Tensor, nn

@@ -19,12 +19,12 @@ from fills import fill_staged
 from late_device import LateDevice
 from shoal.blocks.flat import adopt, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.host_memory import host_memory
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Stretch
-from shoal.device import HOST, Device
-from shoal.session.alone import AloneLink
+from shoal.process.device import HOST, Device
+from shoal.process.host_memory import host_memory
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn

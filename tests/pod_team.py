@@ -14,13 +14,12 @@ from api_faults import served
 from api_server import FakeCluster, kubeconfig
 from kubelet import Kubelets
 from ports import free_port
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.core.machine.events import Spawned
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes import cluster_api, object_watch, pod_launcher, pod_writer, world_annotations
-from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_launcher
-from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
-from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher
-from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.launchers.kubernetes import cluster_api, pod_launcher, pod_writer, world_annotations
+from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher, connected, kubernetes_launcher
+from shoal_controller.launchers.kubernetes.section import ClusterOptions, PodOptions
 
 TOKENS = WorkerTokens("sesame")
 SECTION = {"image": "registry/train:1", "grace_seconds": 60}
@@ -33,8 +32,8 @@ SPEC = JobSpec(
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a test waits tenths of a second for what takes seconds in earnest."""
     monkeypatch.setattr(cluster_api, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(object_watch, "AGAIN_SECONDS", 0.05)
-    monkeypatch.setattr(object_watch, "FORBIDDEN_SECONDS", 0.05)
+    monkeypatch.setattr(cluster_api, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(cluster_api, "FORBIDDEN_SECONDS", 0.05)
     monkeypatch.setattr(pod_writer, "FIRST_PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(pod_writer, "NAME_FREE_SECONDS", 0.05)
     monkeypatch.setattr(pod_launcher, "AGAIN_SECONDS", 0.05)

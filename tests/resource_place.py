@@ -21,10 +21,10 @@ from cluster_choice import REAL
 from cluster_proxy import ClusterProxy, before_the_cluster
 from pod_team import hurry
 from ports import free_port
-from shoal_controller.elastic_jobs import owned_job, reconciler, size_settling
+from shoal_controller.elastic_jobs import owned_job, reconciler
 from shoal_controller.elastic_jobs.reconciler import reconciling
-from shoal_controller.launchers.kubernetes.connect import connected
-from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from shoal_controller.launchers.kubernetes.pod_launcher import connected
+from shoal_controller.launchers.kubernetes.section import ClusterOptions
 from small_machine import running
 
 SPEC = {"command": ["python", "train.py"], "kubernetes": {"image": "train:1"}, "workers": {"min": 2, "max": 8}}
@@ -37,7 +37,7 @@ def hurry_resources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconciler, "AGAIN_SECONDS", 0.02)
     monkeypatch.setattr(owned_job, "SOON_SECONDS", 0.02)
     monkeypatch.setattr(owned_job, "STATUS_SECONDS", 0.05)
-    monkeypatch.setattr(size_settling, "FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(owned_job, "FIRST_PAUSE_SECONDS", 0.02)
 
 
 class Place:

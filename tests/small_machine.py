@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from shoal_controller import logs
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Effect, Note, Persist
 from shoal_controller.core.machine.events import Cancel, Event, Scale, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.job_size import JobSize, resized
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.core.planning.question import Answer, Question, answer
-from shoal_controller.ports import Outside
-from shoal_controller.probes import ProbeResult
-from shoal_controller.shell import Shell
+from shoal_controller.jobs.ports import Outside
+from shoal_controller.jobs.probes import ProbeResult
+from shoal_controller.jobs.shell import Shell
+from shoal_controller.process import logs
 from shoal_controller.store.open import open_store
 from shoal_protos.errors import Conflict, PeerError
 from shoal_protos.messages import ToWorker

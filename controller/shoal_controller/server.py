@@ -18,50 +18,47 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shoal_protos.address_space import check_address_space
 from shoal_protos.addresses import is_here, join_address, split_address
 from shoal_protos.errors import StoreError, UserError
-from shoal_protos.open_files import check_open_files
+from shoal_protos.limits import check_address_space, check_open_files
 from shoal_protos.release import RELEASE
 from starlette.types import ASGIApp
 
-from shoal_controller import logs
+from shoal_controller.access.client_tls import ClientTls
+from shoal_controller.access.proxies import Proxies
+from shoal_controller.access.token_register import TokenRegister
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.api.app import ApiSettings, build_app
-from shoal_controller.api.request_counts import CountedRequests
+from shoal_controller.api.guard import CountedRequests, web_certificate
+from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.web import Web
-from shoal_controller.api.web_certificate import web_certificate
-from shoal_controller.client_tls import ClientTls
-from shoal_controller.curves import Curves
+from shoal_controller.jobs.ports import SizeWriter
+from shoal_controller.jobs.records import FORMAT
+from shoal_controller.jobs.shell import Shell
+from shoal_controller.jobs.streams import Streams
 from shoal_controller.launchers.counted import CountedLauncher
-from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
 from shoal_controller.launchers.kubernetes.request_outcomes import Asked
+from shoal_controller.launchers.kubernetes.section import ClusterOptions, PodOptions
 from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.launchers.ownership import Claim, claim
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import introductions
-from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.leadership.term import Means, leading
-from shoal_controller.loop_lag import LoopLag
-from shoal_controller.metrics import Metrics, Sources
-from shoal_controller.page.site import Site
-from shoal_controller.ports import SizeWriter
-from shoal_controller.proxies import Proxies
-from shoal_controller.records import FORMAT
+from shoal_controller.observe.curves import Curves
+from shoal_controller.observe.metrics import Metrics, Sources
+from shoal_controller.observe.own_figures import LoopLag
+from shoal_controller.process import logs
+from shoal_controller.process.descriptors import check_writable
+from shoal_controller.process.owner import Owner
+from shoal_controller.process.tasks import cancelled_when, end_task, guarded, only_logged
+from shoal_controller.process.worker_port import WorkerPort, bind_again, remember
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.sessions.streams import Streams
 from shoal_controller.settings import Settings, inherited_environment
-from shoal_controller.shell import Shell
-from shoal_controller.store.etcd_url import parsed_etcd_url
+from shoal_controller.store.etcd_store import parsed_etcd_url
 from shoal_controller.store.open import open_store
-from shoal_controller.store.owner import Owner
-from shoal_controller.tasks import cancelled_when, end_task, guarded, only_logged
-from shoal_controller.token_register import TokenRegister
-from shoal_controller.worker_port import WorkerPort, bind_again, remember
-from shoal_controller.worker_tokens import WorkerTokens
-from shoal_controller.writable import check_writable
 
 END_SECONDS = 15.0
 """How long a leader may take to end its term: its jobs finish the write in hand."""
@@ -233,10 +230,9 @@ def _session_settings(settings: Settings) -> SessionSettings:
 
 def _api_settings(settings: Settings, tokens: WorkerTokens | None) -> ApiSettings:
     here_only = is_here(split_address(settings.http)[0])
-    site = Site() if settings.page else None
     launchers, folder, proxies = settings.allowed_launchers, settings.folder, Proxies.named(settings.proxies)
     workers = settings.default_workers
-    return ApiSettings(workers, here_only, launchers, tokens, folder, site, settings.log_folder, proxies)
+    return ApiSettings(workers, here_only, launchers, tokens, folder, settings.page, settings.log_folder, proxies)
 
 
 def _secret(settings: Settings) -> str | None:
@@ -269,7 +265,7 @@ async def _pods(
     client of a cluster takes a second.
     """
     from shoal_controller.elastic_jobs.reconciler import reconciling
-    from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_launcher
+    from shoal_controller.launchers.kubernetes.pod_launcher import connected, kubernetes_launcher
 
     given, taints = _listed(settings.kubernetes_controllers), _listed(settings.kubernetes_taints)
     pods = PodOptions(lambda: given or controller.places(), tokens)

@@ -17,8 +17,8 @@ from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
 from shoal_protos.validation import every_sentence
 
-from shoal_controller.proxies import Proxies
-from shoal_controller.store.etcd_url import EtcdAccess
+from shoal_controller.access.proxies import Proxies
+from shoal_controller.store.etcd_store import EtcdAccess
 
 DEFAULT_WORKERS = 2
 """Wanted by a job that does not say, on a machine without CUDA devices."""

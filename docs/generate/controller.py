@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from shoal_controller.api.models import JobBody, WorkersBody
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
-from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.observe.metrics import Metrics, Sources
 from shoal_controller.settings import Settings
 
 PAGE = Path(__file__).resolve().parents[1] / "controller.md"

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 from shoal_controller.api.models import JobBody
-from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, GROUP, KIND, PLURAL, VERSION
+from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, GROUP, KIND, PLURAL, VERSION
 
 FILE = Path(__file__).resolve().parents[2] / "helm" / "shoal" / "crd" / "elasticjobs.yaml"
 OPENING = "# Written by `make docs` from docs/generate/elasticjob.py; do not edit.\n"

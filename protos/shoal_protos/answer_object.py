@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal_protos.errors import ShoalError
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
 Unread = Callable[[str], ShoalError]
 """What is wrong with an answer → the error."""

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import hjson
 
 from shoal_protos.errors import UserError
-from shoal_protos.quoting import shown
 from shoal_protos.strict_json import each_key_once, parsed_json
+from shoal_protos.text import shown
 
 LARGEST_FILE = 1 << 20
 LARGEST_EXACT = 2.0**53

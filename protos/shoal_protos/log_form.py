@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from shoal_protos.readable import number
+from shoal_protos.text import number
 
 ENTRY = re.compile(r'\{.*"logger": "shoal["._]')
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal_protos.quoting import shown
+from shoal_protos.text import shown
 
 ZERO = "zero_optimization"
 OFFLOADS = {

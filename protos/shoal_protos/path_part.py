@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from shoal_protos.errors import UserError
-from shoal_protos.quoting import shown
+from shoal_protos.text import shown
 
 MOST_NAME = 300
 """Characters of a name; no job, worker or token has so many."""

@@ -1,7 +1,7 @@
 """What is said on a worker's rendezvous port: entries, and the greeting that names the process.
 
 Members of a generation leave addresses for each other there (`shoal.exchange`); the controller looks whether the
-process lives (`shoal_controller.probes`). Pure: only the form of the bytes.
+process lives (`shoal_controller.jobs.probes`). Pure: only the form of the bytes.
 """
 
 from __future__ import annotations

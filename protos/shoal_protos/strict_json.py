@@ -1,16 +1,19 @@
 """JSON of people and strangers: what the reader of the standard library would take, or break at, is refused.
 
 Training configs, job specs and the bodies of REST are read by it.
+
+What the document of a stranger may cost: how large it may be, and where a value stands in it. The key of a value is
+written only for a sentence: there may be a hundred thousand, with a name as long as the document above them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal_protos.errors import UserError
-from shoal_protos.quoting import shown_name
+from shoal_protos.text import shown_name
 
 
 def parsed_json(text: str | bytes, whole: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -46,3 +49,30 @@ def each_key_once(whole: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any
 
 def given_twice(key: str, whole: str) -> str:
     return f"`{shown_name(key)}` is given twice in one section of {whole}; keep one"
+
+
+MOST_BODY_BYTES = 256 * 1024
+"""The largest body that a controller accepts."""
+LONGEST_KEY = 200
+"""Characters of a key that a sentence repeats."""
+
+
+class JsonPlace(NamedTuple):
+    """An entry (`part`: its name, or its number in a list) of what stands at another place."""
+
+    holder: JsonPlace | None
+    part: str | int
+
+    @property
+    def key(self) -> str:
+        """As `workers.min` or `command[2]`; empty of the document."""
+        parts: list[str] = []
+        place = self
+        while place.holder is not None:
+            parts.append(f"[{place.part}]" if isinstance(place.part, int) else f".{place.part[: LONGEST_KEY + 1]}")
+            place = place.holder
+        key = "".join(reversed(parts)).removeprefix(".")
+        return key if len(key) <= LONGEST_KEY else f"{key[: LONGEST_KEY - 1]}…"
+
+
+DOCUMENT = JsonPlace(None, "")

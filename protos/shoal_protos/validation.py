@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from shoal_protos.quoting import shown, shown_name
+from shoal_protos.text import shown, shown_name
 
 BULLET = "\n  - "
 """Between the sentences of one message."""

@@ -22,8 +22,8 @@ from cluster_choice import NAMESPACE
 from kubelet import Kubelets
 from ports import free_port
 from shoal_controller.elastic_jobs.reconciler import reconciling
-from shoal_controller.launchers.kubernetes.connect import connected
-from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from shoal_controller.launchers.kubernetes.pod_launcher import connected
+from shoal_controller.launchers.kubernetes.section import ClusterOptions
 from small_machine import SmallMachine, running
 from whole_api import WholeCluster
 

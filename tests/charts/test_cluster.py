@@ -20,14 +20,13 @@ import pytest
 from asynchronous import asynchronous
 from charts.desk import ClusterDesk, cluster_desk
 from charts.rendering import CHART, Json
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.core.machine.events import Exited, Waiting
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.elastic_jobs.resource_kind import FINALIZER
-from shoal_controller.launchers.kubernetes.connect import connected, kubernetes_launcher
-from shoal_controller.launchers.kubernetes.options import PodOptions
-from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher
-from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLauncher, connected, kubernetes_launcher
+from shoal_controller.launchers.kubernetes.resource_kind import FINALIZER
+from shoal_controller.launchers.kubernetes.section import PodOptions
 from shoal_protos.plan import Member, Plan, Reason
 
 SECTION: Json = {"image": "train:1", "node_selector": {"shoal.dev/nowhere": "yes"}, "grace_seconds": 10}

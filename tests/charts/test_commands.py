@@ -21,7 +21,7 @@ from charts.rendering import CHART, HELMS, ROOT
 from cluster_choice import NAMESPACE
 from pod_team import hurry
 from shoal_controller.elastic_jobs import owned_job, reconciler
-from shoal_controller.elastic_jobs.resource_kind import FINALIZER
+from shoal_controller.launchers.kubernetes.resource_kind import FINALIZER
 from whole_api import DEFINITIONS, DEPLOYMENTS
 
 MANIFEST = page_manifest()

@@ -22,7 +22,7 @@ import grpc.aio
 from integration.cluster import TRAIN, ended, fork, send_signal, until
 from integration.small_controller import SmallController
 from lies import lies
-from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_protos import session_pb2 as pb
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.messages import (

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from integration import scripts
-from shoal.device import Accelerator
 from shoal.exchange.traffic import BULK, FILLED, PARTIALS
 from shoal.group.build import Cancellation, GroupSpec
+from shoal.group.device_group import groups_of
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
-from shoal.group.of_device import groups_of
 from shoal.group.ordered import OrderedGroup
 from shoal.group.rendezvous_server import RendezvousServer
+from shoal.process.device import Accelerator
 from shoal.session import link_choice
 
 ELEMENTS = 1 << 20

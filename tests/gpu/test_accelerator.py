@@ -10,9 +10,9 @@ from shoal.core.sampler import Sampler
 from shoal.data.data_workers import Reading
 from shoal.data.fetch import Fetcher
 from shoal.data.source import NumberedSamples
-from shoal.device import Accelerator, device_of
+from shoal.group.device_group import StagedGroup
 from shoal.group.group import Group
-from shoal.group.staged import StagedGroup
+from shoal.process.device import Accelerator, device_of
 from torch import Tensor
 
 ELEMENTS = 4 << 20

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shoal.exchange.framing import FramedSend, receive_framed
+from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.group import host_peers
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal.unnamed_memory import GROUP as NAME
+from shoal.group.unnamed_memory import GROUP as NAME
 
 MUCH = 128 << 20
 """Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""

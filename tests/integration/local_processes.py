@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import psutil
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.core.machine.events import Exited
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.launchers.ownership import Claim
-from shoal_controller.worker_tokens import WorkerTokens
 
 SECONDS = 20.0
 """No wait of a test takes longer."""

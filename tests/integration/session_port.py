@@ -10,9 +10,9 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
+from shoal_controller.jobs.streams import Streams
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.sessions.streams import Streams
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD
 from shoal_protos.description import Description
 from shoal_protos.errors import NotFound

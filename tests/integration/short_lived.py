@@ -10,8 +10,8 @@ import signal
 from collections.abc import Sequence
 
 from integration.scripts import controller as lives_on
-from shoal_controller import job_repository
-from shoal_controller.job_repository import JobRepository
+from shoal_controller.jobs import job_repository
+from shoal_controller.jobs.job_repository import JobRepository
 from shoal_controller.store.store import Operation
 
 SMALLEST = {"MAX_OPERATIONS": 3, "EVENTS_PER_TRANSACTION": 1}

@@ -16,8 +16,8 @@ from shoal.exchange.form import PEER_FORM
 from shoal.session import dialogue
 from shoal.training import start
 from shoal_protos.messages import PROTOCOL_VERSION, WRONG_USE
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 from tiers import promise
 
 LONG: dict[str, Any] = {"max_steps": 30}

@@ -23,7 +23,7 @@ from forked_command import SHOAL, Forked, shoal
 from integration.cluster import Cluster, undisturbed, until
 from integration.run_command import LONG, OPTIONS, SCRIPT, running, started
 from ports import free_port
-from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.access.worker_tokens import WorkerTokens
 from tiers import promise
 
 PRINTING = f"print('hello from the script', flush=True)\n{SCRIPT}\nprint('and good-bye', flush=True)\n"

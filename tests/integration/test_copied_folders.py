@@ -18,10 +18,10 @@ from integration.cluster import until as until_seen
 from integration.local_processes import SLEEPER, Controller, ended, spec, until, written
 from integration.run_command import LONG, Command, running
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.launchers.ownership import Claim, claim
-from shoal_controller.store.owner import Owner
-from shoal_controller.worker_port import WorkerPort, bind_again, remember
+from shoal_controller.process.owner import Owner
+from shoal_controller.process.worker_port import WorkerPort, bind_again, remember
 from shoal_protos.errors import UserError
 
 RUN = ("demo", "run-1")

@@ -18,10 +18,10 @@ from etcd_cluster import etcd_cluster
 from matrices import shortened
 from shoal_controller.leadership import election
 from shoal_controller.leadership.election import LEADER, Leadership
-from shoal_controller.leadership.fenced_store import FencedStore
+from shoal_controller.leadership.term import FencedStore
+from shoal_controller.process.tasks import first_of
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Compare, Delete, Put, Store, UnknownOutcome
-from shoal_controller.tasks import first_of
 from shoal_protos.errors import StoreError
 from standing import Stander
 

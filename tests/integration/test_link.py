@@ -20,7 +20,7 @@ from certificates import authority, certificate
 from integration.linked_workers import DESCRIPTION, NEW, Worker, at, begin_a_world, together, workers
 from integration.small_controller import PATIENCE_SECONDS, SmallController
 from rule import Edit, holds, rule
-from shoal.exchange.framing import FramedSend
+from shoal.exchange.packing import FramedSend
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import Group, WorldChanged

@@ -28,13 +28,12 @@ from integration.local_processes import (
     written,
 )
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import Exited
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_controller.launchers.ownership import Claim
-from shoal_controller.launchers.process import Process
-from shoal_controller.launchers.process_record import ProcessRecords
+from shoal_controller.launchers.process import Process, ProcessRecords
 from shoal_protos.errors import NotFound, StoreError, UserError
 from tiers import promise
 

@@ -12,7 +12,7 @@ from rule import Edit, holds, rule
 
 @holds("A worker's log stays bounded")
 def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal_controller.launchers.process_record.LOG_BYTES", 10_000)
+    monkeypatch.setattr("shoal_controller.launchers.process.LOG_BYTES", 10_000)
     monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
 
     async def scene(controller: Controller) -> None:
@@ -40,7 +40,7 @@ def test_a_log_is_bounded_while_its_worker_writes_on(tmp_path: Path, monkeypatch
 def test_logs_of_workers_that_have_ended_are_bounded_and_one_that_failed_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal_controller.launchers.process_record.ENDED_LOGS", 1)
+    monkeypatch.setattr("shoal_controller.launchers.process.ENDED_LOGS", 1)
     monkeypatch.setattr("shoal_controller.launchers.local.TIDY_SECONDS", 0.01)
 
     async def scene(controller: Controller) -> None:
@@ -59,8 +59,8 @@ def test_logs_of_workers_that_have_ended_are_bounded_and_one_that_failed_stays(
     "Logs, records and the store are made for their user alone",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.private_files", "0o600)", "0o644)"),
-        Edit("shoal_controller.private_files", "mode=0o700", "mode=0o755"),
+        Edit("shoal_controller.process.private_files", "0o600)", "0o644)"),
+        Edit("shoal_controller.process.private_files", "mode=0o700", "mode=0o755"),
     ],
 )
 def test_what_a_worker_leaves_is_readable_by_this_user_alone(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from integration.session_port import BEAT, HELLO, SECONDS, WELCOME, Port, Worker
 from integration.small_controller import SmallController
 from pydantic import SecretStr
 from rule import Edit, holds, rule
-from shoal_controller import failed_logins
+from shoal_controller.access import failed_logins
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.sessions import front, service
 from shoal_controller.sessions.service import MAX_HEADER_BYTES
 from shoal_controller.sessions.stream_counts import StreamLimits
-from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.messages import Hello, Refusal
 
@@ -78,16 +78,16 @@ def test_a_wrong_token_is_answered_later_than_the_one_before_and_a_right_one_at_
     "waits, however many wrong ones of its address do",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.sessions.door", "        await asyncio.wait([task])\n", "        await task\n"),
-        Edit("shoal_controller.sessions.door", "        await self._keep_waiting(address)\n", ""),
+        Edit("shoal_controller.sessions.service", "        await asyncio.wait([task])\n", "        await task\n"),
+        Edit("shoal_controller.sessions.service", "        await self._keep_waiting(address)\n", ""),
         Edit(
-            "shoal_controller.sessions.door",
+            "shoal_controller.sessions.service",
             '        if kind == "Bearer" and self._tokens.is_operators(bearer):\n            return None\n'
             "        self._failed_logins.check(address)\n",
             "        self._failed_logins.check(address)\n"
             '        if kind == "Bearer" and self._tokens.is_operators(bearer):\n            return None\n',
         ),
-        Edit("shoal_controller.sessions.door", "        wrong()\n", ""),
+        Edit("shoal_controller.sessions.service", "        wrong()\n", ""),
     ],
 )
 def test_wrong_tokens_side_by_side_are_refused_and_hold_up_no_right_one(monkeypatch: pytest.MonkeyPatch) -> None:

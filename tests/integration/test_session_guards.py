@@ -13,14 +13,14 @@ from certificates import authority, certificate
 from integration.session_port import HELLO, SECONDS, WELCOME, Port, Worker, on_port, receives_only
 from pydantic import SecretStr, ValidationError
 from rule import Edit, holds, rule
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.core.machine.events import MessageReceived
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import MAX_MESSAGE_BYTES, METHOD
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Heartbeat, Refusal, Telemetry
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 from tiers import promise
 
 
@@ -101,7 +101,7 @@ def test_a_controller_that_does_not_lead_refuses_nobody_for_good() -> None:
     "A worker's token opens sessions of its job, and nothing in REST",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.sessions.dialogue",
+        "shoal_controller.jobs.dialogue",
         "        if self.proof is not None and self.proof.job != job:\n",
         "        if False:\n",
     ),

@@ -16,11 +16,12 @@ from integration.session_port import HELLO, WELCOME, Port, Worker, on_port
 from integration.small_controller import SmallController
 from pydantic import SecretStr
 from rule import holds
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.core.machine.proof import Proof
+from shoal_controller.jobs import streams
 from shoal_controller.server import Server, serve
-from shoal_controller.sessions import service, streams
+from shoal_controller.sessions import service
 from shoal_controller.settings import Settings
-from shoal_controller.worker_tokens import WorkerTokens
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SESSION_TOKEN
 from shoal_protos.messages import Alive, Hello, Refusal, SessionToken, ToWorker, Welcome
 from tiers import promise

@@ -11,9 +11,9 @@ import pytest
 from integration.session_port import BEAT, HELLO, WELCOME, Event, Jobs, Port, on_port, receives_only
 from rule import Edit, rule
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
+from shoal_controller.jobs.streams import Stream
 from shoal_controller.sessions.service import SessionService
 from shoal_controller.sessions.settings import SessionSettings
-from shoal_controller.sessions.streams import Stream
 from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, Ping, PlanMessage, Prepare, Refusal, Shutdown
 from shoal_protos.plan import Member, Plan, Reason, Share

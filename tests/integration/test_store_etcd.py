@@ -16,7 +16,7 @@ from rule import holds
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
 from shoal_controller.store import etcd_store
-from shoal_controller.store.etcd_url import EtcdAccess
+from shoal_controller.store.etcd_store import EtcdAccess
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Change, Compacted, Compare, Put, UnknownOutcome
 from shoal_protos.errors import StoreError, UserError

@@ -16,8 +16,8 @@ import shoal
 import shoal.blocks.unit_flats
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from torch import Tensor, nn
 

@@ -24,7 +24,7 @@ from models.trainer_scripts import (
     untimed_log,
 )
 from rule import Edit, holds, rule
-from shoal.integrations.transformers import kept_state
+from shoal.integrations.transformers import elastic_run
 from shoal_protos.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,7 +37,7 @@ FOLDER = f"checkpoint-{SAVED}"
 
 def test_each_field_of_the_librarys_state_is_the_runs_the_arguments_or_the_workers() -> None:
     names = [field.name for field in dataclasses.fields(transformers.TrainerState)]
-    kinds = [*kept_state.OF_THE_RUN, *kept_state.OF_THE_ARGUMENTS, *kept_state.OF_THE_WORKER]
+    kinds = [*elastic_run.OF_THE_RUN, *elastic_run.OF_THE_ARGUMENTS, *elastic_run.OF_THE_WORKER]
     assert sorted(kinds) == sorted(names)
 
 
@@ -57,12 +57,12 @@ class Unhurried:
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal.integrations.transformers.kept_state",
+            "shoal.integrations.transformers.elastic_run",
             "        for name in OF_THE_RUN:\n",
             "        for name in (*OF_THE_RUN, *OF_THE_ARGUMENTS):\n",
         ),
         Edit(
-            "shoal.integrations.transformers.kept_state",
+            "shoal.integrations.transformers.elastic_run",
             "        alike = given.get(name) == given_then.get(name)\n",
             "        alike = True\n",
             by="test_what_a_callback_is_made_with_is_the_scripts_and_what_it_has_counted_the_runs",

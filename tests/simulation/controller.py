@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.durable import Durable, Place
 from shoal_controller.core.machine.effects import (
     Adopt,
     AskPlanner,
@@ -41,7 +41,6 @@ from shoal_controller.core.machine.events import (
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, restore, step
 from shoal_controller.core.machine.phases.rest import rests_until
-from shoal_controller.core.machine.place import Place
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Welcome
 

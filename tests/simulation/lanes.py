@@ -1,7 +1,7 @@
 """How one simulated worker goes through the lanes of a step, and how owners come by their sum, by stage.
 
 Whole gradients (stages 0 and 1): all lanes, then one message to each owner. Gradients on shards (stages 2 and 3):
-round by round, a driver of the real core/rounds.py; a sum is a set of lanes here, so a lane that is lost, or counted
+round by round, a driver of the real core/tree.py; a sum is a set of lanes here, so a lane that is lost, or counted
 twice, is seen. After a loss nothing is left of the rounds before. In stage 3 whoever trains a lane first gathers the
 parameters.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from shoal.core.rounds import NO_LANE, Round, first_rounds, rounds, shard_tree
+from shoal.core.tree import NO_LANE, Round, first_rounds, rounds, shard_tree
 from shoal_protos.activity import LANES_BEGIN
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shoal.core.membership import Membership
-from shoal.core.save_part import SaveAct, SavePart, SaveStatus
-from shoal_controller import record_set
+from shoal.core.saving import SaveAct, SavePart, SaveStatus
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.durable import Durable, Failures, LinkFault, SaveRequest, Standing
 from shoal_controller.core.machine.events import NeverStarted
@@ -39,6 +38,7 @@ from shoal_controller.core.machine.phases import (
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
+from shoal_controller.jobs import record_set
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan

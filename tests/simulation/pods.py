@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import (
     Endangered,
     Event,
@@ -19,7 +20,6 @@ from shoal_controller.core.machine.events import (
     Waiting,
 )
 from shoal_controller.core.machine.pending import Notice, PendingReason
-from shoal_controller.core.machine.place import Place
 
 from .controller import Launcher
 

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shoal.core.save_part import (
+from shoal.core.saving import (
     CompleteSave,
     SaveAct,
+    SaveChoice,
     SavePart,
     SavePartVote,
     SaveStatus,
+    SaveVote,
+    Saving,
     SharedSave,
     WithdrawSave,
     WriteSave,
 )
-from shoal.core.saving import SaveChoice, SaveVote, Saving
 from shoal_protos.checkpoint import CheckpointRef, SaveReport
 
 if TYPE_CHECKING:

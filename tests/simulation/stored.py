@@ -9,9 +9,9 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from shoal_controller import record_set
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
+from shoal_controller.jobs import record_set
 from shoal_controller.store.store import Operation, Put
 
 HEAD = "head"

@@ -19,8 +19,8 @@ import torch
 from crew import Crew, Task, engine_of, undisturbed
 from matrices import shortened
 from rule import Edit, holds, rule
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError

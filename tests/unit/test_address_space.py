@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from shoal_protos import address_space
-from shoal_protos.address_space import MIB, check_address_space
 from shoal_protos.errors import UserError
+from shoal_protos.limits import MIB, check_address_space
 from tiers import check
 
 pytestmark = check("measures memory")
@@ -21,7 +20,7 @@ pytestmark = check("measures memory")
 def test_what_is_left_below_the_limit_counts(monkeypatch: pytest.MonkeyPatch, limit: int, refused: bool) -> None:
     limits = limit * MIB if limit > 0 else limit, resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    monkeypatch.setattr(address_space, "_in_use", lambda: 150 * MIB)
+    monkeypatch.setattr(limits, "_in_use", lambda: 150 * MIB)
     if not refused:
         return check_address_space("a controller", 512)
     with pytest.raises(UserError, match=r"limited to 600 MiB, and 450 MiB of it are free; a controller needs 512 MiB"):

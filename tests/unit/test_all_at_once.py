@@ -11,8 +11,8 @@ import shoal
 import torch
 from crew import ONE_AT_A_TIME, Task, engine_of, train
 from shoal.callbacks import EarlyStopping, SaveBest
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from rule import holds
-from shoal.group.group import WorldChanged
-from shoal.group.solo import SoloGroup
-from shoal.session.alone import AloneLink
+from shoal.group.group import SoloGroup, WorldChanged
 from shoal.session.link import Opened, Recover, Stopped
+from shoal.session.link_choice import AloneLink
 from shoal_protos.description import Description
 from shoal_protos.messages import Inventory, MemberState, Status, Telemetry
 from shoal_protos.runs import NO_BLOCKS, every

@@ -16,7 +16,7 @@ from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_protos.checkpoint import CheckpointRef
-from shoal_protos.json_bounds import MOST_BODY_BYTES
+from shoal_protos.strict_json import MOST_BODY_BYTES
 from small_machine import SmallMachine
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "rest").glob("*.json"))

@@ -33,26 +33,26 @@ SPEC = {
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal_controller.runner",
+            "shoal_controller.jobs.runner",
             "                only_if.check(self.spec.job, version_of(self.view()))\n",
             "                version_of(self.view())\n",
         ),
         Edit(
-            "shoal_controller.shell",
+            "shoal_controller.jobs.shell",
             "                    only_if.check(job, version_of(view))\n",
             "                    version_of(view)\n",
         ),
         Edit(
-            "shoal_controller.api.preconditions",
+            "shoal_controller.api.routes",
             '(tag.strip(\'"\') for tag in tags if not tag.startswith("W/"))',
             '(tag.removeprefix("W/").strip(\'"\') for tag in tags)',
         ),
         Edit(
-            "shoal_controller.core.machine.version",
+            "shoal_controller.core.machine.machine",
             "    if carried_out or _asked_of(before) != _asked_of(after):\n",
             "    if carried_out or before != after:\n",
         ),
-        Edit("shoal_controller.core.machine.version", "    if carried_out or _asked_of", "    if _asked_of"),
+        Edit("shoal_controller.core.machine.machine", "    if carried_out or _asked_of", "    if _asked_of"),
     ],
 )
 @holds("Of two changes that name one version")
@@ -84,12 +84,12 @@ async def test_a_change_that_names_an_old_version_gets_the_version_of_now_and_ch
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.runner",
+            "shoal_controller.jobs.runner",
             "                only_if.check(self.spec.job, version_of(self.view()))\n",
             "                pass\n",
         ),
         Edit(
-            "shoal_controller.core.machine.version",
+            "shoal_controller.core.machine.machine",
             "    if carried_out or _asked_of(before) != _asked_of(after):\n",
             "    if carried_out:\n",
         ),
@@ -153,7 +153,7 @@ async def test_a_job_that_is_over_is_forgotten_only_at_the_version_that_was_seen
     "A request for a job that comes once more with its key makes no second run, also of the controller that takes over",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.shell",
+        "shoal_controller.jobs.shell",
         "            if any(is_repeated(spec, runner.spec) for runner in self._runners.values()):\n",
         "            if False:\n",
     ),
@@ -164,18 +164,18 @@ async def test_a_job_that_is_over_is_forgotten_only_at_the_version_that_was_seen
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal_controller.only_if",
+            "shoal_controller.jobs.only_if",
             "    if spec.request_digest != known.request_digest:\n",
             "    if not spec.request_digest:\n",
         ),
         Edit(
-            "shoal_controller.shell",
+            "shoal_controller.jobs.shell",
             "            if any(is_repeated(spec, runner.spec) for runner in self._runners.values()):\n"
             "                return self.view(spec.job)\n",
             "",
         ),
         Edit(
-            "shoal_controller.api.preconditions",
+            "shoal_controller.api.routes",
             "    if not key:\n        return spec\n",
             "    if key:\n        return spec\n",
         ),

@@ -6,11 +6,11 @@ import pytest
 from api_port import NO_JOBS, TRAIN, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller import logs
+from shoal_controller.access.proxies import Proxies
+from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
-from shoal_controller.proxies import Proxies
-from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.process import logs
 from shoal_protos.release import RELEASE
 from small_machine import SmallMachine
 from tiers import check
@@ -73,7 +73,7 @@ ABOUT_TOKENS = [
     broken_by=[
         Edit("shoal_controller.api.guard", "    if not caller.role.includes(needed):\n", "    if False:\n"),
         Edit(
-            "shoal_controller.token_register",
+            "shoal_controller.access.token_register",
             "        token = NamedToken(name, role, _digest(shown), now",
             "        token = NamedToken(name, role, shown, now",
         ),
@@ -116,7 +116,7 @@ async def test_every_route_that_changes_something_needs_more_than_view(tmp_path)
     "The history says who asked for what, with which token; it outlives other events, and has a bound of its own",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.job_repository",
+        "shoal_controller.jobs.job_repository",
         "    key = audit_key if event.kind == EventKind.AUDIT else event_key\n",
         "    key = event_key\n",
     ),
@@ -157,7 +157,7 @@ async def test_the_history_says_who_did_what_when_with_which_token(tmp_path):
 @rule(
     "A client's address is believed of proxies that are named, and of nobody else",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal_controller.proxies", "while hops and self._is_proxy(address) and", "while hops and"),
+    broken_by=Edit("shoal_controller.access.proxies", "while hops and self._is_proxy(address) and", "while hops and"),
 )
 @pytest.mark.parametrize(
     ("proxies", "forwarded", "seen"),

@@ -12,8 +12,8 @@ import pytest
 import shoal
 import torch
 from crew import Task, engine_of
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

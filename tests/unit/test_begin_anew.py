@@ -9,7 +9,7 @@ from machine_driver import MADE_OF, Driver, notes, training
 from rule import Edit, rule
 from shoal_controller.core.machine.effects import Effect, Send
 from shoal_controller.core.machine.events import ConfirmLost, Disconnected
-from shoal_controller.core.machine.phases import survival
+from shoal_controller.core.machine.phases import admission
 from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.checkpoint import CheckpointRef
@@ -139,7 +139,7 @@ def test_the_first_line_of_a_job_says_what_its_mirrors_and_saves_are_worth(
     job.hello("w0")
     where = "go back to the newest checkpoint in /mnt/ckpt" if saves else "begins anew at step 0, because no checkpoint"
     [line] = notes(job.effects, "survives")
-    assert line == job.notes[0] == survival.sentence(job.made_of)
+    assert line == job.notes[0] == admission.sentence(job.made_of)
     assert line.startswith(sentence) and where in line
     job.hello("w1")
     assert not notes(job.effects, "survives")

@@ -12,9 +12,9 @@ from crew_saves import saved
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest, best_number
-from shoal.faults import Faults
 from shoal.group.group import WorldChanged
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 
@@ -54,8 +54,8 @@ def stops() -> EarlyStopping:
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal.training.engine",
-            '            self.register_state(f"{type(callback).__name__} {callback.number}", callback)\n',
+            "shoal.callbacks.best_number",
+            '        engine.register_state(f"{type(self).__name__} {self.number}", self)\n',
             "",
         ),
         Edit("shoal.callbacks.best_number", "        if step == self.step:\n            return\n", ""),

@@ -15,8 +15,8 @@ from crew import Crew, Killed, Task, engine_of, undisturbed
 from integration.scripts import Samples
 from matrices import shortened
 from rule import Edit, holds, rule
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.boundary import Boundary
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker
@@ -98,7 +98,7 @@ def has_heard(worker: Any) -> bool:
         ),
         Edit("shoal.training.boundary", " or self._called.last < step\n", "\n"),
         Edit(
-            "shoal.training.called_steps",
+            "shoal.training.boundary",
             "                self._take(self._comes)\n        self._comes, self._sent",
             "                self._comes.wait()\n        self._comes, self._sent",
         ),

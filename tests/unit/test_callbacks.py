@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from crew import Crew, Task, engine_of, train, undisturbed
-from shoal.callbacks import CSV, MLflow, Progress, TensorBoard, WandB, progress_line
-from shoal.callbacks.progress_line import line_of
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.callbacks import CSV, MLflow, Progress, TensorBoard, WandB, step_callback
+from shoal.callbacks.step_callback import line_of
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.log_form import in_short
-from shoal_protos.readable import duration, number
+from shoal_protos.text import duration, number
 
 OPTIONS = {"max_steps": 6}
 
@@ -148,7 +148,7 @@ def test_the_progress_line_names_step_loss_speed_time_left_and_world(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = iter(range(0, 100, 2))
-    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    monkeypatch.setattr(step_callback, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
     samples = trained(Progress(every_steps=2)).context.config.train_batch_size
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in lines] == ["step 1/6", "step 2/6", "step 4/6", "step 6/6"]

@@ -55,7 +55,7 @@ def test_a_job_that_is_to_be_cancelled_is_not_calm():
             "        return all(one.connection is not None and one.ping is None for one in served)\n",
             "        return all(one.ping is None for one in served)\n",
         ),
-        Edit("shoal_controller.runner", "        if self._job.is_calm and 0 <= now", "        if 0 <= now"),
+        Edit("shoal_controller.jobs.runner", "        if self._job.is_calm and 0 <= now", "        if 0 <= now"),
     ],
 )
 def test_a_worker_that_is_silent_ends_the_calm_before_it_is_suspected():

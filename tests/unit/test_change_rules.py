@@ -12,7 +12,7 @@ import pytest
 from crew import Crew, Task, Worker, undisturbed
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.faults import PlantedFault
+from shoal.process.faults import PlantedFault
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.errors import UserError
@@ -123,7 +123,7 @@ def test_a_member_that_has_not_all_gradients_yet_has_none_to_roll_forward_with()
 @rule(
     "Only blocks whose next gradient has arrived roll forward",
     "A step",
-    broken_by=Edit("shoal.training.state", "        self.held.keep_only(self.pending)\n", ""),
+    broken_by=Edit("shoal.state.training_state", "        self.held.keep_only(self.pending)\n", ""),
 )
 def test_a_block_whose_gradient_is_not_in_does_not_roll_forward() -> None:
     """A member keeps what its new plan releases until the first commit; in the vote of that commit another one dies."""
@@ -171,7 +171,7 @@ def test_the_time_that_a_joiner_was_outside_is_no_pause_of_training() -> None:
     "Blocks that a plan releases are freed after the first commit of its generation, and leave the inventory then",
     "A change of the world",
     broken_by=Edit(
-        "shoal.training.state",
+        "shoal.state.training_state",
         "        self.held.keep_only(self.pending)\n",
         "        self.held.keep_only(self.pending | self.held.runs)\n",
     ),
@@ -345,7 +345,7 @@ def test_a_joiner_warms_up_on_a_lane_whose_result_is_thrown_away() -> None:
 @rule(
     "A joiner gets the values in `param_groups`, not only the scheduler's state",
     "A change of the world",
-    broken_by=Edit("shoal.training.state", 'self.load_hyper_parameters(given["hyper"])', "given"),
+    broken_by=Edit("shoal.state.training_state", 'self.load_hyper_parameters(given["hyper"])', "given"),
 )
 def test_the_values_of_the_optimizers_groups_reach_a_joiner() -> None:
     """A scheduler's state alone would leave the learning rate as the script has set it."""
@@ -394,9 +394,7 @@ def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run() -> 
     "No hyper-parameter may be set between `engine.step` and the next batch: a worker that gets its first lane "
     "there would miss it",
     "A change of the world",
-    broken_by=Edit(
-        "shoal.training.agreed_hyper", "        if difference:", "        if not difference and difference:"
-    ),
+    broken_by=Edit("shoal.state.agreed_hyper", "        if difference:", "        if not difference and difference:"),
 )
 def test_a_rate_that_is_set_after_the_step_is_refused_in_any_world_before_a_joiner_lacks_it() -> None:
     def step(engine: Engine) -> None:

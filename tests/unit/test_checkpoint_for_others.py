@@ -20,10 +20,10 @@ from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.catalogue import resolve
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.model_export import export as export_live
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
-from shoal.model_export import export as export_live
-from shoal.training.state import TrainingState
+from shoal.state.training_state import TrainingState
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from checkpoints import Model, fresh, save, trained
 from shoal.checkpoint.catalogue import Found, look_into
+from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.restore import fits, load_model, load_small_state
 from shoal.checkpoint.storage import LocalStorage
-from shoal.fingerprint import block_digests
-from shoal.training.state import Limits, TrainingState
+from shoal.state.training_state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from torch import nn
 

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, rule
-from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import OLDEST_VERSION, VERSION, FileEntry, Manifest, parse, parse_part, sealed
-from shoal.checkpoint.plain import decode, encode
 from shoal.checkpoint.storage import open_storage
+from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.layout import MOST_BLOCKS
 from shoal.core.layout import VERSION as LAYOUT_VERSION
-from shoal_protos.quoting import of_shoal
+from shoal.core.plain import decode, encode
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
 ATTACKS = sorted((Path(__file__).parents[1] / "attacks" / "checkpoint").glob("*.txt"))
 

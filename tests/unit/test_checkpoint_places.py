@@ -17,9 +17,9 @@ from crew_saves import rests, saved
 from reference import reference
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import saves
-from shoal.checkpoint.errors import NoneReadable, TransientStorageFailure
 from shoal.checkpoint.manifest import VERSION
 from shoal.checkpoint.storage import LocalStorage, Storage
+from shoal.core.checkpoint_errors import NoneReadable, TransientStorageFailure
 from shoal_controller.core.machine.phases import waiting
 
 pytestmark = pytest.mark.xdist_group("places of checkpoints")

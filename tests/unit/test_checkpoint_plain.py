@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.plain import decode, encode
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.plain import decode, encode
 from shoal_protos.errors import UserError
 from torch import Tensor
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import SaveName, checkpoints, look_into, saves
-from shoal.checkpoint.errors import StorageFailed
-from shoal.checkpoint.lineage import gone_on
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.retention import Keep, Ours, delete, prune, superfluous
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
+from shoal.core.checkpoint_errors import StorageFailed
+from shoal.core.lineage import gone_on
 
 
 def names(steps: list[int]) -> list[SaveName]:

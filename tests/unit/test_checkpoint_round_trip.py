@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from matrices import examples
 from safetensors import safe_open
 from shoal.checkpoint.catalogue import look_into
-from shoal.checkpoint.checksum import CHECKSUM_BYTES
+from shoal.checkpoint.fingerprint import block_digests, total_of
+from shoal.checkpoint.manifest import CHECKSUM_BYTES
 from shoal.checkpoint.restore import fits, load_blocks, load_small_state
 from shoal.checkpoint.retention import delete
 from shoal.checkpoint.storage import LocalStorage, Storage, open_storage
 from shoal.checkpoint.verify import verify
-from shoal.fingerprint import block_digests, total_of
-from shoal.training.state import TrainingState
+from shoal.state.training_state import TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from xxhash import xxh3_128_digest

@@ -11,12 +11,12 @@ from checkpoints import fresh, save, train, trained
 from object_store import object_store
 from ports import free_port
 from shoal.checkpoint.catalogue import checkpoints, look_into, resolve
-from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
+from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.restore import fits, load_blocks, load_small_state
 from shoal.checkpoint.retention import Keep, prune
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
-from shoal.fingerprint import block_digests
+from shoal.core.checkpoint_errors import CheckpointDamaged, StorageFailed
 from shoal_protos.runs import every
 from tiers import check
 

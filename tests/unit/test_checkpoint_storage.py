@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, rule
-from shoal.blocks.host_memory import host_memory
 from shoal.checkpoint.catalogue import checkpoints, look_into
-from shoal.checkpoint.errors import StorageFailed, StorageFull
 from shoal.checkpoint.retrying_storage import TRIES, Chunks, RetryingStorage
 from shoal.checkpoint.storage import LocalStorage, ObjectStorage, Storage, Target, as_storage_error, open_storage
 from shoal.checkpoint.verify import verify
+from shoal.core.checkpoint_errors import StorageFailed, StorageFull
+from shoal.process.host_memory import host_memory
 from shoal_protos.errors import UserError
 
 

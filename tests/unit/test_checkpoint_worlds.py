@@ -17,10 +17,10 @@ from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import SaveName, checkpoints, saves
+from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
-from shoal.failure import NeedsFreshProcess
 from shoal_controller.core.machine.events import DrainWorker, Save
 from shoal_protos.errors import Conflict
 

@@ -15,7 +15,7 @@ from shoal_controller.core.machine.events import Started
 from shoal_controller.core.machine.job import restore
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.overview.attention import attention
-from shoal_controller.series.job_series import JobSeries
+from shoal_controller.observe.job_series import JobSeries
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import (
     Heartbeat,
@@ -49,7 +49,7 @@ OLD = Status(
             "    if mismatch := claims.run_mismatch(turn.spec, hello):\n",
             "    if (mismatch := claims.run_mismatch(turn.spec, hello)) and False:\n",
         ),
-        Edit("shoal_controller.shell", "        spec = replace(spec, run=secrets.token_hex(8))\n", ""),
+        Edit("shoal_controller.jobs.shell", "        spec = replace(spec, run=secrets.token_hex(8))\n", ""),
     ],
 )
 @pytest.mark.parametrize(

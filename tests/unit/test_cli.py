@@ -21,14 +21,14 @@ from forked_command import SHOAL
 from matrices import shortened
 from rich.console import Console
 from rule import holds
+from shoal_controller.access.tokens import made_token
 from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
+from shoal_controller.cli.display import Rate
 from shoal_controller.cli.endings import ending
-from shoal_controller.cli.progress import Rate
 from shoal_controller.cli.run import goes_to_the_script, keeps_another, own
 from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
-from shoal_controller.tokens import made_token
 from shoal_protos.errors import JobFailed, StoreError, UserError
 from shoal_protos.release import RELEASE
 from tiers import check

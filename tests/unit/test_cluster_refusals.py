@@ -11,9 +11,9 @@ from asynchronous import asynchronous
 from cluster_choice import NAMESPACE
 from machine_driver import Driver
 from pod_team import SPEC, Team, hurry, team
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Spawn
 from shoal_controller.core.machine.events import Exited, Spawned, Waiting
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
 
 IN_VAIN = "no worker could be started in 3 attempts; worker w2: "

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal.config import TrainingConfig, agreement, load_config
-from shoal.config.batch import Sizes, settle
-from shoal.config.reference import page
+from shoal.config.training import Sizes, settle
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal_protos.errors import UserError
+
+from docs.generate.configuration import page
 
 ROOT = Path(__file__).parents[2]
 ATTACKS = sorted((ROOT / "tests" / "attacks" / "config").glob("*.txt"))
@@ -218,7 +219,7 @@ def test_workers_agree_on_what_changes_bits_and_on_nothing_else() -> None:
 
 def test_the_reference_page_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == page(), (
-        "run python -m shoal.config.reference > docs/configuration.md"
+        "run python -m docs.generate.configuration > docs/configuration.md"
     )
 
 

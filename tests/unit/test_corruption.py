@@ -17,11 +17,10 @@ from crew_saves import rests, saved
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.blocks.checksums import block_checksums
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.training import corruption_watch
-from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch
+from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch, block_checksums
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.runs import NO_BLOCKS, Runs

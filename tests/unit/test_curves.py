@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from shoal_controller.cli.display import seconds_left, time_left
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.plot import place_of, plot, reported, throughput
-from shoal_controller.cli.progress import seconds_left, time_left
 from shoal_controller.core.machine.spec import JobView, Phase
-from shoal_controller.curves import COLUMNS, LOOK_SECONDS, MOST_LINES, Curves, curve_file, read_curve
+from shoal_controller.observe.curves import COLUMNS, LOOK_SECONDS, MOST_LINES, Curves, curve_file, read_curve
 from shoal_protos.errors import NotFound
 
 

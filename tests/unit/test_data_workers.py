@@ -30,8 +30,8 @@ from shoal.data.batch_memory import receive, send
 from shoal.data.data_workers import DataWorkers, Reading
 from shoal.data.fetch import Fetcher
 from shoal.data.source import NumberedSamples
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.start import Given, engine_with
 from shoal_protos.errors import PeerError, UserError
 from tiers import check
@@ -259,7 +259,7 @@ def test_samples_are_read_and_collated_with_one_thread_of_torch_everywhere() -> 
             "    fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)\n",
         ),
         Edit(
-            "shoal.data.data_process",
+            "shoal.data.data_workers",
             "        signal.signal(number, signal.SIG_IGN)\n",
             "        signal.signal(number, signal.SIG_DFL)\n",
         ),

@@ -11,11 +11,11 @@ from checkpoints import Model, check_last_update, fresh, train
 from dcp_folders import FLAT, FORMS, changed, content_of, flat, found_in, plain, written
 from shoal.blocks.flat import views
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.dcp_folder import DcpFolder
 from shoal.checkpoint.importing import import_model
+from shoal.checkpoint.model_file import DcpFolder
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
-from shoal.training.state import Limits, TrainingState
+from shoal.state.training_state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_state_dict

@@ -18,13 +18,13 @@ from dcp_folders import changed, found_in, plain, written
 from shoal.blocks.residency import Residency
 from shoal.checkpoint import importing
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.dcp_folder import DcpFolder
 from shoal.checkpoint.dcp_index import INDEX
+from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.importing import import_model
+from shoal.checkpoint.model_file import DcpFolder
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
-from shoal.fingerprint import block_digests
-from shoal.training.state import Limits, TrainingState
+from shoal.state.training_state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check

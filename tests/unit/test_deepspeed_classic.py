@@ -14,8 +14,8 @@ from crew import Crew, Task
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.config.batch import Sizes, settle
 from shoal.config.load import Beside, load_config
+from shoal.config.training import Sizes, settle
 from shoal.deepspeed import comm, rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.training.engine import Engine

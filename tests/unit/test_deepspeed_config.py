@@ -25,7 +25,6 @@ from shoal.config.document import Document, Scheduler
 from shoal.config.load import Beside, load_config
 from shoal.config.sentences import keys_of
 from shoal.config.sifting import is_one_edit
-from shoal.deepspeed.doc_page import page
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.given_objects import optimizer_differs, scheduler_differs
 from shoal.training.engine import Engine
@@ -33,6 +32,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.validation import each_of
 from torch import nn
 from torch.utils.data import DataLoader
+
+from docs.generate.deepspeed import page
 
 TESTS = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((TESTS / "deepspeed_configs").glob("*.json"))

@@ -15,8 +15,7 @@ from crew_saves import saved
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.deepspeed.client_state import saved_in
-from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, is_within
+from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, is_within, saved_in
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.initializing import Made
 from shoal.deepspeed.surface import ABSENT, ENGINE

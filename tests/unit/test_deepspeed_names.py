@@ -16,8 +16,7 @@ from crew import Crew, Task, undisturbed
 from safetensors.torch import load_file
 from shoal.deepspeed import comm
 from shoal.deepspeed.__main__ import hand_over, run_command
-from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
-from shoal.deepspeed.engine_facts import EngineFacts
+from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine, EngineFacts
 from shoal.deepspeed.hf_config import stand_in_for_theirs
 from shoal.deepspeed.initializing import Made
 from shoal.deepspeed.surface import REFUSED_FLAGS, UNREAD_FLAGS

@@ -26,10 +26,10 @@ from shoal.checkpoint.catalogue import resolve
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
+from shoal.state.training_state import Limits, TrainingState
 from shoal.training.engine import Engine
-from shoal.training.state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check
@@ -77,7 +77,7 @@ def engine(one: Task) -> Engine:
     "First values of a model that was built without memory come from a seed of the module's name, whoever makes "
     "them, when, and as often as it takes",
     "A step",
-    broken_by=Edit("shoal.first_values.making", '    seed_from(f"{seed} {call.purpose} {call.name}")\n', ""),
+    broken_by=Edit("shoal.first_values.deferred_values", '    seed_from(f"{seed} {call.purpose} {call.name}")\n', ""),
 )
 @pytest.mark.parametrize("precision", shortened([{}, {"bf16": {"enabled": True}}], {}))
 @pytest.mark.parametrize(

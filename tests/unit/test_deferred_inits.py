@@ -24,11 +24,11 @@ from rule import Edit, holds, rule
 from safetensors.torch import save_file
 from shoal.blocks.residency import Residency
 from shoal.core.units import unit_numbers
-from shoal.faults import Faults
 from shoal.first_values.deferred_values import checksum_of, deferred_values
 from shoal.first_values.pretrained import Pretrained
-from shoal.session.alone import AloneLink
-from shoal.training.state import Limits, TrainingState
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
+from shoal.state.training_state import Limits, TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check

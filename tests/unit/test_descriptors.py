@@ -9,7 +9,7 @@ import sys
 import pytest
 from forked_command import SHOAL
 from rule import holds
-from shoal_controller.descriptors import raise_descriptor_limit
+from shoal_controller.process.descriptors import raise_descriptor_limit
 from tiers import check
 
 pytestmark = check("starts processes")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import shoal
-import shoal.device
+import shoal.process.device
 import torch
 from rule import Edit, rule
-from shoal.device import HOST, HostDevice, device_of
-from shoal.exchange.norm import by_halves
+from shoal.exchange.finite import by_halves
 from shoal.first_values.building import meant_device
 from shoal.offload.state_place import StatePlace, held_blocks
+from shoal.process.device import HOST, HostDevice, device_of
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.local import WorkerEnvironment
 from shoal_protos.errors import UserError
@@ -68,7 +68,7 @@ def test_a_local_worker_gets_the_device_that_fewest_have_and_a_job_may_say_anoth
     "on the number of rows",
     "Devices",
     broken_by=Edit(
-        "shoal.exchange.norm",
+        "shoal.exchange.finite",
         "    while rows.shape[1] > 1:\n"
         "        half = rows.shape[1] // 2\n"
         "        rows = rows[:, :half] + rows[:, half:]\n"
@@ -137,7 +137,7 @@ def test_a_model_is_built_for_a_device_that_is_there(device: str, sentence: str)
 
 def test_nothing_says_which_kind_of_accelerator_but_the_seam_and_the_groups() -> None:
     """And `shoal doctor`, which says to a person what this machine has."""
-    package = Path(shoal.device.__file__).parent
+    package = Path(shoal.process.device.__file__).parent
     wrong = [
         str(file.relative_to(package))
         for file in package.rglob("*.py")

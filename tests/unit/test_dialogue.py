@@ -8,7 +8,7 @@ import pytest
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Connected, MessageReceived
 from shoal_controller.core.machine.proof import Proof
-from shoal_controller.sessions.dialogue import OUTBOX_MESSAGES, Dialogue
+from shoal_controller.jobs.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description, Parameter, brief, with_digest
 from shoal_protos.errors import NotFound, Refused, StoreError, UserError
 from shoal_protos.messages import (
@@ -92,7 +92,7 @@ LARGE = replace(HELLO.description, parameters=(Parameter("weight", (4096, 40), "
     "… and on one stream one process says hello: its session token is made out to whom the stream names",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.sessions.dialogue",
+        "shoal_controller.jobs.dialogue",
         "    return hello.job, hello.worker, hello.incarnation\n",
         '    return hello.job, "", ""\n',
     ),

@@ -12,7 +12,7 @@ from machine_driver import training
 from rule import holds
 from shoal_controller.core.machine.figures import Figures, series_key
 from shoal_controller.core.machine.spec import JobView, Phase
-from shoal_controller.elastic_jobs.deletion_steps import (
+from shoal_controller.elastic_jobs.owned_job import (
     END_SECONDS,
     FAILED_SAVES,
     SAVE_SECONDS,
@@ -20,9 +20,8 @@ from shoal_controller.elastic_jobs.deletion_steps import (
     DeletionStep,
     next_step,
 )
-from shoal_controller.elastic_jobs.event_bursts import ClusterEvent, EventBursts
-from shoal_controller.elastic_jobs.resource_status import patch_between, tells_news
-from shoal_controller.elastic_jobs.shown_columns import columns, span
+from shoal_controller.elastic_jobs.resource_status import columns, patch_between, span, tells_news
+from shoal_controller.elastic_jobs.resource_writer import ClusterEvent, EventBursts
 
 # ---- events
 

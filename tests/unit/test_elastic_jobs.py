@@ -14,13 +14,13 @@ from api_server import RESOURCES
 from asynchronous import asynchronous
 from resource_place import hurry_resources, place
 from rule import Edit, holds, rule
+from shoal_controller.access.callers import Caller, Role
 from shoal_controller.api import resource_rules
-from shoal_controller.callers import Caller, Role
 from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobSpec, Phase
-from shoal_controller.elastic_jobs import owned_job, size_settling
-from shoal_controller.elastic_jobs.resource_kind import FINALIZER
-from shoal_controller.only_if import OnlyIf, VersionMismatch
+from shoal_controller.elastic_jobs import owned_job
+from shoal_controller.jobs.only_if import OnlyIf, VersionMismatch
+from shoal_controller.launchers.kubernetes.resource_kind import FINALIZER
 from shoal_protos.errors import Conflict, UserError
 from tiers import check
 
@@ -57,7 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             "            if self._deletion",
         ),
         Edit(
-            "shoal_controller.elastic_jobs.deletion_steps",
+            "shoal_controller.elastic_jobs.owned_job",
             "    if not can_save or now - deletion.began > SAVE_SECONDS:\n",
             "    if not can_save:\n",
         ),
@@ -102,7 +102,7 @@ async def test_scaling_the_resource_scales_the_job_whatever_the_cluster_answers(
 async def test_an_autoscaler_that_flaps_makes_few_changes_and_its_last_word_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(size_settling, "FIRST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(owned_job, "FIRST_PAUSE_SECONDS", 0.2)
     async with place(tmp_path) as one, one.term():
         await one.apply()
         await one.until(lambda: one.wanted() == 2, "two")

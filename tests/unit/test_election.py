@@ -9,7 +9,7 @@ from asynchronous import asynchronous
 from rule import Edit, holds, rule
 from shoal_controller.leadership import election
 from shoal_controller.leadership.election import LEADER, TERM, ControllerPlace
-from shoal_controller.leadership.fenced_store import FencedStore
+from shoal_controller.leadership.term import FencedStore
 from shoal_controller.store.store import Compare, Damaged, Delete, Fenced, Put, UnknownOutcome
 from shoal_protos.errors import StoreError
 from standing import Stander, standing
@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
     "writes is written only while nobody else was elected",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.leadership.fenced_store",
+        "shoal_controller.leadership.term",
         "transact([fence, *compares], operations)",
         "transact(compares, operations)",
     ),
@@ -279,7 +279,7 @@ async def test_a_leader_writes_only_while_nobody_else_was_elected_and_its_lease_
     "the strength of it",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.leadership.fenced_store",
+        "shoal_controller.leadership.term",
         "            raise UnknownOutcome(self._leadership.trouble)\n",
         "            return outcome\n",
     ),

@@ -15,8 +15,7 @@ from rule import Edit, rule
 from shoal_controller.etcd.etcd_pb2 import RangeRequest, RangeResponse, StatusRequest, StatusResponse, TxnRequest
 from shoal_controller.etcd.etcd_pb2 import TxnResponse as Answer
 from shoal_controller.store import etcd_store
-from shoal_controller.store.etcd_store import EtcdStore
-from shoal_controller.store.etcd_url import EtcdAccess, parsed_etcd_url
+from shoal_controller.store.etcd_store import EtcdAccess, EtcdStore, parsed_etcd_url
 from shoal_protos.errors import StoreError
 from tiers import check
 

@@ -10,8 +10,8 @@ from crew import Crew, Task, engine_of, undisturbed
 from integration.scripts import Samples
 from matrices import shortened
 from rule import holds
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import nn

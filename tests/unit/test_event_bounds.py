@@ -8,20 +8,20 @@ import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller import event_bounds
-from shoal_controller.callers import Caller, Role
+from shoal_controller.access.callers import Caller, Role
 from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.events import Save
 from shoal_controller.core.machine.spec import JobSpec, ResizeView
-from shoal_controller.event_bounds import bound_events
-from shoal_controller.records import JobEvent, event_key, head_key
+from shoal_controller.jobs import event_bounds
+from shoal_controller.jobs.event_bounds import bound_events
+from shoal_controller.jobs.records import JobEvent, event_key, head_key
 from shoal_controller.store.store import Delete, Put
 from small_machine import SmallMachine, running
 
 
 @pytest.fixture(autouse=True)
 def nobody_else_looks(monkeypatch):
-    monkeypatch.setattr("shoal_controller.shell.EVENTS_LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr("shoal_controller.jobs.shell.EVENTS_LOOK_SECONDS", 3600.0)
 
 
 @asynccontextmanager
@@ -76,9 +76,9 @@ async def test_a_head_that_counts_more_bytes_than_there_are_costs_no_other_job_i
     "history go first",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.event_bounds", "by_size[-1], by_size[-2]", "by_size[0], by_size[-2]"),
+        Edit("shoal_controller.jobs.event_bounds", "by_size[-1], by_size[-2]", "by_size[0], by_size[-2]"),
         Edit(
-            "shoal_controller.job_repository",
+            "shoal_controller.jobs.job_repository",
             "event_bytes=head.event_bytes + sum(sizes.values())",
             "event_bytes=sum(sizes.values())",
         ),
@@ -107,7 +107,7 @@ async def test_over_all_jobs_so_many_bytes_are_kept_and_the_oldest_of_the_larges
 @asynchronous
 async def test_events_are_dropped_while_their_job_goes_on_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 20)
-    monkeypatch.setattr("shoal_controller.shell.EVENTS_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("shoal_controller.jobs.shell.EVENTS_LOOK_SECONDS", 0.001)
     async with noting(tmp_path, train=(20, 1)) as world:
         for _ in range(10):
             await world.shell.submit("train", Save())
@@ -135,7 +135,7 @@ async def test_a_job_that_is_not_served_loses_no_event(tmp_path, monkeypatch):
         [spec] = (await world.store.list("/records/train/spec/")).entries
         await world.store.transact([], [Delete(spec.key)])
     monkeypatch.setattr(event_bounds, "EVENTS_KEPT", 0)
-    monkeypatch.setattr("shoal_controller.shell.EVENTS_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr("shoal_controller.jobs.shell.EVENTS_LOOK_SECONDS", 0.001)
     async with noting(tmp_path, other=(1, 1)) as world:
         assert world.shell._runners["train"].unserved
         while await numbers(world, "other"):

@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller import event_feed
-from shoal_controller.event_feed import EventFeed, FeedEntry
-from shoal_controller.records import JobEvent
+from shoal_controller.jobs import event_feed
+from shoal_controller.jobs.event_feed import EventFeed, FeedEntry
+from shoal_controller.jobs.records import JobEvent
 
 LIFE = "0123456789abcdef"
 

@@ -14,8 +14,7 @@ from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import windows
 from shoal.exchange.traffic import Traffic
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
+from shoal.group.group import Group, SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
 from small_pieces import limits_of

@@ -9,8 +9,8 @@ import pytest
 from api_port import NO_JOBS, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller import failed_logins
-from shoal_controller.failed_logins import (
+from shoal_controller.access import failed_logins
+from shoal_controller.access.failed_logins import (
     FREE_FAILURES,
     MOST_ADDRESSES,
     MOST_WAITING,
@@ -114,7 +114,7 @@ async def test_a_controller_that_ends_answers_wrong_tokens_that_wait_and_logs_no
     "Wrong tokens of one address are answered later and later, a right one at once",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.failed_logins", "        if over <= 0:\n", "        if over:\n"),
+        Edit("shoal_controller.access.failed_logins", "        if over <= 0:\n", "        if over:\n"),
         Edit(
             "shoal_controller.api.guard",
             "        caller = self._caller(headers, self._address(scope))\n",

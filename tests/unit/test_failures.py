@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from machine_driver import MADE_OF, NEW, Driver
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.overview.attention import attention
 from shoal_protos.checkpoint import CheckpointRef

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from shoal.faults import POINTS, Faults
+from shoal.process.faults import POINTS, Faults
 from shoal_protos.errors import UserError
 
 FORM = "expected WORKER@STEP:POINT:ACTION, as in w1@5:vote:kill."
@@ -16,9 +16,8 @@ FORM = "expected WORKER@STEP:POINT:ACTION, as in w1@5:vote:kill."
 
 def struck(text: str, point: str = "vote", step: int = 5) -> subprocess.Popen[bytes]:
     """A worker w1 that stands at a point and would then end with 7."""
-    program = (
-        f"from shoal.faults import Faults; Faults.parse({text!r}, 'w1').at({point!r}, {step}); raise SystemExit(7)"
-    )
+    strike = f"Faults.parse({text!r}, 'w1').at({point!r}, {step})"
+    program = f"from shoal.process.faults import Faults; {strike}; raise SystemExit(7)"
     return subprocess.Popen([sys.executable, "-c", program])
 
 

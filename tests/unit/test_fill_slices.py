@@ -10,7 +10,7 @@ from shoal.blocks.held import SEGMENTS_PER_BUCKET, HeldBlocks
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.exchange.fill_slices import receive_slice, send_slice
-from shoal.exchange.framing import FramedSend
+from shoal.exchange.packing import FramedSend
 from shoal.exchange.traffic import FILLED
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill

@@ -13,8 +13,8 @@ from shoal.exchange import canonical, round_reduction
 from shoal.exchange.ballot import HALT
 from shoal.exchange.finite import FiniteWatch, is_finite
 from shoal.exchange.tree_sum import TreeSum
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.milestones import passes_milestone
@@ -69,7 +69,7 @@ def is_lane(engine: Engine, lane: int) -> bool:
             "shoal.exchange.finite", "self._kept.append(_Range(bucket, start, mean, mean.sum(), lanes))", "assert lanes"
         ),
         Edit(
-            "shoal.training.update",
+            "shoal.training.step",
             "            if context.config.stop_on_nan:\n"
             "                stop_where_not_finite(record, copies)\n"
             "            stop_where_nothing_scales(record, context.state.loss_scale)\n"

@@ -15,8 +15,8 @@ from crew_saves import saved
 from integration.scripts import Samples
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 
@@ -79,7 +79,7 @@ def alone(folder: Path, steps: int, **checkpoint: Any) -> tuple[Engine, Task]:
             "            self._context.found = (step, _loss_of(found))\n",
             "            pass\n",
         ),
-        Edit("shoal.data.forward_seed", "            raise UserError(self._refusal)\n", "            pass\n"),
+        Edit("shoal.data.seeds", "            raise UserError(self._refusal)\n", "            pass\n"),
         Edit("shoal.training.first_weights", "        if self._why:\n", "        if False:\n"),
         Edit(
             "shoal.training.checkpoint_loading",

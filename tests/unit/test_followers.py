@@ -9,7 +9,7 @@ from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
 from shoal_controller.api import stream
-from shoal_controller.api.event_filter import EventFilter
+from shoal_controller.api.dependencies import EventFilter
 from shoal_controller.api.stream import Follower
 from small_machine import SPEC, running
 
@@ -21,7 +21,7 @@ ALL = EventFilter(frozenset(), None)
     "which leaves connections for others",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.launchers.process_record", "        os.truncate(log, 0)\n", ""),
+        Edit("shoal_controller.launchers.process", "        os.truncate(log, 0)\n", ""),
         Edit(
             "shoal_controller.api.stream",
             "        if readers.total() >= MOST_FOLLOWERS:\n",

@@ -62,9 +62,11 @@ async def begun(directory):
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.job_repository", "if found is None and self._may_be_gone:", "if found is None and False:"
+            "shoal_controller.jobs.job_repository",
+            "if found is None and self._may_be_gone:",
+            "if found is None and False:",
         ),
-        Edit("shoal_controller.job_repository", 'broken="", forgotten=False, state', 'broken="", state'),
+        Edit("shoal_controller.jobs.job_repository", 'broken="", forgotten=False, state', 'broken="", state'),
     ],
 )
 @pytest.mark.parametrize("number", range(5))
@@ -105,7 +107,7 @@ async def test_a_new_run_of_a_job_that_was_half_forgotten_lives_on_with_the_next
     "A job that is slow to be forgotten keeps nobody from making, stopping or forgetting others",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.named_locks",
+        "shoal_controller.process.tasks",
         "self._locks.setdefault(name, asyncio.Lock())",
         'self._locks.setdefault("", asyncio.Lock())',
     ),

@@ -13,9 +13,9 @@ import pytest
 import torch
 from crew import Crew, Task, engine_of, undisturbed
 from rule import Edit, holds, rule
-from shoal.data.forward_seed import HOOK
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.data.seeds import HOOK
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from torch import Tensor, nn
 
@@ -77,7 +77,7 @@ def call(module: nn.Module, **batch: Tensor) -> Tensor:
     "is called, so that what one worker's loop draws before it shifts nothing; not within `evaluating()`",
     "Arithmetic and layout",
     broken_by=Edit(
-        "shoal.data.forward_seed", '            seed_everything(self._seed, *self._place, purpose="forward")\n', ""
+        "shoal.data.seeds", '            seed_everything(self._seed, *self._place, purpose="forward")\n', ""
     ),
     after="torch, `random` and numpy are",
 )

@@ -12,23 +12,23 @@ from api_port import NO_JOBS, TRAIN, figures, serving
 from asynchronous import asynchronous
 from ports import free_port
 from rule import Edit, holds, rule
+from shoal_controller.access.client_tls import ClientTls
+from shoal_controller.access.token_register import TokenRegister
 from shoal_controller.api import forwarding
 from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.web import Web
-from shoal_controller.client_tls import ClientTls
 from shoal_controller.core.machine.durable import Durable
-from shoal_controller.job_repository import new_repository
+from shoal_controller.jobs.job_repository import new_repository
+from shoal_controller.jobs.ports import Outside
+from shoal_controller.jobs.shell import Shell
+from shoal_controller.jobs.streams import Streams
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import LEADER, ControllerPlace, Election, Leadership
 from shoal_controller.leadership.introductions import Introductions
-from shoal_controller.leadership.neighbours import Neighbours
-from shoal_controller.ports import Outside
-from shoal_controller.sessions.streams import Streams
-from shoal_controller.shell import Shell
 from shoal_controller.store.embedded import EmbeddedStore
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Delete, Put
-from shoal_controller.token_register import TokenRegister
 from shoal_protos.errors import StoreError
 from small_machine import SPEC
 from tiers import check
@@ -251,7 +251,7 @@ async def test_a_follower_whose_leader_seems_to_be_itself_asks_itself_once(tmp_p
             '    kind = "about:blank"\n',
         ),
         Edit(
-            "shoal_controller.runner",
+            "shoal_controller.jobs.runner",
             "            settle(batch, error if isinstance(error, StoreError) else _cut_off(self.spec))\n",
             "            settle(batch, self._halted or _cut_off(self.spec))\n",
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from shoal.exchange.framing import MOST_BYTES, receive_framed
+from shoal.exchange.packing import MOST_BYTES, receive_framed
 from shoal_protos.errors import PeerError
 from torch import Tensor
 

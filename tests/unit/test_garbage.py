@@ -7,7 +7,7 @@ import sys
 LOOK = """
 import gc, time
 from shoal_controller import server
-from shoal_controller.garbage import spare_what_lasts
+from shoal_controller.process.descriptors import spare_what_lasts
 began = len(gc.get_objects())
 spare_what_lasts()
 print(began, len(gc.get_objects()))

@@ -23,8 +23,8 @@ from reference import reference
 from rule import holds
 from safetensors.torch import load_file
 from shoal.blocks.unit_flats import Presence
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal_protos.errors import UserError

@@ -15,9 +15,9 @@ from integration.scripts import Samples
 from lightning_utilities.core.imports import RequirementCache
 from matrices import shortened
 from rule import Edit, holds, rule
-from shoal.core.exact_sum import MOST_PARTS, add, total
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.core.tree import MOST_PARTS, add, total
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training import gathered_rows
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
@@ -254,13 +254,13 @@ def test_rows_that_differ_between_members_fail_all_of_them_in_one_sentence() -> 
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal.core.exact_sum",
+            "shoal.core.tree",
             "    while len(parts) < MOST_PARTS and (largest := math.fsum(rest)):\n",
             "    while len(parts) < MOST_PARTS and (largest := sum(rest)):\n",
         ),
-        Edit("shoal.core.exact_sum", "    while len(parts) < MOST_PARTS and", "    while len(parts) < 1 and"),
+        Edit("shoal.core.tree", "    while len(parts) < MOST_PARTS and", "    while len(parts) < 1 and"),
         Edit(
-            "shoal.core.exact_sum",
+            "shoal.core.tree",
             "    if not math.isfinite(rounded := sum(rest)):\n",
             "    if rest == (rounded := 0.0):\n",
         ),

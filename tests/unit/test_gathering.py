@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from over_gloo import over_gloo
-from shoal.group.gathering import MOST_DIRECT, exchanges
+from shoal.group.build import MOST_DIRECT, exchanges
 from shoal.group.group import Group
 
-LIMIT = "shoal.group.gathering.MOST_DIRECT"
+LIMIT = "shoal.group.build.MOST_DIRECT"
 
 
 @given(st.integers(2, 600))

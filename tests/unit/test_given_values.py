@@ -21,17 +21,16 @@ from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import look_into
+from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.config import Scheduler
 from shoal.core.layout import Trainable, lay_out
-from shoal.fingerprint import block_digests
 from shoal.optim.from_config import build_scheduler
-from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.hyper import advance, hyper_parameters, load_into
 from shoal.optim.step_effects import effects_of_steps
-from shoal.optim.take_over import advance
-from shoal.training.given_values import GivenHyperParameters, OtherValues
+from shoal.state.given_values import GivenHyperParameters, OtherValues
 from shoal_protos.errors import UserError
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
@@ -102,24 +101,24 @@ MULTIPLES: list[Made] = [
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal.training.given_values",
+            "shoal.state.given_values",
             "            _set(optimizer, key, {number: new for number, (_, new) in changed.items()})\n",
             "            assert key\n",
             by="test_what_a_job_is_given_now_holds_in_any_world_from_the_first_step_on",
         ),
         Edit(
-            "shoal.optim.scheduler",
+            "shoal.optim.schedules",
             "    for number, (old, new) in rates.items():\n",
             "    for number, (old, new) in ():\n",
         ),
         Edit(
-            "shoal.optim.scheduler",
+            "shoal.optim.schedules",
             "        put_rates(self, self.get_lr())\n",
             "        assert bases is not None\n",
             by="test_a_schedule_of_a_formula_goes_on_as_if_it_had_always_had_the_new_values",
         ),
         Edit(
-            "shoal.training.given_values",
+            "shoal.state.given_values",
             "if key not in moved}",
             "if key is not moved}",
             by="test_what_only_training_has_moved_stays",

@@ -17,10 +17,10 @@ from memory_group import MemoryGroup, Wire
 from ordered_wire import ordered_over_gloo
 from over_gloo import over_gloo
 from rule import Edit, holds, rule
-from shoal.group import host_peers, shared_memory
+from shoal.group import host_peers
+from shoal.group.device_group import StagedGroup
 from shoal.group.group import Group, WorldChanged
 from shoal.group.ordered import OrderedGroup
-from shoal.group.staged import StagedGroup
 from tiers import check
 from torch import Tensor
 
@@ -77,7 +77,7 @@ def through_little_memory(size: int, act: Act) -> None:
     """Some messages find no room in it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_peers, "LEAST_BYTES", host_peers.PLACE.size)
-        patch.setattr(shared_memory, "PLACES", 3)
+        patch.setattr(host_peers, "PLACES", 3)
         over_gloo(size, act)
 
 
@@ -112,12 +112,12 @@ def values(rank: int, peer: int, number: int, count: int = 1000) -> Tensor:
     "Devices",
     broken_by=[
         Edit(
-            "shoal.group.staged",
+            "shoal.group.device_group",
             "                on_request(peer, message)\n            self.post_all()\n",
             "                on_request(peer, message)\n",
         ),
         Edit(
-            "shoal.group.staged",
+            "shoal.group.device_group",
             "        if work.posted is None and self._posts_beside:\n",
             "        if work.posted is None and self._posts_beside and copy is LANDED:\n",
         ),
@@ -147,7 +147,7 @@ def test_messages_of_one_tag_keep_their_order_and_tags_do_not_mix(run: Run) -> N
     "Pinned memory serves others only when the message in it has left",
     "Devices",
     broken_by=Edit(
-        "shoal.group.staged",
+        "shoal.group.device_group",
         "            self.posted = below.send(self._message, self._to, self._tag)\n",
         "            self.posted = below.send(self._message, self._to, self._tag)\n"
         "            if self.copy is not LANDED:\n"

@@ -17,11 +17,10 @@ from over_gloo import over_gloos
 from rule import Edit, holds, rule
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
-from shoal.group.group import Group
-from shoal.group.group_progress import GroupProgress
+from shoal.group.group import Group, GroupProgress
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal.session import groups as groups_module
-from shoal.session.groups import Built, Groups
+from shoal.session import shared as groups_module
+from shoal.session.shared import Built, Groups
 from worlds import recovery
 
 
@@ -116,7 +115,7 @@ def test_threads_that_serve_have_ended_when_their_group_is_closed() -> None:
     "The training thread never waits while a group is built, and no TCPStore is used",
     "Groups",
     broken_by=Edit(
-        "shoal.session.groups",
+        "shoal.session.shared",
         'self._start(f"shoal-group-{plan.generation}", self._build, building)',
         "self._build(building)",
     ),

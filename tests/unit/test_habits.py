@@ -8,9 +8,9 @@ import pytest
 import shoal
 import torch
 from crew import Task, engine_of
-from shoal.failure import sentence_of
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.checkpoint.failure import sentence_of
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import PUBLIC
 from shoal.training.habits import MEANT
 from shoal_protos.errors import JobFailed, UserError

@@ -10,8 +10,8 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
 from rule import Edit, holds, rule
 from shoal.exchange.ballot import HALT
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 
 

@@ -6,7 +6,7 @@ import mmap
 
 import pytest
 import torch
-from shoal.blocks.host_memory import HUGE_PAGE_BYTES, host_memory
+from shoal.process.host_memory import HUGE_PAGE_BYTES, host_memory
 
 
 @pytest.mark.parametrize("elements", [0, 1, HUGE_PAGE_BYTES // 4, HUGE_PAGE_BYTES + 17])

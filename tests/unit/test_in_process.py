@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, rule
-from shoal_controller.cli import in_process
+from shoal_controller.cli import serve
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import Unreachable
-from shoal_controller.cli.in_process import InProcess
+from shoal_controller.cli.serve import InProcess
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -50,7 +50,7 @@ async def test_an_answer_comes_without_a_port_and_shows_this_machine_as_the_call
 async def test_an_answer_that_does_not_come_is_a_controller_that_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_process, "ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr(serve, "ANSWER_SECONDS", 0.01)
     async with client_of(Stubborn()) as client:
         with pytest.raises(Unreachable, match=r"no answer within 0\.01 s"):
             await client.job("train")
@@ -60,7 +60,7 @@ async def test_an_answer_that_does_not_come_is_a_controller_that_does_not_answer
     "A command that asks the controller of its own process ends when it is told to",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.cli.in_process",
+        "shoal_controller.cli.serve",
         "            await end_task(answering)\n",
         "            pass\n",
     ),

@@ -43,7 +43,7 @@ def answers(job: Driver, kind: type) -> list[int]:
             "",
         ),
         Edit(
-            "shoal_controller.sessions.dialogue",
+            "shoal_controller.jobs.dialogue",
             "replace(hello, description=replace(hello.description, parameters=()))",
             "hello",
         ),

@@ -7,14 +7,14 @@ import httpx
 from api_port import TRAIN, figures, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
+from shoal_controller.access.client_tls import ClientTls
+from shoal_controller.access.token_register import TokenRegister
 from shoal_controller.api.app import ApiSettings, build_app
+from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.web import Web
-from shoal_controller.client_tls import ClientTls
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace
 from shoal_controller.leadership.introductions import HEADER, HandedOn, Introductions
-from shoal_controller.leadership.neighbours import Neighbours
-from shoal_controller.token_register import TokenRegister
 
 SECRET = "5" * 64
 ROOT = {"authorization": "Bearer secret"}

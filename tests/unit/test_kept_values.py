@@ -36,17 +36,17 @@ from matrices import shortened
 from rule import Edit, holds, rule
 from shoal.blocks.flat import views
 from shoal.checkpoint.catalogue import look_into
+from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.data.seeds import RandomState
-from shoal.device import HOST
-from shoal.faults import Faults
-from shoal.fingerprint import block_digests
 from shoal.optim import probe
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.twin import carried, given_back, numbers_in
-from shoal.session.alone import AloneLink
+from shoal.process.device import HOST
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.start import Given, engine_with
 from shoal_protos.description import first_difference
 from shoal_protos.errors import UserError
@@ -123,7 +123,7 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
         ),
         Edit("shoal.optim.twin", " if has_turn(theirs) else ()", "", by="test_a_group_without_its_turn_counts_no_step"),
         Edit(
-            "shoal.training.state",
+            "shoal.state.training_state",
             "                del group[key]\n",
             "                assert key\n",
             by="test_a_count_is_that_of_the_step_to_which_a_process_goes_back",

@@ -5,7 +5,7 @@ import asyncio
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Scale
-from shoal_controller.records import record_prefix
+from shoal_controller.jobs.records import record_prefix
 from shoal_controller.store.open import open_store
 from small_machine import SPEC, SmallMachine, World, running
 from tiers import check
@@ -15,8 +15,8 @@ pytestmark = check("starts processes")
 
 def filled(monkeypatch, size):
     """A job with a record of so many bytes, which lies in the store as it is; it is changed by changing the filler."""
-    monkeypatch.setattr("shoal_controller.job_repository.packed", lambda text: text.encode())
-    monkeypatch.setattr("shoal_controller.job_repository.unpacked", lambda _, value: value.decode())
+    monkeypatch.setattr("shoal_controller.jobs.job_repository.packed", lambda text: text.encode())
+    monkeypatch.setattr("shoal_controller.jobs.job_repository.unpacked", lambda _, value: value.decode())
     filler = {"filler": "x" * size}
     monkeypatch.setattr(SmallMachine, "filler", filler)
     return filler
@@ -81,8 +81,8 @@ async def killed_after(directory, transactions, act):
 @holds("A change that needs several")
 @asynchronous
 async def test_a_controller_that_is_killed_between_the_parts_of_a_change_leaves_what_was_before(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.01)
-    monkeypatch.setattr("shoal_controller.record_set.RECORD_BYTES", 1000)
+    monkeypatch.setattr("shoal_controller.jobs.runner.STOP_SECONDS", 0.01)
+    monkeypatch.setattr("shoal_controller.jobs.record_set.RECORD_BYTES", 1000)
     filler = filled(monkeypatch, 3_000)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
@@ -105,16 +105,16 @@ async def test_a_controller_that_is_killed_between_the_parts_of_a_change_leaves_
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.shell",
+            "shoal_controller.jobs.shell",
             "                    await launcher.forget(job)\n",
             '                    log.debug("logs stay", job=job)\n',
         ),
-        Edit("shoal_controller.shell", "                await runner.repository.forget()\n", ""),
+        Edit("shoal_controller.jobs.shell", "                await runner.repository.forget()\n", ""),
     ],
 )
 @asynchronous
 async def test_a_job_that_was_half_forgotten_is_forgotten_by_the_next_controller(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.01)
+    monkeypatch.setattr("shoal_controller.jobs.runner.STOP_SECONDS", 0.01)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         await world.shell.delete("train")

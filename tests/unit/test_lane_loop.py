@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from shoal.core.tree import fold_numbers
-from shoal.device import HOST
-from shoal.training.lane_loop import LaneLoop, kept_loss
-from shoal.training.lane_numbers import LaneNumbers
+from shoal.process.device import HOST
+from shoal.training.lane_loop import LaneLoop, LaneNumbers, kept_loss
 
 
 def some_state():

@@ -23,12 +23,12 @@ from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
 from shoal.blocks.optimizer_step import Segment
-from shoal.device import HOST, Device, DeviceCopy
 from shoal.exchange.unit_fetch import UnitFetch
-from shoal.group.solo import SoloGroup
+from shoal.group.group import SoloGroup
 from shoal.offload import host_blocks
 from shoal.offload.host_blocks import HostBlocks
-from shoal.offload.host_parameters import HostParameterBlocks
+from shoal.offload.state_place import HostParameterBlocks
+from shoal.process.device import HOST, Device, DeviceCopy
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
 from tiers import check
@@ -82,12 +82,12 @@ def through_a_loss_and_a_join(task: Task, point: str = "") -> None:
     "Devices",
     broken_by=[
         Edit(
-            "shoal.group.staged",
+            "shoal.group.device_group",
             "                work.copy.wait()\n                work.post(self.below)\n",
             "                work.post(self.below)\n",
         ),
         Edit(
-            "shoal.group.staged",
+            "shoal.group.device_group",
             "            while self._leaving:\n                work = self._leaving.popleft()\n",
             "            while self._leaving:\n                work = self._leaving.pop()\n",
         ),
@@ -97,7 +97,7 @@ def through_a_loss_and_a_join(task: Task, point: str = "") -> None:
     "What a device does with a message that has come waits for the copy of it",
     "Devices",
     broken_by=Edit(
-        "shoal.group.staged",
+        "shoal.group.device_group",
         "device.to_device(message, self._target, self._promised).join()\n            device.give_back(message)\n",
         "device.to_device(message, self._target, self._promised)\n",
     ),

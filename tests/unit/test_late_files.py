@@ -14,11 +14,11 @@ from crew import Crew, Killed, Task, undisturbed
 from late_device import LateDevice
 from rule import holds
 from shoal.blocks.state_home import WEIGHTS
-from shoal.device import HOST
 from shoal.offload.filed_device_blocks import FiledDeviceBlocks
 from shoal.offload.held_piece import HeldPiece
-from shoal.offload.host_parameters import FiledHostParameterBlocks
+from shoal.offload.state_place import FiledHostParameterBlocks
 from shoal.offload.transfers import Buffer
+from shoal.process.device import HOST
 from shoal.training.engine import Engine
 from tiers import check
 from torch import Tensor

@@ -23,7 +23,7 @@ from shoal.session.dialogue import Dialogue, ProcessInfo
 from shoal_controller.api.answers import CheckpointAnswer, JobAnswer, ReportAnswer, WorkerAnswer
 from shoal_controller.core.machine.effects import Send
 from shoal_controller.core.machine.events import Connected
-from shoal_controller.metrics import Metrics, Sources
+from shoal_controller.observe.metrics import Metrics, Sources
 from shoal_protos import session_pb2 as pb
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint

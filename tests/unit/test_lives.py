@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from crew import Crew, Task, Worker, undisturbed
-from shoal.faults import POINTS
+from shoal.process.faults import POINTS
 from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
 from tiers import check
 

@@ -15,9 +15,9 @@ from typing import TextIO
 
 import pytest
 import structlog
-from shoal.logs import get_logger, say
-from shoal_controller import logs
+from shoal.process.logs import get_logger, say
 from shoal_controller.cli.display import display
+from shoal_controller.process import logs
 from shoal_protos import log_stream
 from shoal_protos.log_form import is_entry
 from shoal_protos.log_stream import PATIENCE_MILLISECONDS, LogStream
@@ -106,7 +106,7 @@ def test_a_worker_does_not_wait_for_whoever_reads_its_log(
 ) -> None:
     waited = written_to(pipe, monkeypatch)
     for generation in range(ENTRIES):
-        get_logger("shoal.world").info("world", generation=generation)
+        get_logger("shoal.exchange.world").info("world", generation=generation)
         say("a sentence")
     assert waited == [PATIENCE_MILLISECONDS]
 

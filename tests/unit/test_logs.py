@@ -16,7 +16,7 @@ import pytest
 import structlog
 from crew import Crew, Task, undisturbed
 from rule import Edit, holds, rule
-from shoal.logs import get_logger, say
+from shoal.process.logs import get_logger, say
 from shoal_protos.log_form import is_entry
 
 TASK = Task({"max_steps": 6})
@@ -59,7 +59,7 @@ def standard_error(kind: str) -> Iterator[None]:
 @pytest.mark.parametrize("kind", MADE)
 def test_a_line_that_cannot_be_written_is_lost(kind: str) -> None:
     with standard_error(kind):
-        get_logger("shoal.world").info("world", generation=2, rank=0)
+        get_logger("shoal.exchange.world").info("world", generation=2, rank=0)
         say("a sentence")
 
 
@@ -67,20 +67,20 @@ def test_the_scripts_own_level_silences_no_line(capsys: pytest.CaptureFixture[st
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
     try:
-        get_logger("shoal.world").info("world", generation=2)
+        get_logger("shoal.exchange.world").info("world", generation=2)
     finally:
         structlog.configure(**before)
     assert '"event": "world"' in capsys.readouterr().err
 
 
 def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
-    get_logger("shoal.world").info("world", generation=2)
+    get_logger("shoal.exchange.world").info("world", generation=2)
     say("a sentence")
     lines = capsys.readouterr().err.splitlines()
     assert is_entry(lines[0])
     entry = json.loads(lines[0])
     assert datetime.fromisoformat(entry.pop("timestamp"))
-    assert entry == {"event": "world", "generation": 2, "level": "info", "logger": "shoal.world"}
+    assert entry == {"event": "world", "generation": 2, "level": "info", "logger": "shoal.exchange.world"}
     assert lines[1:] == ["shoal: a sentence"]
 
 
@@ -89,7 +89,7 @@ def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
     "survivors down",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal.logs",
+        "shoal.process.logs",
         "        with contextlib.suppress(OSError, ValueError):  # full or broken; closed\n",
         "        with contextlib.suppress(ValueError):\n",
     ),
@@ -105,6 +105,6 @@ def test_a_terminal_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", terminal)
-    get_logger("shoal.world").info("world", generation=2)
+    get_logger("shoal.exchange.world").info("world", generation=2)
     line = terminal.getvalue().splitlines()[-1]  # before it stands what the test before has lost, if anything
     assert "world" in line and "generation" in line and not is_entry(line)

@@ -4,9 +4,9 @@ import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.events import Scale
-from shoal_controller.ports import Outside
-from shoal_controller.records import record_prefix
-from shoal_controller.shell import Shell
+from shoal_controller.jobs.ports import Outside
+from shoal_controller.jobs.records import record_prefix
+from shoal_controller.jobs.shell import Shell
 from small_machine import SPEC, running
 
 
@@ -39,12 +39,12 @@ async def copy_of(store):
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.job_repository",
+            "shoal_controller.jobs.job_repository",
             "        if not (job.unreadable or job.repository.has_newer_records):\n",
             "        if job:\n",
         ),
         Edit(
-            "shoal_controller.job_repository",
+            "shoal_controller.jobs.job_repository",
             "            return job if now is not None else None\n",
             "            return job\n",
         ),
@@ -68,7 +68,7 @@ async def test_a_job_that_is_written_while_it_is_read_is_shown_as_it_was_written
 @holds("One who only looks at the store")
 @asynchronous
 async def test_a_job_that_is_forgotten_while_it_is_read_is_not_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.01)
+    monkeypatch.setattr("shoal_controller.jobs.runner.STOP_SECONDS", 0.01)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)
         await world.shell.delete("train")

@@ -13,8 +13,8 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from matrices import shortened
 from rule import Edit, holds, rule
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor

@@ -12,9 +12,9 @@ from typing import NoReturn
 import pytest
 import torch
 from over_gloo import over_gloo
-from shoal.group import loop_thread
+from shoal.group import gloo
+from shoal.group.gloo import giving_way
 from shoal.group.group import Group
-from shoal.group.loop_thread import giving_way
 
 SIZE = 3
 LOOP = b"gloo_tcp_loop"
@@ -115,5 +115,5 @@ def test_a_system_that_does_not_allow_it_has_groups_all_the_same(
 def test_a_system_that_does_not_tell_its_threads_has_groups_all_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(loop_thread, "THREADS", tmp_path / "nothing")
+    monkeypatch.setattr(gloo, "THREADS", tmp_path / "nothing")
     over_gloo(SIZE, swap)

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Close, Persist, Send
 from shoal_controller.core.machine.events import (
     Cancel,
@@ -18,7 +19,6 @@ from shoal_controller.core.machine.events import (
     Spawned,
 )
 from shoal_controller.core.machine.machine import SETTLE, TABLE
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import (

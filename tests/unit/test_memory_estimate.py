@@ -19,11 +19,11 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.core.layout import BUCKET_BYTES, Trainable, lay_out
 from shoal.core.tree import push
-from shoal.device import HOST
 from shoal.exchange import pieces
 from shoal.exchange.traffic import Traffic
 from shoal.offload import held_piece, transfers
 from shoal.optim.elementwise import ELEMENTWISE
+from shoal.process.device import HOST
 from shoal.training.engine import Engine
 from shoal.training.telemetry import held_bytes
 from shoal_controller.cli.estimate import COLUMNS

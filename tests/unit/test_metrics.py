@@ -12,12 +12,12 @@ import pytest
 from asynchronous import asynchronous
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
-from shoal_controller import metrics as metrics_module
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, MOST_BUCKETS, Figures, Observed, series_of
 from shoal_controller.core.machine.job import new_job
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
-from shoal_controller.metrics import MEMORY_KINDS, Metrics, Sources
+from shoal_controller.observe import metrics as metrics_module
+from shoal_controller.observe.metrics import MEMORY_KINDS, Metrics, Sources
 from small_machine import SmallMachine
 
 FROZEN = Path(__file__).parent / "frozen" / "metrics.txt"

@@ -15,7 +15,7 @@ from matrices import examples
 from rule import Edit, holds, rule
 from shoal.exchange import module_buffers
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
-from shoal.group.solo import SoloGroup
+from shoal.group.group import SoloGroup
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 

@@ -10,8 +10,8 @@ import torch
 from crew import Task, engine_of
 from integration.scripts import Model
 from safetensors.torch import load_file
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from torch import nn
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from crew import Task, undisturbed
 from rule import holds, rule
-from shoal.numerics import identity, make_exact
+from shoal.process.numerics import identity, make_exact
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 

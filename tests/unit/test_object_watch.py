@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.launchers.kubernetes import object_watch
-from shoal_controller.launchers.kubernetes.cluster_api import ClusterRefusal, WatchNews
-from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.launchers.kubernetes import cluster_api
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterRefusal, ObjectWatch, WatchNews
 from tiers import check
 
 pytestmark = check("serves the API of a cluster")
@@ -61,17 +60,17 @@ def copy(api: Any = None) -> tuple[ObjectWatch, list[tuple[str, str]]]:
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.launchers.kubernetes.object_watch",
+            "shoal_controller.launchers.kubernetes.cluster_api",
             "        if known is not None and not _is_newer(item, known):\n            return\n",
             "",
         ),
         Edit(
-            "shoal_controller.launchers.kubernetes.object_watch",
+            "shoal_controller.launchers.kubernetes.cluster_api",
             '        if metadata["uid"] in self._gone:\n            return\n',
             "",
         ),
         Edit(
-            "shoal_controller.launchers.kubernetes.object_watch",
+            "shoal_controller.launchers.kubernetes.cluster_api",
             " not in there and not _is_younger(known, version):",
             " not in there:",
         ),
@@ -116,7 +115,7 @@ def test_a_list_that_is_older_than_what_was_written_takes_nothing_away() -> None
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.launchers.kubernetes.object_watch",
+            "shoal_controller.launchers.kubernetes.cluster_api",
             "time() - began < AGAIN_SECONDS:",
             "time() - began < 0:",
         ),
@@ -132,7 +131,7 @@ def test_a_list_that_is_older_than_what_was_written_takes_nothing_away() -> None
 async def test_a_server_that_ends_each_watch_at_once_is_not_asked_without_end(
     monkeypatch: pytest.MonkeyPatch, refuses: bool
 ) -> None:
-    monkeypatch.setattr(object_watch, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(cluster_api, "AGAIN_SECONDS", 0.05)
     api = Hasty(refuses)
     watch, _ = copy(api)
     with pytest.raises(TimeoutError):

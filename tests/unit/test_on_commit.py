@@ -17,10 +17,10 @@ from integration.scripts import Model, Samples
 from matrices import shortened
 from rule import Edit, holds, rule
 from shoal.blocks.released import Arriving
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
+from shoal.state.training_state import digest_of
 from shoal.training.engine import Engine
-from shoal.training.state import digest_of
 from shoal_controller.core.machine.events import DrainWorker
 from shoal_protos.errors import UserError
 
@@ -128,20 +128,20 @@ def undisturbed(task: Task) -> tuple[str, str]:
     "A step",
     broken_by=[
         Edit(
-            "shoal.training.commit_calls",
+            "shoal.training.boundary",
             "        if self._calls and state.followed < state.step:\n",
             "        if self._calls and state.followed < state.step and self._context.lanes:\n",
         ),
-        Edit("shoal.training.commit_calls", " and state.followed < state.step:", ":"),
-        Edit("shoal.training.commit_calls", "            with self.all_here(), ", "            with "),
-        Edit("shoal.training.commit_calls", "        seed_everything(", "        str("),
+        Edit("shoal.training.boundary", " and state.followed < state.step:", ":"),
+        Edit("shoal.training.boundary", "            with self.all_here(), ", "            with "),
+        Edit("shoal.training.boundary", "        seed_everything(", "        str("),
         Edit(
             "shoal.training.boundary",
             "        record = self._complete(record)\n        self._keep()\n        passed",
             "        record = self._complete(record)\n        passed",
         ),
         Edit(
-            "shoal.training.state",
+            "shoal.state.training_state",
             'given["step"], given["committed_in"], given["followed"]',
             'given["step"], given["committed_in"], given["step"]',
             by="test_whoever_gets_the_state_of_a_member_that_has_not_followed_yet_follows_itself",
@@ -281,7 +281,7 @@ def test_a_step_that_overflows_is_followed_as_all_others() -> None:
     "A job without `on_commit` waits for nothing that is handed out; with it all is here when a step is over",
     "A step",
     broken_by=[
-        Edit("shoal.training.commit_calls", "        if self._calls and ", "        if "),
+        Edit("shoal.training.boundary", "        if self._calls and ", "        if "),
         Edit(
             "shoal.training.parts",
             "boundary.commits.all_here = parameters.settle, parameters.all_here\n",

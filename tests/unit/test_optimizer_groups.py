@@ -13,9 +13,9 @@ from fills import pair
 from integration.scripts import optimizer_of
 from matrices import shortened
 from rule import Edit, rule
-from shoal.exchange.framing import FramedSend
+from shoal.checkpoint.fingerprint import ENTRY, _exchange
+from shoal.exchange.packing import FramedSend
 from shoal.exchange.traffic import DIGESTS
-from shoal.fingerprint import ENTRY, _exchange
 from shoal_protos.errors import PeerError
 from torch import nn
 
@@ -55,7 +55,7 @@ KEPT = [
     "A member's digests say of each block how wide they are: groups of one optimizer may keep different state",
     "Arithmetic and layout",
     broken_by=Edit(
-        "shoal.fingerprint",
+        "shoal.checkpoint.fingerprint",
         "        at += ENTRY.size + width\n",
         "        width = ENTRY.unpack_from(content)[1]\n        at += ENTRY.size + width\n",
     ),

@@ -22,15 +22,15 @@ from shoal.blocks.held import HeldBlocks
 from shoal.blocks.sharded_memory import TorchMemory
 from shoal.checkpoint import snapshot
 from shoal.config import load_config
+from shoal.config.out_of_memory import Setting, explain, is_out_of_memory, note_what, place_of, ways
 from shoal.core.layout import Stretch
-from shoal.device import HOST, Device
 from shoal.offload.transfers import Buffer
-from shoal.out_of_memory import Setting, explain, is_out_of_memory, note_what, place_of, ways
+from shoal.process.device import HOST, Device
+from shoal.state.training_state import Limits, TrainingState
 from shoal.training import start as start_of_training
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
-from shoal.training.memory_setting import memory_setting
-from shoal.training.state import Limits, TrainingState
+from shoal.training.memory_report import memory_setting
 from torch import Tensor
 
 FULL = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."

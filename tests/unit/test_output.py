@@ -13,7 +13,7 @@ import pytest
 import shoal_controller.cli
 import yaml
 from rule import Edit, rule
-from shoal_protos.printable import printable
+from shoal_protos.text import printable
 from told_controller import Controller, answering
 
 pytestmark = pytest.mark.usefixtures("commands")

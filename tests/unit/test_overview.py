@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from machine_driver import MADE_OF, Driver, training
 from shoal_controller.api.answers import JobAnswer
 from shoal_controller.api.page_answers import worlds_of
-from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
 from shoal_controller.core.machine.events import (
     Cancel,
     ConfirmLost,
@@ -24,14 +23,14 @@ from shoal_controller.core.machine.events import (
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.sample import Sample, sample
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
-from shoal_controller.core.machine.view import view
+from shoal_controller.core.machine.view import copies_wanted, missing_copies, view
 from shoal_controller.core.overview.activities import activity_sentence
 from shoal_controller.core.overview.amounts import duration, listed, size
 from shoal_controller.core.overview.attention import Level, attention, by_attention
 from shoal_controller.core.overview.holdings import holdings
 from shoal_controller.core.overview.previews import lanes_among, preview
 from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
-from shoal_controller.series.job_series import JobSeries, Span
+from shoal_controller.observe.job_series import JobSeries, Span
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.plan import EVERYONE, Reason, Share

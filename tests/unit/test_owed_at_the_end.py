@@ -20,11 +20,11 @@ from crew import ONE_AT_A_TIME, PATIENCE_SECONDS, Crew, Task, engine_of, train, 
 from crew_saves import saved
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import checkpoints
-from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.saver import Saver, SaveResult, SaveTask
 from shoal.checkpoint.storage import LocalStorage
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.core.checkpoint_errors import StorageFailed
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from tiers import check
 
@@ -104,7 +104,7 @@ def all_done(crew: Crew) -> bool:
             "return not (self.busy or self._saving.asked_at is not None or (self._saver and self._saving.is_owed))",
             "return not self.busy",
         ),
-        Edit("shoal.failure", "JobFailed | ExportFailed | SaveFailed", "JobFailed | ExportFailed"),
+        Edit("shoal.checkpoint.failure", "JobFailed | ExportFailed | SaveFailed", "JobFailed | ExportFailed"),
     ],
 )
 def test_a_save_that_was_due_with_a_dead_member_is_made_though_its_first_try_outlasts_the_last_step(
@@ -345,15 +345,13 @@ def test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place
     "A save that has failed is tried again, later and later, for `stall_seconds`; the end of the job gives the whole "
     "time again: its workers hold the only copy",
     "Not marked in the design, but needed as much",
-    broken_by=Edit(
-        "shoal.core.save_retries", "        if now - self._since >= patience_seconds:\n", "        if True:\n"
-    ),
+    broken_by=Edit("shoal.core.saving", "        if now - self._since >= patience_seconds:\n", "        if True:\n"),
 )
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])
 def test_a_last_save_is_tried_again_until_the_place_is_back(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
-    monkeypatch.setattr("shoal.core.save_retries.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("shoal.core.saving.FIRST_PAUSE_SECONDS", 0.01)
     with Crew(names, saving(tmp_path)) as crew:
         disk.failures = 6
         assert crew.finish() == undisturbed(Task({"max_steps": STEPS}))
@@ -364,7 +362,7 @@ def test_a_last_save_is_tried_again_until_the_place_is_back(
 def test_a_save_that_failed_is_made_up_for_before_the_next_one_is_due(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.core.save_retries.FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.core.saving.FIRST_PAUSE_SECONDS", 0.0)
     disk.broken = {3}
     with Crew("ab", saving(tmp_path)) as crew:
         crew.train_to(3)

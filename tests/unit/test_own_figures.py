@@ -12,16 +12,16 @@ from api_server import PODS
 from asynchronous import asynchronous
 from fastapi import FastAPI
 from pod_team import team
-from shoal_controller.api.request_counts import NO_ANSWER, OTHER, WITHOUT_ROUTER, CountedRequests, templates
+from shoal_controller.access.callers import Unauthorized
+from shoal_controller.api.guard import NO_ANSWER, OTHER, WITHOUT_ROUTER, CountedRequests, templates
 from shoal_controller.api.routes import router
-from shoal_controller.callers import Unauthorized
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.jobs.streams import StreamRefusals
 from shoal_controller.launchers.counted import CALLS, CountedLauncher
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi
 from shoal_controller.launchers.kubernetes.request_outcomes import ALL_VERBS, OUTCOMES
-from shoal_controller.loop_lag import LoopLag
-from shoal_controller.recent_most import RecentMost
-from shoal_controller.sessions.refusals import StreamRefusals
+from shoal_controller.observe.own_figures import LoopLag
+from shoal_controller.observe.recent_most import RecentMost
 from shoal_controller.sessions.stream_counts import TooManyStreams
 from shoal_protos.errors import Conflict, NotFound, Refused, StoreError, UserError
 
@@ -169,7 +169,7 @@ async def test_a_loop_that_is_held_up_shows_by_how_much(monkeypatch: pytest.Monk
             raise asyncio.CancelledError from None
 
     with monkeypatch.context() as patched:
-        patched.setattr("shoal_controller.loop_lag.asyncio.sleep", sleeps)
+        patched.setattr("shoal_controller.observe.own_figures.asyncio.sleep", sleeps)
         patched.setattr(loop, "time", lambda: now)
         with pytest.raises(asyncio.CancelledError):
             await lag.run()

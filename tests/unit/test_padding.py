@@ -71,7 +71,11 @@ PADDED: dict[str, Make] = {
     "Arithmetic and layout",
     broken_by=[
         Edit("shoal.blocks.values", "value[a:b].view(torch.uint8).count_nonzero()", "value[a:b].count_nonzero()"),
-        Edit("shoal.fingerprint", "                without_gaps(part, first, gaps)\n", "                part\n"),
+        Edit(
+            "shoal.checkpoint.fingerprint",
+            "                without_gaps(part, first, gaps)\n",
+            "                part\n",
+        ),
     ],
 )
 @pytest.mark.parametrize(("kind", "form"), shortened(product(PADDED, FORMS), ("maximize", "1"), ("turning", "3, bf16")))

@@ -15,11 +15,11 @@ from crew import Crew, Task, undisturbed
 from integration.scripts import Model
 from late_device import LateDevice
 from rule import Edit, holds, rule
-from shoal.device import HOST, Device
 from shoal.exchange import traffic
 from shoal.exchange.pieces import Extent
+from shoal.process.device import HOST, Device
+from shoal.state.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal.training.engine import Engine
-from shoal.training.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal_controller.core.machine.events import Pause
 from shoal_protos.errors import UserError
 from small_pieces import limits_of
@@ -115,8 +115,8 @@ STRUCTURE = [
     "refused at the next step, and the parameter is named",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.training.parameter_guards", "!= self._places:", "== []:"),
-        Edit("shoal.training.parameter_guards", "not all(map(is_, now, known))", "not known"),
+        Edit("shoal.state.parameter_guards", "!= self._places:", "== []:"),
+        Edit("shoal.state.parameter_guards", "not all(map(is_, now, known))", "not known"),
     ],
 )
 @pytest.mark.parametrize(("action", "sentence"), STRUCTURE)
@@ -143,12 +143,12 @@ def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameter
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.training.parameter_guards",
+            "shoal.state.parameter_guards",
             'self._comparisons.expect_equal(self._content[1], self._checksum(), f"a parameter {CHANGED}")',
             "return",
         ),
         Edit(
-            "shoal.training.parameter_guards",
+            "shoal.state.parameter_guards",
             "if self._flats and self._versions and self.whole() == before:",
             "if self._versions:",
         ),
@@ -159,7 +159,7 @@ def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameter
             by="test_a_write_past_autograd_in_a_forward_is_refused",
         ),
         Edit(
-            "shoal.training.comparisons",
+            "shoal.state.comparisons",
             "            if not are_equal:\n",
             "            if not are_equal and not otherwise:\n",
             by="test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit",
@@ -285,8 +285,8 @@ def zero_in_place(engine: Engine) -> None:
     "Between `engine.backward` and `engine.step` nobody writes gradients: some are already being sent",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.training.parameter_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
-        Edit("shoal.training.parameter_guards", " or not made.gradients.are_in_place(parameters):", ":"),
+        Edit("shoal.state.parameter_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
+        Edit("shoal.state.parameter_guards", " or not made.gradients.are_in_place(parameters):", ":"),
     ],
 )
 @pytest.mark.parametrize("action", [clip, scale_data, replace_gradients, zero_in_place])

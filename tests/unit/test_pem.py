@@ -12,8 +12,7 @@ from certificates import authority, certificate
 from rule import Edit, rule
 from shoal.session.settings import SessionSettings as WorkerSettings
 from shoal_controller.sessions.settings import SessionSettings as PortSettings
-from shoal_controller.store.etcd_store import EtcdStore
-from shoal_controller.store.etcd_url import EtcdAccess, parsed_etcd_url
+from shoal_controller.store.etcd_store import EtcdAccess, EtcdStore, parsed_etcd_url
 from shoal_protos.errors import UserError
 
 pytestmark = pytest.mark.xdist_group("keys")
@@ -84,7 +83,7 @@ async def of_etcd_with_its_own(folder: Path) -> None:
     "without a word",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal.session.certificates",
+        "shoal.session.settings",
         'load_cert_chain(self.certificate, self.key, password="")',
         "load_cert_chain(self.certificate, self.key)",
     ),

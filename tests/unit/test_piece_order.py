@@ -20,15 +20,12 @@ from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout, Trainable, lay_out
-from shoal.core.rounds import NO_LANE
+from shoal.core.tree import NO_LANE
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.piece_order import NEVER, FillTimes, PieceOrder, Portion, portions
-from shoal.exchange.pieces import ExchangePiece
+from shoal.exchange.pieces import NEVER, ExchangePiece, FillTimes, PieceOrder, Portion, portions
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.rounds_traffic import RoundsTraffic
-from shoal.exchange.traffic import Traffic
-from shoal.group.group import Group
-from shoal.group.solo import SoloGroup
+from shoal.exchange.traffic import RoundsTraffic, Traffic
+from shoal.group.group import Group, SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from small_pieces import limits_of
 from torch import Tensor, nn
@@ -70,7 +67,7 @@ def seen_by(times: FillTimes, filling: Sequence[int]) -> None:
     "Sharded gradients leave in one order on all members: by the latest time at which any lane of the world has "
     "filled a bucket",
     "Arithmetic and layout",
-    broken_by=Edit("shoal.exchange.piece_order", "rows.amax(0)", "rows.amin(0)"),
+    broken_by=Edit("shoal.exchange.pieces", "rows.amax(0)", "rows.amin(0)"),
 )
 def test_the_order_goes_by_the_latest_lane_of_all_members_so_far() -> None:
     mine, theirs = FillTimes(pieces_of(0, 1, 2, 3)), FillTimes(pieces_of(0, 1, 2, 3))

@@ -38,8 +38,7 @@ from shoal.exchange.pieces import (
 )
 from shoal.exchange.traffic import MIRRORED, PARTIALS, PieceTraffic, Traffic
 from shoal.exchange.unit_fetch import UnitFetch
-from shoal.group.group import Waiting, Work
-from shoal.group.solo import SoloGroup
+from shoal.group.group import SoloGroup, Waiting, Work
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs

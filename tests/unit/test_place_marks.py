@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rule import Edit, rule
 from shoal.checkpoint import place_marks
-from shoal.checkpoint.errors import StorageFailed
 from shoal.checkpoint.place_marks import MARK, host_of, leave_mark, marks_in
 from shoal.checkpoint.storage import LocalStorage, as_storage_error
+from shoal.core.checkpoint_errors import StorageFailed
 
 OPERATIONS = ("list", "publish", "list")
 """What a worker does in an empty place."""

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller import planner_process
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.events import Event, PlannerAnswered, PlannerFailed, Save
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms
 from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, StartQuestion, answer
-from shoal_controller.planner_process import PlannerProcess
+from shoal_controller.jobs import planner_process
+from shoal_controller.jobs.planner_process import PlannerProcess
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -149,19 +149,19 @@ async def test_a_question_is_taken_up_when_those_before_it_are_answered() -> Non
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.planner_process",
+            "shoal_controller.jobs.planner_process",
             "timeout=seconds / LOOKS",
             "timeout=None",
             by="test_a_planner_that_stands_still_is_ended_and_started_again",
         ),
         Edit(
-            "shoal_controller.planner_process",
+            "shoal_controller.jobs.planner_process",
             "LOOKS = 5\n",
             "LOOKS = 1\n",
             by="test_a_controller_that_was_frozen_itself_says_of_no_planner_that_it_stood_still",
         ),
         Edit(
-            "shoal_controller.planner_main",
+            "shoal_controller.jobs.planner_main",
             "            with _beating(replies):\n",
             "            if True:\n",
             by="test_a_planner_that_is_at_work_is_given_its_time_and_no_more",

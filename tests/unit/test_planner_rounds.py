@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import World
 from rule import Edit, holds, rule
-from shoal.core.rounds import first_rounds, rounds, shard_tree
-from shoal.core.tree import subtrees
+from shoal.core.tree import first_rounds, rounds, shard_tree, subtrees
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, share_rounds
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.runs import Runs

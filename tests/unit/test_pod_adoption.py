@@ -10,13 +10,13 @@ from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SPEC, TOKENS, hurry, team
 from rule import holds
-from shoal_controller import background
-from shoal_controller.background import BackgroundWork
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Adopt, Spawn
 from shoal_controller.core.machine.events import Exited, Preempted, Spawned, Waiting
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.tasks import only_logged
+from shoal_controller.jobs import background
+from shoal_controller.jobs.background import BackgroundWork
+from shoal_controller.process.tasks import only_logged
 from shoal_protos.errors import PeerError
 from small_machine import Written
 from tiers import check

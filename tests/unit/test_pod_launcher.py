@@ -11,13 +11,13 @@ from api_server import NODES, PODS, SECRETS
 from asynchronous import asynchronous
 from pod_team import SECTION, SPEC, TOKENS, hurry, team
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import Exited, Spawned, Waiting
 from shoal_controller.core.machine.pending import PendingReason
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes import pod_launcher
-from shoal_controller.launchers.kubernetes.connect import connected
-from shoal_controller.launchers.kubernetes.options import ClusterOptions
+from shoal_controller.launchers.kubernetes.pod_launcher import connected
+from shoal_controller.launchers.kubernetes.section import ClusterOptions
 from shoal_protos.errors import NotFound, StoreError, UserError
 from tiers import check
 

@@ -14,7 +14,7 @@ from rule import Edit, holds, rule
 from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret, section_of
-from shoal_controller.launchers.own_variables import SET_IN_PODS
+from shoal_controller.launchers.launcher import SET_IN_PODS
 from shoal_protos.validation import every_sentence
 
 JOB: dict[str, Any] = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from rule import Edit, rule
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import Exited, Preempted, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
-from shoal_controller.core.machine.place import Place
 from shoal_controller.launchers.kubernetes.pod_state import GOING_TAINTS, state_of
 
 NOON = 1_780_000_000.0

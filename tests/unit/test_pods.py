@@ -9,7 +9,7 @@ from itertools import pairwise
 from machine_driver import MADE_OF, Driver, notes, stored, through_the_store, training
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.codec import plain, restored
-from shoal_controller.core.machine.durable import Leaving, WorkerRecord
+from shoal_controller.core.machine.durable import Leaving, Place, WorkerRecord
 from shoal_controller.core.machine.effects import Kill, Spawn
 from shoal_controller.core.machine.events import (
     DrainWorker,
@@ -22,7 +22,6 @@ from shoal_controller.core.machine.events import (
     Waiting,
 )
 from shoal_controller.core.machine.pending import Notice, PendingReason
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase, State
 from shoal_controller.core.machine.stored_form import durable_from, state_of
 from shoal_protos.messages import Drain, Ending, MemberState

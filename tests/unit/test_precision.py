@@ -17,19 +17,19 @@ from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.blocks.held import State
 from shoal.checkpoint.catalogue import checkpoints
-from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.export import export
-from shoal.checkpoint.plain import encode
 from shoal.checkpoint.restore import _load_loss_scale, load_blocks
 from shoal.checkpoint.storage import LocalStorage
 from shoal.config.load import load_config
+from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.layout import Stretch
+from shoal.core.plain import encode
 from shoal.exchange.fill_slices import blank_states, head_of
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
+from shoal.state.small_state import pack, unpack
+from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
-from shoal.training.small_state import pack, unpack
-from shoal.training.state import TrainingState
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.plan import Fill
 

@@ -46,7 +46,10 @@ def test_the_lines_of_rank_0_are_shown_and_none_of_shoals_own_log(tmp_path: Path
     first, second = tmp_path / "w0.log", tmp_path / "w1.log"
     first.write_text("of an earlier run\n")
     printed = Printed(lengths(tmp_path))
-    add(first, 'before the world\n{"event": "world", "level": "info", "logger": "shoal.world", "generation": 2}\n')
+    add(
+        first,
+        'before the world\n{"event": "world", "level": "info", "logger": "shoal.exchange.world", "generation": 2}\n',
+    )
     second.write_text("from rank 1\n")
     assert printed.take_lines([]) == []
     assert printed.take_lines([worker(first, 0), worker(second, 1)]) == ["before the world"]

@@ -8,7 +8,7 @@ from asynchronous import asynchronous
 from ports import free_port
 from rule import holds
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal_controller.probes import PROBE_SECONDS, ProbeResult, probe
+from shoal_controller.jobs.probes import PROBE_SECONDS, ProbeResult, probe
 from shoal_protos.rendezvous import INCARNATION, entry
 
 NOTHING = ProbeResult(reached=False, refused=False)
@@ -16,7 +16,7 @@ NOTHING = ProbeResult(reached=False, refused=False)
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr("shoal_controller.probes.PROBE_SECONDS", 0.1)
+    monkeypatch.setattr("shoal_controller.jobs.probes.PROBE_SECONDS", 0.1)
 
 
 @asynchronous

@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from rule import Edit, holds, rule
-from shoal.group import group_progress, reach
+from shoal.group import gloo, group
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
-from shoal.group.group import WorldChanged
-from shoal.group.group_progress import GroupProgress
+from shoal.group.group import GroupProgress, WorldChanged
 from shoal.group.rendezvous_client import RendezvousClient
 from shoal.group.rendezvous_server import RendezvousServer
 from shoal.group.wait_threads import LONGEST_LOOK_SECONDS
@@ -27,7 +26,7 @@ class Time:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(group_progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(group.time, "monotonic", lambda: self.now)
 
 
 def name(rank: int) -> str:
@@ -215,12 +214,12 @@ def test_who_builds_a_group_waits_for_those_who_have_not_come() -> None:
 
 
 def test_while_gloo_connects_those_who_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "LONG_SECONDS", 0.01)
+    monkeypatch.setattr(gloo, "LONG_SECONDS", 0.01)
     mine, server = GroupProgress(4), RendezvousServer("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         away = f"127.0.0.1:{closed.getsockname()[1]}"
     deadline = time.monotonic() + 20
-    with reach.watch_reach(GroupSpec(4, 0, (server.address, server.address, away), 0, progress=mine)):
+    with gloo.watch_reach(GroupSpec(4, 0, (server.address, server.address, away), 0, progress=mine)):
         while mine.activity(name).waits_for != ("w2",):
             assert time.monotonic() < deadline, f"waited 20 s for w2 to be named alone: {mine.activity(name)}"
     server.close()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from api_port import serving
 from asynchronous import asynchronous
-from shoal_controller.api import recent_overview
-from shoal_controller.api.recent_overview import RecentOverview
+from shoal_controller.api import page_routes
+from shoal_controller.api.page_routes import RecentOverview
 
 
 @asynchronous
@@ -19,8 +19,8 @@ async def test_an_overview_is_kept_for_its_moment_and_then_made_anew(
         kept, anew = RecentOverview(), RecentOverview()
 
         async def jobs(recent: RecentOverview, most_seconds: float) -> list[str]:
-            monkeypatch.setattr(recent_overview, "MOST_SECONDS", most_seconds)
-            monkeypatch.setattr(recent_overview, "KEPT_TIMES", 1e9)
+            monkeypatch.setattr(page_routes, "MOST_SECONDS", most_seconds)
+            monkeypatch.setattr(page_routes, "KEPT_TIMES", 1e9)
             return [row.job.job for row in await recent.rows(api.shell)]
 
         await api.ask("POST", "/v1/jobs", 202, json={"job": "first"})

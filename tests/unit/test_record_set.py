@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal_controller import record_set
-from shoal_controller.record_set import RecordSet, Write, records_of
-from shoal_controller.records import Unreadable, record_key
+from shoal_controller.jobs import record_set
+from shoal_controller.jobs.record_set import RecordSet, Write, records_of
+from shoal_controller.jobs.records import Unreadable, record_key
 from shoal_controller.store.store import MAX_OPERATIONS, Operation, Put, check_transaction
 
 NAMES = st.sampled_from(["spec", "workers/w1", "workers/w1-a", "workers/w10", "plans/7"])
@@ -59,14 +59,14 @@ class Store:
     "with a higher number than the head's do not count, and are removed before the next change",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.record_set", "        if at > number:\n", "        if at > 1 << 60:\n"),
+        Edit("shoal_controller.jobs.record_set", "        if at > number:\n", "        if at > 1 << 60:\n"),
         Edit(
-            "shoal_controller.record_set",
+            "shoal_controller.jobs.record_set",
             "_batches([*map(Delete, self.undone), *ahead], room)",
             "_batches(ahead, room)",
         ),
         Edit(
-            "shoal_controller.record_set",
+            "shoal_controller.jobs.record_set",
             "        hidden = self._leftovers_of(removed)\n",
             "        hidden: set[str] = set()\n",
         ),
@@ -142,8 +142,8 @@ def test_a_change_that_fits_is_one_transaction_and_leaves_nothing_behind() -> No
     "A transaction is bounded in bytes and operations; anything larger is split, with the head last",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.job_repository", "EVENT_BYTES = 256 << 10", "EVENT_BYTES = 256 << 20"),
-        Edit("shoal_controller.record_set", "RECORD_BYTES = 512 << 10", "RECORD_BYTES = 512 << 20"),
+        Edit("shoal_controller.jobs.job_repository", "EVENT_BYTES = 256 << 10", "EVENT_BYTES = 256 << 20"),
+        Edit("shoal_controller.jobs.record_set", "RECORD_BYTES = 512 << 10", "RECORD_BYTES = 512 << 20"),
     ],
 )
 def test_no_transaction_of_a_change_is_larger_than_a_store_takes() -> None:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.series import recording
-from shoal_controller.series.recording import record_series
+from shoal_controller.observe import job_series
+from shoal_controller.observe.job_series import record_series
 
 
 class Looked:
@@ -30,7 +30,7 @@ async def test_a_job_that_cannot_be_looked_at_is_left_out_and_the_others_go_on()
     enough = asyncio.Event()
     broken, sound = Looked(enough, fails=True), Looked(enough)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording, "EVERY_SECONDS", 0.001)
+        patch.setattr(job_series, "EVERY_SECONDS", 0.001)
         loop = asyncio.create_task(record_series(lambda: [broken, sound]))
         await asyncio.wait_for(enough.wait(), 60)
     loop.cancel()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from machine_driver import Driver
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.durable import Place, Standing
 from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.events import Disconnected, Probed, Spawned, Tick
-from shoal_controller.core.machine.place import Place
 
 
 def training(workers: int = 5, **spec: object) -> Driver:

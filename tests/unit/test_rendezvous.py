@@ -82,7 +82,7 @@ def test_rooms_do_not_hear_each_other_and_leave_nothing_behind(server: Rendezvou
     "Building a group can be cancelled, whoever is dead or frozen",
     "Groups",
     broken_by=Edit(
-        "shoal.session.groups", "            building.cancellation.cancel()\n", "            assert building\n"
+        "shoal.session.shared", "            building.cancellation.cancel()\n", "            assert building\n"
     ),
 )
 def test_a_wait_ends_when_it_is_cancelled(server: RendezvousServer, away: Callable[..., Future[object]]) -> None:

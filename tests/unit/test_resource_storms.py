@@ -15,8 +15,8 @@ import pytest
 from api_server import RESOURCES
 from asynchronous import asynchronous
 from resource_place import Place, hurry_resources, place
+from shoal_controller.access.callers import Caller, Role
 from shoal_controller.api import resource_rules
-from shoal_controller.callers import Caller, Role
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.errors import ShoalError
 from tiers import check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from machine_driver import Driver
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Effect, Kill, Send, Spawn
 from shoal_controller.core.machine.events import Cancel, Disconnected, Exited, Spawned, Tick, Waiting
 from shoal_controller.core.machine.pending import PendingReason
@@ -12,7 +13,6 @@ from shoal_controller.core.machine.phases import silence
 from shoal_controller.core.machine.phases.rest import REST_SECONDS, rests_until
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.messages import MemberState, Ping, Status
 
@@ -81,11 +81,11 @@ def first(effects: list[tuple[float, Effect]], kind: type) -> float:
         ),
         Edit("shoal_controller.core.machine.phases.admission", "    silence.note_first(turn)\n", ""),
         Edit(
-            "shoal_controller.runner",
+            "shoal_controller.jobs.runner",
             "        if self._ticked_at <= now < self._rests_until:\n            return\n",
             "",
         ),
-        Edit("shoal_controller.runner", "self._ticked_at <= now < self._rests_until", "now < self._rests_until"),
+        Edit("shoal_controller.jobs.runner", "self._ticked_at <= now < self._rests_until", "now < self._rests_until"),
     ],
     after="In a calm job (a world trains",
 )

@@ -107,7 +107,7 @@ async def test_a_connection_whose_client_takes_no_answer_ends(tmp_path, monkeypa
     broken_by=[
         Edit("shoal_controller.api.web", "(neighbours, most // 2)", "(neighbours, most)"),
         Edit(
-            "shoal_controller.descriptors",
+            "shoal_controller.process.descriptors",
             "        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))\n",
             "        pass\n",
         ),

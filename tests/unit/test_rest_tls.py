@@ -12,10 +12,10 @@ from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from certificates import authority, certificate
 from rule import Edit, rule
-from shoal_controller.api.web_certificate import web_certificate
+from shoal_controller.access.client_tls import ClientTls
+from shoal_controller.api.guard import web_certificate
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import Unreachable
-from shoal_controller.client_tls import ClientTls
 from shoal_protos.errors import UserError
 from tiers import check
 
@@ -178,7 +178,9 @@ def first_pem(file):
     "Certificates are read again when their files change, and no open stream breaks; files that cannot be used "
     "change nothing",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal_controller.renewed_files", "        if stamp == self._stamp:\n", "        if stamp:\n"),
+    broken_by=Edit(
+        "shoal_controller.process.renewed_files", "        if stamp == self._stamp:\n", "        if stamp:\n"
+    ),
 )
 @asynchronous
 async def test_certificates_that_are_renewed_are_read_again_and_no_stream_breaks(tmp_path, house, capsys):

@@ -12,9 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_driver import training
 from shoal_controller.core.machine.sample import Sample
-from shoal_controller.series import job_series
-from shoal_controller.series.job_series import DAY_EVERY, MINUTES, MOST_BYTES, JobSeries, Minute, Span, short
-from shoal_controller.series.ring import HIGHEST, POINT_BYTES, TIME, TYPECODES, Ring
+from shoal_controller.observe import job_series
+from shoal_controller.observe.job_series import (
+    DAY_EVERY,
+    HIGHEST,
+    MINUTES,
+    MOST_BYTES,
+    POINT_BYTES,
+    TIME,
+    TYPECODES,
+    JobSeries,
+    Minute,
+    Ring,
+    Span,
+    short,
+)
 
 CALM = Sample(step=1, loss=2.5, step_seconds=0.25, samples=8, goodput_ratio=0.5, active=2, wanted=3)
 

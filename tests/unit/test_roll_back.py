@@ -16,12 +16,13 @@ import pytest
 from asynchronous import asynchronous
 from etcd_cluster import etcd_cluster
 from rule import Edit, holds, rule
-from shoal_controller import records, token_register
-from shoal_controller.records import FORMAT, OLDEST_FORMAT
+from shoal_controller.access import token_register
+from shoal_controller.jobs import records
+from shoal_controller.jobs.records import FORMAT, OLDEST_FORMAT
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 from tiers import check
 
 pytestmark = check("trains many small jobs")
@@ -91,8 +92,8 @@ async def controller(store: str, folder: Path, newer: bool = False, token: str |
     "not written",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.records", "not in range(OLDEST_FORMAT, FORMAT + 1):", "!= FORMAT:"),
-        Edit("shoal_controller.records", '{"format": FORMAT, ', '{"format": OLDEST_FORMAT, '),
+        Edit("shoal_controller.jobs.records", "not in range(OLDEST_FORMAT, FORMAT + 1):", "!= FORMAT:"),
+        Edit("shoal_controller.jobs.records", '{"format": FORMAT, ', '{"format": OLDEST_FORMAT, '),
     ],
 )
 @asynchronous
@@ -143,7 +144,9 @@ async def test_after_an_upgrade_that_has_changed_no_job_and_a_roll_back_all_are_
     "Tokens close the door also where none of them can be read, after a roll-back say",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.token_register", "self._tokens, self._are_kept = {}, bool(records)", "self._tokens = {}"
+        "shoal_controller.access.token_register",
+        "self._tokens, self._are_kept = {}, bool(records)",
+        "self._tokens = {}",
     ),
 )
 @asynchronous

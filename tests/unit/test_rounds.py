@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from rule import Edit, holds, rule
-from shoal.core.rounds import NO_LANE, Round, ShardTree, first_rounds, rounds, shard_tree
+from shoal.core.tree import NO_LANE, Round, ShardTree, first_rounds, rounds, shard_tree
 from shoal_protos.plan import Plan, Recovery, Share, check_plan
 from worlds import recovery
 
@@ -66,9 +66,9 @@ def plans(draw: st.DrawFn) -> Plan:
     "which lane comes from whom: the plan says who begins its first step with the lane that it had in flight",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.core.rounds", "key=lambda lane: lane != first", "key=lambda lane: lane"),
+        Edit("shoal.core.tree", "key=lambda lane: lane != first", "key=lambda lane: lane"),
         Edit(
-            "shoal.core.rounds",
+            "shoal.core.tree",
             "found, left = fold_up(list(spans.values()), lanes, range(len(waiting)))",
             "found, left = fold_up([(n, n + 1) for n in range(len(spans))], len(spans))",
         ),

@@ -15,13 +15,10 @@ from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.piece_order import PieceOrder, portions
+from shoal.exchange.pieces import PieceOrder, portions
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.rounds_traffic import RoundsTraffic
-from shoal.exchange.traffic import Traffic
-from shoal.group.group import Group
-from shoal.group.group_progress import LANES_BEGIN, USER_STEPS, GroupProgress
-from shoal.group.solo import SoloGroup
+from shoal.exchange.traffic import RoundsTraffic, Traffic
+from shoal.group.group import LANES_BEGIN, USER_STEPS, Group, GroupProgress, SoloGroup
 from shoal_controller.core.planning.planner import Terms
 from shoal_protos.activity import StepPhase
 from shoal_protos.plan import Plan
@@ -113,11 +110,13 @@ def reduce(group: Group, traffic: Traffic, layout: Layout, is_first: bool) -> tu
     "Arithmetic and layout",
     broken_by=[
         Edit("shoal.exchange.round_reduction", ", out=mean).add_(0.0)\n", ", out=mean)\n"),
-        Edit("shoal.blocks.leaves", "        if bucket in self._lent:\n", "        if False:\n"),
-        Edit("shoal.blocks.leaves", "                view.zero_()\n", ""),
-        Edit("shoal.blocks.leaves", " and not _is_shared(gradient):\n", ":\n"),
+        Edit("shoal.blocks.shard_sums", "        if bucket in self._lent:\n", "        if False:\n"),
+        Edit("shoal.blocks.shard_sums", "                view.zero_()\n", ""),
+        Edit("shoal.blocks.shard_sums", " and not _is_shared(gradient):\n", ":\n"),
         Edit(
-            "shoal.blocks.leaves", ", OF_ITS_OWN)) or not gradient.untyped_storage().resizable()\n", ", OF_ITS_OWN))\n"
+            "shoal.blocks.shard_sums",
+            ", OF_ITS_OWN)) or not gradient.untyped_storage().resizable()\n",
+            ", OF_ITS_OWN))\n",
         ),
         Edit(
             "shoal.blocks.flat",

@@ -15,7 +15,7 @@ from mutants.run import Mutant, part
 from rule import ROOT, SECTIONS, Edit, Rule, arranged, read, rules
 
 SIMULATION = ROOT / "tests/simulation"
-ROWS = Edit("shoal.exchange.norm", "ROW = 4_096", "ROW = 8_192")
+ROWS = Edit("shoal.exchange.finite", "ROW = 4_096", "ROW = 8_192")
 FITS = Rule("A rule", SECTIONS[1], ROWS, tests=("tests/unit/test_x.py::test_x",))
 SEQUEL = replace(FITS, text="… and more", after="A rule")
 
@@ -49,7 +49,7 @@ def test_all_that_tests_say_of_rules_fits() -> None:
         ([FITS, replace(SEQUEL, after="")], [], ["… without"]),
         ([replace(FITS, section="Nowhere")], [], ["in no section"]),
         ([replace(FITS, broken_by=())], [], ["expected edits"]),
-        ([replace(FITS, broken_by=replace(ROWS, old="ROW"))], [], ["norm has 4 times, expected once: 'ROW'"]),
+        ([replace(FITS, broken_by=replace(ROWS, old="ROW"))], [], ["finite has 4 times, expected once: 'ROW'"]),
         ([replace(FITS, broken_by=replace(ROWS, module="shoal.rows"))], [], ["shoal.rows has 0 times"]),
         ([replace(FITS, broken_by=replace(ROWS, by="test_y"))], [], ["'test_y' does not hold the rule"]),
     ],

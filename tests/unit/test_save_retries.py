@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from shoal.core.save_retries import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, SaveRetries
+from shoal.core.saving import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, SaveRetries
 
 
 def tries(retries: SaveRetries, began: float, patience: float) -> list[float]:

@@ -11,18 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal.core.save_part import (
+from shoal.core.saving import (
     BUSY,
+    RECENT_SAVES,
     CompleteSave,
     SaveAct,
+    SaveChoice,
     SavePart,
     SavePartVote,
     SaveStatus,
+    SaveVote,
+    Saving,
     SharedSave,
     WithdrawSave,
     WriteSave,
 )
-from shoal.core.saving import RECENT_SAVES, SaveChoice, SaveVote, Saving
 from shoal_protos.checkpoint import SaveOutcome
 from shoal_protos.plan import Member, Plan, Reason, Share
 from shoal_protos.runs import Runs
@@ -98,25 +101,25 @@ def events(count: int) -> st.SearchStrategy[list[tuple[str, int]]]:
     broken_by=[
         Edit("shoal.checkpoint.saver", "                    self._withdraw(save, outcome, act)\n", ""),
         Edit(
-            "shoal.core.save_part",
+            "shoal.core.saving",
             "        if self._decision is not None or SaveStatus.WRITING in present.values() or sound is None:\n",
             "        waits = SaveStatus.WRITING in present.values() and SaveStatus.FAILED not in present.values()\n"
             "        if self._decision is not None or waits or sound is None:\n",
         ),
         Edit(
-            "shoal.core.save_part",
+            "shoal.core.saving",
             "self._dead = frozenset(others.keys() - present.keys())",
             "pass",
             by="test_the_part_of_a_member_that_died_is_not_waited_for",
         ),
         Edit(
-            "shoal.core.save_part",
+            "shoal.core.saving",
             "CompleteSave(frozenset(others) - present.keys() - self._dead, sound)",
             "CompleteSave(frozenset[str](), sound)",
             by="test_the_part_of_a_member_that_left_by_a_planned_change_is_waited_for",
         ),
         Edit(
-            "shoal.core.save_part",
+            "shoal.core.saving",
             "CompleteSave(frozenset(writer.incarnation for writer in self.save.writers[1:]), False)",
             "CompleteSave(frozenset(), False)",
             by="test_at_the_end_of_a_job_the_leader_waits_for_those_who_still_write",
@@ -215,7 +218,7 @@ def test_a_save_that_the_leader_cannot_begin_fails_for_all_and_leaves_nothing() 
     "A member that missed the vote in which a save's leader wrote learns of the save by its step: it calls no "
     "completed save a failed one, and deletes nothing of it",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal.core.save_part", "        if vote.saved >= self.save.step:\n            return None\n", ""),
+    broken_by=Edit("shoal.core.saving", "        if vote.saved >= self.save.step:\n            return None\n", ""),
 )
 def test_a_member_that_missed_the_vote_in_which_the_leader_wrote_learns_of_the_save_by_its_step() -> None:
     members = Members()

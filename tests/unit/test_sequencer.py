@@ -16,16 +16,13 @@ from matrices import examples
 from ordered_wire import BULK, GlooWire, ordered_over_gloo
 from over_gloo import over_gloos
 from rule import Edit, rule
-from shoal.device import HOST
 from shoal.group.build import Cancellation, GroupSpec
+from shoal.group.device_group import StagedGroup, all_have_their_own, groups_of
 from shoal.group.gloo import build_gloo
-from shoal.group.group import Group, WorldChanged
-from shoal.group.of_device import all_have_their_own, groups_of
-from shoal.group.ordered import OrderedGroup
+from shoal.group.group import Group, SoloGroup, WorldChanged
+from shoal.group.ordered import MOST_IN_BATCH, OrderedGroup, Post, Sequencer
 from shoal.group.rendezvous_server import RendezvousServer
-from shoal.group.sequencer import MOST_IN_BATCH, Post, Sequencer
-from shoal.group.solo import SoloGroup
-from shoal.group.staged import StagedGroup
+from shoal.process.device import HOST
 
 RANDOM = settings(
     max_examples=examples(60), deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate], database=None
@@ -48,7 +45,7 @@ def random_posts(random: Random, members: int, messages: int) -> list[list[Post]
 @rule(
     "A wire without tags carries what both ends have posted, and all members carry it in one order",
     "Devices",
-    broken_by=Edit("shoal.group.sequencer", "            if self._alone[key] * step < 0:\n", "            if sends:\n"),
+    broken_by=Edit("shoal.group.ordered", "            if self._alone[key] * step < 0:\n", "            if sends:\n"),
 )
 @given(st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 200))
 @RANDOM

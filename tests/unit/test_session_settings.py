@@ -8,9 +8,8 @@ import sys
 
 import pytest
 from rule import Edit, rule
-from shoal.session.alone import AloneLink
 from shoal.session.controller_link import ControllerLink
-from shoal.session.link_choice import open_link
+from shoal.session.link_choice import AloneLink, open_link
 from shoal.session.settings import SessionSettings
 from shoal_protos.errors import UserError
 from tiers import check

@@ -14,12 +14,10 @@ import pytest
 from certificates import authority
 from rule import Edit, holds, rule
 from shoal.session import thread
-from shoal.session.controller_addresses import ControllerAddresses
 from shoal.session.dialogue import RECONNECT_SECONDS
 from shoal.session.driver import REPORT_SECONDS, SessionDriver
 from shoal.session.settings import SessionSettings
-from shoal.session.shown_tokens import ShownTokens
-from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, SessionThread
+from shoal.session.thread import LONGEST_PAUSE_SECONDS, STEADY_SECONDS, ControllerAddresses, SessionThread, ShownTokens
 from shoal_protos.description import Description
 from shoal_protos.messages import (
     NO_CONTROLLER,
@@ -186,7 +184,7 @@ def test_a_controller_is_away_since_it_was_last_heard(monkeypatch: pytest.Monkey
     "A worker tries the leader that another controller names at once, and knows all controllers that its own has "
     "told it of",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal.session.controller_addresses", "            self._leader = leader\n", ""),
+    broken_by=Edit("shoal.session.thread", "            self._leader = leader\n", ""),
 )
 def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others_when_that_one_is_gone() -> None:
     addresses = ControllerAddresses(["a:1", "b:1"])
@@ -200,7 +198,7 @@ def test_a_worker_asks_the_leader_that_a_controller_names_at_once_and_the_others
     "A worker that one controller sends to another, and that one to a third, pauses in between: two may name "
     "each other",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal.session.controller_addresses", "return not was_named", "return True"),
+    broken_by=Edit("shoal.session.thread", "return not was_named", "return True"),
 )
 def test_two_controllers_that_name_each_other_are_not_asked_without_a_pause() -> None:
     addresses = ControllerAddresses(["a:1", "b:1"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import structlog
 from rule import Edit, rule
-from shoal_controller import logs
+from shoal_controller.process import logs
 from shoal_controller.settings import Settings, inherited_environment
 from shoal_protos.addresses import join_address, split_address
 from shoal_protos.errors import UserError

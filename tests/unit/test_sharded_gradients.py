@@ -15,12 +15,11 @@ from integration.scripts import Model
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.blocks.leaves import Leaves
-from shoal.blocks.shard_sums import ShardSums
+from shoal.blocks.shard_sums import Leaves, ShardSums
 from shoal.blocks.taken_gradients import TakenGradient
 from shoal.core.layout import Trainable, lay_out
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.events import DrainWorker
 from shoal_protos.errors import UserError
@@ -284,12 +283,12 @@ def in_between(action: Callable[[Engine, torch.Tensor], object]) -> Callable[[En
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.training.parameter_guards",
+            "shoal.state.parameter_guards",
             "        self._taken.put_in_place(self._parameters)\n",
             "        assert self._parameters\n",
         ),
         Edit(
-            "shoal.training.parameter_guards",
+            "shoal.state.parameter_guards",
             "        if not self._taken.are_in_place(parameters):\n",
             "        if not parameters:\n",
         ),

@@ -44,7 +44,7 @@ def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     "A step",
     broken_by=[
         Edit(
-            "shoal.exchange.unit_server",
+            "shoal.exchange.unit_fetch",
             "        if key > self._key:\n"
             "            self._early.append((key, peer, unit))\n"
             "        elif key == self._key:\n",

@@ -15,11 +15,11 @@ from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import CSV, EarlyStopping, SaveBest, TensorBoard
 from shoal.exchange.evaluation_round import EvaluationRound, _Stream
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.exchange.world import World
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training import measured, requests
 from shoal.training.engine import Engine
-from shoal.world import World
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import MemberState
 

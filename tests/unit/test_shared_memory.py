@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from matrices import examples
 from over_gloo import over_gloo, over_gloos
 from rule import Edit, holds, rule
-from shoal.group import host_peers, shared_memory
+from shoal.group import host_peers
 from shoal.group.gloo import GlooGroup
 from shoal.group.group import Group, WorldChanged
-from shoal.group.host_peers import HostPeers
-from shoal.group.shared_memory import PLACE_BYTES, PLACES, OpenedMemory, SharedMemory
-from shoal.unnamed_memory import GROUP as NAME
+from shoal.group.host_peers import PLACE_BYTES, PLACES, HostPeers, OpenedMemory, SharedMemory
+from shoal.group.unnamed_memory import GROUP as NAME
 from tiers import check
 from torch import Tensor
 
@@ -152,7 +151,7 @@ def _refused(*_: object) -> Any:
 
 @holds("Memory that members of one host")
 @pytest.mark.parametrize(
-    "name", ["os.memfd_create", "shoal.group.shared_memory.open_at", "shoal.group.shared_memory.reserve"]
+    "name", ["os.memfd_create", "shoal.group.host_peers.open_at", "shoal.group.host_peers.reserve"]
 )
 def test_where_memory_cannot_be_had_or_opened_messages_are_sent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def act(group: Group) -> None:
@@ -214,24 +213,24 @@ def test_one_member_that_can_have_no_memory_keeps_the_others_from_nothing(monkey
     "Groups",
     broken_by=[
         Edit(
-            "shoal.group.shared_memory",
+            "shoal.group.host_peers",
             "            _copy(self._memory.content(place, target.numel()), target)\n"
             "            self._memory.mark(place, count, FREE)\n",
             "            self._memory.mark(place, count, FREE)\n"
             "            _copy(self._memory.content(place, target.numel()), target)\n",
         ),
         Edit(
-            "shoal.unnamed_memory",
+            "shoal.group.unnamed_memory",
             "        if os.pread(descriptor, TOKEN_BYTES, 0) != address.token:\n",
             "        if not address.token:\n",
         ),
         Edit(
-            "shoal.unnamed_memory",
+            "shoal.group.unnamed_memory",
             "        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & ~SEALED_BY_THE_SYSTEM != _seals():\n",
             "        if descriptor < 0:\n",
         ),
-        Edit("shoal.group.shared_memory", "not memory.is_open(reader) or ", ""),
-        Edit("shoal.group.shared_memory", "            memory.mark(place, count, TAKEN)\n", ""),
+        Edit("shoal.group.host_peers", "not memory.is_open(reader) or ", ""),
+        Edit("shoal.group.host_peers", "            memory.mark(place, count, TAKEN)\n", ""),
     ],
 )
 @pytest.mark.parametrize("kind", ["a file", "a new file", "memory of others", "a pipe", "another memory", "nothing"])
@@ -373,8 +372,8 @@ def test_an_abort_ends_what_waits_for_a_message_of_the_same_host() -> None:
 def in_small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Messages of some bytes pass through memory for a few of them."""
     monkeypatch.setattr(host_peers, "LEAST_BYTES", 100)
-    monkeypatch.setattr(shared_memory, "PLACE_BYTES", 256)
-    monkeypatch.setattr(shared_memory, "PLACES", 4)
+    monkeypatch.setattr(host_peers, "PLACE_BYTES", 256)
+    monkeypatch.setattr(host_peers, "PLACES", 4)
     yield
 
 

@@ -21,10 +21,8 @@ from shoal.blocks.sharded_memory import ShardedMemory, TorchMemory
 from shoal.blocks.shared_weights import NO_KEY, SeenWeights, SharedWeights, can_lie_in_pages
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Slot, Stretch, Trainable
-from shoal.exchange.seen_units import SeenUnits
-from shoal.group.group import WorldChanged
-from shoal.group.group_progress import GroupProgress
-from shoal.group.solo import SoloGroup
+from shoal.exchange.unit_fetch import SeenUnits
+from shoal.group.group import GroupProgress, SoloGroup, WorldChanged
 from shoal.session.link_choice import has_peers_on_host_alone
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
@@ -99,7 +97,7 @@ def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> No
             "        self.keep_only(self.runs - taken)\n",
         ),
         Edit(
-            "shoal.exchange.seen_units", "            if not one.stand_at(self._key):\n", "            if rank < 0:\n"
+            "shoal.exchange.unit_fetch", "            if not one.stand_at(self._key):\n", "            if rank < 0:\n"
         ),
         Edit(
             "shoal.blocks.mapped_flats",

@@ -12,8 +12,8 @@ from rule import holds
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
 from shoal_controller.core.machine.events import MOST_AT_ONCE, Cancel, Exited, Pause, Probed, Resume, Save, Scale, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
+from shoal_controller.jobs.records import JobEvent, event_key
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.records import JobEvent, event_key
 from shoal_controller.store.store import Put
 from shoal_protos.errors import Conflict, NotFound, StoreError
 from shoal_protos.messages import Ping, Refusal, Welcome
@@ -275,7 +275,7 @@ async def test_every_job_is_ticked_and_hears_the_injected_time(tmp_path):
 
 @asynchronous
 async def test_a_job_that_is_over_is_ticked_more_seldom(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.shell.TICK_SECONDS", 0.002)
+    monkeypatch.setattr("shoal_controller.jobs.shell.TICK_SECONDS", 0.002)
     ticks, enough = Counter(), asyncio.Event()
 
     def tick(job, _):
@@ -420,7 +420,7 @@ async def test_a_job_that_is_deleted_twice_is_forgotten_with_its_events_and_logs
 @holds("A finished job is forgotten")
 @asynchronous
 async def test_a_job_is_forgotten_a_while_after_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.shell.FORGET_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("shoal_controller.jobs.shell.FORGET_LOOK_SECONDS", 0.01)
     now = [1_000.0]
     machine = SmallMachine(shown={"ended_at": 1_000.0})
     async with running(tmp_path, machine, lambda: now[0]) as world:
@@ -449,7 +449,7 @@ async def test_an_unknown_job_is_said_with_the_jobs_that_there_are(tmp_path):
 
 @asynchronous
 async def test_jobs_that_are_over_make_room_for_new_ones_the_oldest_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.shell.MOST_JOBS", 3)
+    monkeypatch.setattr("shoal_controller.jobs.shell.MOST_JOBS", 3)
     async with running(tmp_path) as world:
         for job in ("a", "b", "c"):
             await world.shell.create(JobSpec(job, wanted=1))

@@ -7,8 +7,7 @@ import pytest
 from asynchronous import asynchronous
 from machine_driver import stored
 from rule import Edit, holds, rule
-from shoal_controller import background
-from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.durable import Durable, Place
 from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Probe, Spawn
 from shoal_controller.core.machine.events import (
     Connected,
@@ -22,16 +21,16 @@ from shoal_controller.core.machine.events import (
     Started,
     Tick,
 )
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.core.machine.stored_form import durable_from
-from shoal_controller.probes import ProbeResult
-from shoal_controller.records import FORMAT, OLDEST_FORMAT, Head, Unreadable, packed, record_prefix, unpacked
+from shoal_controller.jobs import background
+from shoal_controller.jobs.probes import ProbeResult
+from shoal_controller.jobs.records import FORMAT, OLDEST_FORMAT, Head, Unreadable, packed, record_prefix, unpacked
 from shoal_controller.store.store import Delete, Put
 from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, MemberState, Refusal, Shutdown, Status
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 from small_machine import SPEC, SmallMachine, running
 from structlog.testing import capture_logs
 
@@ -94,7 +93,7 @@ async def test_a_start_that_fails_for_a_reason_that_is_known_leaves_no_traceback
     "A process is ended after its own start, and never queues behind another's",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.background",
+        "shoal_controller.jobs.background",
         "        if worker in self._starting:\n            await self._starting[worker].wait()\n",
         "",
     ),
@@ -165,7 +164,7 @@ async def test_what_an_earlier_life_started_is_adopted_before_anything_is_starte
     "the first few answers only",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.background",
+        "shoal_controller.jobs.background",
         '                self._beside(self._adoptions, adopt, "adoption", partial(self._adopt_late, '
         "self._launcher, adopt))",
         "                pass",

@@ -24,7 +24,7 @@ from small_machine import SPEC, SmallMachine, running
             "    size = next(requests, len(line)) or 1\n",
         ),
         Edit(
-            "shoal_controller.runner",
+            "shoal_controller.jobs.runner",
             "            await asyncio.sleep(0)  # a line that is not empty is no wait: other jobs come before "
             "its next batch\n",
             "",
@@ -83,11 +83,11 @@ async def test_what_is_no_news_is_heard_before_the_next_tick_the_latest_of_each_
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.sessions.dialogue",
+            "shoal_controller.jobs.dialogue",
             "        self.routine = isinstance(message, Heartbeat) and message.status.position == self._position\n",
             "        self.routine = isinstance(message, Heartbeat)\n",
         ),
-        Edit("shoal_controller.runner", "            self._inbox.keep(event)\n", "            pass\n"),
+        Edit("shoal_controller.jobs.runner", "            self._inbox.keep(event)\n", "            pass\n"),
     ],
 )
 @asynchronous
@@ -159,7 +159,7 @@ async def test_a_calm_job_is_ticked_four_times_a_heartbeat_and_any_other_one_eac
 @asynchronous
 async def test_a_job_that_rests_is_ticked_when_its_rest_is_over_and_after_a_clock_that_went_back(tmp_path, monkeypatch):
     ticks, now, until = [], [10.0], [12.0]
-    monkeypatch.setattr("shoal_controller.runner.rests_until", lambda _: until[0])
+    monkeypatch.setattr("shoal_controller.jobs.runner.rests_until", lambda _: until[0])
     machine = SmallMachine({Tick: lambda *_: ticks.append(now[0]) or ()})
     async with running(tmp_path, machine) as world:
         await world.shell.create(SPEC)

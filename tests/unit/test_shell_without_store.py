@@ -97,7 +97,7 @@ async def test_the_time_that_a_write_took_to_fail_is_part_of_that_without_a_writ
     "operators get an answer at once",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.runner", "            return self._inbox.keep(event)\n", "            return None\n"
+        "shoal_controller.jobs.runner", "            return self._inbox.keep(event)\n", "            return None\n"
     ),
 )
 @asynchronous
@@ -139,7 +139,7 @@ async def test_a_store_that_fails_for_long_is_waited_for_while_streams_are_heard
     "said is heard when it has another one",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.runner",
+        "shoal_controller.jobs.runner",
         "            if self._life.lapsed():\n",
         "            if self._life.lapsed() and False:\n",
     ),
@@ -178,7 +178,11 @@ async def test_a_controller_that_may_have_been_replaced_decides_nothing_until_it
     "when it was said: nobody says it again",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.backlog", "key[1] != event.connection or key in lasting", "key[1] != event.connection"),
+        Edit(
+            "shoal_controller.jobs.job_inbox",
+            "key[1] != event.connection or key in lasting",
+            "key[1] != event.connection",
+        ),
         Edit(
             "shoal_controller.leadership.controller_state",
             '        if shell.trouble:\n            raise StoreError(f"nothing',
@@ -233,8 +237,8 @@ async def test_whoever_forgets_what_it_reports_is_told_where_nothing_was_decided
 async def test_however_many_wait_for_a_place_in_the_inbox_all_hear_at_once_that_the_controller_stops(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("shoal_controller.job_inbox.INBOX", 4)
-    monkeypatch.setattr("shoal_controller.runner.STOP_SECONDS", 0.05)
+    monkeypatch.setattr("shoal_controller.jobs.job_inbox.INBOX", 4)
+    monkeypatch.setattr("shoal_controller.jobs.runner.STOP_SECONDS", 0.05)
 
     class Stuck(Shaky):
         async def transact(self, compares, operations):
@@ -288,7 +292,7 @@ async def test_readers_of_a_store_that_is_away_do_not_wait_behind_each_other(tmp
 @asynchronous
 async def test_a_full_disk_is_named_in_sentences_with_one_end_each(tmp_path, monkeypatch):
     """The inner one ended with a full stop, and the outer one put another behind it."""
-    monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.jobs.job_repository.BEGIN_SECONDS", 0.2)
     store = await open_store(f"embedded:{tmp_path}")
     world = World(store)
     await world.shell.start()
@@ -302,8 +306,8 @@ async def test_a_full_disk_is_named_in_sentences_with_one_end_each(tmp_path, mon
 @holds("While the store fails the")
 @asynchronous
 async def test_an_operator_is_answered_though_the_store_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.runner.REQUEST_SECONDS", 0.2)
-    monkeypatch.setattr("shoal_controller.job_repository.BEGIN_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.jobs.runner.REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr("shoal_controller.jobs.job_repository.BEGIN_SECONDS", 0.2)
     store = Shaky(await open_store(f"embedded:{tmp_path}"))
     world = World(store)
     await world.shell.start()

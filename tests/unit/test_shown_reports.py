@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from crew import Task, engine_of, train
 from machine_driver import Driver, training
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_controller.core.machine.view import view
 from shoal_protos.errors import UserError

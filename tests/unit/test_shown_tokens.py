@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rule import holds
-from shoal.session.shown_tokens import ShownTokens
+from shoal.session.thread import ShownTokens
 from shoal_protos.channel import SESSION_TOKEN
 from shoal_protos.messages import SessionToken
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rule import Edit, rule
-from shoal_controller.elastic_jobs.size_settling import (
+from shoal_controller.elastic_jobs.owned_job import (
     FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     QUIET_SECONDS,
@@ -35,7 +35,7 @@ def changes(sizes: list[tuple[float, int]], until: float, wanted: int = 2) -> li
             "        if change is not None:",
         ),
         Edit(
-            "shoal_controller.elastic_jobs.size_settling",
+            "shoal_controller.elastic_jobs.owned_job",
             "            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)",
             "            self._pause = FIRST_PAUSE_SECONDS",
         ),

@@ -10,8 +10,8 @@ from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from integration.scripts import Model
 from rule import Edit, holds, rule
 from shoal.core.tree import fold_numbers
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 
@@ -49,7 +49,7 @@ def counted(options: dict[str, Any], body: Any, **more: Any) -> tuple[str, Engin
     "Arithmetic and layout",
     broken_by=[
         Edit("shoal.training.lane_loop", "        state.buffers.undo_micro_batch()\n", ""),
-        Edit("shoal.training.state", "        if record.updates:\n", "        if record is not None:\n"),
+        Edit("shoal.state.training_state", "        if record.updates:\n", "        if record is not None:\n"),
         Edit(
             "shoal.training.reducing",
             "            self._sums.push(self._context.loop.lane)\n",

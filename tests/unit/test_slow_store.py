@@ -30,11 +30,11 @@ class Slow:
 @rule(
     "A write that the store takes long for is in the reason of the job until one is fast again",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal_controller.runner", "self.trouble or self.repository.speed.sentence", "self.trouble"),
+    broken_by=Edit("shoal_controller.jobs.runner", "self.trouble or self.repository.speed.sentence", "self.trouble"),
 )
 @asynchronous
 async def test_a_write_that_takes_long_is_in_the_reason_until_one_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.write_speed.SLOW_SECONDS", SLOW_SECONDS)
+    monkeypatch.setattr("shoal_controller.observe.write_speed.SLOW_SECONDS", SLOW_SECONDS)
     store = Slow(await open_store(f"embedded:{tmp_path}"))
     store.may_write.set()
     world = World(store)

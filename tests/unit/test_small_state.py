@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from crew import Crew, Task, undisturbed
 from rule import Edit, holds, rule
-from shoal.training.small_state import FIELDS, pack, unpack
-from shoal.training.state import Limits, TrainingState
+from shoal.state.small_state import FIELDS, pack, unpack
+from shoal.state.training_state import Limits, TrainingState
 from shoal_protos.errors import PeerError, UserError
 from torch import nn
 
@@ -53,7 +53,7 @@ class Bomb:
     "What a joiner receives from a peer cannot run code: it has the plain form of checkpoints and is never a pickle",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal.training.small_state",
+        "shoal.state.small_state",
         "        return decode(tree, safetensors.torch.load(message[LENGTH.size + length :]))\n",
         "        return __import__('pickle').loads(message)\n",
     ),

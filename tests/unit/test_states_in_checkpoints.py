@@ -14,11 +14,11 @@ from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest
 from shoal.checkpoint.catalogue import look_into, saves
-from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.checkpoint.plain import decode
 from shoal.checkpoint.storage import LocalStorage
-from shoal.core.save_part import BUSY
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.plain import decode
+from shoal.core.saving import BUSY
 from shoal.exchange.evaluation_round import EvaluationRound
 from shoal.group.group import WorldChanged
 from shoal.training.engine import Engine
@@ -127,7 +127,7 @@ class Script:
             by="test_a_leader_that_does_not_evaluate_saves_what_it_hears_of_others",
         ),
         Edit(
-            "shoal.core.save_part",
+            "shoal.core.saving",
             "None if vote.owed else vote.sound",
             "vote.sound",
             by="test_a_vote_that_settles_a_step_amid_an_evaluation_completes_no_checkpoint",

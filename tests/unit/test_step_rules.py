@@ -18,14 +18,14 @@ from integration.scripts import optimizer_of
 from rule import Edit, holds, rule
 from shoal.blocks.flat import TAKEN_BYTES, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout
-from shoal.exchange.norm import subtree_sums
+from shoal.exchange.finite import subtree_sums
 from shoal.exchange.traffic import HANDED
 from shoal.group.group import GATHER_TAG
+from shoal.process.host_memory import tensor_bytes
+from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
-from shoal.training.state import TrainingState
 from shoal_controller.core.machine.durable import Standing
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs, every
@@ -101,7 +101,7 @@ def threads(count: int) -> Iterator[None]:
 @rule(
     "The norm sums rows of 4,096 elements: longer rows give other bits with two threads",
     "Arithmetic and layout",
-    broken_by=Edit("shoal.exchange.norm", "ROW = 4_096", "ROW = 8_192"),
+    broken_by=Edit("shoal.exchange.finite", "ROW = 4_096", "ROW = 8_192"),
 )
 @pytest.mark.parametrize("block", [1 << 16, 1 << 18])
 def test_the_norm_has_the_same_bits_at_1_2_and_4_threads_however_large_a_block_is(block: int) -> None:
@@ -313,7 +313,7 @@ def test_a_report_of_several_numbers_is_refused_by_its_name() -> None:
 @rule(
     "Hyper-parameters that differ between members fail the job, and the error names group and key",
     "A step",
-    broken_by=Edit("shoal.training.agreed_hyper", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
+    broken_by=Edit("shoal.state.agreed_hyper", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
 )
 @pytest.mark.parametrize("note", ["short", "long " * 10_000])
 def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: str) -> None:
@@ -381,7 +381,7 @@ def test_a_script_that_swallows_the_error_of_its_optimizer_cannot_go_on_with_tor
 @rule(
     "A worker whose optimizer raises counts as dead, whatever its script does with the error",
     "A step",
-    broken_by=Edit("shoal.training.update", "            self._torn, context.leaving = result.failure, True\n", ""),
+    broken_by=Edit("shoal.training.step", "            self._torn, context.leaving = result.failure, True\n", ""),
 )
 @pytest.mark.parametrize("step", [Engine.step, stubborn_step])
 def test_a_worker_whose_optimizer_fails_counts_as_dead_whatever_its_script_does_then(step: Any) -> None:

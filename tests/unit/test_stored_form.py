@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from machine_driver import MADE_OF, stored, through_the_store, training
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord
-from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.durable import Durable, Place, Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
@@ -156,7 +155,7 @@ DAMAGES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
             by="test_records_that_do_not_fit_each_other_are_refused_before_a_job_goes_on_with_them",
         ),
         Edit(
-            "shoal_controller.job_repository",
+            "shoal_controller.jobs.job_repository",
             "    if len(packed_texts) != head.records:\n",
             "    if len(packed_texts) > head.records:\n",
         ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from integration.session_port import HELLO
 from rule import Edit, rule
-from shoal_controller.sessions.streams import Stream, Streams
+from shoal_controller.jobs.streams import Stream, Streams
 from shoal_protos.messages import Alive, Prepare, ToWorker
 from shoal_protos.wire import decode_controller, encode_worker
 
@@ -23,7 +23,7 @@ def unread(stream: Stream) -> list[ToWorker]:
     "A controller says on every stream that it is there; a stream on which nothing comes for 7 s is given up: a "
     "frozen controller keeps its connections",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal_controller.sessions.streams", "                stream.dialogue.say(ALIVE)\n", ""),
+    broken_by=Edit("shoal_controller.jobs.streams", "                stream.dialogue.say(ALIVE)\n", ""),
 )
 def test_every_stream_is_told_once_a_round_that_the_controller_lives_and_one_that_is_not_read_no_more() -> None:
     async def rounds() -> None:

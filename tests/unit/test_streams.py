@@ -282,13 +282,13 @@ def test_a_kill_at_any_instant_changes_no_bit(instant: str, stage: int, alone: s
     "Where lanes stand in their streams is known to all by the votes, given to joiners, and in checkpoints",
     "Data, evaluations and the doors",
     broken_by=[
-        Edit("shoal.training.state", "        self.stream_positions.learn(record.streams)\n", ""),
+        Edit("shoal.state.training_state", "        self.stream_positions.learn(record.streams)\n", ""),
         Edit(
             "shoal.core.stream_position",
             "(one.batches - self._batches(one.lane), -one.lane, one)",
             "(one.batches, -one.lane, one)",
         ),
-        Edit("shoal.checkpoint.draft", "tuple(state.stream_positions.to_texts())", "()"),
+        Edit("shoal.checkpoint.writer", "tuple(state.stream_positions.to_texts())", "()"),
         Edit(
             "shoal.core.stream_position",
             "        found = [Bookmark.from_text(text) for text in texts]\n"

@@ -11,9 +11,8 @@ import torch
 from crew import Task, undisturbed
 from integration.scripts import scheduler_of
 from rule import Edit, holds, rule
-from shoal.training.arguments import check_given
 from shoal.training.engine import Engine
-from shoal.training.start import initialize
+from shoal.training.start import check_given, initialize
 from shoal_protos.errors import UserError
 from torch import nn
 
@@ -52,7 +51,7 @@ CALLS: list[tuple[Callable[[Engine], Any], str]] = [
     "state that is kept in blocks, gets an error that says so",
     "A step",
     broken_by=Edit(
-        "shoal.optim.take_over",
+        "shoal.optim.hyper",
         "    if scheduler is not None and not isinstance(scheduler, _Taken):\n",
         "    if scheduler is None:\n",
     ),

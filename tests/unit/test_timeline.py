@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shoal_controller.records import JobEvent
-from shoal_controller.series.timeline import timeline
+from shoal_controller.jobs.records import JobEvent
+from shoal_controller.jobs.timeline import timeline
 
 HOURS = 5 * 3600.0
 

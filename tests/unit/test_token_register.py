@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from asynchronous import asynchronous
 from rule import holds
-from shoal_controller.callers import Caller, Role, Unauthorized
+from shoal_controller.access.callers import Caller, Role, Unauthorized
+from shoal_controller.access.token_register import MOST_TOKENS, TokenRegister
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put, Store
-from shoal_controller.token_register import MOST_TOKENS, TokenRegister
 from shoal_protos.errors import Conflict, NotFound
 
 

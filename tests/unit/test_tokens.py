@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from shoal_controller.tokens import made_token
+from shoal_controller.access.tokens import made_token
 from shoal_protos.bearer import kept_token
 from shoal_protos.errors import UserError
 

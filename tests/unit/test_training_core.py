@@ -20,7 +20,7 @@ from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
-from shoal.exchange.norm import subtree_sums
+from shoal.exchange.finite import subtree_sums
 from shoal.optim.elementwise import ELEMENTWISE
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union

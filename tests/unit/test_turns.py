@@ -11,8 +11,8 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
 from rule import Edit, holds, rule
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ def gan(stage: int, **options: Any) -> Task:
             "shoal.training.step", "        self._forget_gradients_without_a_turn()\n        return", "        return"
         ),
         Edit(
-            "shoal.optim.turns",
+            "shoal.optim.hyper",
             "        group[TURN] = group.get(NAME) in names\n",
             "        group[TURN] = group.get(TURN, False) or group.get(NAME) in names\n",
         ),
@@ -186,7 +186,7 @@ def test_a_turn_reaches_a_joiner_that_replays_and_one_that_differs_fails_the_job
     "A vote without a step compares no hyper-parameters: where the world broke, some members are in the next "
     "step's body, which has set its own, and others have not begun it",
     "Data, evaluations and the doors",
-    broken_by=Edit("shoal.training.voting", "        if step > context.state.step:  #", "        if step >= 0:  #"),
+    broken_by=Edit("shoal.training.step", "        if step > context.state.step:  #", "        if step >= 0:  #"),
 )
 def test_values_of_the_next_body_are_not_compared_in_a_vote_without_a_step() -> None:
     """Where the world breaks between two steps, a vote settles what the last one has left, and some members may have

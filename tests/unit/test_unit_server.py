@@ -7,7 +7,7 @@ import threading
 import torch
 from over_gloo import over_gloo
 from shoal.exchange.traffic import GATHERED_UNIT
-from shoal.exchange.unit_server import UnitServer, ask
+from shoal.exchange.unit_fetch import UnitServer, ask
 from shoal.group.group import Group
 
 UNITS = 5

@@ -21,8 +21,8 @@ from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from torch import Tensor, nn
 
@@ -158,7 +158,7 @@ CASES = [("1", name) for name in OPTIMIZERS] + [(form, "AdamW") for form in FORM
     "A step",
     broken_by=[
         Edit(
-            "shoal.training.state",
+            "shoal.state.training_state",
             "        self.held.optimizer_step.cuts = self.misses.cuts(self.layout, unused)\n",
             "",
         ),
@@ -200,7 +200,7 @@ def test_heads_that_take_turns_train_as_by_torch_itself(form: str, optimizer: st
         ),
         Edit("shoal.exchange.vote", "strict=True) if spans]", "strict=True)]"),
         Edit("shoal.blocks.loaded_state", "Missed(max(less, default=0))", "Missed()"),
-        Edit("shoal.training.state", 'Misses.from_runs(self.layout, given["missed"])', "self.misses"),
+        Edit("shoal.state.training_state", 'Misses.from_runs(self.layout, given["missed"])', "self.misses"),
         Edit("shoal.checkpoint.restore", "Misses.from_runs(state.layout, manifest.missed)", "state.misses"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from rule import Edit, holds, rule
 from shoal_controller.api.models import JobBody
-from shoal_protos.quoting import LONGEST_SHOWN, shown, shown_name
+from shoal_protos.text import LONGEST_SHOWN, shown, shown_name
 from shoal_protos.validation import (
     MOST_FAULTS,
     Allowed,

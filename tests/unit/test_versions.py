@@ -15,9 +15,9 @@ from machine_driver import MADE_OF, NEW, RUN, Driver
 from rule import Edit, rule
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Dialogue, ProcessInfo
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Send, Spawn
 from shoal_controller.core.machine.events import ConfirmLost, Spawned
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.leadership.election import LEADER
 from shoal_protos import session_pb2 as pb

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal.core.exact_sum import MOST_PARTS
 from shoal.core.layout import SMALLEST_BLOCK, Trainable, lay_out
+from shoal.core.tree import MOST_PARTS
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.finite import describe_gradient
 from shoal.exchange.traffic import Traffic
@@ -38,7 +38,9 @@ TRAFFIC = Traffic(recovery(1, "a"), 0, LAYOUT)
 @rule(
     "The vote runs on CPU tensors",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal.exchange.vote", 'device="cpu"', "device=None"),
+    broken_by=Edit(
+        "shoal.exchange.vote", 'seen, dtype=torch.uint8, device="cpu"', "seen, dtype=torch.uint8, device=None"
+    ),
 )
 def test_the_vote_runs_on_the_cpu_whatever_the_default_device_is() -> None:
     rows: list[Tensor] = []
@@ -168,7 +170,7 @@ def test_the_record_survives_its_bytes() -> None:
     "A step",
     broken_by=[
         Edit(
-            "shoal.training.state",
+            "shoal.state.training_state",
             '            self.loss_scale = self.loss_scale.at(given["loss_scale"])\n',
             "            pass\n",
         ),

@@ -56,18 +56,18 @@ def test_a_chain_that_ends_in_user_code_has_no_broken_link_but_a_straggler() -> 
             "            if peer in activities and _in_vain(worker, activity, activities[peer]):\n",
         ),
         Edit(
-            "shoal.group.group_progress",
+            "shoal.group.group",
             "        self._pieces += 1\n        self._moved = now\n",
             "        self._pieces += 1\n",
         ),
         Edit(
-            "shoal.group.group_progress",
+            "shoal.group.group",
             "        self._state = (boundary, phase, bucket, tuple(peers), since)\n",
             "        self._state = (boundary, phase, bucket, tuple(peers), time.monotonic())\n",
             by="test_who_goes_on_waiting_for_fewer_has_waited_as_long_as_before",
         ),
         Edit(
-            "shoal.group.group_progress",
+            "shoal.group.group",
             "        self._state = (self._state[0], phase, bucket, (), time.monotonic())\n",
             "        self._state = (self._state[0], phase, bucket, (), self._state[4])\n",
             by="test_whatever_it_does_it_has_done_for_no_time_yet",

@@ -10,8 +10,8 @@ import pytest
 from crew import Crew, Task, engine_of, train
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.faults import Faults
-from shoal.session.alone import AloneLink
+from shoal.process.faults import Faults
+from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Welcome

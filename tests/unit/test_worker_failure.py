@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from shoal.checkpoint.errors import CheckpointDamaged, StorageFailed
-from shoal.failure import ExportFailed, NeedsFreshProcess, result_of
+from shoal.checkpoint.failure import ExportFailed, NeedsFreshProcess, result_of
+from shoal.core.checkpoint_errors import CheckpointDamaged, StorageFailed
 from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.messages import FRESH_PROCESS, START_AGAIN, WRONG_USE
 from tiers import check
@@ -80,8 +80,8 @@ def test_a_mistake_of_the_users_or_a_failed_export_is_everyones_and_what_a_new_p
 def test_a_process_that_a_fresh_one_is_to_replace_says_so_in_a_sentence_and_by_its_exit_status() -> None:
     fault = result_of(raised(NeedsFreshProcess("it has trained before")), 3).fault
     assert fault is not None and fault.exception == FRESH_PROCESS
-    tells = "from shoal.training.exit import tell_errors_in_a_sentence as tell; from shoal.failure import *; tell()"
-    script = f"{tells}; raise NeedsFreshProcess('it has trained before')"
+    tells = "from shoal.training.exit import tell_errors_in_a_sentence; from shoal.checkpoint.failure import *"
+    script = f"{tells}; tell_errors_in_a_sentence(); raise NeedsFreshProcess('it has trained before')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (START_AGAIN, "shoal: it has trained before\n")
 

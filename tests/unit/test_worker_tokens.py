@@ -7,13 +7,13 @@ import re
 
 import pytest
 from rule import Edit, holds, rule
+from shoal_controller.access.worker_tokens import ShownToken, WorkerTokens, is_for_workers
 from shoal_controller.core.machine.proof import Proof
-from shoal_controller.sessions.door import Door, TokenExpired
-from shoal_controller.worker_tokens import ShownToken, WorkerTokens, is_for_workers
+from shoal_controller.sessions.service import Door, TokenExpired
 from shoal_protos.channel import SESSION_TOKEN
 from shoal_protos.errors import Refused
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
 TOKENS = WorkerTokens("secret")
 JOIN = TOKENS.join("train", "run-1")
@@ -79,17 +79,17 @@ def test_the_operators_token_opens_every_session_and_each_other_what_it_proves()
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.sessions.door",
+            "shoal_controller.sessions.service",
             "            if shown.expires <= self._clock():\n",
             "            if False:\n",
         ),
         Edit(
-            "shoal_controller.sessions.streams",
+            "shoal_controller.jobs.streams",
             "                if stream.renewed <= due:\n",
             "                if False:\n",
         ),
         Edit(
-            "shoal.session.shown_tokens",
+            "shoal.session.thread",
             "        if token and (self._given is None or now < self._fresh_until):\n",
             "        if token:\n",
         ),

@@ -78,7 +78,7 @@ async def started(one: Team, *workers: str) -> None:
             "world is None or not tracked.uid",
         ),
         Edit(
-            "shoal_controller.background",
+            "shoal_controller.jobs.background",
             "world is None or world.generation == self._shown_generation",
             "world is None",
         ),

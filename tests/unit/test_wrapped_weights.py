@@ -13,7 +13,7 @@ import torch
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from integration.scripts import WIDTH, Model
-from shoal.model_export import export
+from shoal.checkpoint.model_export import export
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map

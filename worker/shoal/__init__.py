@@ -30,7 +30,7 @@ for _name, _value in GRPC_VARIABLES.items():  # before gRPC, whichever module of
     os.environ.setdefault(_name, _value)
 
 if "torch" in sys.modules or ("SHOAL_CONTROLLER" in os.environ and find_spec("torch") is not None):
-    from shoal.compiler import leave_unloaded
+    from shoal.process.compiler import leave_unloaded
 
     leave_unloaded()
     if "SHOAL_CONTROLLER" in os.environ:
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
             from shoal.training.engine import Engine
 
             return Engine
-        from shoal.compiler import leave_unloaded
+        from shoal.process.compiler import leave_unloaded
         from shoal.training.start import initialize
 
         leave_unloaded()

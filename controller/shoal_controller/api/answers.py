@@ -12,8 +12,8 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.core.overview.activities import activity_sentence
-from shoal_controller.only_if import version_of
-from shoal_controller.records import JobEvent
+from shoal_controller.jobs.only_if import version_of
+from shoal_controller.jobs.records import JobEvent
 
 
 class Answer(BaseModel):

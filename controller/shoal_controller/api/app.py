@@ -3,6 +3,11 @@
 The page is at `/` (`page/site.py`). `/healthz` says that the process answers, `/readyz` that it serves requests,
 whether it leads or follows (and `/readyz?store` that its store can be written), `/metrics` what it has counted.
 `/openapi.json` describes all of it.
+
+The OpenAPI document, where the framework does not know it: what every route answers when something is wrong.
+
+Every error is a problem (`problems.py`), also where the framework would answer another way, and those that pass say
+when to try again. `app.py` installs it; tests hold every answer against it.
 """
 
 from __future__ import annotations
@@ -10,26 +15,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp
 
-from shoal_controller.api import openapi, problems
-from shoal_controller.api.answers import HealthAnswer
+from shoal_controller.access.proxies import NO_PROXIES, Proxies
+from shoal_controller.access.token_register import TokenRegister
+from shoal_controller.access.worker_tokens import WorkerTokens
+from shoal_controller.api import problems
+from shoal_controller.api.answers import HealthAnswer, Problem
 from shoal_controller.api.forwarding import Forwarding
-from shoal_controller.api.guard import Guard
-from shoal_controller.api.recent_overview import RecentOverview
+from shoal_controller.api.guard import OPEN_PATHS, Guard
+from shoal_controller.api.neighbours import Neighbours
+from shoal_controller.api.page_routes import RecentOverview
+from shoal_controller.api.problems import HEADERS, PROBLEM_TYPE
 from shoal_controller.api.routes import router
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.leadership.neighbours import Neighbours
 from shoal_controller.page.site import Site
-from shoal_controller.proxies import NO_PROXIES, Proxies
-from shoal_controller.token_register import TokenRegister
-from shoal_controller.worker_tokens import WorkerTokens
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -51,8 +59,8 @@ class ApiSettings:
     """What makes the join tokens; None: workers need none."""
     folder: Path | None = None
     """Where the logs of local workers are; None: none are shown."""
-    site: Site | None = None
-    """The page's files; None: no page is served."""
+    page: bool = False
+    """Whether the page is served."""
     log_folder: Path | None = None
     """Where else logs of local workers are, in a folder of each job's name; None: nowhere else."""
     proxies: Proxies = NO_PROXIES
@@ -81,9 +89,9 @@ def build_app(
     app.state.tokens = tokens
     app.state.followers = Counter[str]()
     app.state.overview = RecentOverview()
-    app.state.site = settings.site
+    app.state.site = site = Site() if settings.page else None
     problems.install(app)
-    openapi.install(app)
+    install(app)
     app.include_router(router)
 
     @app.get("/healthz", tags=["controller"])
@@ -104,8 +112,8 @@ def build_app(
         """Metrics for Prometheus."""
         return Response(await scrape(), media_type=METRICS_TYPE)
 
-    if settings.site is not None:
-        _serve(app, settings.site)
+    if site is not None:
+        _serve(app, site)
     answering = Forwarding(app, controller, neighbours)
     return Guard(answering, tokens, settings.here_only, controller, settings.proxies)
 
@@ -121,3 +129,72 @@ def _serve(app: FastAPI, site: Site) -> None:
 
     for path in ("/", "/page/{name:path}"):
         app.add_api_route(path, get_page, methods=["GET", "HEAD"], include_in_schema=False)
+
+
+Json = dict[str, Any]
+
+BEARER = "token"
+BEARER_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "SHOAL_TOKEN, or a token of `shoal token create`: role view reads, operate changes jobs, admin "
+    "makes tokens. A controller that was started without SHOAL_TOKEN asks for none.",
+}
+
+WITH_VERSION = ("JobAnswer", "JobBody")
+VERSION = "The job's version, to be sent as `If-Match` with a change."
+
+OF_THE_FRAMEWORK = ("HTTPValidationError", "ValidationError")
+"""Models that no answer has."""
+
+
+def install(app: FastAPI) -> None:
+    """Have the app give this document."""
+    app.openapi = partial(_document, app)  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> Json:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop(f"{HTTPStatus.UNPROCESSABLE_ENTITY}", None)
+                _name_versions(operation["responses"])
+                operation["responses"] |= _errors()
+        models = document["components"]["schemas"]
+        for name in OF_THE_FRAMEWORK:
+            models.pop(name, None)
+        problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
+        models |= problem.pop("$defs", {}) | {Problem.__name__: problem}
+        document["components"]["securitySchemes"] = {BEARER: BEARER_SCHEME}
+        for path, operations in document["paths"].items():
+            for operation in operations.values():
+                operation["security"] = [] if path in OPEN_PATHS else [{BEARER: []}]
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _errors() -> Json:
+    whole = {
+        "4XX": _problem("What is wrong with the request.", {}),
+        "5XX": _problem("What is wrong here.", {}),
+    }
+    headers = {**HEADERS, HTTPStatus.PRECONDITION_FAILED: {"ETag": ""}}
+    return whole | {f"{status}": _problem(HTTPStatus(status).phrase, named) for status, named in headers.items()}
+
+
+def _name_versions(answers: Json) -> None:
+    """An answer with a job has its version in a header."""
+    for answer in answers.values():
+        schema = answer.get("content", {}).get("application/json", {}).get("schema", {})
+        if schema.get("$ref", "").rpartition("/")[2] in WITH_VERSION:
+            answer["headers"] = {"ETag": {"required": True, "schema": {"type": "string"}, "description": VERSION}}
+
+
+def _problem(description: str, headers: Any) -> Json:
+    schema = {"$ref": f"#/components/schemas/{Problem.__name__}"}
+    return {
+        "description": description,
+        "headers": {name: {"required": True, "schema": {"type": "string"}} for name in headers},
+        "content": {PROBLEM_TYPE: {"schema": schema}},
+    }

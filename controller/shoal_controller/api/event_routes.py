@@ -8,8 +8,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import StreamingResponse
 
 from shoal_controller.api.answers import EventOfJobAnswer, NewestEventsAnswer
-from shoal_controller.api.dependencies import Readable, shell_to_change
-from shoal_controller.api.event_filter import MOST_NAME, AFilter
+from shoal_controller.api.dependencies import MOST_NAME, AFilter, Readable, shell_to_change
 from shoal_controller.api.stream import Follower, feed_stream, wants_stream
 
 A_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}

@@ -22,12 +22,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.problems import problem_of
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.leadership.election import ControllerPlace, NotLeading
+from shoal_controller.leadership.election import ControllerPlace
 from shoal_controller.leadership.introductions import HEADER, HandedOn
-from shoal_controller.leadership.neighbours import Neighbours
-from shoal_controller.store.store import UnknownOutcome
+from shoal_controller.store.store import NotLeading, UnknownOutcome
 
 CLOCK = "shoal-clock"
 """Seconds since the epoch: `Date` has the machine's clock, which may have been set since the jobs' was."""

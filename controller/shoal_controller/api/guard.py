@@ -3,35 +3,53 @@
 A web page elsewhere cannot get a browser to start a job here: what a browser sends for another site's page is refused,
 and without a token a controller that listens on this machine only answers only requests that name this machine, one
 that listens elsewhere believes no page under a name that anybody can give it (DNS rebinding).
+
+TLS of the REST port: its certificate and key, looked at before every handshake and read again when they change.
+
+Connections that are open go on with the certificate that they began with. Called by `web.py`'s users.
+
+Counts every request by its route, and measures the time until its answer begins. The outermost layer of REST: what
+the guard refuses is counted, and so is what a follower hands on.
+
+A path that no route has counts as `other`, so that nobody can make series by asking for paths.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
+import ssl
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
+from fastapi.routing import APIRoute
 from shoal_protos.addresses import is_here
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, ShoalError, UserError
-from shoal_protos.json_bounds import MOST_BODY_BYTES
-from shoal_protos.quoting import shown, shown_name
 from shoal_protos.release import RELEASE, RELEASE_HEADER
+from shoal_protos.strict_json import MOST_BODY_BYTES
+from shoal_protos.text import shown, shown_name
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal_controller.access.callers import Caller, Role, Unauthorized
+from shoal_controller.access.failed_logins import FailedLogins, TooManyFailures
+from shoal_controller.access.proxies import FORWARDED, Proxies
+from shoal_controller.access.token_register import TokenRegister
+from shoal_controller.api import event_routes, page_routes, routes, token_routes
 from shoal_controller.api.problems import BUG, CODES, TooLarge, problem, problem_of
-from shoal_controller.callers import Caller, Role, Unauthorized
-from shoal_controller.failed_logins import FailedLogins, TooManyFailures
 from shoal_controller.leadership.controller_state import ENDING, ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
 from shoal_controller.page.site import is_of_the_page
-from shoal_controller.proxies import FORWARDED, Proxies
+from shoal_controller.process.renewed_files import RenewedFiles, load_pair
 from shoal_controller.store.store import UnknownOutcome
-from shoal_controller.token_register import TokenRegister
 
 TOO_LARGE = f"the body is larger than {MOST_BODY_BYTES} bytes, the most that is accepted"
 
@@ -235,3 +253,83 @@ def _limited(scope: Scope, receive: Receive) -> Receive:
         return message
 
     return counted
+
+
+CERTIFICATE, KEY = "SHOAL_HTTP_CERTIFICATE", "SHOAL_HTTP_KEY"
+"""The settings that name the files."""
+
+
+def web_certificate(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What the port is served with. Raises `UserError` for files that cannot be used."""
+
+    def made() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        load_pair(context, (CERTIFICATE, certificate), (KEY, key))
+        return context
+
+    files = RenewedFiles((certificate, key), made)
+
+    def on_handshake(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = files.latest()
+
+    context = files.made
+    context.sni_callback = on_handshake  # called whether the client names a server or not
+    return context
+
+
+OTHER = "other"
+METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
+WITHOUT_ROUTER = ("/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page/{name:path}")
+
+PARTS = (token_routes, event_routes, page_routes)
+"""What `routes` includes."""
+
+NO_ANSWER = "none"
+"""The status of a request whose answer has not begun: its client has gone, as a rule."""
+
+Requested = Callable[[str, str, str, float], None]
+"""Called with the method, the route, the status, and the seconds until the answer began."""
+
+
+def templates() -> tuple[str, ...]:
+    """The paths of all routes."""
+    known = [*WITHOUT_ROUTER, *_paths(routes.router.routes)]
+    parts = [route for part in PARTS for route in part.router.routes]
+    return (*known, *(routes.router.prefix + path for path in _paths(parts)))
+
+
+def _paths(of: Sequence[object]) -> list[str]:
+    return list(dict.fromkeys(route.path for route in of if isinstance(route, APIRoute)))
+
+
+class CountedRequests:
+    """ASGI middleware around everything else."""
+
+    def __init__(self, app: ASGIApp, requested: Requested) -> None:
+        self._app, self._requested = app, requested
+        self._routes: list[tuple[re.Pattern[str], str]] = [(compile_path(path)[0], path) for path in templates()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began, has_begun = time.perf_counter(), False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                self._count(scope, str(message["status"]), time.perf_counter() - began)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            if not has_begun:
+                self._count(scope, NO_ANSWER, time.perf_counter() - began)
+
+    def _count(self, scope: Scope, status: str, seconds: float) -> None:
+        method = scope["method"] if scope["method"] in METHODS else OTHER
+        self._requested(method, self._route_of(scope["path"]), status, seconds)
+
+    def _route_of(self, path: str) -> str:
+        return next((template for pattern, template in self._routes if pattern.match(path)), OTHER)

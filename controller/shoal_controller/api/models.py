@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
-from shoal_controller.api.lone_surrogates import surrogate_faults
+from shoal_controller.api.strict import surrogate_faults
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
-from shoal_controller.launchers.own_variables import SET_BY_SHOAL
+from shoal_controller.launchers.launcher import SET_BY_SHOAL
 
 MOST_WORKERS = 4096
 POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"

@@ -11,15 +11,15 @@ from typing import Self
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.runs import Span as BlockSpan
 
+from shoal_controller.access.callers import Role
 from shoal_controller.api.act_requests import Act
 from shoal_controller.api.answers import Answer, EventAnswer, JobAnswer, MovedBytes
-from shoal_controller.callers import Role
 from shoal_controller.core.machine.spec import JobView, ResizeView
 from shoal_controller.core.overview.amounts import duration
 from shoal_controller.core.overview.attention import Attention, Level, seconds_left
 from shoal_controller.core.overview.holdings import holdings
 from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
-from shoal_controller.series.job_series import JobSeries, Span
+from shoal_controller.observe.job_series import JobSeries, Span
 
 
 class AboutAnswer(Answer):

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import ShoalError, UserError
-from shoal_protos.quoting import shown_name
+from shoal_protos.text import shown_name
 from shoal_protos.validation import every_sentence
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
@@ -20,7 +20,7 @@ from starlette.routing import compile_path
 from shoal_controller.api.answers import Problem
 from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
 from shoal_controller.api.token_routes import RotateBody, TokenBody
-from shoal_controller.only_if import VersionMismatch
+from shoal_controller.jobs.only_if import VersionMismatch
 
 BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "create_job": ("the job spec", JobBody),

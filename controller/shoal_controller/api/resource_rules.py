@@ -8,14 +8,14 @@ from __future__ import annotations
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 
-from shoal_controller.callers import Caller
+from shoal_controller.access.callers import Caller
 from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.spec import JobSpec, JobView, WorkerBounds
-from shoal_controller.elastic_jobs.resource_kind import FULL_NAME
+from shoal_controller.jobs.only_if import OnlyIf, version_of
+from shoal_controller.jobs.shell import Shell
+from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.only_if import OnlyIf, version_of
-from shoal_controller.shell import Shell
 
 
 async def create(shell: Shell, spec: JobSpec, by: Caller) -> JobView:

@@ -2,17 +2,25 @@
 
 A controller that does not lead has forwarded what it could (`forwarding.py`); what comes here nevertheless is read from
 the store, or refused. Nothing is decided here. Errors are raised as they are and become problems in `problems.py`.
+
+The headers with which a request says on what it depends: `If-Match` of a change, `Idempotency-Key` of a new job.
+
+Called by `routes.py`; what they mean for a job is in `only_if.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from shoal_protos.error_codes import ErrorCode
-from shoal_protos.errors import Refused
+from shoal_protos.errors import Refused, UserError
 
+from shoal_controller.access.callers import Role
 from shoal_controller.api import event_routes, page_routes, resource_rules, token_routes
 from shoal_controller.api.answers import (
     CheckpointAnswer,
@@ -26,29 +34,31 @@ from shoal_controller.api.answers import (
     WorkerAnswer,
     WorkersAnswer,
 )
-from shoal_controller.api.dependencies import AWorker, Leading, Readable, controller_of, shell_to_change
-from shoal_controller.api.event_filter import AFilter
-from shoal_controller.api.event_routes import A_STREAM
-from shoal_controller.api.known_parameters import check_parameters
-from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
-from shoal_controller.api.pages import (
+from shoal_controller.api.dependencies import (
+    AFilter,
     After,
+    AWorker,
+    Leading,
     Limit,
+    Readable,
     by_number,
     checkpoint_place,
+    controller_of,
     cursor_of,
     page,
     place_of,
+    shell_to_change,
     workers_in_order,
 )
-from shoal_controller.api.preconditions import AKey, AnOnlyIf, keyed, tag
+from shoal_controller.api.event_routes import A_STREAM
+from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
 from shoal_controller.api.stream import Follower, event_stream, wants_stream
-from shoal_controller.api.strict_bodies import StrictRoute
+from shoal_controller.api.strict import StrictRoute, check_parameters
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
-from shoal_controller.callers import Role
 from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
-from shoal_controller.core.machine.spec import JobView
-from shoal_controller.event_bounds import EVENTS_KEPT
+from shoal_controller.core.machine.spec import JobSpec, JobView
+from shoal_controller.jobs.event_bounds import EVENTS_KEPT
+from shoal_controller.jobs.only_if import OnlyIf, version_of
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": Problem}, "5XX": {"model": Problem}}
 
@@ -227,3 +237,60 @@ async def get_join_token(
 router.include_router(token_routes.router)
 router.include_router(event_routes.router)
 router.include_router(page_routes.router)
+
+
+TAG = r'(?:W/)?"[^"]*"'
+TAGS = re.compile(rf"\s*{TAG}(?:\s*,\s*{TAG})*\s*")
+KEY = re.compile(r"[!-~]{1,255}")
+
+IfMatchHeader = Header(
+    alias="If-Match",
+    description="A version of the job, in quotes, as `ETag` and `version` have it: if the job has another one by now, "
+    "nothing is done and the answer is 412, with its version now. Default, and `*`: whatever its version is.",
+)
+KeyHeader = Header(
+    alias="Idempotency-Key",
+    description="1 to 255 visible ASCII characters of the client's choice: a request that comes once more with it, "
+    "because its answer was lost, gets the job that it has made. Kept with the job.",
+)
+
+
+def only_if(if_match: Annotated[str | None, IfMatchHeader] = None) -> OnlyIf | None:
+    """What `If-Match` asks for; None: nothing. A weak tag matches nothing (RFC 9110)."""
+    if if_match is None or if_match.strip() == "*":
+        return None
+    if not TAGS.fullmatch(if_match):
+        raise UserError(
+            f"the header `If-Match` is {if_match[:80]!r}; expected a version of the job in double quotes, as `ETag` "
+            "has it, or *"
+        )
+    tags = re.findall(TAG, if_match)
+    return OnlyIf(tuple(tag.strip('"') for tag in tags if not tag.startswith("W/")))
+
+
+def request_key(idempotency_key: Annotated[str | None, KeyHeader] = None) -> str:
+    """The key of the request; empty: it has none."""
+    if idempotency_key is not None and not KEY.fullmatch(idempotency_key):
+        raise UserError(
+            f"the header `Idempotency-Key` is {idempotency_key[:80]!r}; expected 1 to 255 visible ASCII characters"
+        )
+    return idempotency_key or ""
+
+
+AnOnlyIf = Annotated[OnlyIf | None, Depends(only_if)]
+AKey = Annotated[str, Depends(request_key)]
+
+
+def keyed(spec: JobSpec, body: JobBody, key: str) -> JobSpec:
+    """The spec, with the key of the request and what tells it from another one."""
+    if not key:
+        return spec
+    return replace(spec, request_key=key, request_digest=hashlib.sha256(body.model_dump_json().encode()).hexdigest())
+
+
+def tag(response: Response, view: JobView) -> None:
+    """Have an answer with a job say its version. It is no tag of the whole answer, which changes with every step: no
+    cache may go by it.
+    """
+    response.headers["ETag"] = f'"{version_of(view)}"'
+    response.headers["Cache-Control"] = "no-store"

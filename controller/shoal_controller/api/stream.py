@@ -21,8 +21,8 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import UserError
 
 from shoal_controller.api.answers import EventAnswer, EventOfJobAnswer
-from shoal_controller.api.event_filter import EventFilter
-from shoal_controller.shell import Shell
+from shoal_controller.api.dependencies import EventFilter
+from shoal_controller.jobs.shell import Shell
 
 IDLE_SECONDS = 10.0
 """After so long without an event comes a comment."""

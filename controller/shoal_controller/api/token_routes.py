@@ -15,12 +15,12 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict
 from shoal_protos.validation import Allowed
 
+from shoal_controller.access.callers import Caller, Role
+from shoal_controller.access.token_register import NamedToken, TokenRegister
 from shoal_controller.api.answers import Answer
+from shoal_controller.api.dependencies import After, Limit, page
 from shoal_controller.api.models import LONGEST_SECONDS, Body
-from shoal_controller.api.pages import After, Limit, page
-from shoal_controller.api.strict_bodies import StrictRoute
-from shoal_controller.callers import Caller, Role
-from shoal_controller.token_register import NamedToken, TokenRegister
+from shoal_controller.api.strict import StrictRoute
 
 MOST_DAYS = 3650
 DAY_SECONDS = 86_400.0

@@ -20,8 +20,8 @@ from shoal_protos.errors import UserError
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shoal_controller.peer_address import network_of
-from shoal_controller.tasks import end_task, guarded
+from shoal_controller.access.callers import network_of
+from shoal_controller.process.tasks import end_task, guarded
 
 START_SECONDS = 10.0
 FINISH_SECONDS = 3

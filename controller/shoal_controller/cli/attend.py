@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal_protos.errors import Conflict, ShoalError, UserError
-from shoal_protos.plural import at_step
-from shoal_protos.readable import number
+from shoal_protos.text import at_step, number
 
 from shoal_controller.cli.client import OVER, Client, IsOver, Json, NotTraining
 from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch

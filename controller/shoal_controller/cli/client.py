@@ -23,12 +23,12 @@ from shoal_protos.controller_url import split_url
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
 from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE, RELEASE_HEADER
+from shoal_protos.text import of_shoal
 
+from shoal_controller.access.client_tls import ClientTls, https_instead
+from shoal_controller.access.worker_tokens import is_for_workers
 from shoal_controller.cli.endings import Unreachable
-from shoal_controller.client_tls import ClientTls, https_instead
-from shoal_controller.worker_tokens import is_for_workers
 
 Json = dict[str, Any]
 """A job, a worker, an event or a report, as REST returns it."""

@@ -30,7 +30,7 @@ async def controller(
 
     from shoal_controller.cli.endings import DONE, INTERRUPTED, Interrupted
     from shoal_controller.cli.serve import Places, interrupts, serving
-    from shoal_controller.garbage import spare_what_lasts
+    from shoal_controller.process.descriptors import spare_what_lasts
 
     for name, value in CONTROLLER_GRPC_VARIABLES.items():
         os.environ.setdefault(name, value)  # before gRPC, which reads them when it is first used

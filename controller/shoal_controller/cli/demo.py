@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import JobFailed, NotFound, StoreError
-from shoal_protos.plural import at_step
+from shoal_protos.text import at_step
 
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, Store
 from shoal_controller.cli.page import check_flags, show_page

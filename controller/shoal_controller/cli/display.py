@@ -2,6 +2,9 @@
 
 On a terminal it is redrawn in place with the job's events above it; elsewhere it is a line on every change and every
 few seconds. `watch` feeds it from REST until the job is over.
+
+How fast a job goes, from the step counts that were seen, and how long it will take. Pure: whoever watches brings the
+time.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections import deque
 from typing import Protocol, Self
 
 from rich.console import Console, Group
@@ -17,14 +21,12 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from shoal_protos.errors import StoreError
-from shoal_protos.plural import plural
-from shoal_protos.readable import number
+from shoal_protos.text import duration, number, plural
 
 from shoal_controller.cli.client import OVER, Client, Json
 from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.fitted import OneLine
 from shoal_controller.cli.printed import Printed
-from shoal_controller.cli.progress import Rate, seconds_left, time_left
 from shoal_controller.cli.tables import display_console, event_line, is_free, is_redrawn, phase, reported, step_of
 from shoal_controller.core.machine.event_kind import EventKind
 
@@ -191,3 +193,45 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0, pri
         if view["phase"] in OVER:
             return view
         await asyncio.sleep(POLL_SECONDS)
+
+
+WINDOW_SECONDS = 5.0
+"""Long enough for several heartbeats, short enough to show a change of the world."""
+
+
+class Rate:
+    """Growth per second of a count over the last few seconds; a count that went back starts it anew."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def see(self, count: float, now: float) -> None:
+        if not count:
+            return  # it has not begun
+        seen = self._seen
+        if seen and count < seen[-1][1]:
+            seen.clear()
+        if not seen or count > seen[-1][1]:
+            seen.append((now, count))
+        while len(seen) > 2 and now - seen[0][0] > WINDOW_SECONDS:
+            seen.popleft()
+
+    @property
+    def per_second(self) -> float | None:
+        """None until two counts were seen."""
+        if len(self._seen) < 2:
+            return None
+        (since, first), (until, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (until - since) if until > since else None
+
+
+def seconds_left(step: int, last: int | None, samples: int | None, samples_per_second: float | None) -> float | None:
+    """Until the last step, at this speed; None: not known. `samples`: those of the steps up to `step`."""
+    if not last or not samples or not samples_per_second or not step:
+        return None
+    return max(0, last - step) * (samples / step) / samples_per_second
+
+
+def time_left(seconds: float | None) -> str:
+    """Return "42 s left" or "2 h 5 min left"; empty if the time is not known."""
+    return "" if seconds is None else f"{duration(seconds)} left"

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from shoal_protos.elastic_batch import ElasticLanes, batch_and_lanes
 from shoal_protos.elastic_section import Elasticity
 from shoal_protos.errors import UserError
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 from shoal_protos.validation import all_of, sentence
 
 from shoal_controller.cli.options import Form

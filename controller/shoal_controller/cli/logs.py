@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shoal_protos.errors import NotFound
-from shoal_protos.quoting import shown_name
+from shoal_protos.text import shown_name
 
 from shoal_controller.cli.completion import worker_names
 from shoal_controller.cli.options import DEFAULT_URL, Job, Url

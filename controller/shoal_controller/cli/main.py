@@ -18,7 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal_controller.cli import options
 from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, import_, verify
+from shoal_controller.cli.completion import job_names, worker_names
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
 from shoal_controller.cli.doctor import doctor
@@ -85,6 +87,8 @@ Version = typer.Option("--version", callback=_say_version, is_eager=True, help="
 def shoal(version: Annotated[bool, Version] = False) -> None:
     """Elastic training for PyTorch: workers come and go, the result stays the same."""
 
+
+options.JOB.autocompletion, options.WORKER.autocompletion = job_names, worker_names
 
 for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}

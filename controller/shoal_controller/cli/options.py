@@ -8,21 +8,16 @@ from typing import Annotated
 
 import typer
 
-from shoal_controller.cli.completion import job_names, worker_names
-
 DEFAULT_URL = "http://127.0.0.1:7070"
 
 Url = Annotated[str, typer.Option("--url", envvar="SHOAL_URL", metavar="URL", help="REST address of the controller.")]
 
-Job = Annotated[
-    str, typer.Argument(metavar="JOB", help="Name of the job.", show_default=False, autocompletion=job_names)
-]
-Worker = Annotated[
-    str,
-    typer.Argument(
-        metavar="WORKER", help="Id of the worker (w0, w1, …).", show_default=False, autocompletion=worker_names
-    ),
-]
+JOB = typer.Argument(metavar="JOB", help="Name of the job.", show_default=False)
+WORKER = typer.Argument(metavar="WORKER", help="Id of the worker (w0, w1, …).", show_default=False)
+"""`main` says how they are completed."""
+
+Job = Annotated[str, JOB]
+Worker = Annotated[str, WORKER]
 
 
 class Form(StrEnum):

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from shoal_protos.errors import ShoalError
-from shoal_protos.plural import at_step
+from shoal_protos.text import at_step
 
 from shoal_controller.cli.attend import interrupted_before, saved
 from shoal_controller.cli.client import OVER, Json

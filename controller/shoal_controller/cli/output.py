@@ -7,7 +7,7 @@ Every command prints by `echo`, or by the `TextConsole` of tables.py, which call
 from __future__ import annotations
 
 import typer
-from shoal_protos.printable import printable
+from shoal_protos.text import printable
 
 
 def echo(text: str, err: bool = False) -> None:

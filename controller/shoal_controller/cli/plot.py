@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import NotFound, UserError
-from shoal_protos.quoting import shown_name
+from shoal_protos.text import shown_name
 
 from shoal_controller.cli.options import Data
 from shoal_controller.cli.output import echo
@@ -34,7 +34,7 @@ SMOOTHED = 5
 
 def plot(job: JobOrFile, png: Picture = None, data: Data = None) -> None:
     """Draw a job's loss, throughput and world over time."""
-    from shoal_controller.curves import read_curve
+    from shoal_controller.observe.curves import read_curve
 
     path = place_of(job, data)
     try:
@@ -55,7 +55,7 @@ def place_of(job: str, data: Path | None) -> Path:
     """The file that is meant. Raises `NotFound`."""
     from shoal_protos.living_runs import BESIDE
 
-    from shoal_controller.curves import curve_file
+    from shoal_controller.observe.curves import curve_file
     from shoal_controller.settings import data_folder
 
     if job.endswith(".csv") and Path(job).is_file():

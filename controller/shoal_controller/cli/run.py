@@ -19,7 +19,7 @@ import typer
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.log_stream import LogStream
-from shoal_protos.printable import printable
+from shoal_protos.text import printable
 
 from shoal_controller.cli.faulty_flags import THE_COMMAND
 from shoal_controller.cli.options import Adopt, Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
@@ -107,8 +107,8 @@ async def run(
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.runs import beside
     from shoal_controller.cli.serve import Places
+    from shoal_controller.process.descriptors import check_writable
     from shoal_controller.settings import data_folder
-    from shoal_controller.writable import check_writable
 
     places = Places(http, grpc, store, data, no_page=no_page, logs=log_dir, adopt=adopt)
     refusals = Refusals(THE_COMMAND)

@@ -107,7 +107,7 @@ def of_run(run: Run) -> Client:
 
 
 def _write(run: Run) -> None:
-    from shoal_controller.private_files import write_private
+    from shoal_controller.process.private_files import write_private
 
     kept = {"job": run.job, "url": run.url, "pid": run.pid, "saves_to": run.saves_to}
     draft = run.folder / f"{FILE}.{run.pid}.new"

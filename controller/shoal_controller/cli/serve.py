@@ -1,4 +1,9 @@
-"""A controller in this process, for the commands that bring their own: `controller`, `run`, `demo`."""
+"""A controller in this process, for the commands that bring their own: `controller`, `run`, `demo`.
+
+The way from a command to the controller in its own process: no port, so that no stranger at the port is in the way.
+
+Made by `serve.py` for the client of `shoal run` and `shoal demo`. An answer has a deadline, as over a connection.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal_controller.cli.client import Client
+import httpx
+from starlette.types import ASGIApp
+
+from shoal_controller.cli.client import ANSWER_SECONDS, Client
 from shoal_controller.cli.endings import Interrupted
+from shoal_controller.process.tasks import end_task
 
 if TYPE_CHECKING:
     from shoal_controller.server import Server
     from shoal_controller.settings import Settings
+
 
 LINGER_SECONDS = 10.0
 """How long the workers of a job that is over may take to end by themselves."""
@@ -70,8 +80,8 @@ class Places:
 
     def settings(self, own: bool) -> Settings:
         """`own`: a command's own controller, which makes its token and shows a display instead of its log."""
+        from shoal_controller.access.tokens import made_token
         from shoal_controller.settings import Settings, data_folder
-        from shoal_controller.tokens import made_token
 
         return Settings(**(self._of_its_own(lambda: made_token(data_folder(self.data))) if own else self._given()))
 
@@ -98,8 +108,7 @@ async def serving(places: Places, own: bool, signals: Interrupts) -> AsyncIterat
     from shoal_protos.errors import UserError
     from shoal_protos.log_stream import LogStream, standard_output
 
-    from shoal_controller.cli.in_process import InProcess
-    from shoal_controller.descriptors import raise_descriptor_limit
+    from shoal_controller.process.descriptors import raise_descriptor_limit
     from shoal_controller.server import serve
 
     settings = places.settings(own)
@@ -145,7 +154,7 @@ class Interrupts:
     @contextmanager
     def ending_this(self) -> Iterator[Callable[[], object]]:
         """Inside, the first signal ends this task by `Interrupted`, until what is yielded has been called."""
-        from shoal_controller.tasks import cancelled_when
+        from shoal_controller.process.tasks import cancelled_when
 
         asked = asyncio.create_task(self.first.wait(), name="until a signal")
         try:
@@ -177,3 +186,31 @@ def _let_go_of_terminal() -> None:
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+HERE = ("127.0.0.1", 0)
+"""Address of the caller, as the history of a job shows it."""
+
+
+class InProcess(httpx.AsyncBaseTransport):
+    """Answers whole requests; event streams need a port."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = httpx.ASGITransport(app, raise_app_exceptions=False, client=HERE)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        answers: list[httpx.Response] = []
+
+        async def answer() -> None:
+            answers.append(await self._app.handle_async_request(request))
+
+        # In a task of its own: REST answers a request that is cancelled, and its caller would not see its own end.
+        answering = asyncio.create_task(answer(), name=f"{request.method} {request.url.path}")
+        try:
+            await asyncio.wait([answering], timeout=ANSWER_SECONDS)
+            if not answering.done():
+                raise httpx.ReadTimeout(f"no answer within {ANSWER_SECONDS:g} s", request=request)
+            answering.result()
+        finally:
+            await end_task(answering)
+        return answers[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import UserError
-from shoal_protos.json_bounds import DOCUMENT, MOST_BODY_BYTES, JsonPlace
+from shoal_protos.strict_json import DOCUMENT, MOST_BODY_BYTES, JsonPlace
 
 from shoal_controller.cli.options import DEFAULT_URL, Url
 

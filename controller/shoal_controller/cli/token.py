@@ -8,7 +8,7 @@ import typer
 from shoal_protos.path_part import path_part
 from typer.core import TyperGroup
 
-from shoal_controller.callers import Role
+from shoal_controller.access.callers import Role
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 from shoal_controller.cli.output import echo
 

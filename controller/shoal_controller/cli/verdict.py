@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.table import Table
-from shoal_protos.readable import number
+from shoal_protos.text import number
 
 from shoal_controller.cli.client import Json
 from shoal_controller.cli.endings import DONE, FAILED

@@ -23,8 +23,7 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import UserError
 from shoal_protos.messages import START_AGAIN
 from shoal_protos.path_part import NAME, NAME_EXPECTED
-from shoal_protos.plural import plural
-from shoal_protos.quoting import shown
+from shoal_protos.text import plural, shown
 
 from shoal_controller.cli.endings import say
 

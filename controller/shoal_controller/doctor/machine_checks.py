@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal_protos.finding import Check, Finding, Given, Verdict
-from shoal_protos.open_files import LEAST_OPEN_FILES
-from shoal_protos.quoting import of_shoal
+from shoal_protos.limits import LEAST_OPEN_FILES
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
 from shoal_controller.cli.endings import EXTRAS
 

@@ -19,7 +19,7 @@ from shoal_protos.validation import every_sentence
 from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobSpec, JobView
-from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, uid_of
+from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, uid_of
 
 OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource", "request_key", "request_digest")
 """Of a job's specification: those that change in its life, or are not the user's."""

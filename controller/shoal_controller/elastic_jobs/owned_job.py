@@ -2,6 +2,18 @@
 
 Level-triggered: a look reads how both are now, does one thing that is missing, and says when to look again. Nothing
 counts on what an earlier look, or an earlier controller, has done. Called by `reconciler.py`, one look at a time.
+
+When a change of a resource's size is passed on to its job: at once, but not as often as it goes to and fro. Pure.
+
+A change in the direction of the last one is passed on at once. One that turns back waits until the last one is some
+seconds old, so that what is under way comes to its end; each further turn waits twice as long. What is passed on then
+is the newest size, and nothing where that is the job's by then. So an autoscaler that flaps for an hour makes a dozen
+of changes, not hundreds.
+
+What is done next with a job whose resource is to go: it stops after its step, saves, ends, is forgotten. Pure.
+
+● Judged by what is seen of the job, never by what was done before: another controller goes on where one died. Every
+wait ends: a checkpoint that cannot be saved delays the end by `SAVE_SECONDS`, pods that do not end by `END_SECONDS`.
 """
 
 from __future__ import annotations
@@ -9,16 +21,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 
 import structlog
 from shoal_protos.errors import NotFound, UserError
 
 from shoal_controller.core.machine.events import Cancel, Event, Pause, Save
-from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.elastic_jobs.deletion_steps import Deletion, DeletionStep, failed_saves, next_step
-from shoal_controller.elastic_jobs.event_bursts import KINDS, NORMAL, WARNING, ClusterEvent, EventBursts
+from shoal_controller.core.machine.figures import series_key
+from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.elastic_jobs.job_from_resource import job_spec_of, size_change, why_not_followed
-from shoal_controller.elastic_jobs.resource_kind import FULL_NAME, has_finalizer, is_deleted, uid_of
 from shoal_controller.elastic_jobs.resource_status import (
     ACCEPTED,
     SETTLING,
@@ -30,11 +41,18 @@ from shoal_controller.elastic_jobs.resource_status import (
     status_of,
     tells_news,
 )
-from shoal_controller.elastic_jobs.resource_writer import ResourceWriter
-from shoal_controller.elastic_jobs.size_settling import SizeSettling
-from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.elastic_jobs.resource_writer import (
+    KINDS,
+    NORMAL,
+    WARNING,
+    ClusterEvent,
+    EventBursts,
+    ResourceWriter,
+)
+from shoal_controller.jobs.shell import Shell
+from shoal_controller.launchers.kubernetes.cluster_api import ObjectWatch
+from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, has_finalizer, is_deleted, uid_of
 from shoal_controller.launchers.kubernetes.section import Json
-from shoal_controller.shell import Shell
 
 STATUS_SECONDS = 5.0
 """So seldom is a status written that tells of no change of phase."""
@@ -323,3 +341,87 @@ def _at_once(status: Json) -> object:
     """What is written as soon as it changes."""
     accepted: Json = next((one for one in status.get("conditions") or () if one.get("type") == "Accepted"), {})
     return status.get("phase"), status.get("observedGeneration"), accepted.get("reason"), accepted.get("message")
+
+
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 300.0
+QUIET_SECONDS = 600.0
+"""After so long without a change the first pause counts again."""
+
+
+class SizeSettling:
+    """One resource's. The time is passed in, and never goes back."""
+
+    def __init__(self) -> None:
+        self._direction = 0
+        self._changed_at = float("-inf")
+        self._pause = FIRST_PAUSE_SECONDS
+
+    def due(self, wanted: int, asked: int, now: float) -> float:
+        """When to pass on a change from `wanted` to `asked`: now, or later."""
+        return max(now, self._changed_at + self._pause) if self._turns(wanted, asked) else now
+
+    def note(self, wanted: int, asked: int, now: float) -> None:
+        """It was passed on."""
+        if asked == wanted:
+            return
+        if now - self._changed_at > QUIET_SECONDS:
+            self._pause = FIRST_PAUSE_SECONDS
+        elif self._turns(wanted, asked):
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._direction, self._changed_at = _sign(asked - wanted), now
+
+    def _turns(self, wanted: int, asked: int) -> bool:
+        return _sign(asked - wanted) * self._direction < 0
+
+
+def _sign(number: int) -> int:
+    return (number > 0) - (number < 0)
+
+
+SAVE_SECONDS = 300.0
+"""How long a deleted job may take until its state is in a checkpoint."""
+END_SECONDS = 20.0
+"""How long its pods have to end by themselves; those that are left are deleted."""
+
+FAILED_SAVES = "shoal_checkpoint_failures_total"
+
+
+class DeletionStep(StrEnum):
+    PAUSE = "pause"
+    SAVE = "save"
+    WAIT = "wait"
+    CANCEL = "cancel"
+    FORGET = "forget"
+
+
+@dataclass(slots=True)
+class Deletion:
+    """One that is under way, as this controller has seen it."""
+
+    run: str
+    began: float
+    over_since: float | None = None
+    asked_to_save: bool = False
+    failed_saves: float = 0.0
+    """Of the job when it was asked to."""
+
+
+def next_step(view: JobView, deletion: Deletion, running_pods: int, now: float) -> DeletionStep:
+    """`running_pods`: of the job, as the cluster has them."""
+    if view.phase.is_over:
+        since = deletion.over_since if deletion.over_since is not None else now
+        return DeletionStep.WAIT if running_pods and now - since < END_SECONDS else DeletionStep.FORGET
+    can_save = view.can_checkpoint and view.active and view.phase is not Phase.STALLED
+    if not can_save or now - deletion.began > SAVE_SECONDS:
+        return DeletionStep.CANCEL
+    if view.phase not in (Phase.PAUSED, Phase.WAITING):
+        return DeletionStep.PAUSE if view.phase is Phase.RUNNING else DeletionStep.WAIT
+    if view.last_checkpoint_step == view.step:
+        return DeletionStep.CANCEL
+    if not deletion.asked_to_save:
+        return DeletionStep.SAVE
+    return DeletionStep.CANCEL if failed_saves(view) > deletion.failed_saves else DeletionStep.WAIT
+
+
+def failed_saves(view: JobView) -> float:
+    return view.figures.counters.get(series_key(FAILED_SAVES, {}), 0.0)

@@ -21,13 +21,12 @@ from shoal_protos.errors import Conflict, PeerError, ShoalError, StoreError, Use
 from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.elastic_jobs.owned_job import OwnedJob, Surroundings
-from shoal_controller.elastic_jobs.resource_kind import API_VERSION, FULL_NAME, uid_of
 from shoal_controller.elastic_jobs.resource_writer import ResourceWriter
-from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal
-from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
+from shoal_controller.jobs.shell import Shell
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ObjectWatch
+from shoal_controller.launchers.kubernetes.resource_kind import API_VERSION, FULL_NAME, uid_of
 from shoal_controller.launchers.kubernetes.section import Json
-from shoal_controller.shell import Shell
-from shoal_controller.tasks import end_task, guarded, only_logged
+from shoal_controller.process.tasks import end_task, guarded, only_logged
 
 LOOK_SECONDS = 0.5
 """How often it is seen which jobs have news."""

@@ -1,6 +1,8 @@
 """From a job to the status of its resource: numbers, columns and conditions, and the patch that brings it there. Pure.
 
 Whoever waits for a condition (`kubectl wait`) finds each of them from the first write on, with a reason and a message.
+
+What `kubectl get ej` shows in its columns: short strings, made of a job's view. Pure.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from shoal_protos.plural import plural
+from shoal_protos.text import number, plural
 
 from shoal_controller.core.machine.spec import JobView, Phase
-from shoal_controller.elastic_jobs.shown_columns import columns
+from shoal_controller.core.overview.resize_sentences import last_telling
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of
 from shoal_controller.launchers.kubernetes.section import Json
 
@@ -172,3 +174,62 @@ def _dated(condition: Json, before: Mapping[str, Any] | None, seen: Seen) -> Jso
 def timestamp(seconds: float) -> str:
     """As `metav1.Time` has it."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+UNITS = (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1))
+WITH_A_SECOND_UNIT = ("d", "h")
+"""Minutes and seconds stand alone: `4m`, but `1h20m`."""
+
+
+def columns(view: JobView, now: float) -> dict[str, str]:
+    """By their names in `status.shown`; what is not known yet is left out. Those of a job that is over stand still."""
+    now = view.ended_at if view.ended_at is not None else now
+    shown = {
+        "workers": f"{view.active}/{view.wanted}",
+        "step": _step(view),
+        "left": _left(view),
+        "lastResize": _last_resize(view, now),
+        "loss": number(view.loss) if view.loss is not None else "",
+        "goodput": f"{view.goodput_ratio:.1%}" if view.last_commit is not None else "",
+        "checkpoint": _checkpoint(view, now),
+    }
+    return {name: text for name, text in shown.items() if text}
+
+
+def span(seconds: float) -> str:
+    """A duration, coarse: `45s`, `4m`, `1h20m`, `2d3h`."""
+    rest = max(0, int(seconds))
+    for place, (unit, size) in enumerate(UNITS):
+        if rest >= size or unit == "s":
+            whole, rest = divmod(rest, size)
+            smaller, part = UNITS[min(place + 1, len(UNITS) - 1)]
+            second = rest // part if unit in WITH_A_SECOND_UNIT else 0
+            return f"{whole}{unit}" + (f"{second}{smaller}" if second else "")
+    raise AssertionError("seconds are the last unit")
+
+
+def _step(view: JobView) -> str:
+    if view.max_steps is None:
+        return f"{view.step:,}" if view.lanes is None else f"{view.step:,}/open"
+    return f"{view.step:,}/{view.max_steps:,}"
+
+
+def _left(view: JobView) -> str:
+    """At the present speed; of a job that does not train nobody knows."""
+    if view.phase is not Phase.RUNNING or view.max_steps is None or view.step_seconds_median is None:
+        return ""
+    return span((view.max_steps - view.step) * view.step_seconds_median)
+
+
+def _last_resize(view: JobView, now: float) -> str:
+    if (at := last_telling(view.resizes)) is None:
+        return ""
+    last = view.resizes[at]
+    return f"{last.reason} {span(now - last.began_at)}" if last.began_at else last.reason
+
+
+def _checkpoint(view: JobView, now: float) -> str:
+    if view.last_checkpoint_step is None:
+        return ""
+    at = view.checkpoints[0].saved_at if view.checkpoints else None
+    return f"{view.last_checkpoint_step:,}" + (f" {span(now - at)}" if at is not None else "")

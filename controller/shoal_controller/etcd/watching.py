@@ -12,11 +12,11 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from shoal_controller.endable import Endable
 from shoal_controller.etcd import etcd_pb2 as pb
 from shoal_controller.etcd.cluster import ATTEMPT_SECONDS, PAUSE_SECONDS, REQUEST_SECONDS, CallStream, Cluster
 from shoal_controller.etcd.endpoint import TOKEN_IS_OLD, TRANSIENT, Method, NotSent, TokenRefused, Unanswered
 from shoal_controller.etcd.errors import Compacted, Denied, Rejected, Unavailable
+from shoal_controller.process.tasks import Endable
 
 RANGE = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
 WATCH = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.launcher import Launcher
 

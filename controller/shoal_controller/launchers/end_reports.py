@@ -16,9 +16,8 @@ from shoal_protos.errors import ShoalError, StoreError
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.events import Exited
-from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords
-from shoal_controller.named_locks import NamedLocks
-from shoal_controller.tasks import end_task, guarded, only_logged
+from shoal_controller.launchers.process import ProcessRecord, ProcessRecords
+from shoal_controller.process.tasks import NamedLocks, end_task, guarded, only_logged
 
 REPORT_SECONDS = 5.0
 """How long the jobs may take to hear of an end when the launcher closes. What they do not hear stays on its record."""

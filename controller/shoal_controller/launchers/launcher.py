@@ -1,6 +1,8 @@
 """A launcher: what starts and ends workers. The shell has it do so (`background.py`), `server.py` says which there are.
 
 Each kind has a module of its own beside this one. Only this one is known to the shell.
+
+Names of the variables that Shoal sets itself in a worker's environment, so that no job may. Pure.
 """
 
 from __future__ import annotations
@@ -10,8 +12,15 @@ from typing import Protocol
 
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.spec import JobSpec
+
+
+class JoinTokens(Protocol):
+    """Makes the tokens that workers are started with."""
+
+    def join(self, job: str, run: str) -> str:
+        """The token of the workers of a run."""
 
 
 class Launcher(Protocol):
@@ -43,3 +52,9 @@ class Launcher(Protocol):
         """Let go of everything; the workers live on, and whoever leads next adopts them: another controller, or this
         one again.
         """
+
+
+SET_BY_SHOAL = frozenset(f"SHOAL_{name}" for name in ("CONTROLLER", "JOB", "RUN", "WORKER_ID", "TOKEN"))
+"""Whatever starts the worker."""
+IN_PODS = ("LAUNCHER", "HOST", "FAILURE_DOMAIN", "GRACE_SECONDS", "WANTED_WORKERS")
+SET_IN_PODS = SET_BY_SHOAL | {f"SHOAL_{name}" for name in IN_PODS}

@@ -3,6 +3,8 @@
 Each runs in a session of its own and writes to `FOLDER/jobs/JOB/WORKER.log`, never to a pipe, so that it lives on when
 the controller dies; the next controller adopts it. The shell calls `spawn`, `kill` and `adopt`; ends are reported by
 `submit`, as soon as the kernel tells them.
+
+Which CUDA device a worker of the local launcher is given: one of those that fewest workers have. Pure.
 """
 
 from __future__ import annotations
@@ -22,17 +24,14 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import UserError
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.place import Place
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.devices import VISIBLE_DEVICES, device_variable
 from shoal_controller.launchers.end_reports import EndReports, Name, Submit
+from shoal_controller.launchers.launcher import JoinTokens
 from shoal_controller.launchers.ownership import Claim
-from shoal_controller.launchers.process import Process, reap_orphans
-from shoal_controller.launchers.process_record import ProcessRecord, ProcessRecords, boot_id
-from shoal_controller.named_locks import NamedLocks
-from shoal_controller.private_files import make_private_folder
-from shoal_controller.tasks import end_task, guarded, only_logged
-from shoal_controller.worker_tokens import WorkerTokens
+from shoal_controller.launchers.process import Process, ProcessRecord, ProcessRecords, boot_id, reap_orphans
+from shoal_controller.process.private_files import make_private_folder
+from shoal_controller.process.tasks import NamedLocks, end_task, guarded, only_logged
 
 DEATH_SECONDS = 5.0
 """How long the kernel may take to end a process that was killed."""
@@ -56,7 +55,7 @@ class WorkerEnvironment:
 
     controllers: Callable[[], Sequence[str]]
     """`HOST:PORT` of the gRPC sides of all controllers, as a worker reaches them; this one's own first."""
-    tokens: WorkerTokens | None = None
+    tokens: JoinTokens | None = None
     """What makes the join tokens; None: workers need none."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The controller's own, which workers inherit."""
@@ -420,3 +419,16 @@ def _looks_only_at(process: Process, port: int) -> bool:
 
 def _place(records: ProcessRecords, record: ProcessRecord) -> Place:
     return Place.of_process(record.pid, str(records.log(record.worker)))
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+def device_variable(devices: Sequence[str], taken: Sequence[str]) -> dict[str, str]:
+    """The variable by which a process sees its device alone; none where there are no devices.
+
+    `taken`: of each worker that lives, the device that it was given. With more workers than devices some share one.
+    """
+    if not devices:
+        return {}
+    return {VISIBLE_DEVICES: min(devices, key=lambda device: (taken.count(device), devices.index(device)))}

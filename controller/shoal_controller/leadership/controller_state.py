@@ -16,13 +16,13 @@ from shoal_protos.errors import NotFound, StoreError
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.core.planning.question import Answer, Question
-from shoal_controller.leadership.election import ControllerPlace, Election, Leadership, NotLeading
+from shoal_controller.jobs.ports import Begun, Outside, SizeWriter
+from shoal_controller.jobs.shell import CHECK_SECONDS, Shell
+from shoal_controller.jobs.streams import Streams
+from shoal_controller.leadership.election import ControllerPlace, Election, Leadership
 from shoal_controller.leadership.introductions import UNPROVED, HandedOn, Introductions
-from shoal_controller.ports import Begun, Outside, SizeWriter
-from shoal_controller.sessions.streams import Streams
-from shoal_controller.shell import CHECK_SECONDS, Shell
-from shoal_controller.store.store import Revision, Store
-from shoal_controller.tasks import first_of
+from shoal_controller.process.tasks import first_of
+from shoal_controller.store.store import NotLeading, Revision, Store
 
 ENDING = "this controller is shutting down"
 

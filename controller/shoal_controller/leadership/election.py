@@ -3,7 +3,7 @@
 Each keeps one lease alive. On it lie where it is reached (`/controllers/at/ID`) and, of the one that leads,
 `/controllers/leader`: the key goes with the lease, and whoever writes it next is elected. `/controllers/term` is
 written with each election and by nothing else, so the revision at which it was written is the fence of all that this
-leader writes (`fenced_store.py`). A leader whose lease has lapsed (the store was away, this process frozen) leads on
+leader writes (`term.py`). A leader whose lease has lapsed (the store was away, this process frozen) leads on
 only if nobody was elected meanwhile. What a leader does is not here.
 """
 
@@ -16,13 +16,11 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
 
 import structlog
-from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import StoreError
-from shoal_protos.quoting import of_shoal
+from shoal_protos.text import of_shoal
 
-from shoal_controller.store.following import follow
-from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store
-from shoal_controller.tasks import end_task, first_of, guarded, only_logged
+from shoal_controller.process.tasks import end_task, first_of, guarded, only_logged
+from shoal_controller.store.store import Compare, Damaged, Lease, Put, Revision, Store, follow
 
 PREFIX = "/controllers/"
 PLACES = f"{PREFIX}at/"
@@ -41,17 +39,6 @@ CONFLICT_SECONDS = 10.0
 """The place of a controller that died, and was started again at the same address, lies in the store for less."""
 
 log = structlog.get_logger("shoal.leadership")
-
-
-class NotLeading(StoreError):
-    """This controller does not lead, and does what only a leader may do for nobody."""
-
-    problem_code = ErrorCode.NOT_LEADING
-
-    def __init__(self, sentence: str, leader: str = "") -> None:
-        super().__init__(sentence)
-        self.leader = leader
-        """Where workers reach the one that leads; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from shoal_protos.errors import StoreError
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from shoal_controller.store.made_once import made_once
-from shoal_controller.store.store import Damaged, Store
+from shoal_controller.store.store import Damaged, Store, made_once
 
 HEADER = "shoal-forwarded"
 """The header of a request that another controller has handed on: `ADDRESS PROOF`, or what proves nothing."""

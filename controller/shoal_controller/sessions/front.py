@@ -23,7 +23,7 @@ import structlog
 from shoal_protos.addresses import join_address
 from shoal_protos.channel import KEEPALIVE_TIMEOUT_SECONDS
 
-from shoal_controller.peer_address import network_of
+from shoal_controller.access.callers import network_of
 from shoal_controller.sessions.passage import Passage, reset
 from shoal_controller.sessions.private_port import PrivatePort
 

@@ -4,32 +4,44 @@ A thin driver of `Dialogue`: it moves bytes between streams and dialogues and ha
 which answers on the streams (`streams.py`). Callers reach gRPC through `front.py`, which hears here who is a worker. It
 knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a message that cannot be read is
 answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
+
+The door of the gRPC port: what the tokens that a stream shows prove.
+
+A worker shows `authorization: Bearer TOKEN`: the operators' token, the join token of its run, or its session token
+while that is fresh; later both, the join token there and the session token beside it. A session token whose time is
+over opens nothing by itself, but still says whose it is: a worker keeps its identity however long no controller was
+there. `service.py` asks here when a stream opens; whom the proof lets in is the job's affair (`phases/proofs.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import grpc
 import grpc.aio
 import structlog
-from shoal_protos.channel import ALIVE_SECONDS, CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD
-from shoal_protos.errors import NotFound, ShoalError
+from shoal_protos.channel import ALIVE_SECONDS, CHANNEL_OPTIONS, KEEPALIVE_SECONDS, METHOD, SESSION_TOKEN
+from shoal_protos.errors import NotFound, Refused, ShoalError
+from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
+from shoal_controller.access.failed_logins import FailedLogins
+from shoal_controller.access.worker_tokens import ShownToken, WorkerTokens, is_for_workers
 from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
+from shoal_controller.core.machine.proof import Proof
+from shoal_controller.jobs.dialogue import Dialogue
+from shoal_controller.jobs.streams import Context, Stream, Streams
 from shoal_controller.leadership.controller_state import ControllerState
-from shoal_controller.sessions.dialogue import Dialogue
-from shoal_controller.sessions.door import Door
+from shoal_controller.process.tasks import end_task, guarded, only_logged
 from shoal_controller.sessions.front import Front
 from shoal_controller.sessions.listening import listen
 from shoal_controller.sessions.private_port import PrivatePort
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.stream_counts import StreamCounts
-from shoal_controller.sessions.streams import Context, Stream, Streams
-from shoal_controller.tasks import end_task, guarded, only_logged
 
 MOST_STREAMS = 1 << 14
 """Most streams of all workers together; one more is told to try again later by gRPC."""
@@ -283,3 +295,90 @@ def _set_status(stream: Stream) -> None:
     elif dialogue.refusal is not None:
         stream.context.set_code(grpc.StatusCode[dialogue.refusal.grpc_status])
         stream.context.set_details(str(dialogue.refusal)[:1000])
+
+
+Headers = Mapping[str, str | bytes]
+
+
+class TokenExpired(ShoalError):
+    """A session token came too late, and alone. Not final: the worker shows its join token beside it next."""
+
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+
+
+class Door:
+    """`tokens`: None where everybody who reaches the port may open any session."""
+
+    def __init__(self, tokens: WorkerTokens | None, clock: Callable[[], float] = time.time) -> None:
+        self._tokens = tokens
+        self._clock = clock
+        self._failed_logins = FailedLogins()
+        self._late: set[asyncio.Task[None]] = set()
+        """Wrong tokens that wait for their answers, each to its end: whoever hangs up has not made room for a guess."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether a stream must show a token."""
+        return self._tokens is not None
+
+    async def proof_of(self, headers: Headers, address: str, wrong: Callable[[], None]) -> Proof | None:
+        """What a stream's tokens prove; None: it may open any session. Raises `Refused`, `TokenExpired`, or
+        `TooManyFailures`. A right token never waits, however many wrong ones of its address do; `wrong` hears of one
+        before it does.
+        """
+        if self._tokens is None:
+            return None
+        authorization = _text(headers.get("authorization"))
+        kind, _, bearer = authorization.partition(" ")
+        shown = self._tokens.read(bearer) if kind == "Bearer" else None
+        if shown is not None:
+            return self._proof_of(shown, headers)
+        if kind == "Bearer" and self._tokens.is_operators(bearer):
+            return None
+        self._failed_logins.check(address)
+        wrong()
+        await self._keep_waiting(address)
+        raise Refused(
+            f"the worker showed {_found(authorization)}; set SHOAL_TOKEN to what `shoal token JOB` prints there"
+        )
+
+    async def stop(self) -> None:
+        """Nobody waits any more."""
+        for task in list(self._late):
+            await end_task(task)
+
+    def _proof_of(self, shown: ShownToken, headers: Headers) -> Proof:
+        proof = shown.proof
+        if shown.expires is not None:
+            if shown.expires <= self._clock():
+                raise TokenExpired(
+                    f"the session token of worker {proof.worker} of job {proof.job} has expired; expected the job's "
+                    f"join token beside it (SHOAL_TOKEN, as `shoal token {proof.job}` prints it)"
+                )
+            return proof
+        assert self._tokens is not None
+        beside = self._tokens.read(_text(headers.get(SESSION_TOKEN)))
+        is_of_the_run = beside is not None and (beside.proof.job, beside.proof.run) == (proof.job, proof.run)
+        return beside.proof if beside is not None and is_of_the_run else proof
+
+    async def _keep_waiting(self, address: str) -> None:
+        task = guarded("a wrong token waits for its answer", self._failed_logins.delay(address), only_logged)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+        await asyncio.wait([task])
+
+
+def _found(authorization: str) -> str:
+    """What was shown in place of a right token. Of one that only looks like a worker's, what it may be."""
+    kind, _, bearer = authorization.partition(" ")
+    if kind == "Bearer" and is_for_workers(bearer):
+        return (
+            f"another token: one for workers that this controller (of {of_shoal(RELEASE)}) has not made, so it was "
+            "made from another SHOAL_TOKEN, or by a controller of another release of shoal"
+        )
+    return "another token" if authorization else "no token"
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

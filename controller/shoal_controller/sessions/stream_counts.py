@@ -13,8 +13,8 @@ from http import HTTPStatus
 
 from shoal_protos.errors import ShoalError
 
+from shoal_controller.access.callers import network_of
 from shoal_controller.core.machine.proof import Proof
-from shoal_controller.peer_address import network_of
 
 OPERATORS = "the operators' token"
 

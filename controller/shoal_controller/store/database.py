@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal_protos.errors import StoreError
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
 from shoal_controller.store.store import (
     Change,

@@ -22,8 +22,8 @@ import structlog
 from shoal_protos.errors import StoreError
 from shoal_protos.living_runs import LOCK
 
-from shoal_controller.endable import Endable
-from shoal_controller.private_files import for_this_user, make_private_folder
+from shoal_controller.process.private_files import for_this_user, make_private_folder
+from shoal_controller.process.tasks import Endable, end_task, guarded
 from shoal_controller.store.database import Database
 from shoal_controller.store.store import (
     Changes,
@@ -35,12 +35,12 @@ from shoal_controller.store.store import (
     Operation,
     Outcome,
     Revision,
+    Timed,
     UnknownOutcome,
     check_key,
     check_transaction,
+    timing,
 )
-from shoal_controller.store.timing import Timed, timing
-from shoal_controller.tasks import end_task, guarded
 
 REQUEST_SECONDS = 10.0
 """How long a request may take before the disk counts as stuck."""

@@ -2,30 +2,37 @@
 
 Any number of controllers share it. Before it is used it is looked at: what no waiting can mend (a version, a password,
 a right that is missing) is a `UserError`; a cluster that cannot be reached, or is full, is said once and waited for.
+
+What `etcd://[USER@]HOST:PORT[,HOST:PORT…]/PREFIX` says, and what is not for a URL: password and certificates.
+
+A URL is shown by `ps`, in logs and in errors, so a password in it is refused, and no error repeats it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import structlog
+from pydantic import SecretStr
+from shoal_protos.addresses import is_connectable
 from shoal_protos.errors import StoreError, UserError
 from shoal_protos.pem import read_pem
 
-from shoal_controller.endable import Endable
 from shoal_controller.etcd import errors
 from shoal_controller.etcd.client import EtcdClient, delete, modified_at, put
 from shoal_controller.etcd.cluster import Login
 from shoal_controller.etcd.endpoint import Tls
 from shoal_controller.etcd.etcd_pb2 import Event, KeyValue
 from shoal_controller.etcd.watching import Revision as EtcdRevision
-from shoal_controller.renewed_files import RenewedFiles, load_pair
-from shoal_controller.store.etcd_url import EtcdAccess, EtcdUrl
+from shoal_controller.process.renewed_files import RenewedFiles, load_pair
+from shoal_controller.process.tasks import Endable, end_task, guarded, only_logged
 from shoal_controller.store.store import (
     Change,
     Changes,
@@ -39,12 +46,12 @@ from shoal_controller.store.store import (
     Outcome,
     Put,
     Revision,
+    Timed,
     UnknownOutcome,
     check_key,
     check_transaction,
+    timing,
 )
-from shoal_controller.store.timing import Timed, timing
-from shoal_controller.tasks import end_task, guarded, only_logged
 
 OLDEST_VERSION = (3, 4)
 """Of etcd: it splits large watch responses, which 3.3 does not."""
@@ -271,3 +278,56 @@ def _login(url: EtcdUrl, access: EtcdAccess) -> Login | None:
         missing = "SHOAL_ETCD_PASSWORD is not set" if url.user else "the URL names no user, though there is a password"
         raise UserError(f"store {url}: {missing}; a user needs both")
     return Login(url.user, access.password.get_secret_value()) if access.password else None
+
+
+FORM = "etcd://[USER@]HOST:PORT,HOST:PORT/PREFIX"
+PREFIX = re.compile(r"(/[A-Za-z0-9._-]+)+")
+LONGEST_PREFIX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdUrl:
+    """A cluster, as whom it is asked, and the prefix of all keys."""
+
+    addresses: tuple[str, ...]
+    user: str
+    """Empty: nobody in particular."""
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"etcd://{','.join(self.addresses)}{self.prefix}"
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAccess:
+    """`SHOAL_ETCD_…`: files and the password with which etcd is asked."""
+
+    authorities: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    password: SecretStr | None = None
+
+
+def parsed_etcd_url(url: str) -> EtcdUrl:
+    """Raises `UserError` with what is wrong."""
+    rest, _, query = url.removeprefix("etcd://").partition("?")
+    if query:
+        raise UserError("the store's URL has a query (what comes after its `?`), which means nothing; leave it out")
+    user, separator, place = rest.rpartition("@")
+    if ":" in user:
+        raise UserError("the store's URL has a password in it, where everybody can read it; set SHOAL_ETCD_PASSWORD")
+    if separator and not user:
+        raise UserError(f"store etcd://@{place} has an empty user; expected {FORM}")
+    hosts, _, path = place.partition("/")
+    prefix = f"/{path}"
+    shown = f"store etcd://{place}"
+    addresses = tuple(hosts.split(","))
+    for address in addresses:
+        if not is_connectable(address):
+            raise UserError(f"{shown}: {address!r} is not a valid address (expected HOST:PORT); expected {FORM}")
+    if not PREFIX.fullmatch(prefix) or len(prefix) > LONGEST_PREFIX:
+        raise UserError(
+            f"{shown}: {prefix!r} is not a valid prefix of keys; expected a path such as /shoal, of at most "
+            f"{LONGEST_PREFIX} letters, digits, '.', '_', '-' and '/', without an empty part"
+        )
+    return EtcdUrl(addresses, user, prefix)

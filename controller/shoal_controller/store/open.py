@@ -8,10 +8,8 @@ from pathlib import Path
 from shoal_protos.errors import UserError
 
 from shoal_controller.store.embedded import EmbeddedStore
-from shoal_controller.store.etcd_store import EtcdStore
-from shoal_controller.store.etcd_url import FORM, EtcdAccess, parsed_etcd_url
-from shoal_controller.store.store import Store
-from shoal_controller.store.timing import Timed
+from shoal_controller.store.etcd_store import FORM, EtcdAccess, EtcdStore, parsed_etcd_url
+from shoal_controller.store.store import Store, Timed
 
 
 async def open_store(url: str, timed: Timed | None = None, etcd: EtcdAccess | None = None) -> Store:

@@ -4,16 +4,28 @@ One revision per transaction, over the whole store. A key's `modified` is the re
 is how a controller notices that another one has written (fencing). `tests/unit/test_store_contract.py` is the
 contract; every implementation must pass it. Implementations: `embedded.py`, `etcd_store.py`; `open.py` picks one by its
 URL. Forgetting past changes is not here: in a shared etcd that is its operator's business.
+
+Random keys that a store has for itself: whoever needs one first makes it, everybody else finds it.
+
+Nothing repeats the value of a key, because it may be a secret.
+
+How long each request to a store took, and whether it failed, for whoever counts them.
+
+Follows all keys below a prefix, whatever becomes of the store meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import StoreError
 
@@ -155,6 +167,17 @@ class LeaseGone(StoreError):
         super().__init__(f"lease {lease} has expired or was revoked, and its keys with it. Ask for a new one.")
 
 
+class NotLeading(StoreError):
+    """This controller does not lead, and does what only a leader may do for nobody."""
+
+    problem_code = ErrorCode.NOT_LEADING
+
+    def __init__(self, sentence: str, leader: str = "") -> None:
+        super().__init__(sentence)
+        self.leader = leader
+        """Where workers reach the one that leads; empty: not known."""
+
+
 class Store(Protocol):
     """Every call ends: by its result or by a `StoreError`. After one that is not an `UnknownOutcome` surely nothing has
     happened."""
@@ -213,3 +236,64 @@ def check_key(key: str) -> None:
     """Raises `Unfit` unless the key is a path of printable ASCII, so that every store orders keys alike."""
     if not key.startswith("/") or not key.isascii() or not key.isprintable() or len(key) > 512:
         raise Unfit(f"{key!r} is not a valid key; keys begin with / and are at most 512 printable ASCII characters")
+
+
+async def made_once(store: Store, key: str, size: int) -> str:
+    """The key's value, so many random bytes in hexadecimal digits. Raises `StoreError`; `Damaged` where no waiting
+    helps.
+    """
+    await store.transact([Compare(key)], [Put(key, secrets.token_hex(size).encode())])
+    found = await store.get(key)
+    if found is None:
+        raise Damaged(f"the store has no {key} though it was just written; it loses what it is given")
+    if not re.fullmatch(rb"[0-9a-f]{%d}" % (2 * size), found.value):
+        raise Damaged(
+            f"the store's {key} is damaged ({len(found.value)} bytes; expected {2 * size} hexadecimal digits); restore "
+            "the store from a backup"
+        )
+    return found.value.decode()
+
+
+Timed = Callable[[str, float, bool], None]
+"""Called with the kind of each request, the seconds that it took, and whether it failed."""
+
+
+@contextmanager
+def timing(kind: str, timed: Timed | None) -> Iterator[None]:
+    """Times what is done within it, where anybody wants to know and it has a kind. Being cancelled is no failure."""
+    began, failed = time.perf_counter(), False
+    try:
+        yield
+    except Exception:
+        failed = True
+        raise
+    finally:
+        if timed is not None and kind:
+            timed(kind, time.perf_counter() - began, failed)
+
+
+PAUSE_SECONDS = 1.0
+"""Between two attempts to watch a store that fails."""
+
+log = structlog.get_logger("shoal.store")
+
+
+async def follow(store: Store, prefix: str, found: Callable[[Mapping[str, bytes]], None]) -> None:
+    """Call `found` with all keys below the prefix and their values: at once, and after every change. For ever."""
+    while True:
+        try:
+            listing = await store.list(prefix)
+            entries = {entry.key: entry.value for entry in listing.entries}
+            found(entries)
+            async with store.watch(prefix, listing.revision) as watch:
+                async for changes in watch:
+                    for change in changes.changes:
+                        entries.pop(change.key, None)
+                        if change.value is not None:
+                            entries[change.key] = change.value
+                    found(entries)
+        except Compacted:
+            continue
+        except StoreError as error:
+            log.warning("changes in the store are not heard of", prefix=prefix, error=str(error))
+            await asyncio.sleep(PAUSE_SECONDS)

@@ -14,8 +14,8 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.host_memory import memory_on
 from shoal.core.layout import Layout, Stretch
+from shoal.process.host_memory import memory_on
 
 FindMemory = Callable[[int, torch.dtype], Tensor]  # (elements,) of the dtype
 

@@ -17,12 +17,11 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shoal.blocks.host_memory import memory_on
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import FROZEN, Bucket, Layout, Stretch, Trainable, lay_out
-from shoal.core.module_names import named_parameters
-from shoal.core.units import unit_numbers
+from shoal.core.units import named_parameters, unit_numbers
+from shoal.process.host_memory import memory_on
 
 Flats = list[Tensor]  # each (elements,) of its bucket's dtype
 """One flat tensor per bucket, in bucket order."""

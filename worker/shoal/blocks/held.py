@@ -18,15 +18,14 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
 from shoal.blocks.fill_memory import FillMemory, FindMemory
-from shoal.blocks.host_memory import memory_on
 from shoal.blocks.loaded_state import GivenStates, LoadedState, State, probe_state_bytes
 from shoal.blocks.optimizer_step import OptimizerStep, Segment
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.state_home import WEIGHTS, BesideParameters, OnTheHost
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
+from shoal.optim.hyper import has_turn
 from shoal.optim.step_effects import effects_of_steps
-from shoal.optim.turns import has_turn
 from shoal.optim.twin import (
     carried,
     give_back_own_values,
@@ -35,6 +34,7 @@ from shoal.optim.twin import (
     take_over_hyper_parameters,
     twin_of,
 )
+from shoal.process.host_memory import memory_on
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""

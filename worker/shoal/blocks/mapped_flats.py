@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from shoal.blocks.flat import Flats
-from shoal.blocks.host_memory import HUGE_PAGE_BYTES
 from shoal.blocks.shared_weights import SeenWeights, block_bytes, bucket_bytes, places
 from shoal.core.layout import Layout, Stretch
+from shoal.process.host_memory import HUGE_PAGE_BYTES
 
 MAP_FIXED = 0x10
 READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE

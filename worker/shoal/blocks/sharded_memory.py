@@ -12,7 +12,7 @@ from shoal.blocks.flat import FlatMemory, Flats
 from shoal.blocks.mapped_flats import MappedFlats
 from shoal.blocks.shared_weights import SharedWeights, can_lie_in_pages
 from shoal.core.layout import Layout
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 

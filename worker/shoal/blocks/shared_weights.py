@@ -2,7 +2,7 @@
 
 Each block lies at its place in the layout, the same in every worker's memory; what is not held takes none. Whoever sees
 this memory sees it change: so its head says as of which vote it may be read, and nothing while that changes. Who reads
-what, and where it is mapped, is others' affair (mapped_flats.py, exchange/seen_units.py).
+what, and where it is mapped, is others' affair (mapped_flats.py, exchange/unit_fetch.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from shoal.core.layout import Bucket, Layout, Stretch
-from shoal.unnamed_memory import TOKEN_BYTES, WEIGHTS, MemoryAddress, address_of, make, map_shared, open_at, reserve
+from shoal.group.unnamed_memory import (
+    TOKEN_BYTES,
+    WEIGHTS,
+    MemoryAddress,
+    address_of,
+    make,
+    map_shared,
+    open_at,
+    reserve,
+)
 
 Key = tuple[int, int]
 """A world's generation, and how many votes have passed in it."""

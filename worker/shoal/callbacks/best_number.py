@@ -16,7 +16,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.validation import all_of
 
 from shoal.callbacks.step_callback import check_folder
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
+from shoal.training.monitoring import AttachedCallback
 
 if TYPE_CHECKING:
     from shoal.training.engine import Engine
@@ -36,7 +37,7 @@ def _wrong(number: object, mode: object, smallest_change: object) -> Iterator[st
         yield f"smallest_change is {smallest_change!r}; expected a number."
 
 
-class BestNumber:
+class BestNumber(AttachedCallback):
     """Looks at one number after each step, and each evaluation, that has it."""
 
     def __init__(self, number: str, mode: str, smallest_change: float = 0.0, faults: Iterable[str] = ()) -> None:
@@ -59,6 +60,12 @@ class BestNumber:
         """Goes on from there."""
         self.step, self.best_step = state["step"], state["best_step"]
         self.worse, self.best = state["worse"], state["best"]
+
+    def attach(self, engine: Engine) -> None:
+        engine.register_state(f"{type(self).__name__} {self.number}", self)
+        engine.parts.boundary.add_watcher(lambda: self(engine))
+        engine.parts.evaluation.measured.add_listener(lambda numbers: self.on_evaluation(engine, numbers))
+        engine.training.add_ending(lambda: self.at_end(engine))
 
     def __call__(self, engine: Engine) -> None:
         """One committed step, on every worker, perhaps again."""

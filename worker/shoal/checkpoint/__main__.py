@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal_protos.errors import NotFound, ShoalError
-from shoal_protos.printable import printable
+from shoal_protos.text import printable
 
 from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve, saves
-from shoal.checkpoint.dcp import export_dcp
-from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.export import FLOATS, dtype_named, export
+from shoal.checkpoint.export import FLOATS, dtype_named, export, export_dcp
 from shoal.checkpoint.importing import Imported, import_model
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.verify import verify
+from shoal.core.checkpoint_errors import CheckpointDamaged
 
 DONE, DAMAGED, UNWRITTEN, WRONG_USE, INTERRUPTED = 0, 1, 1, 2, 130
 MOST_NAMES = 10

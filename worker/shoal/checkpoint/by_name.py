@@ -20,7 +20,7 @@ from shoal.checkpoint.manifest import StateEntry
 from shoal.checkpoint.named import Known, names, tied_names
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket, Slot, Stretch
-from shoal.core.module_names import named_parameters
+from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
 
 PART_ELEMENTS = 1 << 20

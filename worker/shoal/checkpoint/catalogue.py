@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from shoal_protos.errors import NotFound
 
-from shoal.checkpoint.errors import CheckpointDamaged, CheckpointIncomplete, NoneReadable, StrangeFile
-from shoal.checkpoint.lineage import Branch, is_given_up
 from shoal.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, parse, safe_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import Storage, open_storage
+from shoal.core.checkpoint_errors import CheckpointDamaged, CheckpointIncomplete, NoneReadable, StrangeFile
+from shoal.core.lineage import Branch, is_given_up
 
 FOLDER = re.compile(
     r"step-(?P<step>\d{12,18})-(?P<generation>\d{1,18})-(?P<save>\d{1,18})(-(?P<run>[A-Za-z0-9_]{1,64}))?-[A-Za-z0-9_]{1,64}"

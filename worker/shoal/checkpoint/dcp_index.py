@@ -1,6 +1,6 @@
 """The index of a folder of `torch.distributed.checkpoint`: which tensors and values lie where.
 
-Called by `dcp_folder.py`. The index (`.metadata`) is a pickle. Nothing of it is run and none of torch's classes is made
+Called by `model_file.py`. The index (`.metadata`) is a pickle. Nothing of it is run and none of torch's classes is made
 of it: what it names becomes a `_Part` that holds what was saved. All that is used is checked here; whoever wrote it may
 lie.
 """

@@ -1,6 +1,6 @@
 """Tensors and other values of a folder of `torch.distributed.checkpoint`: checked against its files, then read.
 
-Called by `dcp_folder.py`. What a file holds must be what the index says: the same shape and dtype, every element once.
+Called by `model_file.py`. What a file holds must be what the index says: the same shape and dtype, every element once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.checkpoint.container import CODES
 from shoal.checkpoint.dcp_index import Chunk, Index, StoredBytes, StoredTensor, first_line
 from shoal.checkpoint.named import Known
+from shoal.core.container import CODES
 
 VALUE_BYTES = 1 << 20
 """Of a pickled number, far less."""

@@ -3,6 +3,11 @@
 JSON, written last. `parse` turns what lies in a store into a `Manifest` or into one sentence; whatever it lets through
 is sound in itself: every block is in one file exactly once, every range lies within its file, every checksum is there.
 Whether the files hold what it says is the reader's affair.
+
+The checksum that guards what lies in a checkpoint's files: XXH3-128, which is read at the speed of memory.
+
+It finds whatever a disk, a copy or an interrupted write does to a file. It proves nothing about who wrote it; neither
+would any other that lies beside the file. The fingerprint has SHA-256 of its own (`shoal.checkpoint.fingerprint`).
 """
 
 from __future__ import annotations
@@ -19,20 +24,28 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
 from shoal_protos.runs import Runs
+from shoal_protos.text import of_shoal
 from shoal_protos.validation import every_sentence
+from xxhash import xxh3_128_digest
 
-from shoal.checkpoint.checksum import CHECKSUM_BYTES
-from shoal.checkpoint.container import DTYPES
-from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
-from shoal.checkpoint.lineage import MOST_BRANCHES, Branch
-from shoal.checkpoint.plain import Json
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.container import DTYPES
 from shoal.core.layout import MOST_BLOCKS, Layout, Stretch
 from shoal.core.layout import VERSION as LAYOUT_VERSION
+from shoal.core.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
+from shoal.core.lineage import MOST_BRANCHES, Branch
 from shoal.core.misses import Misses
+from shoal.core.plain import Json
+
+CHECKSUM_BYTES = 16
+
+
+def checksum(content: bytes | memoryview) -> bytes:  # (CHECKSUM_BYTES,)
+    """Of bytes that lie in one piece."""
+    return xxh3_128_digest(content)
+
 
 FORMAT = "shoal checkpoint"
 VERSION = 3

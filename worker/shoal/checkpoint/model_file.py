@@ -2,13 +2,27 @@
 `torch.distributed.checkpoint` wrote.
 
 Nothing of a file's code is run. A torch file is mapped, not read, where it is of today's format.
+
+A folder of `torch.distributed.checkpoint`, read tensor by tensor, whoever wrote it: a model, and optimizer states.
+
+Any number of processes may have written it. `dcp_index.py` says what lies there, `model_file.py` what of it is meant,
+`dcp_tensors.py` checks and reads it. No code of such a folder is run.
+
+Where in a mapping that somebody saved the model lies, and where the optimizer's states. Pure: names and places only.
+
+Known forms: a state dict at the top, with an optimizer and whatever else beside it (torchtitan); one under a key, as in
+`{"model": …, "optimizer": …}` (Shoal, FSDP, Lightning); the same once more within one mapping (`{"app": …}`, PyTorch's
+recipe). An optimizer's states are `{"state": {name: {key: …}}}`, or flat: `{"state.<name>.<key>": …}`.
 """
 
 from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +30,12 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
-from shoal.checkpoint.container import CODES, DTYPES
-from shoal.checkpoint.dcp_folder import DcpFolder
-from shoal.checkpoint.dcp_index import INDEX
+from shoal.blocks.held import MASTER
+from shoal.blocks.state_home import WEIGHTS
+from shoal.checkpoint.dcp_index import INDEX, LARGEST, Index, Place, Shape, read_index
+from shoal.checkpoint.dcp_tensors import FolderTensors
 from shoal.checkpoint.named import Known
+from shoal.core.container import CODES, DTYPES
 from shoal.first_values.pretrained import Pretrained
 
 WRAPPINGS = ("state_dict", "model_state_dict", "model", "module")
@@ -162,3 +178,252 @@ def _once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         if kept != name:
             tied[name] = kept
     return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
+
+
+REMEDY = "import the model alone (--model-only)"
+
+
+class DcpFolder:
+    """A `ModelFile`. Raises `UserError` where the folder holds no model, or not all of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._index = folder, read_index(folder)
+        self._tensors = FolderTensors(folder, self._index)
+        self._places = sort_places(self._index, str(folder))
+        self.left_out = self._places.left_out
+        if not self._places.model:
+            raise UserError(
+                f"{folder} is a torch.distributed.checkpoint folder without a model: it holds "
+                f'{_listed(list(self._index.places))}; expected a state dict, at the top or under "model".'
+            )
+        self.tied: Mapping[str, str] = {}
+        self.known = {name: self._tensors.known(stored) for name, stored in self._places.model.items()}
+        self._stored: dict[tuple[str, str], str] = {}
+        """The index's name of each state that is a tensor, by the parameter's name and the state's key."""
+        self._numbers: dict[tuple[str, str], float] = {}
+        """The same of states that are plain numbers."""
+
+    @cached_property
+    def states(self) -> Mapping[str, Mapping[str, Known]]:
+        """What the optimizer keeps of each parameter. Raises `UserError` for what no parameter has so."""
+        self._check_forms()
+        found: dict[str, dict[str, Known]] = {}
+        for kept in self._places.states:
+            state = self._state(kept)
+            if state is not None:
+                found.setdefault(kept.parameter, {})[kept.key] = state
+        return found
+
+    def _check_forms(self) -> None:
+        first: dict[bool, str] = {}
+        for kept in self._places.states:
+            first.setdefault(kept.is_flat, kept.stored)
+        if len(first) > 1:
+            raise UserError(
+                f'{self._folder} has optimizer states in two forms, as "{first[False]}" and, flat, as '
+                f'"{first[True]}"; expected one. Save one optimizer, or {REMEDY}.'
+            )
+
+    def _state(self, kept: StoredState) -> Known | None:
+        """None where there is none: a momentum, say, that was never used."""
+        where, at = f'{self._folder} has optimizer state "{kept.key}" of "{kept.parameter}"', (kept.parameter, kept.key)
+        if kept.parameter not in self.known:
+            raise UserError(f"{where}, which its model does not have; {REMEDY}.")
+        if at in self._stored or at in self._numbers:
+            raise UserError(f'{where} twice, once as "{kept.stored}"; save one optimizer, or {REMEDY}.')
+        if kept.stored not in self._index.tensors:
+            return self._number(kept, where)
+        state, known = self._tensors.known(kept.stored), self.known[kept.parameter]
+        if state.shape not in ((), known.shape) or kept.key in (MASTER, WEIGHTS):
+            raise UserError(
+                f"{where} with shape {state.shape}; expected a state of its shape {known.shape}, or one number. "
+                f"{REMEDY.capitalize()}."
+            )
+        if state.dtype.is_complex and not known.dtype.is_complex:
+            raise UserError(f"{where} with dtype {state.dtype}; the parameter is {known.dtype}. {REMEDY.capitalize()}.")
+        self._stored[at] = kept.stored
+        return state
+
+    def _number(self, kept: StoredState, where: str) -> Known | None:
+        """A state that is no tensor: as torch's optimizers take it when they load one."""
+        value = self._tensors.value(kept.stored)
+        if value is None:
+            return None
+        number = _as_number(value)
+        if number is None:
+            raise UserError(
+                f"{where} as a {type(value).__name__}; expected a tensor or a number. {REMEDY.capitalize()}."
+            )
+        self._numbers[kept.parameter, kept.key] = number
+        return Known((), torch.float32)
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """The optimizer's learning rates, each once, as far as they are numbers that can be read."""
+        found = set[float | None]()
+        for stored in self._places.rates:
+            with suppress(UserError):  # nothing is made of them, they are only said
+                found.add(_as_number(self._rate(stored)))
+        return sorted(rate for rate in found if rate is not None)
+
+    def _rate(self, stored: str) -> Any:
+        if stored not in self._index.tensors:
+            return self._tensors.value(stored)
+        return self._tensors.part(stored, 0, 1).item() if self._tensors.known(stored).shape == () else None
+
+    # ---- values
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the tensor's dtype
+        """Elements of a tensor, flat."""
+        return self._tensors.part(self._places.model[name], first, last)
+
+    def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,)
+        """Elements of a parameter's optimizer state, flat."""
+        if (name, key) in self._numbers:
+            return torch.tensor([self._numbers[name, key]], dtype=torch.float32)[first:last]
+        return self._tensors.part(self._stored[name, key], first, last)
+
+
+def _as_number(value: Any) -> float | None:
+    is_number = type(value) is float or (type(value) is int and abs(value) < LARGEST)
+    return float(value) if is_number else None
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    shown = ", ".join(names[:most]) or "nothing"
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+MODELS = ("model", "state_dict", "model_state_dict", "module")
+"""Keys under which programs keep the model."""
+OPTIMIZERS = ("optimizer", "optim")
+"""Keys under which they keep the optimizer; others are found by their `param_groups`."""
+STATE, GROUPS = "state", "param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """One state of one parameter. `stored`: its name in the index."""
+
+    parameter: str
+    key: str
+    stored: str
+    is_flat: bool
+
+
+@dataclass(slots=True)
+class FolderContents:
+    """What lies in a folder, by the index's names."""
+
+    model: dict[str, str] = field(default_factory=dict)
+    """Of each tensor of the model."""
+    states: list[StoredState] = field(default_factory=list)
+    rates: list[str] = field(default_factory=list)
+    """Of learning rates, of a group or of a parameter each."""
+    left_out: list[str] = field(default_factory=list)
+    """What is neither."""
+
+
+def sort_places(index: Index, where: str) -> FolderContents:
+    """Raises `UserError` where two models lie there, or something in the model is no tensor."""
+    optimizers = _optimizers(index.places.values())
+    prefixes = {name: _prefix(place, optimizers) for name, place in index.places.items()}
+    tensors = [name for name in index.tensors if prefixes[name] is None]
+    root = _root({index.places[name]: index.tensors[name].shape for name in tensors}, where)
+    found, kept = FolderContents(), list[tuple[str, Place]]()
+    for name, place in index.places.items():
+        prefix = prefixes[name]
+        if prefix is not None:
+            kept.append((name, place[len(prefix) :]))
+        elif not _is_in_model(place, root):
+            found.left_out.append(name)
+        elif name in index.tensors:
+            _add(found.model, ".".join(place[len(root or ()) :]), name, where)
+        elif root:
+            raise UserError(f'{where} holds "{name}" without a tensor; expected tensors only in a model.')
+        else:
+            found.left_out.append(name)
+    for name, rest in kept:
+        _sort_state(found, name, rest)
+    return found
+
+
+def _optimizers(places: Iterable[Place]) -> set[Place]:
+    """Of each the place of its mapping."""
+    found = set[Place]()
+    for place in places:
+        found |= {place[:at] for at, key in enumerate(place) if _is(GROUPS, key)}
+        found |= {
+            place[: at + 1]
+            for at, key in enumerate(place[:2])
+            if key in OPTIMIZERS and len(place) > at + 1 and _is(STATE, place[at + 1])
+        }
+    return found
+
+
+def _is(word: str, key: str) -> bool:
+    """Whether a key is that word, or begins with it where the mapping is flat."""
+    return key == word or key.startswith(f"{word}.")
+
+
+def _prefix(place: Place, optimizers: Collection[Place]) -> Place | None:
+    """The place of the optimizer's mapping that something lies in. One at the top may have other things beside it."""
+    for at in range(len(place) - 1, 0, -1):
+        if place[:at] in optimizers:
+            return place[:at]
+    return () if () in optimizers and (_is(GROUPS, place[0]) or _is(STATE, place[0])) else None
+
+
+def _root(tensors: Mapping[Place, Shape], where: str) -> Place | None:
+    """The place of the model's mapping; () for one at the top, None where mappings at the top are its parts.
+
+    `tensors`: those that are in no optimizer. A lone number at the top (a loss, an epoch) is not taken for a model.
+    """
+    for key in MODELS:
+        if any(place[0] == key and len(place) > 1 for place in tensors):
+            return (key,)
+    if any(shape and len(place) == 1 for place, shape in tensors.items()):
+        return ()
+    wrapped = dict[str, str]()
+    for key in reversed(MODELS):
+        wrapped |= {place[0]: key for place in tensors if len(place) > 2 and place[1] == key}
+    if len(wrapped) > 1:
+        listed = ", ".join(f'"{outer}.{inner}"' for outer, inner in sorted(wrapped.items()))
+        raise UserError(f"{where} holds {len(wrapped)} models, {listed}; expected one. Save the one that is meant.")
+    return next(iter(wrapped.items()), None)
+
+
+def _is_in_model(place: Place, root: Place | None) -> bool:
+    if root is None:
+        return len(place) == 1 or place[0] not in OPTIMIZERS
+    return place[: len(root)] == root and (len(place) > len(root) if root else len(place) == 1)
+
+
+def _add(model: dict[str, str], name: str, stored: str, where: str) -> None:
+    if name in model:
+        raise UserError(f'{where} holds the tensor "{name}" twice, as "{model[name]}" and "{stored}".')
+    model[name] = stored
+
+
+def _sort_state(found: FolderContents, name: str, rest: Place) -> None:
+    """`rest`: the place within the optimizer's mapping."""
+    flat = rest[0].removeprefix(f"{STATE}.")
+    if rest[0] == STATE and len(rest) > 2:
+        found.states.append(StoredState(rest[1], ".".join(rest[2:]), name, is_flat=False))
+    elif flat != rest[0] and "." in flat:
+        found.states.append(StoredState(*_parted(flat, found.model), name, is_flat=True))
+    elif not _is(GROUPS, rest[0]):
+        found.left_out.append(name)
+    elif rest[-1] == "lr" or rest[-1].endswith(".lr"):
+        found.rates.append(name)
+
+
+def _parted(flat: str, model: Mapping[str, str]) -> tuple[str, str]:
+    """The parameter's name, and the state's key, either of which may have stops in it."""
+    at = flat.rfind(".")
+    while at > 0:
+        if flat[:at] in model:
+            return flat[:at], flat[at + 1 :]
+        at = flat.rfind(".", 0, at)
+    name, _, key = flat.rpartition(".")
+    return name, key

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from shoal.blocks.flat import views
 from shoal.blocks.held import MASTER
 from shoal.blocks.values import WholeValues
-from shoal.checkpoint.container import DTYPES
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader
+from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket
 from shoal.core.misses import Misses
-from shoal.core.module_names import named_state
+from shoal.core.units import named_state
 
 BEGINNING_WITH_ZEROS = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "Adadelta", "RMSprop"))
 """Optimizers to which a state of zeros is the same as none."""

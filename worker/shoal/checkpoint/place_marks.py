@@ -12,9 +12,9 @@ import re
 import secrets
 import socket
 
-from shoal.checkpoint.errors import StorageFull
 from shoal.checkpoint.manifest import safe_name
 from shoal.checkpoint.storage import Storage, open_storage
+from shoal.core.checkpoint_errors import StorageFull
 
 MARK = re.compile(r"place-(?P<host>[A-Za-z0-9_]{1,64})-[0-9a-f]{8}")
 MOST_MARKS = 16

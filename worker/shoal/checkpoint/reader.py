@@ -16,16 +16,15 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from shoal.blocks.host_memory import host_memory, tensor_bytes
 from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues
-from shoal.checkpoint.checksum import CHECKSUM_BYTES, checksum
-from shoal.checkpoint.container import DTYPES
-from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
+from shoal.checkpoint.manifest import CHECKSUM_BYTES, Manifest, PieceEntry, TensorEntry, checksum
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.container import DTYPES
 from shoal.core.layout import Stretch
+from shoal.process.host_memory import host_memory, tensor_bytes
 
 READERS = 4
 """Threads that read and verify: hashing is what takes the time, and it lets others run."""

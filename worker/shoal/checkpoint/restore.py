@@ -1,12 +1,19 @@
 """Puts what a checkpoint holds into a worker's state: the small state into every worker's, blocks into their keepers'.
 
-The inverse of `draft.py` and `snapshot.py`. A world of any size, stage and number of mirrors does it alike: each worker
-names the blocks that it is to keep.
+The inverse of `writer.py` and `snapshot.py`. A world of any size, stage and number of mirrors does it alike: each
+worker names the blocks that it is to keep.
+
+Whether a state that a checkpoint holds can be one of this script's object, before the object takes it over.
+
+A manifest with the right checksum can hold anything: it may be of another program, or of another version. What an
+object takes over unseen fails in the midst of an update, where no earlier checkpoint helps any more. So kinds are
+compared with the object's own state; values are its own affair, and so are lengths, for it may keep a history.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -17,27 +24,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.given_states import check_masters
 from shoal.blocks.held import MASTER
-from shoal.blocks.host_memory import host_memory
 from shoal.blocks.state_home import WEIGHTS
 from shoal.checkpoint.by_name import take_by_name
-from shoal.checkpoint.container import DTYPES
-from shoal.checkpoint.draft import States
-from shoal.checkpoint.errors import CheckpointDamaged
 from shoal.checkpoint.layout_check import Match, difference
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.plain import decode
 from shoal.checkpoint.reader import Reader
-from shoal.checkpoint.state_check import first_difference_in_kind
+from shoal.checkpoint.writer import States
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.container import DTYPES
 from shoal.core.layout import Stretch
 from shoal.core.loss_scale import LossScale
 from shoal.core.misses import Misses
+from shoal.core.plain import decode
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
-from shoal.optim.scheduler import Schedule, class_of
+from shoal.optim.schedules import Schedule, class_of
 from shoal.optim.twin import failure_from
-from shoal.training.given_values import OtherValues, ValuesOfRun
-from shoal.training.state import (
+from shoal.process.host_memory import host_memory
+from shoal.state.given_values import OtherValues, ValuesOfRun
+from shoal.state.training_state import (
     TrainingState,
     check_registered,
     frozen_digest,
@@ -273,3 +279,31 @@ def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> 
         state.held.begin_with(taken)
     state.buffers.refresh()
     return matched
+
+
+def first_difference_in_kind(found: Any, own: Any, where: str) -> str:
+    """The first value of another kind than the object's own, one sentence; empty where there is none.
+
+    A key that only one side has, and a value that is None on one, do not count: versions and options differ.
+    """
+    if found is None or own is None:
+        return ""
+    if _kind(found) != _kind(own):
+        return f"{where} is {_kind(found)}; expected {_kind(own)}."
+    if isinstance(own, Mapping):
+        pairs = [(found[key], own[key], f"{where}.{key}") for key in own if key in found]
+    elif isinstance(own, Sequence) and not isinstance(own, str):
+        pairs = [(there, here, f"{where}.{at}") for at, (there, here) in enumerate(zip(found, own, strict=False))]
+    else:
+        return ""
+    return next(filter(None, (first_difference_in_kind(*pair) for pair in pairs)), "")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Number | Tensor):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return "a list" if isinstance(value, Sequence) else type(value).__name__

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.checkpoint.catalogue import SaveName, look_into, saves
-from shoal.checkpoint.errors import CheckpointDamaged
-from shoal.checkpoint.lineage import Lineage, is_given_up
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import part_of
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.lineage import Lineage, is_given_up
 
 FROZEN = "frozen-"
 """Beginning of the names of files that several checkpoints share."""

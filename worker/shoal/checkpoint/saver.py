@@ -1,10 +1,16 @@
 """One save at a time, on a thread beside training: the own file, and what this member's part in the save decides next.
 
 The training thread calls `begin` at a boundary and `on_vote` after each vote. What follows from the votes is decided in
-core/save_part.py; an act is carried out by the thread whose file it waited for, or by a new one if it waited for the
+core/saving.py; an act is carried out by the thread whose file it waited for, or by a new one if it waited for the
 vote. Retention follows a save that is complete. Nothing here waits for training, and training for nothing here, unless
 the file is written from what training holds (`write`). The leader's manifest has states of the script's that are taken
 later than the blocks (`states`), and before the vote that decides upon it.
+
+Frozen parameters: in one file that all checkpoints of a path share, written when none is there yet.
+
+No optimizer changes them, so a checkpoint of a model whose larger part is frozen stays small. The file's name has their
+digest; a manifest names the file, so that a checkpoint is whole without the script that built the model. They are read
+one after the other, twice: where they are sharded they come unit by unit.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -21,19 +27,20 @@ from shoal_protos.errors import ShoalError
 from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
-from shoal.checkpoint.commit import commit
-from shoal.checkpoint.draft import NoStates, TakenStates
-from shoal.checkpoint.errors import StorageFull
-from shoal.checkpoint.frozen import write_frozen
-from shoal.checkpoint.manifest import FrozenEntry, Manifest
-from shoal.checkpoint.retention import Keep, Ours, delete, delete_rests, prune, withdraw
+from shoal.checkpoint.manifest import FrozenEntry, Manifest, TensorEntry, checksum, safe_name
+from shoal.checkpoint.model_export import Reading
+from shoal.checkpoint.retention import FROZEN, Keep, Ours, delete, delete_rests, prune, withdraw
+from shoal.checkpoint.retrying_storage import Chunks
 from shoal.checkpoint.snapshot import Arena, DataContent, TensorsAlone
 from shoal.checkpoint.storage import Storage
-from shoal.checkpoint.writer import Author, part_of, write_content
-from shoal.core.save_part import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
-from shoal.device import HOST, Device
-from shoal.logs import get_logger
-from shoal.model_export import Reading
+from shoal.checkpoint.writer import Author, NoStates, TakenStates, commit, head_entry, part_of, write_content
+from shoal.core.checkpoint_errors import StorageFull
+from shoal.core.container import CODES, Region, header
+from shoal.core.saving import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
+from shoal.process.device import HOST, Device
+from shoal.process.host_memory import tensor_bytes
+from shoal.process.logs import get_logger
+from shoal.state.training_state import digest_of
 
 PATIENCE_SECONDS = 30.0
 """Wait for the part of a member that has left: its process ends once it has written it."""
@@ -363,3 +370,48 @@ class Saver:
             self._room = max(0, self._keep.newest - len(self._whole))
         except ShoalError as error:
             log.error("checkpoints_not_deleted", reason=str(error))
+
+
+def write_frozen(
+    storage: Storage, named: Mapping[str, Tensor], incarnation: str, reading: Reading = iter
+) -> FrozenEntry | None:
+    """Writes the file where no whole one is there. None where nothing is frozen."""
+    if not named:
+        return None
+    checksums: dict[str, str] = {}
+    digest = digest_of(_noting_checksums(named, reading, checksums))
+    regions, at = list[Region](), 0
+    for name, tensor in named.items():
+        regions.append(Region(name, tensor.dtype, tuple(tensor.shape), at))
+        at += regions[-1].bytes
+    head = header(regions, {"format": "pt", "shoal": "frozen parameters"})
+    size, stem = len(head) + at, f"{FROZEN}{digest[:32]}"
+    there = [name for name, found in storage.list().items() if name.startswith(stem) and found == size]
+    file = there[0] if there else f"{stem}-{safe_name(incarnation)}.safetensors"
+    if not there:
+        storage.write(file, Chunks(partial(_stream, head, named, reading)))
+    tensors = {
+        region.name: TensorEntry(
+            dtype=CODES[region.dtype],  # type: ignore[arg-type]
+            shape=region.shape,
+            at=region.at + len(head),
+            checksum=checksums[region.name],
+        )
+        for region in regions
+    }
+    return FrozenEntry(file=file, bytes=size, head=head_entry(head), digest=digest, tensors=tensors)
+
+
+def _noting_checksums(
+    named: Mapping[str, Tensor], reading: Reading, found: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, value in zip(named, reading(list(named.values())), strict=True):
+        copy = value.detach().to("cpu", copy=True)  # numpy pins what it looks at
+        found[name] = checksum(tensor_bytes(copy)).hex()
+        yield name, copy
+
+
+def _stream(head: bytes, named: Mapping[str, Tensor], reading: Reading) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for value in reading(list(named.values())):
+        yield tensor_bytes(value.detach().to("cpu", copy=True))

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Protocol
 
 from shoal_protos.errors import ShoalError, UserError
 
-from shoal.checkpoint.errors import StorageFailed, StorageFull, StrangeFile, TransientStorageFailure
 from shoal.checkpoint.retrying_storage import RetryingStorage
+from shoal.core.checkpoint_errors import StorageFailed, StorageFull, StrangeFile, TransientStorageFailure
 
 Target = tuple[int, memoryview]
 """Where a range begins in the file, and the memory that it fills."""

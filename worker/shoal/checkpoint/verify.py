@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from shoal.blocks.values import WholeValues
+from shoal.checkpoint.fingerprint import digests_of, total_of
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket
 from shoal.core.misses import Misses
-from shoal.fingerprint import digests_of, total_of
 
 _NOTHING = torch.empty(0)
 

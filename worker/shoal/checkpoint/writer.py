@@ -2,24 +2,59 @@
 
 The file is streamed from what it is written from (a copy, or the state itself): each chunk is checked and written while
 it is in the cache, so nothing is copied. The file's entry for the manifest lies beside it as JSON until the
-manifest is there (`commit.py`). Files carry step, worker and incarnation, and are never overwritten.
+manifest is there (`writer.py`). Files carry step, worker and incarnation, and are never overwritten.
+
+The last act of a save: all writers' entries become the manifest, and with it the checkpoint exists.
+
+Carried out by one worker once every writer has said that it is done. Nothing is believed: every block must be in one
+file exactly once, and every file must lie there in its full size.
+
+What one worker says of the whole checkpoint: the manifest but for its files, and the tensors that stand beside.
+
+Made at the step boundary by the worker that will write the manifest; all of it is the same on every worker. Everything
+that the future depends on and that is in no block is here: step, data position, hyper-parameters, scheduler, buffers,
+the user's own states.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Any
 
 from shoal_protos.plan import Member
+from shoal_protos.release import RELEASE
+from torch import Tensor
 
-from shoal.checkpoint.checksum import checksum
-from shoal.checkpoint.container import CODES, Region, header
-from shoal.checkpoint.manifest import FileEntry, HeadEntry, PieceEntry, StateEntry, TensorEntry, safe_name
+from shoal.checkpoint.manifest import (
+    MANIFEST,
+    DataPosition,
+    FileEntry,
+    GivenEntry,
+    HeadEntry,
+    Manifest,
+    PieceEntry,
+    StateEntry,
+    TensorEntry,
+    broken_cover,
+    broken_file,
+    checksum,
+    parse_part,
+    safe_name,
+)
 from shoal.checkpoint.retrying_storage import Chunks
 from shoal.checkpoint.snapshot import PARAMETERS, DataContent, Piece
 from shoal.checkpoint.storage import Storage
+from shoal.core.checkpoint_errors import CheckpointDamaged
+from shoal.core.container import CODES, Region, header
+from shoal.core.layout_entry import LayoutEntry
+from shoal.core.plain import Json, encode
+from shoal.optim.hyper import hyper_parameters
+from shoal.optim.schedules import class_of
+from shoal.state.training_state import TrainingState
 
 CHUNK_BYTES = 1 << 20
 """Small enough to be in the cache still when it is written after its checksums were made."""
@@ -119,4 +154,146 @@ def _tensor_entry(region: Region, shift: int, checksums: dict[str, list[bytes]])
         shape=region.shape,
         at=region.at + shift,
         checksum=checksums[region.name][0].hex(),
+    )
+
+
+LARGEST_PART = 64 << 20
+
+
+def commit(storage: Storage, folder: str, draft: Manifest, files: Sequence[str]) -> Manifest:
+    """Writes the manifest. `draft`: all of it but files; `files`: the names that the writers use.
+
+    Raises `CheckpointDamaged` where the files do not make a checkpoint, `StorageFailed` where the place fails.
+    """
+    where = f"{storage.url}/{folder}"
+    entries = tuple(_entry(storage, folder, name) for name in files)
+    sizes = storage.list(folder)
+    for entry in entries:
+        if sizes.get(entry.name) != entry.bytes:
+            raise CheckpointDamaged(
+                f"{where} cannot be completed: {entry.name} has {sizes.get(entry.name, 0)} bytes, "
+                f"its writer wrote {entry.bytes}."
+            )
+    of_files = (broken for entry in entries for broken in broken_file(entry, draft.blocks))
+    for broken in chain(of_files, broken_cover(entries, draft.blocks)):
+        raise CheckpointDamaged(f"{where} cannot be completed: {broken}.")
+    manifest = draft.model_copy(update={"files": entries})
+    storage.publish(f"{folder}/{MANIFEST}", manifest.to_bytes())
+    for name in files:
+        storage.remove(f"{folder}/{part_of(name)}")
+    return manifest
+
+
+def _entry(storage: Storage, folder: str, file: str) -> FileEntry:
+    where = f"{storage.url}/{folder}/{part_of(file)}"
+    try:
+        content = storage.read(f"{folder}/{part_of(file)}", LARGEST_PART)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{where} does not exist: its writer did not finish.") from None
+    entry = parse_part(content, where)
+    if entry.name != file:
+        raise CheckpointDamaged(f"{where} speaks of {entry.name}.")
+    return entry
+
+
+States = Mapping[str, Any]
+"""Registered states by name: objects with `state_dict` and `load_state_dict`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenStates:
+    """The states that the script has registered, as they were at one moment."""
+
+    tree: dict[str, Json]
+    """By name, as the manifest has them."""
+    tensors: dict[str, Tensor]
+    """Theirs, in host memory."""
+
+    @classmethod
+    def of(cls, registered: States) -> TakenStates:
+        """Those of now. Raises `UserError` naming one that cannot be kept, and what a `state_dict` raises, with a note
+        that names it.
+        """
+        tensors: dict[str, Tensor] = {}
+        return cls({name: _encoded(name, one, tensors) for name, one in registered.items()}, tensors)
+
+
+def _encoded(name: str, of: Any, tensors: dict[str, Tensor]) -> Json:
+    named = f'the state registered as "{name}"'
+    try:
+        state = of.state_dict()
+    except Exception as error:
+        error.add_note(f"state_dict of {named}")
+        raise
+    return encode(state, tensors, named)
+
+
+@dataclass(frozen=True, slots=True)
+class NoStates:
+    """Why a checkpoint has none of them."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What does not change in a job's life."""
+
+    job: str
+    run: str
+    layout: LayoutEntry
+    data: DataPosition
+    config: Mapping[str, str]
+    numerics: Mapping[str, str]
+
+
+def draft_of(
+    state: TrainingState, origin: Origin, generation: int, registered: States
+) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest without files, and the tensors that its author's file has beside blocks.
+
+    Raises `UserError` naming a state that cannot be kept.
+    """
+    tensors = {f"buffer/{name}": value.clone() for name, value in state.buffers.committed.items()}
+    states = TakenStates.of(registered)
+    scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
+    manifest = Manifest(
+        release=RELEASE,
+        kind="training",
+        job=origin.job,
+        run=origin.run,
+        lineage=state.lineage,
+        step=state.step,
+        generation=generation,
+        last_step=state.last_step,
+        layout=origin.layout,
+        optimizer=type(state.optimizer).__name__,
+        groups=[
+            encode(group, tensors, f"optimizer group {number}")
+            for number, group in enumerate(hyper_parameters(state.optimizer))
+        ],
+        given=_given(state),
+        evaluating=tuple(state.modes.evaluating),
+        data=origin.data,
+        scheduler=encode(scheduler, tensors, "the scheduler's state"),
+        scheduler_class=class_of(state.scheduler),
+        scaler=encode(state.loss_scale.position, tensors, "the loss scale") if state.loss_scale is not None else None,
+        states=states.tree,
+        streams=tuple(state.stream_positions.to_texts()),
+        missed=state.misses.runs(),
+        record=state.record.to_bytes().decode() if state.record else "",
+        buffers=tuple(state.buffers.committed),
+        frozen=None,
+        config=dict(origin.config),
+        numerics=dict(origin.numerics),
+        files=(),
+    )
+    return manifest, tensors | states.tensors
+
+
+def _given(state: TrainingState) -> GivenEntry:
+    given, none = state.given.values, dict[str, Tensor]()
+    return GivenEntry(
+        groups=[encode(dict(group), none, "a given value") for group in given.groups],
+        schedule=encode(dict(given.schedule), none, "a given value"),
     )

@@ -1,7 +1,7 @@
 """The controllers of one client: that at its address, or, where it was given none, those that the commands find here.
 
 Asked anew with every call, because runs begin and end while a program lives. Called by `rest_client.py` and
-`token_calls.py`; what is said to a controller is in `sending.py`.
+`rest_client.py`; what is said to a controller is in `sending.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The client: one method per operation of REST, by its name there (docs/rest.md), and two that wait.
 
-Those of tokens are in `token_calls.py`. It knows what may be sent again; `sending.py` does so, to the controller that
+Those of tokens are in `rest_client.py`. It knows what may be sent again; `sending.py` does so, to the controller that
 `controllers.py` finds. Nothing is kept between calls.
+
+The client's methods for tokens: those of people and programs, and those of workers.
 """
 
 from __future__ import annotations
@@ -16,9 +18,46 @@ from urllib.parse import urlencode
 from shoal_protos.path_part import path_part
 
 from shoal.client.controllers import Controllers
-from shoal.client.rest_answers import CheckpointInfo, EventInfo, EventOfJobInfo, JobInfo, ReportInfo, WorkerInfo
+from shoal.client.rest_answers import (
+    CheckpointInfo,
+    EventInfo,
+    EventOfJobInfo,
+    JobInfo,
+    ReportInfo,
+    TokenInfo,
+    WorkerInfo,
+)
 from shoal.client.sending import Json
-from shoal.client.token_calls import TokenCalls
+
+
+class TokenCalls:
+    """Part of `Client`."""
+
+    def __init__(self, controllers: Controllers) -> None:
+        self._controllers = controllers
+
+    def get_join_token(self, job: str) -> str:
+        """The token for workers of this run of a job."""
+        return str(self._controllers.of(job).ask("POST", f"/jobs/{path_part(job)}/token", is_repeatable=True)["token"])
+
+    def list_tokens(self) -> Iterator[TokenInfo]:
+        """All named tokens, without their secrets, by name."""
+        return (TokenInfo.read(one) for one in self._controllers.of().pages("/tokens", "tokens"))
+
+    def create_token(self, name: str, role: str, *, days: int | None = None) -> TokenInfo:
+        """Create a named token of role `view`, `operate` or `admin`; the answer has its secret, this once."""
+        asked = {"name": name, "role": role, "days": days}
+        return TokenInfo.read(self._controllers.of().ask("POST", "/tokens", asked))
+
+    def rotate_token(self, name: str, *, keep_seconds: float | None = None) -> TokenInfo:
+        """Give a token a new secret; the old one stays valid for a while."""
+        body = {} if keep_seconds is None else {"keep_seconds": keep_seconds}
+        return TokenInfo.read(self._controllers.of().ask("POST", f"/tokens/{path_part(name)}/rotate", body))
+
+    def revoke_token(self, name: str) -> TokenInfo:
+        """Revoke a token: from now on it opens nothing."""
+        return TokenInfo.read(self._controllers.of().ask("DELETE", f"/tokens/{path_part(name)}"))
+
 
 RETRY_SECONDS = 10.0
 LOOK_SECONDS = 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import httpx
 from shoal_protos.errors import ShoalError
-from shoal_protos.quoting import of_shoal
 from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
 
 
 class NoController(ShoalError):

@@ -14,9 +14,9 @@ from typing import Any
 from shoal_protos.config_file import parsed_config
 from shoal_protos.errors import UserError
 
-from shoal.config.batch import BATCH
 from shoal.config.load import Beside, load_config
 from shoal.config.sifting import is_on
+from shoal.config.training import BATCH
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 Taken from DeepSpeed's configuration reference (deepspeed.ai/docs/config-json) and its source up to 0.19.8, keys that
 it has removed since included, because files still carry them. Only data: `sifting.py` applies it, docs/deepspeed.md is
-written from it (deepspeed_page.py). A name covers all that stands below it.
+written from it (deepspeed.py). A name covers all that stands below it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The sizes of a batch that DeepSpeed's section `elasticity` determines, and of how many workers it knows.
 
-Called by `load.py` in the place of `batch.py`, where the section is on. The arithmetic is `shoal_protos.elastic_batch`.
+Called by `load.py` in the place of `training.py`, where the section is on. The arithmetic is
+`shoal_protos.elastic_batch`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from dataclasses import dataclass
 
 from shoal_protos.elastic_batch import ElasticBatch, ElasticLanes, batch_and_lanes
 from shoal_protos.errors import UserError
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 
-from shoal.config.batch import ACCUMULATION, BATCH, LANES, MICRO, PER_LANE, Sizes
 from shoal.config.document import Document
+from shoal.config.training import ACCUMULATION, BATCH, LANES, MICRO, PER_LANE, Sizes
 
 WANTED = "SHOAL_WANTED_WORKERS"
 """The variable by which a launcher tells workers for how many of them the job was submitted."""

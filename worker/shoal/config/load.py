@@ -2,12 +2,17 @@
 
 Called once, when an engine is made. All errors are reported at once. Five steps: read (`config_file.py`), give old
 keys their names of today (`old_config_keys.py`), sift out what only DeepSpeed knows (`sifting.py`), check against the
-models (`document.py`), settle batch sizes and "auto" (`batch.py`).
+models (`document.py`), settle batch sizes and "auto" (`training.py`).
+
+Paths as a configuration writes them: `$HOME/runs` means what a shell would make of it.
+
+Used by load.py, which reads them at the edge; nothing behind it looks at the environment.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,19 +25,26 @@ from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.old_config_keys import with_todays_names
-from shoal_protos.quoting import shown
+from shoal_protos.text import shown
 from shoal_protos.validation import MOST_FAULTS, what_is_left
 
-from shoal.config.batch import ACCUMULATION, BATCH, MICRO, Sizes, per_lane, settle
 from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.elastic import elastic_of
-from shoal.config.monitoring import Monitoring
-from shoal.config.paths import expanded, unset_variable
-from shoal.config.precision import Precision, precision_faults
 from shoal.config.sentences import all_of, misplaced_key, not_built, sentences_of, unread_in, wrong_value
 from shoal.config.sifting import Sifted, sift
-from shoal.config.training import TrainingConfig
-from shoal.logs import get_logger
+from shoal.config.training import (
+    ACCUMULATION,
+    BATCH,
+    MICRO,
+    Monitoring,
+    Precision,
+    Sizes,
+    TrainingConfig,
+    per_lane,
+    precision_faults,
+    settle,
+)
+from shoal.process.logs import get_logger
 
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
@@ -268,3 +280,18 @@ def _wrong_parameters(optimizer: Optimizer | None, is_given: bool) -> Iterator[s
     pair = isinstance(betas, list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas)
     if betas != "auto" and not pair:
         yield wrong_value("optimizer.params.betas", betas, "a list of two numbers")
+
+
+VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))", re.ASCII)
+
+
+def expanded(path: str) -> str:
+    """Return the path with the values of the environment's variables."""
+    return os.path.expandvars(path)
+
+
+def unset_variable(path: object) -> str:
+    """Return the name of the first variable in a path that the environment lacks; empty where it lacks none."""
+    found = VARIABLE.finditer(path) if isinstance(path, str) else ()
+    names = (match[1] or match[2] for match in found)
+    return next((name for name in names if name not in os.environ), "")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 from shoal_protos import validation
-from shoal_protos.quoting import shown, shown_name
+from shoal_protos.text import shown, shown_name
 from shoal_protos.validation import MOST_READ, Fault, find, model_in
 
 from shoal.config.deepspeed import FATES

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shoal_protos.config_file import whole
-from shoal_protos.quoting import shown_name
+from shoal_protos.text import shown_name
 from shoal_protos.validation import MOST_READ
 
 from shoal.config.deepspeed import FATES, OFF, VALUES_REFUSED, Ignored, Switched, Unsupported

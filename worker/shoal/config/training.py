@@ -2,19 +2,37 @@
 
 `agreement` is the part of it that must be the same on all workers of a job; the controller compares it and names the
 first key that differs.
+
+What a job shows of itself, as the config settles it: DeepSpeed's keys for progress, times and trackers.
+
+Nothing of it changes a bit, and workers need not agree on it. `shoal.callbacks` makes it true.
+
+Precision as the config settles it: what parameters are kept in, what the forward computes with, how it is scaled.
+
+From the sections `bf16` and `fp16` (document.py). No torch here: dtypes are names.
+
+Batch arithmetic: train_batch_size = micro-batch × lanes × micro-batches per lane. Pure.
+
+Any three give the fourth, and two of the first three the third where a lane has one micro-batch. A batch without a
+micro-batch and without lanes, as DeepSpeed's own documents write it, is divided into as many lanes as fit, from the
+file alone: so they are the same alone and on any number of workers. `load.py` calls it once; every contradiction gets
+its figures in one sentence.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from shoal_protos.corruption import OnCorruption
+from shoal_protos.errors import UserError
+from shoal_protos.memory_estimate import MOST_LANES
+from shoal_protos.text import shown
 
-from shoal.config.document import Checkpoint, Optimizer, Scheduler
-from shoal.config.monitoring import Monitoring
-from shoal.config.precision import Precision
+from shoal.config.document import Checkpoint, CsvMonitor, Document, Optimizer, Scheduler, TensorBoard, Wandb
+from shoal.core.loss_scale import LossScaleRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +138,173 @@ def _precision(precision: Precision) -> dict[str, object]:
         values[f"{section}.auto_cast"] = precision.autocast == dtype
     scaling = asdict(precision.scaling) if precision.scaling else {}
     return values | {f"fp16.{name}": value for name, value in scaling.items()}
+
+
+BREAKDOWN_STEPS = 10
+"""Steps between two lines of times where nothing else is said: DeepSpeed's default of `steps_per_print`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Monitoring:
+    """Of one job. None: not wanted."""
+
+    steps_per_line: int | None
+    times: bool
+    dump: bool
+    tensorboard: TensorBoard | None
+    csv: CsvMonitor | None
+    wandb: Wandb | None
+
+    @classmethod
+    def of(cls, document: Document) -> Monitoring:
+        given, times = document.steps_per_print, document.wall_clock_breakdown is True
+        steps = given if isinstance(given, int) else BREAKDOWN_STEPS if times else None
+        return cls(
+            steps, times, document.dump_state is True,
+            document.tensorboard if document.tensorboard.enabled else None,
+            document.csv_monitor if document.csv_monitor.enabled else None,
+            document.wandb if document.wandb.enabled else None,
+        )  # fmt: skip
+
+    @property
+    def has_writers(self) -> bool:
+        """Whether numbers are written for a tracker."""
+        return any(one is not None for one in (self.tensorboard, self.csv, self.wandb))
+
+
+Half = Literal["bfloat16", "float16"]
+TRAVELS_AS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The precision of one job."""
+
+    parameters: Half | None = None
+    """What parameters are rounded to; None: they stay as the script made them."""
+    autocast: Half | None = None
+    """What the forward computes with where it may (`auto_cast`); None: with the parameters' own."""
+    scaling: LossScaleRule | None = None
+    """How losses are scaled; None: not at all."""
+
+    @classmethod
+    def of(cls, document: Document) -> Precision:
+        """`document`: without the faults that `precision_faults` finds."""
+        bf16, fp16 = document.bf16, document.fp16
+        if bf16.enabled is True:
+            return cls(None, "bfloat16") if bf16.auto_cast else cls("bfloat16")
+        if fp16.enabled is True:
+            scaling = LossScaleRule(**fp16.model_dump(exclude={"enabled", "auto_cast"}))
+            scaling = scaling.in_stage_0() if document.zero_optimization.stage == 0 else scaling
+            return cls(None, "float16", scaling) if fp16.auto_cast else cls("float16", None, scaling)
+        return cls()
+
+
+def precision_faults(document: Document) -> Iterator[str]:
+    """What does not fit together."""
+    if document.bf16.enabled is True and document.fp16.enabled is True:
+        yield "`bf16.enabled` and `fp16.enabled` are both true; keep one."
+    fp16, first = document.fp16, 2.0**document.fp16.initial_scale_power
+    if fp16.enabled is True and not fp16.loss_scale and fp16.min_loss_scale > first:
+        yield (
+            f"`fp16.min_loss_scale` is {fp16.min_loss_scale:g}, and the scale begins with 2^{fp16.initial_scale_power} "
+            f"= {first:g} (`fp16.initial_scale_power`); the smallest cannot be above the first."
+        )
+    travels, precision = document.communication_data_type, Precision.of(document)
+    if travels in ("auto", "fp32", None) or travels == TRAVELS_AS.get(str(precision.parameters)):
+        return
+    yield (
+        f"`communication_data_type` is {shown(travels)}, and parameters are {precision.parameters or 'float32'}: "
+        "gradients would be rounded before they are added up. Gradients of half-precision parameters travel in their "
+        "own dtype and are added up in float32 anyway; remove the key."
+    )
+
+
+BATCH = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+LANES = "shoal.lanes"
+PER_LANE = "shoal.micro_batches_per_lane"
+ACCUMULATION = "gradient_accumulation_steps"
+LANES_UNSAID = 8
+"""At most so many lanes has a job of which only the batch is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the file says, and after `settle` what holds. None: not said, or "auto"."""
+
+    train_batch_size: int | None
+    micro_batch_size: int | None
+    lanes: int | None
+    micro_batches_per_lane: int | None
+
+
+def per_lane(micro_batches_per_lane: int | None, accumulation: int | None) -> int | None:
+    """DeepSpeed's gradient_accumulation_steps is another name for a lane's micro-batches."""
+    if micro_batches_per_lane and accumulation and micro_batches_per_lane != accumulation:
+        raise UserError(
+            f"`{PER_LANE}` is {micro_batches_per_lane} and `{ACCUMULATION}` is {accumulation}; both say how many "
+            "micro-batches a lane accumulates. Give one of them."
+        )
+    return micro_batches_per_lane or accumulation
+
+
+def settle(given: Sizes) -> Sizes:
+    """All four, or the sentence that says why they do not fit together."""
+    batch, micro, lanes, accumulated = (
+        given.train_batch_size,
+        given.micro_batch_size,
+        given.lanes,
+        given.micro_batches_per_lane or 1,
+    )
+    if batch is None:
+        if micro is None or lanes is None:
+            raise UserError(_too_few(given))
+        return Sizes(micro * lanes * accumulated, micro, lanes, accumulated)
+    if micro is None and lanes is None:
+        parts = _divide(batch, accumulated, "micro-batches", f"{PER_LANE} {accumulated}")
+        lanes = next(lanes for lanes in range(LANES_UNSAID, 0, -1) if parts % lanes == 0)
+    if lanes is None:
+        assert micro is not None
+        lanes = _divide(batch, micro * accumulated, "lanes", f"{MICRO} {micro} × {PER_LANE} {accumulated}")
+        if lanes > MOST_LANES:
+            raise UserError(
+                f"`{BATCH}` {batch} and `{MICRO}` {micro} make {lanes} lanes; at most {MOST_LANES} are allowed. "
+                f"Raise `{MICRO}` or `{PER_LANE}`."
+            )
+    if micro is not None and given.micro_batches_per_lane is None and batch % (micro * lanes) == 0:
+        accumulated = batch // (micro * lanes)
+    if micro is None:
+        micro = _divide(batch, lanes * accumulated, "micro-batches", f"{LANES} {lanes} × {PER_LANE} {accumulated}")
+    if batch != micro * lanes * accumulated:
+        raise UserError(_contradiction(Sizes(batch, micro, lanes, accumulated)))
+    return Sizes(batch, micro, lanes, accumulated)
+
+
+def _too_few(given: Sizes) -> str:
+    names = {BATCH: given.train_batch_size, MICRO: given.micro_batch_size, LANES: given.lanes}
+    known = [f"`{name}` {value}" for name, value in names.items() if value is not None]
+    return (
+        f"two of `{BATCH}`, `{MICRO}` and `{LANES}` are needed to derive the third; "
+        f"{'only ' + known[0] if known else 'none of them'} is given."
+    )
+
+
+def _divide(batch: int, by: int, parts: str, shown: str) -> int:
+    if batch % by:
+        raise UserError(
+            f"`{BATCH}` {batch} does not divide into {parts}: {shown} is {by}, and {batch} / {by} is not whole."
+        )
+    return batch // by
+
+
+def _contradiction(sizes: Sizes) -> str:
+    batch, micro, lanes, accumulated = (
+        sizes.train_batch_size, sizes.micro_batch_size, sizes.lanes, sizes.micro_batches_per_lane,
+    )  # fmt: skip
+    assert batch and micro and lanes and accumulated
+    product = micro * lanes * accumulated
+    sentence = (
+        f"`{BATCH}` is {batch}, but `{MICRO}` {micro} × `{LANES}` {lanes} × `{PER_LANE}` {accumulated} is {product}."
+    )
+    return f"{sentence} Leave one of them out."

@@ -3,6 +3,11 @@
 The children of the outermost `nn.ModuleList`s and `nn.Sequential`s that have more than one; or, where classes are named
 (`shoal.units`, else the model's own `_no_split_modules`), the outermost modules of these classes. What is left over is
 in runs of registration order: embeddings | layer | layer | norm and head. Pure: a function of the module tree.
+
+The names of a module's tensors as the plain model has them.
+
+`torch.compile` wraps a module, or a part of one, and puts `_orig_mod.` into the names below it. Layouts, checkpoints,
+exports and fingerprints go by these names, so compiled and plain runs of a model can read each other's.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from shoal_protos.errors import UserError
-from torch import nn
+from torch import Tensor, nn
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -84,3 +89,36 @@ def _parts(module: nn.Module, chosen: Collection[str]) -> Iterator[tuple[nn.Modu
 
 def _is_in_a_list(parent: nn.Module) -> bool:
     return isinstance(parent, LISTS) and len(parent) > 1
+
+
+_WRAPPER = "_orig_mod."
+
+
+def plain_name(name: str) -> str:
+    """`_orig_mod.block.weight` → `block.weight`."""
+    return name.replace(_WRAPPER, "")
+
+
+def module_name(name: str) -> str:
+    """Of a module, not of a tensor: `block._orig_mod` → `block`."""
+    return plain_name(f"{name}.")[:-1]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether `torch.compile` has put it around another one."""
+    return _WRAPPER.rstrip(".") in module._modules
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each once, under its first name."""
+    return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each once, persistent or not."""
+    return ((plain_name(name), buffer) for name, buffer in module.named_buffers())
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `module.state_dict`, not detached, under all their names."""
+    return ((plain_name(name), value) for name, value in module.state_dict(keep_vars=True).items())

@@ -19,7 +19,7 @@ from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
 from shoal.data.data_workers import HERE, DataWorkers, Reading
 from shoal.data.seeds import seed_everything
 from shoal.data.source import Collate, Place, Source, collated, named, read_numbered
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.opened_stream import is_stream
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 IGNORED: dict[str, tuple[object, str]] = {

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.utils.data._utils.worker as torch_worker
 from shoal_protos.errors import UserError
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 from torch.utils.data import IterableDataset
 
 from shoal.core.stream_position import STATE_BYTES
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 END = object()

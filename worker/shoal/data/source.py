@@ -1,6 +1,6 @@
 """From (step, lane, micro-batch) to a batch in host memory: seed, read, collate. The same in every process.
 
-A `Source` is what the fetcher (fetch.py) asks, in the training process or in a data worker (data_process.py). Numbered
+A `Source` is what the fetcher (fetch.py) asks, in the training process or in a data worker (data_workers.py). Numbered
 samples are here, streams in stream_source.py. What the user's dataset raises goes through untouched, with a note of
 where it was; what a collate function raises becomes one sentence that names the samples.
 """

@@ -4,6 +4,8 @@ A process keeps the streams of its lanes open. A lane that it has not read, or t
 and read through up to the micro-batch that is asked for; the last batches are kept, because a lane that is run again
 after a loss reads the same samples again. Every micro-batch is read under its own seed, so that reading through draws
 what reading has drawn.
+
+From what a script gives as its data to what reads it: numbered samples in Shoal's order, or streams of lanes.
 """
 
 from __future__ import annotations
@@ -12,15 +14,28 @@ import pickle
 from typing import Any
 
 from shoal_protos.errors import UserError
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 from torch.utils.data import default_collate, default_convert
 
+from shoal.config.training import TrainingConfig
+from shoal.core.sampler import Sampler
 from shoal.core.stream_position import Bookmark, StreamOrder
 from shoal.data.data_workers import HERE, Reading
-from shoal.data.opened_stream import END, OpenedStream
+from shoal.data.opened_stream import END, OpenedStream, is_stream
 from shoal.data.seeds import seed_everything, seed_from
-from shoal.data.source import Collate, Place, Read, collated, noting, one_thread, where
-from shoal.logs import get_logger
+from shoal.data.source import (
+    Collate,
+    NumberedSamples,
+    Place,
+    Read,
+    Source,
+    collated,
+    noting,
+    one_thread,
+    samples_of,
+    where,
+)
+from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 STATE_EVERY = 8
@@ -197,3 +212,12 @@ class _LaneReader:
             return  # they are read again where they are asked for again
         for old in [one for one in self._batches if one <= number - self._source.most_kept]:
             del self._batches[old]
+
+
+def source_of(dataset: Any, collate_fn: Collate | None, config: TrainingConfig, reading: Reading) -> Source:
+    """Raises `UserError` for a dataset of another kind, or one that is smaller than a step."""
+    shape = config.lanes, config.micro_batch_size, config.micro_batches_per_lane
+    if not is_stream(dataset):
+        return NumberedSamples(dataset, collate_fn, Sampler(samples_of(dataset), *shape, config.seed), config.seed)
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    return StreamSamples(dataset, collate_fn, StreamOrder(*shape, length), config.seed, reading)

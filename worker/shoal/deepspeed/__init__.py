@@ -11,7 +11,7 @@ from shoal.deepspeed import checkpointing, comm, elasticity, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.hf_config import HfDeepSpeedConfig, stand_in_for_theirs
 from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
-from shoal.deepspeed.not_here import module_lacks
+from shoal.deepspeed.surface import module_lacks
 
 __all__ = [
     "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "checkpointing", "comm", "elasticity",

@@ -14,7 +14,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import WRONG_USE
 
 from shoal.deepspeed.surface import JOINING, REFUSED_FLAGS, UNREAD_FLAGS
-from shoal.logs import say
+from shoal.process.logs import say
 
 SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e", "--quiet": "-q"}
 

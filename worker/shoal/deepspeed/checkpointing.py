@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shoal.deepspeed.not_here import module_lacks
+from shoal.deepspeed.surface import module_lacks
 from shoal.training.activation_checkpointing import checkpoint_call as checkpoint
 
 __all__ = ["checkpoint"]

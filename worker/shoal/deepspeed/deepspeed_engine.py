@@ -1,27 +1,183 @@
 """DeepSpeed's engine over Shoal's: what a script for DeepSpeed calls in its loop and at its checkpoints.
 
 Made by `initialize` (initializing.py). The loop's own rules are Shoal's (docs/loop.md), and so are their sentences.
+
+What a script saves beside the model with `engine.save_checkpoint(folder, tag, client_state)`.
+
+A state that is registered with the engine: rank 0's is saved in elastic checkpoints and given to joiners.
+
+What DeepSpeed's engine says of itself, as Shoal's engine has it. Only questions; `deepspeed_engine.py` acts.
+
+What DeepSpeed's optimizer says of the loss scale, said by the engine's. Called once, when an engine is made.
+
+The object stays the script's own; its class gets the names, as far as it has none of them itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 from weakref import ref
 
+import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from shoal.deepspeed.client_state import NAME, ClientState, saved_in
+from shoal.checkpoint.catalogue import at
+from shoal.core.plain import decode, encode
+from shoal.deepspeed import rank_reads
 from shoal.deepspeed.elastic_loader import ElasticLoader
-from shoal.deepspeed.engine_facts import EngineFacts
 from shoal.deepspeed.own_loader import OwnLoaders, watch
-from shoal.deepspeed.scale_facts import say_scale
-from shoal.training.arguments import refuse_unknown
+from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
+from shoal.training.start import refuse_unknown
+
+
+class EngineFacts:
+    """Numbers of batches, of the world and of the step. `elastic` is Shoal's engine."""
+
+    elastic: Engine
+    training_dataloader: ElasticLoader
+
+    # ---- batches
+
+    def train_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.elastic.context.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a micro-batch."""
+        return self.elastic.context.config.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a lane in a step."""
+        return self.elastic.context.config.micro_batches_per_lane
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the batch at hand is this worker's last one of its step."""
+        return self.elastic.context.loop.at_last_backward
+
+    # ---- progress
+
+    @property
+    def global_steps(self) -> int:
+        """Steps that the job has committed."""
+        self.training_dataloader.on_asked()
+        return self.elastic.global_step
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of these steps."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches of these steps, of one lane."""
+        return self.global_steps * self.gradient_accumulation_steps()
+
+    def get_lr(self) -> list[float]:
+        """The rates of the optimizer's groups."""
+        return [float(group["lr"]) for group in self.elastic.context.state.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """What the optimizer's groups have as momentum: of SGD and RMSprop that, of others their betas; 0 where a group
+        has none.
+        """
+        optimizer = self.elastic.context.state.optimizer
+        key = "momentum" if type(optimizer).__name__ in ("SGD", "RMSprop") else "betas"
+        return [group.get(key, 0.0) for group in optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The last step's norm, before clipping; None where nothing is clipped."""
+        record = self.elastic.context.state.record
+        return record.norm if record is not None else None
+
+    def loss_scale(self) -> float:
+        """What losses are multiplied by before their backward."""
+        return self.elastic.context.state.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is found while training."""
+        scaling = self.elastic.context.config.precision.scaling
+        return scaling is not None and scaling.is_dynamic
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the job that updated nothing, because a gradient overflowed at the loss scale."""
+        scale = self.elastic.context.state.loss_scale
+        return scale.skipped_steps if scale is not None else 0
+
+    # ---- settings
+
+    def gradient_clipping(self) -> float:
+        """The greatest norm of a step's gradient; 0: any."""
+        return self.elastic.context.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        """ZeRO's."""
+        return self.elastic.context.config.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model is trained in float16."""
+        return self._half() == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model is trained in bfloat16."""
+        return self._half() == "bfloat16"
+
+    def _half(self) -> str | None:
+        precision = self.elastic.context.config.precision
+        return precision.parameters or precision.autocast
+
+    # ---- the world
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.elastic.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are."""
+        return self.elastic.device
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this worker's device; 0 on the CPU."""
+        return self.elastic.device.index or 0
+
+    @property
+    def global_rank(self) -> int:
+        """This worker's number among the members; 0 before its first world."""
+        rank_reads.note()
+        return max(0, self.elastic.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Members now."""
+        return self.elastic.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """The world that batch sizes are for: the lanes."""
+        return self.elastic.context.config.lanes
+
+    def __getattr__(self, name: str) -> Any:
+        """The model's, as in DeepSpeed."""
+        elastic = vars(self).get("elastic")
+        if elastic is None or name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return getattr(elastic.module, name)
+        except AttributeError:
+            from shoal.deepspeed.surface import engine_lacks
+
+            raise engine_lacks(name) from None
+
 
 WEIGHTS = "model.safetensors"
 OF_A_LOADER = {"pin_memory": "pin_memory", "data_sampler": "sampler", "collate_fn": "collate_fn",
@@ -46,7 +202,7 @@ class DeepSpeedEngine(EngineFacts):
 
     @property
     def optimizer(self) -> Optimizer:
-        """Its groups are in use; its state lies in blocks on all workers. It knows the loss scale (scale_facts.py)."""
+        """Its groups are in use; its state lies in blocks on all workers. It knows the loss scale."""
         return self.elastic.context.state.optimizer
 
     @property
@@ -223,3 +379,53 @@ def _refuse_options(call: str, options: dict[str, Any], usual: dict[str, Any]) -
             f"engine.{call} got {', '.join(f'{name}={options[name]!r}' for name in odd)}, which is not supported; an "
             "elastic checkpoint is saved and loaded whole."
         )
+
+
+NAME = "deepspeed"
+"""Under which it is registered."""
+
+
+class ClientState:
+    """The last one that was to be saved."""
+
+    def __init__(self) -> None:
+        self.tag: str | None = None
+        self.content: dict[str, Any] = {}
+
+    def put(self, tag: object, content: object) -> None:
+        """Raises `UserError` for what no checkpoint can keep."""
+        if not isinstance(content, dict | None):
+            raise UserError(f"engine.save_checkpoint got a {type(content).__name__} as client_state; expected a dict.")
+        encode(content or {}, {}, "client_state")
+        self.tag, self.content = None if tag is None else str(tag), dict(content or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tag": self.tag, "client_state": self.content}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tag, self.content = state["tag"], state["client_state"]
+
+
+def saved_in(path: str) -> ClientState:
+    """What a checkpoint has of it; empty for one that was saved without."""
+    found, state = at(path, _nothing), ClientState()
+    tree = found.manifest.states.get(NAME)
+    if tree is not None:
+        state.load_state_dict(decode(tree, found.reader().tensors()))
+    return state
+
+
+def _nothing(_: str) -> None:
+    """No other folder is looked into."""
+
+
+def say_scale(state: TrainingState) -> None:
+    """`cur_scale`, `loss_scale`: by what losses are multiplied; `overflow`: whether the last step overflowed."""
+    says: dict[str, Callable[[Any], object]] = {
+        "cur_scale": lambda _: state.scale,
+        "loss_scale": lambda _: state.scale,
+        "overflow": lambda _: state.record is not None and bool(state.record.overflow),
+    }
+    optimizer = state.optimizer
+    kind, new = type(optimizer), {name: property(of) for name, of in says.items() if not hasattr(optimizer, name)}
+    optimizer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **new})

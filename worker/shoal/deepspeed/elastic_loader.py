@@ -15,7 +15,7 @@ from weakref import ReferenceType, ref
 
 from shoal_protos.errors import UserError
 
-from shoal.failure import script_line
+from shoal.checkpoint.failure import script_line
 from shoal.training.engine import Engine
 
 WHOLE_JOB = 10**15

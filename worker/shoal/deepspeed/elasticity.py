@@ -19,7 +19,7 @@ from shoal_protos.elastic_batch import (
     micro_batch_of,
 )
 from shoal_protos.elastic_section import VERSIONS, Elasticity
-from shoal_protos.quoting import shown
+from shoal_protos.text import shown
 from shoal_protos.validation import all_of, sentence
 
 __all__ = [

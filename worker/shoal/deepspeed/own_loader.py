@@ -18,10 +18,10 @@ from shoal_protos.errors import UserError
 from torch.utils.data import DataLoader
 
 from shoal.data.given_data import data_of
-from shoal.data.given_source import source_of
+from shoal.data.stream_source import source_of
 from shoal.deepspeed import rank_reads
 from shoal.deepspeed.elastic_loader import ElasticLoader
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 from shoal.training.engine import Engine
 
 log = get_logger("shoal")

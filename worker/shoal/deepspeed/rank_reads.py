@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shoal_protos.errors import UserError
 
-from shoal.failure import script_frame
+from shoal.checkpoint.failure import script_frame
 
 _reads: dict[str, set[int]] = {}
 """Lines of the script in which it has read a rank, by file."""

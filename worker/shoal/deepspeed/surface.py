@@ -1,11 +1,15 @@
 """What of DeepSpeed's Python interface is here, under which names: data for the door itself and for docs/deepspeed.md.
 
 `ARGUMENTS` in the order in which DeepSpeed has them, because scripts give some by position.
+
+What DeepSpeed has and Shoal does not: an attribute that is missing says so by name, with what to do instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from shoal_protos.errors import UserError
 
 ARGUMENTS: Mapping[str, str] = {
     "args": "An object whose `deepspeed_config` names the configuration, where `config` does not.",
@@ -146,3 +150,21 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--venv_script": "activate the environment before",
 }
 """Those that are refused, with what to do instead."""
+
+
+PAGE = "docs/deepspeed.md says what there is"
+
+
+class NotInShoal(UserError, AttributeError):
+    """An `AttributeError` too, so that `hasattr` answers."""
+
+
+def engine_lacks(name: str) -> NotInShoal:
+    why = ABSENT.get(name, PAGE)
+    return NotInShoal(f"engine.{name} of DeepSpeed is not in Shoal, nor does the model have it; {why}.")
+
+
+def module_lacks(name: str) -> NotInShoal:
+    """`name`: of a module within it with that module's."""
+    why = OTHERS.get(name) or OTHERS.get(name.partition(".")[0], PAGE)
+    return NotInShoal(f"deepspeed.{name} is not in Shoal; {why}.")

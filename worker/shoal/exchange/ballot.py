@@ -66,10 +66,10 @@ class Ballot:
     calls_back: int = 0
     """1 where this member has callbacks for committed steps; else 0."""
     evaluations: dict[str, list[float]] = field(default_factory=dict)
-    """Evaluations by name: the number of lanes that it evaluated, and their exact sum (core/exact_sum.py)."""
+    """Evaluations by name: the number of lanes that it evaluated, and their exact sum (core/tree.py)."""
     requests: tuple[Request, ...] = ()
     saving: str = ""
-    """How far it is with the save at hand (core/save_part.py)."""
+    """How far it is with the save at hand (core/saving.py)."""
     stream: str = ""
     """Where one of its lanes stands in its stream (core/stream_position.py)."""
     unused: str = ""

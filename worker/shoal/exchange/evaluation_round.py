@@ -18,13 +18,12 @@ from shoal_protos.activity import StepPhase
 from shoal_protos.errors import PeerError
 from torch import Tensor
 
-from shoal.exchange.framing import MOST_BYTES, as_bytes_tensor
+from shoal.exchange.packing import MOST_BYTES, as_bytes_tensor
 from shoal.exchange.traffic import EVALUATED
-from shoal.group.group import Group, Work
-from shoal.group.group_progress import AFTER_THE_LOOP, USER_STEPS
+from shoal.group.group import AFTER_THE_LOOP, USER_STEPS, Group, Work
 
 Sums = dict[str, list[float]]
-"""By name the number of terms, and parts of their sum (core/exact_sum.py)."""
+"""By name the number of terms, and parts of their sum (core/tree.py)."""
 NO_MORE = torch.zeros(1, dtype=torch.int64, device="cpu")
 """The length of a message without content: no more comes, and nothing was asked for."""
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from shoal.blocks.given_states import check_masters, check_weights, numbers_of
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.host_memory import tensor_bytes
 from shoal.blocks.loaded_state import State
-from shoal.checkpoint.container import CODES, DTYPES
+from shoal.core.container import CODES, DTYPES
 from shoal.core.layout import Stretch
-from shoal.exchange.framing import FramedSend, receive_framed
+from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import FILLED
 from shoal.group.group import Group, Work
+from shoal.process.host_memory import tensor_bytes
 
 States = dict[Stretch, State]
 

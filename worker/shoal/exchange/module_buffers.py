@@ -18,8 +18,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import Tensor, nn
 
-from shoal.core.module_names import plain_name
 from shoal.core.tree import fold, push
+from shoal.core.units import plain_name
 from shoal.exchange.traffic import BUFFERS, Traffic
 from shoal.group.group import Group, Work
 

@@ -1,6 +1,6 @@
 """The reduction where gradients are sharded (stages 2 and 3): every lane's gradient goes to the owners as it is made.
 
-Round by round (core/rounds.py), in a round piece by piece, in an order that was agreed on (piece_order.py): owners add
+Round by round (core/tree.py), in a round piece by piece, in an order that was agreed on (pieces.py): owners add
 up what comes in on their shards, by the one tree over lanes, and keep what waits for its sibling; after the last round
 they divide, and send the mean to whoever replays the block. So no gradient is whole anywhere but in its piece. What a
 member has in flight is bounded: a backward that is ahead of it waits here. By the end of a lane's backward its round is
@@ -18,15 +18,12 @@ from shoal_protos.activity import LANES_BEGIN, StepPhase
 from torch import Tensor
 
 from shoal.blocks.shard_sums import ShardSums
-from shoal.core.rounds import NO_LANE
-from shoal.core.tree import Additions
+from shoal.core.tree import NO_LANE, Additions
 from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
 from shoal.exchange.pieces import Extents, cached, elements_in
-from shoal.exchange.rounds_traffic import RoundsTraffic
-from shoal.exchange.traffic import MIRRORED, PARTIALS, sums_dtype
-from shoal.group.group import Group, Waiting, Work, WorldChanged
-from shoal.group.group_progress import USER_STEPS
+from shoal.exchange.traffic import MIRRORED, PARTIALS, RoundsTraffic, sums_dtype
+from shoal.group.group import USER_STEPS, Group, Waiting, Work, WorldChanged
 
 
 @dataclass(slots=True)
@@ -40,7 +37,7 @@ class _InFlight:
 
 
 Parts = dict[int, Tensor]
-"""By number among a round's parts (core/rounds.py), (elements in the extents of a message,)."""
+"""By number among a round's parts (core/tree.py), (elements in the extents of a message,)."""
 
 
 class RoundReduction:

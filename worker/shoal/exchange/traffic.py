@@ -2,11 +2,19 @@
 
 Pure bookkeeping; no tensor, no group. Everything is by piece (pieces.py), peers in the order in which a member turns to
 them: each begins with the one after itself, so that no two begin with the same.
+
+What travels where gradients are added up on shards: every lane's gradient to the owners, round by round.
+
+Derived once from a world's traffic. Pure bookkeeping, as traffic.py.
+
+What travels when a unit is gathered: from each owner, the blocks of the unit that the asker does not hold itself.
+
+Derived from a world's plan; both sides come to the same messages. Pure bookkeeping, as traffic.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -14,16 +22,18 @@ import torch
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 
-from shoal.core.layout import Layout
-from shoal.core.tree import subtrees
+from shoal.core.layout import Layout, Stretch
+from shoal.core.tree import NO_LANE, Round, ShardTree, first_rounds, rounds, shard_tree, subtrees
 from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import (
     Backwards,
     ExchangePiece,
     Extent,
     Extents,
+    PieceOrder,
     cut_into_pieces,
     in_messages,
+    narrow_windows,
     piece_limits,
     split,
     windows,
@@ -65,7 +75,7 @@ class Traffic:
 
         `leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum.
 
-        `by_rounds`: every lane's gradient goes to the owners at once (rounds_traffic.py). `hands_out`: all members have
+        `by_rounds`: every lane's gradient goes to the owners at once (traffic.py). `hands_out`: all members have
         all parameters.
         """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout.trained, leaves_are_narrow
@@ -247,3 +257,88 @@ def sums_dtype(traffic: Traffic, piece: int, are_leaves: bool = False) -> torch.
 
 def _in_order(by_peer: dict[int, tuple[Extents, ...]]) -> Messages:
     return tuple((peer, extents) for peer, messages in by_peer.items() for extents in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundsTraffic:
+    """One step's rounds, as one member sees them."""
+
+    traffic: Traffic
+    order: PieceOrder
+    rounds: tuple[Round, ...]
+    tree: ShardTree
+    lanes_here: int
+    """This member's lanes: one in each of the first rounds."""
+    sends: tuple[Messages, ...]
+    """By piece, what of a lane's gradient goes to whom."""
+    receives: tuple[tuple[Extents, ...], ...]
+    """By piece, what comes from each member with a lane in the round."""
+    windows: tuple[int, ...]
+    """By a piece's place in the order, before which place messages are posted while it is waited for."""
+    narrow_windows: tuple[int, ...]
+    """The same where the next one is being filled here."""
+
+    @classmethod
+    def of(cls, traffic: Traffic, is_first: bool, order: PieceOrder) -> RoundsTraffic:
+        """`is_first`: of the world's first step, in which lanes that were in flight come first."""
+        plan = traffic.plan
+        found = tuple(first_rounds(plan) if is_first else rounds(plan))
+        sends = tuple(
+            tuple((owner, extents) for owner in traffic.others for extents in traffic.messages_for(owner, piece))
+            for piece in range(len(traffic.pieces))
+        )
+        lanes_here = sum(lanes[traffic.rank] != NO_LANE for lanes in found)
+        pieces = [traffic.pieces[piece] for piece in order.pieces]
+        return cls(
+            traffic, order, found, shard_tree(found, plan.lanes), lanes_here, sends, traffic.own_messages,
+            windows(pieces), narrow_windows(pieces),
+        )  # fmt: skip
+
+    def sources(self, number: int) -> list[int]:
+        """The other members with a lane in a round."""
+        return [peer for peer in self.traffic.others if self.rounds[number][peer] != NO_LANE]
+
+
+UnitMessages = tuple[tuple[Extents, ...], ...]
+"""By unit, message by message."""
+
+
+class UnitTraffic:
+    """Of one world. `units`: the buckets of each."""
+
+    def __init__(self, plan: Plan, rank: int, layout: Layout, units: Sequence[Sequence[int]]) -> None:
+        self.plan, self.rank, self._layout = plan, rank, layout
+        self._unit_of = {bucket: number for number, buckets in enumerate(units) for bucket in buckets}
+        self._units = len(units)
+        self._between = lru_cache(maxsize=None)(self._messages)
+
+    def holds(self, rank: int, boundaries: int) -> Runs:
+        """The blocks whose values a member has between that vote and the next one: fills come beside votes."""
+        return self.plan.shares[rank].keeps | self.plan.filled(rank, min(boundaries, self.plan.boundaries))
+
+    def messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
+        """What an owner sends to an asker."""
+        return self._between(owner, asker, min(boundaries, self.plan.boundaries))
+
+    def own(self, boundaries: int) -> list[list[Stretch]]:
+        """By unit, what this member holds of it."""
+        found: list[list[Stretch]] = [[] for _ in range(self._units)]
+        for stretch in self._layout.stretches(self.holds(self.rank, boundaries)):
+            found[self._unit_of[stretch.bucket]].append(stretch)
+        return found
+
+    def _messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
+        wanted = self.plan.shares[owner].owned - self.holds(asker, boundaries)
+        by_kind: list[dict[object, list[Extent]]] = [{} for _ in range(self._units)]
+        for stretch in self._layout.stretches(wanted):
+            extent = Extent(stretch.bucket, *self._layout.elements(stretch))
+            dtype = self._layout.buckets[stretch.bucket].dtype
+            by_kind[self._unit_of[stretch.bucket]].setdefault(dtype, []).append(extent)
+        return tuple(
+            tuple(
+                message
+                for extents in kinds.values()
+                for message in in_messages(tuple(extents), self._layout.buckets[extents[0].bucket].dtype.itemsize)
+            )
+            for kinds in by_kind
+        )

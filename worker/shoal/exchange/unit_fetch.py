@@ -3,27 +3,44 @@
 `begin` posts, and has a thread of the group wait, so that what comes is copied beside the training thread's work;
 `finish` waits for that. Several units can be on their way. The answers of one owner keep the order in which it was
 asked.
+
+Answering for the units that others gather: an owner sends its shards when it is asked, beside what it does itself.
+
+A request names a world, its last vote and a unit, or asks where the asker can see all of them (unit_fetch.py). Between
+two votes no shard changes, because whoever asks has not voted; so what is asked for before this member has come so far
+waits until it has. Requests come on threads of the group (`Group.serve`); nothing here ever waits.
+
+Units whose owners all run on this host: their memory is mapped, and what comes is their word that it can be read.
+
+Once a world each owner says where it keeps its parameters (`see_owners`). From then on whoever needs a unit looks at
+the memory's own head, and asks only those who have not come so far. What is read is good for as long as its owners
+stand there: they do until everybody has voted, unless the world changes without this worker, which is found out by
+`check` after the reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import struct
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
+from shoal.blocks.mapped_flats import MappedFlats
 from shoal.blocks.originals import Originals
-from shoal.blocks.shared_weights import Key
+from shoal.blocks.shared_weights import NO_KEY, Key, SeenWeights
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
-from shoal.device import DeviceCopy
 from shoal.exchange.packing import PackedReceive
-from shoal.exchange.traffic import GATHERED_UNIT
-from shoal.exchange.unit_server import ask
-from shoal.exchange.unit_traffic import UnitTraffic
-from shoal.group.group import Group, Waiting, Work
+from shoal.exchange.traffic import ASKED, GATHERED_UNIT, UnitTraffic
+from shoal.group.group import Group, Waiting, Work, WorldChanged
+from shoal.group.unnamed_memory import ADDRESS, MemoryAddress
+from shoal.process.device import DeviceCopy
+from shoal.process.logs import get_logger
 
 PutOwn = Callable[[int], list[DeviceCopy]]
 """Begins to copy what is held here into the flats of a unit, by its number."""
@@ -113,3 +130,141 @@ class FirstValuesFetch:
             self._originals.fill(bucket, self._flats[bucket])
         self._originals.forget()
         unit.restore()
+
+
+Answers = Callable[[int, int], Sequence[Tensor]]
+"""By peer and unit, the messages, each (elements,)."""
+
+WHERE = -1
+"""In the place of a unit: where the one who is asked keeps all that it has, when it has come so far."""
+
+log = get_logger("shoal")
+
+
+def ask(group: Group, owner: int, key: Key, unit: int) -> tuple[Work, Tensor]:  # the message: (numbers,) int64
+    """Posts a request."""
+    message = torch.tensor([*key, unit], dtype=torch.int64, device="cpu")
+    return group.send(message, owner, ASKED), message
+
+
+class UnitServer:
+    """One member's answers in one group."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._lock = threading.Lock()
+        self._key: Key = NO_KEY
+        self._answers: Answers = _nothing
+        self._early: list[tuple[Key, int, int]] = []
+        """Requests of members that are ahead of this one: key, peer, unit."""
+        self._sent: list[tuple[Work, Tensor]] = []
+        group.serve(ASKED, 3, self.on_request)
+
+    def open(self, key: Key, answers: Answers) -> None:
+        """This member stands there: `answers` until the next time. What it was asked for meanwhile is sent."""
+        with self._lock:
+            sent, self._sent = self._sent, []
+            self._key, self._answers = key, answers
+            early, self._early = self._early, []
+            for of, peer, unit in early:
+                self._take(of, peer, unit)
+        self.group.wait([work for work, _ in sent])  # who was asked in the vote before has been heard since
+
+    def on_request(
+        self,
+        peer: int,
+        message: Tensor,  # (numbers,) int64
+    ) -> None:
+        """On a thread of the group. Raises `WorldChanged` where it is closed."""
+        generation, boundaries, unit = message.tolist()
+        with self._lock:
+            self._take((generation, boundaries), peer, unit)
+
+    def _take(self, key: Key, peer: int, unit: int) -> None:
+        if key > self._key:
+            self._early.append((key, peer, unit))
+        elif key == self._key:
+            self._sent += [(self.group.send(one, peer, GATHERED_UNIT), one) for one in self._answers(peer, unit)]
+        else:
+            log.error("late_request", rank=peer, asked=key, stands_at=self._key, unit=unit)
+            raise WorldChanged(f"rank {peer} asks for unit {unit} as of {key}, which is over")
+
+
+def _nothing(peer: int, unit: int) -> Sequence[Tensor]:  # each (elements,)
+    raise AssertionError(f"rank {peer} is answered for unit {unit} before the world has begun")
+
+
+Owners = Mapping[int, SeenWeights]
+"""By rank; this worker's own too, where it owns something."""
+
+
+class _Asked:
+    """A request for an owner's address, which comes when that has come so far."""
+
+    def __init__(self, group: Group, owner: int, key: Key) -> None:
+        """Raises `WorldChanged`."""
+        self.address = torch.zeros(ADDRESS.size, dtype=torch.uint8)
+        received = group.receive(self.address, owner, GATHERED_UNIT)
+        sent, self._message = ask(group, owner, key, WHERE)
+        self.works: list[Work] = [received, sent]
+
+
+def address_message(address: MemoryAddress | None) -> Tensor:  # (bytes of an address,) uint8
+    """The answer to `WHERE`. None: it is not to be seen."""
+    content = address.to_bytes() if address is not None else bytes(ADDRESS.size)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def see_owners(group: Group, key: Key, own: MemoryAddress, ranks: Collection[int]) -> dict[int, SeenWeights] | None:
+    """The memory of all of these; None where this process cannot see some of it. Raises `WorldChanged`."""
+    asked = {rank: _Asked(group, rank, key) for rank in ranks if rank != group.rank}
+    group.wait([work for one in asked.values() for work in one.works])
+    addresses = {group.rank: own} if group.rank in ranks else {}
+    with contextlib.suppress(OSError, struct.error):
+        for rank, one in asked.items():
+            addresses[rank] = MemoryAddress.from_bytes(bytes(one.address.tolist()))
+        if all(address.is_seen_from(own) for address in addresses.values()):
+            return {rank: SeenWeights(address) for rank, address in addresses.items()}
+    return None
+
+
+class SeenUnits:
+    """The units of one world between two votes."""
+
+    def __init__(self, group: Group, owners: Owners, key: Key, mapped: MappedFlats) -> None:
+        self._group, self._owners, self._key, self._mapped = group, owners, key, mapped
+        self._asked: list[_Asked] | None = None
+        """None: nobody needed to be asked yet."""
+
+    def begin(self, unit: Unit) -> None:
+        """Raises `WorldChanged`."""
+        unit.show(self._mapped)
+        if self._asked is None:
+            others = [rank for rank, one in self._owners.items() if rank != self._group.rank]
+            late = [rank for rank in others if not self._owners[rank].stand_at(self._key)]
+            self._asked = [_Asked(self._group, rank, self._key) for rank in late]
+
+    def finish(self, unit: Unit) -> None:
+        """Its values are here. Raises `WorldChanged`."""
+        if self._asked:
+            self._group.wait([work for one in self._asked for work in one.works])
+            self._asked = []
+        self._mapped.follow(unit.buckets)
+        self.check()
+        if unit.has_kept_views:
+            self.keep(unit)
+        unit.restore()
+
+    def keep(self, unit: Unit) -> None:
+        """Its values stay as they are. Raises `WorldChanged`."""
+        self._mapped.keep(unit.buckets)
+        self.check()
+
+    def check(self) -> None:
+        """All that was read until now was as of this vote. Raises `WorldChanged`."""
+        for rank, one in self._owners.items():
+            if not one.stand_at(self._key):
+                raise WorldChanged(f"rank {rank} has gone on while parameters were read as of {self._key}")
+
+    def give_up(self) -> None:
+        """Nothing is on its way from this worker's own memory."""

@@ -5,6 +5,13 @@ committed. A row is bounded: the plan alone says how long it is, so that the sam
 ballot in it has room for the numbers of every subtree of lanes, its float64 part (sums of squares, one per whole
 subtree of blocks owned) for those of the norm; names and requests are limited where they are given. Knows no
 controller.
+
+The vote's all-gather, torn where a test has planted a fault in the vote.
+
+Once all other members have voted, this worker's row goes to one of them, which then passes the vote; the fault strikes;
+whoever is left has not passed it and must roll forward. A row is on its way once the kernel has it: a worker that is
+killed may be known as dead, and the world stopped, before that one has read it. One that is frozen is not, so a test
+that needs the vote to be torn freezes the worker first. Called by the engine; without a fault it is the group's own.
 """
 
 from __future__ import annotations
@@ -13,26 +20,27 @@ import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import Any
 
 import torch
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.errors import UserError
-from shoal_protos.plural import plural
 from shoal_protos.runs import Span
+from shoal_protos.text import plural
 from torch import Tensor
 
-from shoal.core.exact_sum import add, total
 from shoal.core.misses import parameters_in
 from shoal.core.stream_position import MOST_BYTES
-from shoal.core.tree import fold_numbers
+from shoal.core.tree import add, fold_numbers, total
 from shoal.exchange.ballot import HALT, Ballot, Request
 from shoal.exchange.copies import Comparison, compare
-from shoal.exchange.framing import as_bytes_tensor
-from shoal.exchange.piece_order import FillTimes
+from shoal.exchange.packing import as_bytes_tensor
+from shoal.exchange.pieces import FillTimes
 from shoal.exchange.traffic import Traffic
+from shoal.group.group import GATHER_TAG, Group
+from shoal.process.faults import Faults
 
 BALLOT_BYTES = 5_120 + MOST_BYTES
 """The ballot's part of a row, where nobody has more than two subtrees of lanes."""
@@ -301,3 +309,43 @@ def mean_over_lanes(each: Sequence[dict[str, list[float]]]) -> dict[str, float]:
             for part in parts:
                 add(sums.setdefault(name, []), part)
     return {name: total(sums.get(name, [])) / lanes for name, lanes in counts.items() if lanes}
+
+
+def gather_of(faults: Faults, group: Group, ballot: Ballot, generation: int) -> Gather:
+    """How the vote of `ballot` in the world of `generation` is gathered."""
+    if faults.due("in_vote", ballot.step):
+        return partial(_torn, group, lambda _: faults.at("in_vote", ballot.step))
+    if ballot.generation > generation and faults.due("in_vote_to_begin", ballot.step):
+        return partial(_torn, group, lambda rows: _strike_if_it_begins(faults, rows, ballot))
+    return group.all_gather
+
+
+def _strike_if_it_begins(
+    faults: Faults,
+    rows: Tensor,  # (members, bytes of a row) uint8
+    mine: Ballot,
+) -> None:
+    if all(ballot.generation == mine.generation for ballot in read_ballots(rows)):
+        faults.at("in_vote_to_begin", mine.step)
+
+
+def _torn(
+    group: Group,
+    strike: Callable[[Tensor], None],  # (members, bytes of a row) uint8
+    row: Tensor,  # (bytes of a row,) uint8
+) -> Tensor:  # (members, bytes of a row)
+    """`strike(rows)` happens when one member has this worker's row and the others have not.
+
+    That one is the peer to whom all others have posted theirs before they posted it to this worker.
+    """
+    rows = torch.empty(group.size, row.numel(), dtype=row.dtype, device="cpu")
+    rows[group.rank] = row
+    others = [(group.rank - distance) % group.size for distance in range(1, group.size)]
+    for work in [group.receive(rows[peer], peer, GATHER_TAG) for peer in others]:
+        work.wait()
+    for work in [group.send(row, peer, GATHER_TAG) for peer in others[:1]]:
+        work.wait()
+    strike(rows)
+    for work in [group.send(row, peer, GATHER_TAG) for peer in others[1:]]:
+        work.wait()
+    return rows

@@ -2,11 +2,22 @@
 
 Which modules were built in which context is remembered here, with what was said of their first values; the values are
 made at `shoal.initialize`, a unit at a time (deferred_values.py).
+
+Constants that constructors give to parameters and buffers: `nn.Parameter(torch.ones(n))`, `torch.tensor(2.0)`.
+
+On the meta device nothing has values; so within `shoal.deferred()` it is noted which call has made a tensor, as long as
+nothing else is written to it. Only calls that take no tensors: a constant costs nothing until it is made.
+
+Places: where the modules of a model that was built without memory have their tensors, and what stands in for these.
+
+While code of the script's fills modules, other tensors stand in their places, on the meta device or with memory, so
+that nothing of the model itself is written. Knows nothing of that code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +28,10 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from shoal.first_values.constants import Constant, Constants
+from shoal.core.units import plain_name
 
 Init = Callable[[nn.Module], object]
 """Fills a module; asked for all modules, as by `model.apply(init)`."""
@@ -135,3 +148,162 @@ def recipes(model: nn.Module) -> dict[nn.Module, Recipe]:
             found[module] = recipe
         above[name] = module
     return found
+
+
+FACTORIES: frozenset[Any] = frozenset(
+    {torch.tensor, torch.ones, torch.zeros, torch.full, torch.arange, torch.eye, torch.linspace}
+)
+
+Constant = Callable[[], Tensor]
+"""Makes it, with values."""
+
+
+class Constants(TorchFunctionMode):
+    """Of the tensors that are made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[torch.UntypedStorage, Constant]] = {}
+        """By the key of its storage, which is kept: another one would get the key."""
+
+    def of(self, tensor: Tensor) -> Constant | None:
+        """What such a tensor, or a parameter made of it, is when its constructor is done."""
+        storage = tensor.untyped_storage()
+        _, constant = self._known.get(int(storage._cdata), (None, None))
+        whole = tensor.storage_offset() == 0 and tensor.nbytes == storage.nbytes() and tensor.is_contiguous()
+        return constant if whole else None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        made = func(*args, **named)
+        if func in FACTORIES and isinstance(made, Tensor) and made.is_meta and "out" not in named:
+            inputs = [*tree_leaves(args), *tree_leaves(named)]
+            if not any(isinstance(one, Tensor) for one in inputs):
+                storage = made.untyped_storage()
+                self._known[int(storage._cdata)] = storage, _again(func, args, named)
+        elif _writes(getattr(func, "__name__", "")) or "out" in named:
+            for one in (*tree_leaves(args), *tree_leaves(named)):
+                if isinstance(one, Tensor):
+                    self._known.pop(int(one.untyped_storage()._cdata), None)
+        return made
+
+
+def _again(func: Any, args: Any, named: dict[str, Any]) -> Constant:
+    dtype = torch.get_default_dtype()
+
+    def make() -> Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            made: Tensor = func(*args, **{**named, "device": "cpu", "requires_grad": False})
+            return made
+        finally:
+            torch.set_default_dtype(before)
+
+    return make
+
+
+def _writes(name: str) -> bool:
+    """`normal_`, `__setitem__`, `__iadd__`; not `__getitem__`."""
+    return name.endswith("_") and (not name.startswith("__") or name.startswith(("__i", "__set")))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorPlace:
+    """A module's own parameter or buffer, `own` in the module, `name` in the plain model."""
+
+    name: str
+    module: nn.Module
+    own: str
+    form: Tensor  # of its shape and dtype, on the meta device
+    is_parameter: bool
+    is_blank: bool
+    """It has no values, and is no other name of a tensor that has a place before this one."""
+
+    @property
+    def constant(self) -> Constant | None:
+        """What the constructor has put there, where it is blank and that is known."""
+        return constant_of(self.module, self.own) if self.is_blank else None
+
+    def stand_in(self, device: str) -> Tensor:  # of the form's shape and dtype
+        """Zeros, or the constructor's constant; a copy of a buffer that has values."""
+        buffer = None if self.is_parameter or self.is_blank else self.module._buffers[self.own]
+        if buffer is not None and not buffer.is_meta:
+            return buffer.to(device, copy=True)
+        value = torch.zeros_like(self.form, device=device)
+        if self.constant is not None and device != "meta":
+            value.copy_(self.constant())
+        return nn.Parameter(value, self.form.requires_grad) if self.is_parameter else value
+
+    @property
+    def now(self) -> Tensor | None:
+        """What the module has there at this moment."""
+        if self.is_parameter:
+            return self.module._parameters.get(self.own)
+        return self.module._buffers.get(self.own)
+
+
+class TensorPlaces:
+    """All of a model, in registration order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.all: list[TensorPlace] = []
+        self._of: dict[nn.Module, list[TensorPlace]] = {}
+        seen: set[int] = set()
+        for name, module in model.named_modules():
+            self._of[module] = [
+                TensorPlace(plain_name(f"{name}.{own}" if name else own), module, own, _form(tensor), is_parameter,
+                      tensor.is_meta and id(tensor) not in seen)
+                for own, tensor, is_parameter in _own(module)
+            ]  # fmt: skip
+            seen |= {id(tensor) for _, tensor, _ in _own(module)}
+            self.all += self._of[module]
+
+    def of(self, modules: Iterable[nn.Module]) -> list[TensorPlace]:
+        """Those that are these modules' own."""
+        return [place for module in modules for place in self._of.get(module, ())]
+
+    @property
+    def blank(self) -> list[TensorPlace]:
+        return [place for place in self.all if place.is_blank]
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    yield from ((own, tensor, True) for own, tensor in module._parameters.items() if tensor is not None)
+    yield from ((own, tensor, False) for own, tensor in module._buffers.items() if tensor is not None)
+
+
+def _form(tensor: Tensor) -> Tensor:  # of the same shape and dtype, on the meta device
+    return torch.empty_like(tensor, device="meta").detach().requires_grad_(tensor.requires_grad)
+
+
+def refuse_hooked(places: Iterable[TensorPlace]) -> None:
+    """A parameter without values becomes another tensor under the same name."""
+    for place in places:
+        tensor = place.now
+        if tensor is not None and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            raise UserError(
+                f'parameter "{place.name}" has a hook and no values yet; register hooks after shoal.initialize on what '
+                "was built within shoal.deferred()."
+            )
+
+
+@contextmanager
+def standing_in(tensors: Mapping[TensorPlace, Tensor]) -> Iterator[None]:
+    """These tensors, each of its place's shape and dtype, lie in their places; afterwards the modules' own do again."""
+    by_module: dict[nn.Module, list[TensorPlace]] = defaultdict(list)
+    for place in tensors:
+        by_module[place.module].append(place)
+    before = {module: (dict(module._parameters), dict(module._buffers)) for module in by_module}
+    try:
+        for module, places in by_module.items():
+            for place in places:
+                (module._parameters if place.is_parameter else module._buffers)[place.own] = tensors[place]  # type: ignore[assignment]
+        yield
+    finally:
+        for module, (parameters, buffers) in before.items():
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)

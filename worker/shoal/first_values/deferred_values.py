@@ -2,6 +2,17 @@
 
 Parameters by name, a unit at a time, as often as it takes: they come from seeds and files, so every call brings the
 same ones, on every worker. Buffers are made at once. Knows nothing of blocks.
+
+Under which names a file of weights may have a tensor of the model.
+
+Its own names, all of them where it is tied; where one part of the model was built in the context that names the file,
+and wrapped by the script later, the names that the tensor has in that part; and where that part says by what name a
+model of its family has the body (Hugging Face's `base_model_prefix`), the names in a file of the body, or of the whole.
+
+Makes first values: runs the calls that fill some tensors of a model, on tensors that stand in for these.
+
+Random numbers come from a seed of the job's and the module's name, so it does not matter what else is made, when, and
+how often.
 """
 
 from __future__ import annotations
@@ -15,14 +26,12 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.core.module_names import module_name
-from shoal.first_values.building import Recipe, recipes
-from shoal.first_values.file_names import FileNames
-from shoal.first_values.inits import Inits
-from shoal.first_values.making import make
-from shoal.first_values.places import TensorPlace, TensorPlaces, refuse_hooked
+from shoal.core.units import module_name, plain_name
+from shoal.data.seeds import RandomState, seed_from
+from shoal.first_values.building import Recipe, TensorPlace, TensorPlaces, recipes, refuse_hooked, standing_in
+from shoal.first_values.inits import Call, Inits, Touches
 from shoal.first_values.pretrained import Pretrained
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 MANY_UNITS = 2
 """Some models fill embeddings and head at one time; where an init reaches into more, memory grows with the model."""
@@ -247,3 +256,117 @@ def deferred_values(
 
 def _files_of(recipes: Iterable[Recipe]) -> dict[Path, Pretrained]:
     return {path: Pretrained(path) for path in dict.fromkeys(recipe.weights for recipe in recipes) if path is not None}
+
+
+class FileNames:
+    """`known`: of modules, by what they were built."""
+
+    def __init__(self, model: nn.Module, known: Mapping[nn.Module, Recipe]) -> None:
+        self._aliases = _aliases(model)
+        self._parts = _parts(model, known)
+
+    def of(self, name: str, recipe: Recipe) -> list[str]:
+        """Of a tensor that was built so: its own name first."""
+        names = self._aliases.get(name, [name])
+        parts = self._parts.get(id(recipe), [])
+        if len(parts) != 1:  # of two parts both may have such a name
+            return names
+        start, body = parts[0]
+        inner = [one.removeprefix(start) for one in names if one.startswith(start)]
+        bodies = [other for one in inner for other in _of_a_body(one, body)] if body else []
+        return [*names, *inner, *bodies]
+
+
+def _of_a_body(name: str, body: str) -> list[str]:
+    start = f"{body}."
+    return [name.removeprefix(start)] if name.startswith(start) else [f"{start}{name}"]
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """All names of a parameter, its first one first, by that."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(plain_name(name))
+    return {names[0]: names for names in by_id.values()}
+
+
+def _parts(model: nn.Module, known: Mapping[nn.Module, Recipe]) -> dict[int, list[tuple[str, str]]]:
+    """The outermost modules that were built in one context, by the id of its recipe: the beginning of their names, and
+    what they call the body of a model.
+    """
+    found: dict[int, list[tuple[str, str]]] = {}
+    above: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parent = above.get(name.rpartition(".")[0]) if name else None
+        recipe = known.get(module)
+        if recipe is not None and (parent is None or known.get(parent) is not recipe):
+            plain = module_name(name)
+            body = getattr(module, "base_model_prefix", "")
+            start = f"{plain}." if plain else ""
+            found.setdefault(id(recipe), []).append((start, body if isinstance(body, str) else ""))
+        above[name] = module
+    return found
+
+
+def make(
+    places: TensorPlaces, inits: Inits, components: set[int], seed: int
+) -> dict[TensorPlace, Tensor]:  # each of its form
+    """The values of what is blank in these components, as far as it is written to.
+
+    Raises `UserError` where the script's code fails.
+    """
+    calls = inits.calls_of(components)
+    wanted = [place for place in places.all if inits.component(place) in components]
+    around = {part for call in calls for part in call.module.modules()}
+    tensors = {place: place.stand_in("meta") for place in places.of(around)}
+    tensors |= {place: place.stand_in("cpu") for place in wanted}
+    random, touches = RandomState.save(), Touches(tensors)
+    written = {place for place in wanted if place.constant is not None}
+    try:
+        with standing_in(tensors), torch.no_grad():
+            for call in calls:
+                touches.begin()
+                _run(call, seed, touches)
+                touches.look_for_others([place for place in places.of(call.module.modules()) if place in tensors])
+                _refuse_others(call, touches.written)
+                written |= touches.written
+            found = {place: _value(place) for place in wanted if place.is_blank and place in written}
+    finally:
+        random.restore()
+    return found
+
+
+def _run(call: Call, seed: int, touches: Touches) -> None:
+    seed_from(f"{seed} {call.purpose} {call.name}")
+    try:
+        with touches:
+            call.run()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"module {call.title} of a model built within shoal.deferred() could not be initialised: {error!r}. "
+            "An init is asked for every module, as by model.apply(init), and may use what is in that module."
+        ) from error
+
+
+def _refuse_others(call: Call, written: set[TensorPlace]) -> None:
+    others = written - call.touched
+    if others:
+        raise UserError(
+            f"the init of module {call.title} of a model built within shoal.deferred() wrote to "
+            f'"{min(place.name for place in others)}", and did not when it was tried on tensors without values. What '
+            "it writes to may not depend on values."
+        )
+
+
+def _value(place: TensorPlace) -> Tensor:  # of the place's form
+    value, form = place.now, place.form
+    kind = (value.shape, value.dtype) if value is not None else (None, None)
+    if value is None or kind != (form.shape, form.dtype):
+        raise UserError(
+            f'the init of module "{place.name.rpartition(".")[0]}" ({type(place.module).__name__}) made '
+            f'"{place.own}" of shape {kind[0] and tuple(kind[0])} and {kind[1]}; it was built with '
+            f"{tuple(form.shape)} and {form.dtype}."
+        )
+    return value.detach()

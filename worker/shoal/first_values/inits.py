@@ -21,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.core.module_names import is_wrapper, module_name
+from shoal.core.units import is_wrapper, module_name
 from shoal.data.seeds import RandomState
-from shoal.first_values.building import Recipe
-from shoal.first_values.places import TensorPlace, TensorPlaces, standing_in
+from shoal.first_values.building import Recipe, TensorPlace, TensorPlaces, standing_in
 
 RESETS = ("reset_parameters", "_reset_parameters")
 OWN_INIT = "_init_weights"

@@ -6,18 +6,34 @@ thread (`abort`). The only file that knows torch's process groups and the casts 
 pairs of the group, so blocked operations raise, here and at the peers. A dead peer's receive raises "closed by peer"
 and closes nothing else: then the next peer is tried. For the same reason no other wait here is a timed one. Who waits
 for an operation that is half-way through is not woken by any of it: [Note: lost wake-ups] in wait_threads.py.
+
+The thread by which gloo moves the bytes of a group: it gives way to the threads that compute.
+
+gloo's loop tries a connection's lock and, where another thread holds it, asks the kernel again at once. And each
+message wakes its receiver's loop, which the kernel prefers to whoever computes there: on a machine that has no
+processor left, to a thread that sends just then and holds such a lock. The other loop spins until its time is over,
+which took a tenth of a step of stage 3. A thread of the kernel's class for batches (sched(7), SCHED_BATCH) interrupts
+nobody by waking; where a processor is idle it runs as soon as any other. Called by gloo.py; knows no group.
+
+Who is out of reach while gloo connects: gloo does not say for whom it waits.
+
+When connecting takes long, a thread asks every other member's rendezvous server, as one does who looks whether a
+process lives; those that do not answer are whom the building waits for. Called by gloo.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,16 +41,12 @@ import torch.distributed as dist
 from shoal_protos.addresses import split_address
 from torch import Tensor
 
-from shoal.group.build import Cancellation, GroupSpec
+from shoal.group.build import Cancellation, GroupSpec, gather
 from shoal.group.forks import let_go_in_children
-from shoal.group.gathering import gather
-from shoal.group.group import RESERVED_TAGS, Group, Waiting, Work, WorldChanged
-from shoal.group.group_progress import GroupProgress
+from shoal.group.group import RESERVED_TAGS, Group, GroupProgress, SoloGroup, Waiting, Work, WorldChanged
 from shoal.group.host_peers import Gloo, GlooWork, HostPeers
-from shoal.group.loop_thread import giving_way
-from shoal.group.reach import watch_reach
 from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.solo import SoloGroup
+from shoal.group.rendezvous_server import reachable
 from shoal.group.wait_threads import Connection, WaitThreads
 
 ABORT_TAG = RESERVED_TAGS
@@ -330,3 +342,67 @@ def _times_out(gloo: Gloo, peer: int) -> bool:
     except RuntimeError as error:
         return "Timed out" in str(error)
     return False
+
+
+THREADS = Path("/proc/self/task")
+NAME = b"gloo_tcp_loop\n"
+
+
+@contextlib.contextmanager
+def giving_way() -> Iterator[None]:
+    """A context in which gloo makes a loop and uses it. Where the system does not allow it all stays as it is."""
+    before = _threads()
+    yield
+    for thread in _threads() - before:
+        with contextlib.suppress(OSError):
+            if (thread / "comm").read_bytes() == NAME and _is_usual(int(thread.name)):
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _is_usual(thread: int) -> bool:
+    """Whether it runs as threads do of which nobody has said how: a process's class for real time, or for what is to
+    wait for all others, is its loop's too.
+    """
+    return os.sched_getscheduler(thread) == os.SCHED_OTHER
+
+
+def _threads() -> set[Path]:
+    """Empty on a system that does not tell."""
+    with contextlib.suppress(OSError):
+        return set(THREADS.iterdir())
+    return set()
+
+
+LONG_SECONDS = 1.0
+"""Connecting takes milliseconds."""
+ANSWER_SECONDS = 1.0
+MOST_NAMED = 8
+"""So many that do not answer are enough."""
+
+
+@contextmanager
+def watch_reach(spec: GroupSpec) -> Iterator[None]:
+    """Until the block ends the progress tells for whom the building waits: at first for everybody."""
+    done = threading.Event()
+    spec.progress.wait_for(*_others(spec))
+    threading.Thread(target=_look, args=(spec, done), name="shoal-group-reach", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _others(spec: GroupSpec) -> list[int]:
+    return [rank for rank in range(spec.size) if rank != spec.rank]
+
+
+def _look(spec: GroupSpec, done: threading.Event) -> None:
+    while not done.wait(LONG_SECONDS):
+        away: list[int] = []
+        for rank in _others(spec):
+            if done.is_set() or len(away) == MOST_NAMED:
+                break
+            if not reachable(spec.addresses[rank], spec.incarnation(rank), ANSWER_SECONDS):
+                away.append(rank)
+        if away and not done.is_set():
+            spec.progress.keep_waiting_for(away)

@@ -24,18 +24,18 @@ from shoal.blocks.held import (
     unheard,
 )
 from shoal.blocks.held_weights import HeldWeights
-from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State, probe_state
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.state_home import WEIGHTS
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Bucket, Layout, Stretch
-from shoal.logs import get_logger
 from shoal.offload.held_piece import HeldPiece
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.transfers import Buffer
-from shoal.optim.turns import has_turn
+from shoal.optim.hyper import has_turn
 from shoal.optim.twin import may_step_in_parts, take_over_hyper_parameters
+from shoal.process.host_memory import host_memory
+from shoal.process.logs import get_logger
 
 PORTION_PIECES = 4
 """Of a checkpoint, that are read at one time."""

@@ -21,12 +21,12 @@ from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.state_home import OnTheHost
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
-from shoal.device import Device, DeviceCopy
 from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.held_piece import HeldPiece
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.transfers import Buffer
 from shoal.offload.updated_parameters import bring_up
+from shoal.process.device import Device, DeviceCopy
 
 
 @dataclass(frozen=True, slots=True)

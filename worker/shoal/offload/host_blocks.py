@@ -22,15 +22,15 @@ from shoal.blocks.held import (
     trained_segments,
     unheard,
 )
-from shoal.blocks.host_memory import host_memory
 from shoal.blocks.loaded_state import State
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.state_home import WEIGHTS, OnTheHost
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch
-from shoal.device import Device, DeviceCopy
 from shoal.offload.updated_parameters import bring_up
 from shoal.optim.twin import give_back_own_values, may_step_in_parts, take_over_hyper_parameters
+from shoal.process.device import Device, DeviceCopy
+from shoal.process.host_memory import host_memory
 
 Coming = list[tuple[Tensor, list[DeviceCopy]]]
 """By segment, (elements,) of its gradient on the host, and what has to land before its update."""

@@ -1,24 +1,34 @@
-"""Where a worker keeps the state of the blocks that it holds, as its config says; and the held blocks of that place."""
+"""Where a worker keeps the state of the blocks that it holds, as its config says; and the held blocks of that place.
+
+Held blocks of a model on a device of which the parameters lie in host memory too (stage 3), with their state there
+or in a file.
+
+On the device are the units that are gathered, and gradients. An update brings gradients down and nothing up: parameters
+are updated where they lie, in pinned memory; what a worker holds of a unit is copied up when it gathers the unit, and
+others are sent it from there. The bits are those of an update on the CPU with parameters on the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
-from shoal.blocks.held import HeldBlocks
+from shoal.blocks.held import MASTER, HeldBlocks
+from shoal.blocks.loaded_state import State
+from shoal.blocks.state_home import WEIGHTS, OnTheHost
 from shoal.blocks.values import BlockValues
-from shoal.core.layout import Layout
-from shoal.device import HOST, Device
+from shoal.core.layout import Layout, Stretch
 from shoal.offload.filed_blocks import FiledBlocks, check_steps_in_parts
 from shoal.offload.filed_device_blocks import DeviceStore, FiledDeviceBlocks
 from shoal.offload.host_blocks import HostBlocks
-from shoal.offload.host_parameters import FiledHostParameterBlocks, HostParameterBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import StateFile
+from shoal.process.device import HOST, Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +86,32 @@ def _check_parameters_on_host(place: StatePlace, keeps_weights: bool) -> None:
             f"{given}; parameters are updated where they lie, so their optimizer state cannot be on the device: set "
             '`zero_optimization.offload_optimizer: {"device": "cpu"}`, or "nvme" with a folder.'
         )
+
+
+class ParametersOnHost(HeldBlocks):
+    """Stands before the class that updates on the CPU: parameters are in pinned memory, with the state."""
+
+    _device: Device
+
+    def __init__(self, *given: Any) -> None:
+        """`given`: what that class is given; it keeps weights."""
+        super().__init__(*given)
+        self._home = OnTheHost(HOST.kind)
+        self._find_weights = self._device.pinned
+
+    def _weights(self, stretch: Stretch, state: State, has_master: bool) -> Tensor:  # (elements,)
+        """In pinned memory: copied there, where they came otherwise than by a fill."""
+        bucket = self.layout.buckets[stretch.bucket]
+        given = state.get(WEIGHTS, state[MASTER] if has_master else None)
+        if given is not None and given.dtype == bucket.dtype and self._device.is_pinned(given):
+            return given
+        here = self._device.pinned(stretch.blocks * bucket.block_elements, bucket.dtype)
+        return here.zero_() if given is None else here.copy_(given)
+
+
+class HostParameterBlocks(ParametersOnHost, HostBlocks):
+    """With their state in host memory."""
+
+
+class FiledHostParameterBlocks(ParametersOnHost, FiledDeviceBlocks):
+    """With their state in a file: an update carries it through memory piece by piece."""

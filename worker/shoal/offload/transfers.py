@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.config.out_of_memory import naming
 from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
-from shoal.out_of_memory import naming
 
 BUFFERS = 3
 """One is read, one updated, one written; more gain nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal.blocks.optimizer_step import Segment
-from shoal.device import Device, DeviceCopy
+from shoal.process.device import Device, DeviceCopy
 
 
 def bring_up(

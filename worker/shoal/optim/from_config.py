@@ -15,7 +15,7 @@ import torch
 from pydantic import ValidationError
 from shoal_protos.config_file import whole
 from shoal_protos.errors import UserError
-from shoal_protos.quoting import shown
+from shoal_protos.text import shown
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,8 +25,7 @@ from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
 from shoal.config.sentences import all_of, sentences_of, unread_in
 from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, names
-from shoal.optim.scheduler import Schedule
-from shoal.optim.schedules import FORMULAS
+from shoal.optim.schedules import FORMULAS, Schedule
 
 Made = TypeVar("Made")
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}

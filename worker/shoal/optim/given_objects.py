@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from shoal_protos.errors import UserError
-from shoal_protos.quoting import shown
+from shoal_protos.text import shown
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from shoal.optim.hyper import plain_value
-from shoal.optim.turns import has_turn
+from shoal.optim.hyper import has_turn, plain_value
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Types of a state's numbers that are carried, and as what."""

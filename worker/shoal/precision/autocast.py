@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.config.precision import Precision
+from shoal.config.training import Precision
 
 
 class Autocast:

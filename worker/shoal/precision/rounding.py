@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shoal.config.precision import Precision
+from shoal.config.training import Precision
 from shoal.core.layout import Trainable
 
 

@@ -12,9 +12,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal_protos.address_space import check_address_space
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
+from shoal_protos.limits import check_address_space, check_open_files
 from shoal_protos.messages import (
     START_AGAIN,
     Ending,
@@ -23,7 +23,6 @@ from shoal_protos.messages import (
     Status,
     Telemetry,
 )
-from shoal_protos.open_files import check_open_files
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
 

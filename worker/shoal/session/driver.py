@@ -6,7 +6,7 @@ import time
 
 from shoal_protos.messages import NO_CONTROLLER, Ending, Hello, Refusal, ToController, ToWorker
 
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 from shoal.session.shared import SharedSession
 
 REPORT_SECONDS = 60.0

@@ -1,8 +1,8 @@
 """The interface between the training thread and what speaks for it to a controller.
 
 The engine knows only this: `Link` is what it asks, `Item`s are what it receives. `session/controller_link.py` is the
-link to a controller, `session/alone.py` the link of a script that has none. Nothing else is shared by the two threads
-but the groups, whose `abort()` the link calls.
+link to a controller, `session/link_choice.py` the link of a script that has none. Nothing else is shared by the two
+threads but the groups, whose `abort()` the link calls.
 """
 
 from __future__ import annotations

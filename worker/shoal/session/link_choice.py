@@ -1,23 +1,39 @@
-"""Which link a script gets: to the controller that its environment names, or none."""
+"""Which link a script gets: to the controller that its environment names, or none.
+
+The link of a script that has no controller: a world of one, which never changes.
+
+It says what a controller would that starts a job with one worker, and nothing else ever; the engine cannot tell. No
+thread, no socket, no signal handler.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
 import torch
+from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.description import Description
 from shoal_protos.errors import UserError
+from shoal_protos.messages import Inventory, Result, Status, Telemetry
+from shoal_protos.plan import Member, Plan, Reason, Recovery, Share, check_plan
+from shoal_protos.runs import NO_BLOCKS, Runs, every
 
-from shoal.device import HOST, Device
+from shoal.core.membership import Membership
 from shoal.exchange.traffic import BULK
+from shoal.group.device_group import groups_of
 from shoal.group.gloo import build_gloo
+from shoal.group.group import Group, SoloGroup
 from shoal.group.nccl import own_device
-from shoal.group.of_device import groups_of
-from shoal.session.alone import AloneLink
+from shoal.process.device import HOST, Device
 from shoal.session.controller_link import ControllerLink
-from shoal.session.link import Link
+from shoal.session.inbox import Inbox
+from shoal.session.link import Item, JobInfo, Link, Opened, Prepared, Recover, Stopped
 from shoal.session.settings import SessionSettings
 
 
@@ -91,3 +107,117 @@ def _at_start(variable: str) -> str:
         return ""
     before = f"{variable}=".encode()
     return next((os.fsdecode(one.removeprefix(before)) for one in variables if one.startswith(before)), "")
+
+
+def _nothing() -> None:
+    """There is nobody to meet."""
+
+
+class AloneLink:
+    """A `Link`."""
+
+    alone = True
+    worker = "w0"
+
+    def __init__(self) -> None:
+        self.incarnation = secrets.token_hex(8)
+        self.job = JobInfo(name="", run=self.incarnation)
+        self._checkpoint: CheckpointRef | None = None
+        self._highest_saved = 0
+        self._number = 0
+        self._membership = Membership(self.worker, self.incarnation)
+        self._inbox = Inbox()
+        self._description: Description | None = None
+        self.before_building: Callable[[], None] = _nothing
+
+    def introduce(self, description: Description, status: Status) -> None:
+        del status  # there is nobody to tell
+        self._description = description
+
+    def end_warm_up(self) -> None:
+        self._membership.end_warm_up()
+        self._stop()
+
+    def _stop(self) -> None:
+        """A new number: of the first generation, or of the next after all that were saved."""
+        known = self._checkpoint.generation if self._checkpoint is not None else 0
+        self._number = 1 + max(self._number, known, self._highest_saved)
+        self._membership.on_prepare(self._number)
+        self._inbox.put(Stopped(self._number))
+
+    @property
+    def stopping(self) -> bool:
+        return self._inbox.waiting
+
+    def take(self, seconds: float | None = None) -> Item | None:
+        assert self.stopping or seconds is not None, "alone, nothing that one could wait for ever comes"
+        return self._inbox.take(0.0)
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def answer(self, inventory: Inventory) -> None:
+        plan = self._plan(inventory)
+        check_plan(plan)
+        self._membership.on_recovery(plan)
+        self._inbox.put(Recover(plan, SoloGroup(), 0.0))
+
+    def _plan(self, inventory: Inventory) -> Plan:
+        assert self._description is not None, "introduce comes first"
+        lanes, blocks = self._description.lanes, self._description.blocks
+        return Plan(
+            generation=self._number,
+            base=0,
+            reason=Reason.START,
+            lanes=lanes,
+            blocks=blocks,
+            members=(Member(self.worker, self.incarnation, address=""),),
+            shares=(Share(tuple(range(lanes)), owned=every(blocks)),),
+            fills=(),
+            fill_blocks_per_step=0,
+            builder=0,
+            steps=True,
+            recovery=self._recovery(inventory),
+        )
+
+    def _recovery(self, inventory: Inventory) -> Recovery:
+        found = self._checkpoint
+        if found is None:
+            return Recovery(max(0, inventory.step), inventory.record, counted=(True,), stale=(NO_BLOCKS,))
+        return Recovery(found.step, b"", counted=(False,), stale=(NO_BLOCKS,), checkpoint=found.path)
+
+    def report_ready(self, generation: int) -> bool:
+        is_ready = self._membership.report_ready(generation)
+        if is_ready:
+            self._inbox.put(Opened(generation))
+        return is_ready
+
+    def enter_vote(self, holds: Runs) -> int:
+        return self._membership.enter_vote(holds)
+
+    def leave_vote(self, voted: list[int]) -> Prepared | None:
+        self._membership.leave_vote(voted)
+        return None
+
+    def begin(self, plan: Plan, group: Group | None) -> None:
+        del group
+        self._membership.begin(plan)
+
+    def membership(self) -> Membership:
+        return copy.copy(self._membership)
+
+    def publish(self, status: Status, telemetry: Telemetry) -> None:
+        """There is nobody to tell; but a checkpoint that cannot be read means to begin from another one."""
+        del telemetry
+        unreadable = status.unreadable_checkpoint.path if status.unreadable_checkpoint is not None else ""
+        again = bool(unreadable) and self._checkpoint is not None and self._checkpoint.path == unreadable
+        if not self._membership.generation:
+            self._checkpoint, self._highest_saved = status.checkpoint, status.highest_saved
+        if again:
+            self._stop()
+
+    def result(self, result: Result) -> None:
+        """Do nothing: the script's own status says how it ended."""
+
+    def close(self) -> None:
+        """Nothing is open."""

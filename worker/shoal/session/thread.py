@@ -3,6 +3,15 @@
 It moves messages between the stream and the `SessionDriver`, keeps the heartbeat, and reads SIGTERM. It decides
 nothing; what is sent and what comes of an answer is the dialogue's. If it ends unexpectedly the link is informed
 (`on_failure`).
+
+Where a worker looks for its controller: the addresses that it was given, those it was told of, the leader's first.
+
+Pure: `thread.py` asks for the next one before every attempt, and says what came of it.
+
+What a worker's streams show: the token that it was started with, and the session token that it was given.
+
+While the session token is fresh it is shown by itself, so that the other one travels as little as can be; later, or
+when the fresh one was of no use, both are shown. Pure: `thread.py` asks before each stream.
 """
 
 from __future__ import annotations
@@ -11,22 +20,21 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import grpc
 import grpc.aio
 from shoal_protos.addresses import split_address
-from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SILENT_SECONDS
+from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SESSION_TOKEN, SILENT_SECONDS
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Refusal, Result, SessionToken, Shutdown, Welcome
 from shoal_protos.wire import decode_controller, encode_worker
 
 from shoal.group.forks import Connections
-from shoal.logs import get_logger
-from shoal.session.controller_addresses import ControllerAddresses
+from shoal.process.logs import get_logger
 from shoal.session.driver import SessionDriver
 from shoal.session.settings import SessionSettings
-from shoal.session.shown_tokens import ShownTokens
 from shoal.session.signals import TermSignal
 from shoal.session.unreachable import why_unreachable
 
@@ -280,3 +288,71 @@ class SessionThread:
                 await call.done_writing()
                 return
             await self._rest(max(0.0, beat - time.monotonic()))
+
+
+class ControllerAddresses:
+    """`current` is to be tried; `on_failure` when it was of no use."""
+
+    def __init__(self, given: Sequence[str]) -> None:
+        self._given = tuple(given)
+        self._all = self._given
+        self._at = 0
+        self._leader = ""
+
+    @property
+    def current(self) -> str:
+        """The address to try."""
+        return self._leader or self._all[self._at]
+
+    def on_welcome(self, addresses: Sequence[str]) -> None:
+        """A controller that welcomed this worker names all of its store. Those that were given stay."""
+        here = self.current
+        self._all = tuple(dict.fromkeys([*self._given, *addresses]))
+        if not self._leader:
+            self._at = self._all.index(here) if here in self._all else 0
+
+    def on_failure(self, leader: str = "") -> bool:
+        """The controller at `current` was of no use; it may have named the one that leads, which is next. Whether that
+        one is to be tried at once: not where this one had been named itself, or two that name each other would be asked
+        without a pause.
+        """
+        failed, was_named, self._leader = self.current, bool(self._leader), ""
+        if leader and leader != failed:
+            self._leader = leader
+            return not was_named
+        self._at = (self._at + 1) % len(self._all)
+        return False
+
+
+Headers = tuple[tuple[str, str], ...]
+
+
+class ShownTokens:
+    """`given`: what the process was started with; None: nothing. A session token is one incarnation's."""
+
+    def __init__(self, given: str | None) -> None:
+        self._given = given
+        self._token = ""
+        self._incarnation = ""
+        self._fresh_until = 0.0
+
+    def headers(self, incarnation: str, now: float) -> Headers:
+        """What a stream of this incarnation shows."""
+        token = self._token if self._incarnation == incarnation else ""
+        if token and (self._given is None or now < self._fresh_until):
+            return (_bearer(token),)
+        given = () if self._given is None else (_bearer(self._given),)
+        return (*given, (SESSION_TOKEN, token)) if token else given
+
+    def on_given(self, message: SessionToken, incarnation: str, now: float) -> None:
+        """The controller gave it on a stream of this incarnation."""
+        self._token, self._incarnation = message.token, incarnation
+        self._fresh_until = now + message.seconds
+
+    def on_refused(self) -> None:
+        """A stream was refused: both are shown from now on, until there is a new one."""
+        self._fresh_until = 0.0
+
+
+def _bearer(token: str) -> tuple[str, str]:
+    return ("authorization", f"Bearer {token}")

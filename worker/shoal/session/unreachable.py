@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal_protos.addresses import split_address
-from shoal_protos.certificate_faults import EXPIRED, NOT_YET_VALID, OTHER_NAMES
 from shoal_protos.errors import UserError
+from shoal_protos.pem import EXPIRED, NOT_YET_VALID, OTHER_NAMES
 
-from shoal.session.certificates import WorkerCertificates, unverified
+from shoal.session.settings import WorkerCertificates, unverified
 
 PROBE_SECONDS = 3.0
 """For each step."""

@@ -29,7 +29,7 @@ from shoal.config.training import TrainingConfig
 from shoal.core.units import check_classes, class_names, unit_modules
 from shoal.exchange.module_buffers import LARGE_ELEMENTS
 from shoal.first_values.building import meant_device
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 KEY = "shoal.activation_checkpointing"
 OWN_FORWARD = "_forward_before_checkpointing"

@@ -3,33 +3,51 @@
 Saves begin, requests are carried out, callbacks are called, a planned generation begins. A world that breaks between
 the vote and the boundary leaves it owed: the new world settles it by a vote without a step before it trains on, so that
 no committed step is without its callback or its checkpoint. Which callbacks were called is known to all that survive
-(called_steps.py). Called by step.py and resize.py.
+(boundary.py). Called by step.py and resize.py.
+
+Which committed steps have had their callbacks, as far as this member knows.
+
+Rank 0 calls them, and tells the others when it is through with a step's. So if it dies, whoever is rank 0 next calls
+those of a step that was not said to be over, and no others. The others hear it beside their own work, and everybody has
+heard it before the next vote. Called by boundary.py; where rank 0 has no callbacks, nothing travels.
+
+What the script does with each committed step, on every member (`engine.on_commit`).
+
+A member without lanes runs no body, so what a body counts or averages would lag behind on it. These functions are
+called wherever a step is committed, once in a process for each, in order, before anything of the step is saved or given
+to a joiner. Which step they were called for last is part of the training state (`TrainingState.followed`): it travels
+with the registered states, and says what they are as of. Called by boundary.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from shoal_protos.corruption import OnCorruption
+from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
+from torch import Tensor
 
+from shoal.data.seeds import RandomState, seed_everything
 from shoal.exchange.copies import Findings
+from shoal.exchange.traffic import CALLED
 from shoal.exchange.vote import Record
-from shoal.group.group import WorldChanged
-from shoal.training.called_steps import CalledSteps
+from shoal.exchange.world import World
+from shoal.group.group import Group, Waiting, Work, WorldChanged
 from shoal.training.checkpoint_saving import CheckpointSaving
-from shoal.training.commit_calls import CommitCalls
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
 from shoal.training.lagging_states import LaggingStates
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport
-from shoal.world import World
 
 RETURN_SECONDS = 10.0
 """For so long the controller is given to have all go back or pause, before a step that is not finite ends the job."""
@@ -305,3 +323,109 @@ class Boundary:
 
 def _nothing() -> None:
     """Nothing is on its way."""
+
+
+class CalledSteps:
+    """`last`: the last step whose callbacks were called, or before which this worker was not there."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self._group: Group | None = None
+        self._message = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._comes: Waiting | None = None
+        """Of all but rank 0: what it says of the step at hand."""
+        self._sent: list[tuple[Work, Tensor]] = []
+        """Of rank 0."""
+
+    def expect(self, group: Group) -> None:
+        """Not rank 0: it will tell when it is through with the step at hand. Raises `WorldChanged`."""
+        self._group, self._message = group, torch.zeros_like(self._message)
+        self._comes = group.begin_wait([group.receive(self._message, 0, CALLED)])
+
+    def tell(self, group: Group, step: int) -> None:
+        """Rank 0 is through with this step's. Raises `WorldChanged`."""
+        self._group = group
+        for rank in range(1, group.size):
+            message = torch.tensor([step], dtype=torch.int64, device="cpu")
+            self._sent.append((group.send(message, rank, CALLED), message))
+
+    def settle(self) -> None:
+        """Everybody has heard of the step at hand. Raises `WorldChanged`."""
+        if self._comes is not None:
+            self._take(self._comes)
+        elif self._sent:
+            assert self._group is not None
+            sent: Sequence[tuple[Work, Tensor]] = self._sent
+            self._sent = []
+            self._group.wait([work for work, _ in sent])
+
+    def look(self) -> None:
+        """The world is over: what has come counts, and nothing else will."""
+        if self._comes is not None and self._comes.is_over:
+            with contextlib.suppress(WorldChanged):
+                self._take(self._comes)
+        self._comes, self._sent, self._group = None, [], None
+
+    def _take(self, comes: Waiting) -> None:
+        self._comes = None
+        comes.wait()
+        self.last = max(self.last, int(self._message))
+
+
+class CommitCalls:
+    """The script's functions, in the order in which it has given them."""
+
+    def __init__(self, context: TrainingContext, evaluation: Evaluation) -> None:
+        self._context, self._evaluation = context, evaluation
+        self._functions: list[Any] = []
+        self._calls: list[Callable[[], object]] = []
+        self._failed = False
+        """One of them has raised an error."""
+        self.all_here: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context in which all parameters are here. Raises `WorldChanged`."""
+
+    def add(self, function: Any, call: Callable[[], object]) -> None:
+        """`call` calls it. Raises `UserError` for what is no function, comes too late or is there."""
+        if not callable(function) or isinstance(function, type):
+            raise UserError(f"engine.on_commit got {function!r}; expected a function that takes the engine.")
+        if self._context.loop_has_begun:
+            raise UserError("engine.on_commit was called in the loop, some steps too late; call it before.")
+        if function in self._functions:
+            raise UserError(
+                f"engine.on_commit got {function!r} twice, which would count each step twice; give each function once."
+            )
+        self._functions.append(function)
+        self._calls.append(call)
+
+    def call(self) -> None:
+        """A step is committed, here or in the world before. Raises `WorldChanged` before any function is called."""
+        state = self._context.state
+        if self._calls and state.followed < state.step:
+            if self._failed:
+                raise UserError(
+                    f"a function of engine.on_commit has raised an error at step {state.followed + 1}, and the script "
+                    "went on; what it keeps lacks that step. Let such an error end the script."
+                )
+            with self.all_here(), self._evaluation.anywhere(), self._apart():
+                self._call_all()
+        state.followed = state.step
+
+    def _call_all(self) -> None:
+        world = self._context.world
+        if world is not None:
+            world.group.progress.begin_boundary(self._context.boundaries)
+        self._failed = True
+        for call in self._calls:
+            call()
+        self._failed = False
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """A boundary that was owed may be settled within a forward: what is computed and drawn is the same there."""
+        context, random = self._context, RandomState.save()
+        seed_everything(context.config.seed, context.state.step, 0, 0, purpose="commit")
+        try:
+            with torch.no_grad(), torch.autocast(context.state.device.kind.type, enabled=False):
+                yield
+        finally:
+            random.restore()

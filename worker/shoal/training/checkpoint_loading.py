@@ -17,21 +17,21 @@ from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.runs import every
 
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
-from shoal.checkpoint.errors import CheckpointDamaged, NoneReadable, TransientStorageFailure
-from shoal.checkpoint.lineage import Lineage, gone_on
+from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.place_marks import host_of
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state, record_of
 from shoal.checkpoint.storage import open_storage
+from shoal.core.checkpoint_errors import CheckpointDamaged, NoneReadable, TransientStorageFailure
+from shoal.core.lineage import Lineage, gone_on
 from shoal.core.loading import Loading, StepZero
 from shoal.exchange.hand_out import HandOut
-from shoal.failure import NeedsFreshProcess
+from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
-from shoal.logs import get_logger
-from shoal.optim.scheduler import class_of
+from shoal.optim.schedules import class_of
+from shoal.process.logs import get_logger
+from shoal.state.given_values import OtherValues
 from shoal.training.context import TrainingContext
-from shoal.training.given_values import OtherValues
 from shoal.training.initial_state import agree_on_the_start, check_made
-from shoal.world import World
 
 FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 15.0
 """Between two looks at a place where no checkpoint can be read: later and later."""

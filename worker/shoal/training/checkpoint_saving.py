@@ -18,37 +18,43 @@ from shoal_protos.errors import ShoalError, UserError
 from torch import Tensor
 
 from shoal.checkpoint.catalogue import SaveName
-from shoal.checkpoint.draft import Origin, draft_of
-from shoal.checkpoint.layout_entry import LayoutEntry
+from shoal.checkpoint.failure import SaveFailed
 from shoal.checkpoint.named import tied_names
-from shoal.checkpoint.plain import encode
 from shoal.checkpoint.retention import Keep, Ours
 from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
-from shoal.checkpoint.snapshot import take_snapshot
+from shoal.checkpoint.snapshot import streamed_state, take_snapshot
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.streamed import streamed_state
-from shoal.checkpoint.writer import Author
+from shoal.checkpoint.writer import Author, Origin, draft_of
+from shoal.config.out_of_memory import is_out_of_memory
 from shoal.config.training import agreement
-from shoal.core.module_names import named_parameters
-from shoal.core.save_part import BUSY, SavePart, SavePartVote, SaveStatus, SharedSave
-from shoal.core.save_retries import SaveRetries
-from shoal.core.saving import SaveChoice, SaveVote, Saving
+from shoal.core.layout_entry import LayoutEntry
+from shoal.core.plain import encode
+from shoal.core.saving import (
+    BUSY,
+    SaveChoice,
+    SavePart,
+    SavePartVote,
+    SaveRetries,
+    SaveStatus,
+    SaveVote,
+    Saving,
+    SharedSave,
+)
+from shoal.core.units import named_parameters
 from shoal.exchange.ballot import Request
 from shoal.exchange.vote import Record
-from shoal.failure import SaveFailed
+from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
-from shoal.logs import get_logger
-from shoal.numerics import identity
-from shoal.optim.scheduler import is_made_of_numbers
-from shoal.out_of_memory import is_out_of_memory
+from shoal.optim.schedules import is_made_of_numbers
+from shoal.process.logs import get_logger
+from shoal.process.numerics import identity
+from shoal.state.training_state import frozen_in_blocks, frozen_parameters
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.parameters import Parameters
 from shoal.training.save_patience import SavePatience
 from shoal.training.saved_states import SavedStates
-from shoal.training.state import frozen_in_blocks, frozen_parameters
-from shoal.world import World
 
 SAVE = Request("save")
 SCHEDULED = Request("scheduled")

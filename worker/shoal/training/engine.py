@@ -17,25 +17,24 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.callbacks.best_number import BestNumber
-from shoal.callbacks.step_callback import StepCallback
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.exchange.ballot import Request
-from shoal.faults import Faults
-from shoal.optim.turns import set_turn
+from shoal.optim.hyper import set_turn
+from shoal.process.faults import Faults
 from shoal.session.link import Link
+from shoal.state.training_state import TrainingState
 from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import reported_numbers
 from shoal.training.gathered_rows import refuse_metric
 from shoal.training.habits import Habits
 from shoal.training.lane_loop import LaneLoop
+from shoal.training.monitoring import AttachedCallback
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
 from shoal.training.script_end import ScriptEnd
-from shoal.training.state import TrainingState
-from shoal.training.step_times import StepTimes
+from shoal.training.telemetry import StepTimes
 from shoal.training.training_loop import TrainingLoop
 
 PUBLIC = {
@@ -184,18 +183,10 @@ class Engine(Habits):
         if not callable(callback) or isinstance(callback, type):
             raise UserError(f"engine.on_step got {callback!r}; expected a function that takes the engine, or an object "
                             "of a class of shoal.callbacks.")  # fmt: skip
-        measured = self.parts.evaluation.measured
-        if isinstance(callback, BestNumber):
-            self.register_state(f"{type(callback).__name__} {callback.number}", callback)
-            self.parts.boundary.add_watcher(lambda: callback(self))
-            measured.add_listener(lambda numbers: callback.on_evaluation(self, numbers))
-        elif isinstance(callback, StepCallback):
-            self.parts.boundary.add_observer(lambda: callback(self))
-            measured.add_observer(lambda numbers: callback.on_evaluation(self, numbers))
+        if isinstance(callback, AttachedCallback):
+            callback.attach(self)
         else:
             self.parts.boundary.add_callback(lambda: callback(self))
-        if isinstance(callback, BestNumber | StepCallback):
-            self.training.add_ending(lambda: callback.at_end(self))
 
     def on_evaluation(self, callback: Callable[[Engine], None]) -> None:
         """Call `callback(engine)` on every worker once for each evaluation right after a step or after the loop.
@@ -203,7 +194,7 @@ class Engine(Habits):
         The call comes when `reports` has the evaluation's numbers: at its end; on members without lanes just before
         the next vote.
         """
-        if not callable(callback) or isinstance(callback, type | BestNumber | StepCallback):
+        if not callable(callback) or isinstance(callback, type | AttachedCallback):
             raise UserError(f"engine.on_evaluation got {callback!r}; expected a function that takes the engine. An "
                             "object of shoal.callbacks goes to engine.on_step, and hears of them too.")  # fmt: skip
         self.parts.evaluation.measured.add_listener(lambda _: callback(self))

@@ -18,15 +18,15 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shoal.core.exact_sum import add
+from shoal.core.tree import add
 from shoal.data.seeds import RandomState, seed_everything
 from shoal.exchange.evaluation_round import EvaluationRound, LoopPart, Sums
 from shoal.exchange.vote import check_names, mean_over_lanes
+from shoal.exchange.world import World
 from shoal.group.group import Work
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import GatheredRows
 from shoal.training.measured import Measured
-from shoal.world import World
 
 
 @contextmanager

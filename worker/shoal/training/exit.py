@@ -21,11 +21,11 @@ from weakref import ReferenceType, finalize, ref
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.messages import START_AGAIN, WRONG_USE, Fault, Result
 
-from shoal.failure import NeedsFreshProcess, result_of, sentence_of
-from shoal.logs import get_logger, say
-from shoal.out_of_memory import explain
+from shoal.checkpoint.failure import NeedsFreshProcess, result_of, sentence_of
+from shoal.config.out_of_memory import explain
+from shoal.process.logs import get_logger, say
 from shoal.training.engine import Engine
-from shoal.training.memory_setting import memory_setting
+from shoal.training.memory_report import memory_setting
 
 log = get_logger("shoal")
 

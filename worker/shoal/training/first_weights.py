@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from shoal_protos.errors import UserError
 
-from shoal.data.forward_seed import ForwardSeed
+from shoal.data.seeds import ForwardSeed
 
 
 class FirstWeights:

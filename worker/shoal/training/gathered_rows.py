@@ -13,7 +13,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.exchange.ballot import Request
-from shoal.exchange.framing import as_bytes_tensor
+from shoal.exchange.packing import as_bytes_tensor
 from shoal.training.context import TrainingContext
 
 GATHER = Request("gather")

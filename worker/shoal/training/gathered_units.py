@@ -1,7 +1,7 @@
 """The units of sharded parameters on one worker: which are here, on their way, or with their owners.
 
 Between two votes any unit can be gathered, by any member, as often as it likes: owners answer beside their own work
-(exchange/unit_server.py), or their memory is mapped where it can be seen (exchange/seen_units.py). Who asks when is in
+(exchange/unit_fetch.py), or their memory is mapped where it can be seen (exchange/unit_fetch.py). Who asks when is in
 sharded_parameters.py.
 """
 
@@ -21,17 +21,23 @@ from shoal.blocks.mapped_flats import Part
 from shoal.blocks.released import OnTouch
 from shoal.blocks.shared_weights import Key, SeenWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
+from shoal.config.out_of_memory import note_what, place_of
 from shoal.core.layout import Stretch
-from shoal.device import DeviceCopy
-from shoal.exchange.seen_units import SeenUnits, address_message, see_owners
-from shoal.exchange.unit_fetch import FirstValuesFetch, UnitFetch
-from shoal.exchange.unit_server import WHERE, UnitServer
-from shoal.exchange.unit_traffic import UnitTraffic
+from shoal.exchange.traffic import UnitTraffic
+from shoal.exchange.unit_fetch import (
+    WHERE,
+    FirstValuesFetch,
+    SeenUnits,
+    UnitFetch,
+    UnitServer,
+    address_message,
+    see_owners,
+)
+from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
-from shoal.out_of_memory import note_what, place_of
+from shoal.process.device import DeviceCopy
 from shoal.training.context import TrainingContext
 from shoal.training.unit_watch import ShownWatch, UnitWatch
-from shoal.world import World
 
 Own = tuple[list[Tensor], list[Tensor]]
 """Places in the flats of a unit, and the values that go there, (elements,) each."""

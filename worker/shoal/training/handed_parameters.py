@@ -27,12 +27,12 @@ from torch.utils.hooks import RemovableHandle
 from shoal.blocks.flat import by_bucket
 from shoal.blocks.released import Arriving, release, restore, touch
 from shoal.blocks.unit_flats import storage_key
-from shoal.compiler import call_before_compiling, has_compiled
 from shoal.exchange.hand_out import HandOut
+from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
+from shoal.process.compiler import call_before_compiling, has_compiled
 from shoal.training.context import TrainingContext
 from shoal.training.parameters import Parameters
-from shoal.world import World
 
 OF_A_FLAT = 2
 """Uses of a flat's memory besides its parameters: the flat, and the memory that it was made of."""

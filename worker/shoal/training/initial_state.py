@@ -8,13 +8,13 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
-from shoal.core.module_names import named_buffers
-from shoal.exchange.framing import as_bytes_tensor
+from shoal.core.units import named_buffers
+from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.traffic import STARTED
+from shoal.exchange.world import World
 from shoal.group.group import Group
-from shoal.logs import get_logger
-from shoal.training.state import TrainingState, digest_of, frozen_parameters
-from shoal.world import World
+from shoal.process.logs import get_logger
+from shoal.state.training_state import TrainingState, digest_of, frozen_parameters
 
 log = get_logger("shoal")
 

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from shoal_protos.errors import UserError
 from torch import Tensor
 
-from shoal.checkpoint.plain import encode
-from shoal.logs import get_logger
+from shoal.core.plain import encode
+from shoal.exchange.world import World
+from shoal.process.logs import get_logger
+from shoal.state.training_state import digest_of
 from shoal.training.context import TrainingContext
-from shoal.training.state import digest_of
-from shoal.world import World
 
 LOOKS = 2
 """Steps with a body that are looked at: what follows `engine.step()` in the body shows at the second one's boundary."""

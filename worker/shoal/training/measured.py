@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shoal.exchange.framing import FramedSend, receive_framed
+from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import EVALUATED
-from shoal.world import World
+from shoal.exchange.world import World
 
 Numbers = dict[str, float]
 """Means over the lanes that arrived, by name."""

@@ -1,26 +1,26 @@
 """One line of a worker's log: the bytes that training's state takes here, as counted and as estimated.
 
 Said once, after the first step that finds on this worker all that it is to hold. `shoal estimate` says the same.
+
+What a worker's advice depends on where memory ran out (`shoal.config.out_of_memory`), read from what its parts share.
+
+Called by the update, and where nobody has caught the error. Makes no tensor.
 """
 
 from __future__ import annotations
 
 import torch
-from shoal_protos.memory_estimate import (
-    PARAMETER_BYTES,
-    MemorySetup,
-    Offload,
-    Precision,
-    estimate,
-    state_bytes_of,
-)
+from shoal_protos.memory_estimate import PARAMETER_BYTES, MemorySetup, Offload, Precision, estimate, state_bytes_of
 
+from shoal.config.out_of_memory import Setting
 from shoal.config.training import TrainingConfig
-from shoal.logs import get_logger
+from shoal.exchange.world import World
+from shoal.optim.twin import may_step_in_parts
+from shoal.process.logs import get_logger
+from shoal.state.training_state import TrainingState, frozen_in_blocks, frozen_parameters
+from shoal.training.activation_checkpointing import finds_units
 from shoal.training.context import TrainingContext
-from shoal.training.state import TrainingState, frozen_in_blocks, frozen_parameters
 from shoal.training.telemetry import held_bytes
-from shoal.world import World
 
 PRECISIONS: dict[torch.dtype, Precision] = {
     torch.float64: "fp64",
@@ -91,3 +91,15 @@ def _offload(config: TrainingConfig, state: TrainingState) -> Offload:
     if config.state_folder is not None:
         return "file"
     return "host" if config.state_on_host and not state.device.on_host else "none"
+
+
+def memory_setting(context: TrainingContext) -> Setting:
+    """As it is now."""
+    config, state = context.config, context.state
+    return Setting(
+        config=config,
+        workers=context.world.plan.world_size if context.world is not None else 1,
+        is_on_host=state.device.on_host,
+        has_units=finds_units(state.module, config),
+        steps_in_parts=may_step_in_parts(state.optimizer),
+    )

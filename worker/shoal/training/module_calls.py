@@ -16,7 +16,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import nn
 
-from shoal.compiler import uncompiled_frame
+from shoal.process.compiler import uncompiled_frame
 
 OWN_FORWARD = "_forward_before_units"
 """Where a module keeps a `forward` that it had besides its class's."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 
 from shoal.exchange.hand_out import HandOut
-from shoal.world import World
+from shoal.exchange.world import World
 
 
 class Parameters(ABC):

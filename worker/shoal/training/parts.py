@@ -17,9 +17,7 @@ from shoal.training.requests import Requests
 from shoal.training.resize import Resize
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal.training.status import StatusReport
-from shoal.training.step import Step
-from shoal.training.update import Update
-from shoal.training.voting import Voting
+from shoal.training.step import Step, Update, Voting
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 

@@ -15,11 +15,11 @@ from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.piece_order import FillTimes, PieceOrder
+from shoal.exchange.pieces import FillTimes, PieceOrder
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.rounds_traffic import RoundsTraffic
+from shoal.exchange.traffic import RoundsTraffic
+from shoal.exchange.world import World
 from shoal.training.context import TrainingContext
-from shoal.world import World
 
 
 class Reducing(Protocol):

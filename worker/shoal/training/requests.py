@@ -11,18 +11,18 @@ from pathlib import Path
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Result
 
+from shoal.checkpoint.fingerprint import fingerprint
+from shoal.checkpoint.model_export import export
 from shoal.exchange.ballot import HALT, Request
 from shoal.exchange.vote import check_requests
-from shoal.fingerprint import fingerprint
-from shoal.logs import get_logger
-from shoal.model_export import export
+from shoal.process.logs import get_logger
+from shoal.state.training_state import ENDS
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import Evaluation
 from shoal.training.gathered_rows import GATHER
 from shoal.training.initial_state import share_frozen
 from shoal.training.parameters import Parameters
-from shoal.training.state import ENDS
 
 FINGERPRINT = Request("fingerprint")
 

@@ -14,26 +14,26 @@ from shoal_protos.messages import AskKind, Ending
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
-from shoal.checkpoint.errors import CheckpointDamaged
+from shoal.config.out_of_memory import naming
+from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.exchange.ballot import Request
-from shoal.exchange.framing import FramedSend, receive_framed
 from shoal.exchange.hand_out import HandOut
+from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
 from shoal.exchange.vote import Record
+from shoal.exchange.world import World
 from shoal.group.group import Group, WorldChanged
-from shoal.logs import get_logger, say
-from shoal.out_of_memory import naming
+from shoal.process.logs import get_logger, say
 from shoal.session.link import Asked, Begun, Ended, Opened, Recover, Stopped
+from shoal.state.training_state import frozen_parameters
 from shoal.training.boundary import Boundary
-from shoal.training.change_clock import ChangeClock
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import agree_on_the_start, check_made, share_frozen
 from shoal.training.requests import Requests
-from shoal.training.state import frozen_parameters
 from shoal.training.status import StatusReport
 from shoal.training.step import Step
-from shoal.world import World
+from shoal.training.telemetry import ChangeClock
 
 log = get_logger("shoal")
 

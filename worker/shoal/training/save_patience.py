@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
+from shoal.checkpoint.failure import SaveFailed
 from shoal.checkpoint.saver import Saver
-from shoal.failure import SaveFailed
 from shoal.training.context import TrainingContext
 
 LEAST_SECONDS = 60.0

@@ -11,11 +11,11 @@ from contextlib import suppress
 
 from shoal_protos.errors import ShoalError
 
-from shoal.checkpoint.draft import NoStates, TakenStates
 from shoal.checkpoint.saver import Saver
+from shoal.checkpoint.writer import NoStates, TakenStates
+from shoal.config.out_of_memory import is_out_of_memory
 from shoal.core.saving import Saving
 from shoal.group.group import WorldChanged
-from shoal.out_of_memory import is_out_of_memory
 from shoal.training.context import TrainingContext
 from shoal.training.parameters import Parameters
 

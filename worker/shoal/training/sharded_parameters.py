@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.unit_flats import Presence, Unit
-from shoal.compiler import uncompiled, uncompiled_frame
 from shoal.data.seeds import RandomState
+from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
-from shoal.logs import get_logger
+from shoal.process.compiler import uncompiled, uncompiled_frame
+from shoal.process.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.module_calls import listen
 from shoal.training.parameters import Parameters
-from shoal.world import World
 
 log = get_logger("shoal")
 

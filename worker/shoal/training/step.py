@@ -2,37 +2,55 @@
 
 And what stands in for it where no step runs: a vote alone. Raises `WorldChanged` wherever the world breaks; then the
 step was not made here, or, past its vote, its boundary is owed.
+
+A vote as this member takes part in it: its ballot, the all-gather, and what everybody's record says of itself.
+
+The update: what makes a vote's record real on this worker; of a step, and of one that it rolls forward.
+
+The only caller of `TrainingState.commit`. An update that fails half-way leaves a torn state: this worker counts as dead
+from then on, also where its script goes on after the error.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from shoal_protos.activity import StepPhase
+from shoal_protos.errors import UserError
 from shoal_protos.plan import Fill
 from torch import Tensor
 
+from shoal.blocks.held import OnUpdated, unheard
+from shoal.checkpoint.failure import result_of
+from shoal.config.out_of_memory import explain, naming, note_what
+from shoal.exchange.ballot import Ballot
 from shoal.exchange.canonical import CanonicalReduction
+from shoal.exchange.copies import Findings
 from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
+from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scales, subtree_sums, warn
 from shoal.exchange.hand_out import HandOut
-from shoal.exchange.norm import subtree_sums
+from shoal.exchange.pieces import FillTimes
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.vote import Record, halts
-from shoal.faults import fault_point
+from shoal.exchange.vote import Record, cast, gather_of, halts, unused_text
+from shoal.exchange.world import World
 from shoal.group.group import Work
-from shoal.optim.turns import has_turn
-from shoal.out_of_memory import naming
-from shoal.training.agreed_hyper import take_over_where_no_body_runs
+from shoal.optim.hyper import Group as Values
+from shoal.optim.hyper import are_untouched, digest, has_turn
+from shoal.process.faults import fault_point
+from shoal.state.agreed_hyper import agreed_values, refuse_others, take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
+from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
+from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
-from shoal.training.memory_report import MemoryReport
+from shoal.training.lane_loop import LaneTotals
+from shoal.training.memory_report import MemoryReport, memory_setting
 from shoal.training.parameters import Parameters
 from shoal.training.reducing import reducing_of
-from shoal.training.update import Update
-from shoal.training.voting import Voting
-from shoal.world import World
+from shoal.training.requests import Requests
 
 
 class Step:
@@ -223,3 +241,111 @@ class Step:
     @fault_point("after_last")
     def _on_end(self) -> None:
         """The last step is committed, and its digests are not given yet."""
+
+
+class Voting:
+    """Called by the step, once all that a commit needs is here."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        corruption: CorruptionWatch,
+        saving: CheckpointSaving,
+        evaluation: Evaluation,
+        requests: Requests,
+    ) -> None:
+        self._context, self._corruption = context, corruption
+        self._saving, self._evaluation, self._requests = saving, evaluation, requests
+        self._digested: tuple[Sequence[Values], str] = (), ""
+        """The newest values that all must agree upon, and their digest."""
+
+    def vote(self, world: World, step: int, bad_gradient: str, norms: Tensor | None, times: FillTimes | None) -> Record:
+        """Returns once all members have voted. `step`: the one that it commits; the last committed one where it commits
+        none. `norms`: `(subtrees owned,)` float64, where the step needs the norm. `times`: where the next step goes by
+        them. Raises `WorldChanged`.
+        """
+        context, group = self._context, world.group
+        saving = self._saving.status
+        self._saving.take_in_outcome()  # after the status: who is idle in a ballot says there what was saved
+        ballot = self._ballot(step, bad_gradient, saving)
+        self._corruption.before_vote()
+        group.progress.reach(StepPhase.VOTE)
+        gather = gather_of(context.faults, group, ballot, world.plan.generation)
+        record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step), times)
+        if step > context.state.step:  # in one without a step some have begun the next body, and set its values
+            samples = context.loop.fetcher.given_late
+            refuse_others(group, record, context.state.optimizer, context.state.modes, samples)
+        context.begins = context.link.leave_vote(list(record.generations))
+        return record
+
+    def _digest(self) -> str:
+        state, samples = self._context.state, self._context.loop.fetcher.given_late
+        values = agreed_values(state.optimizer, state.modes, samples)
+        if not are_untouched(values, self._digested[0]):
+            self._digested = values, digest(values).hex()
+        return self._digested[1]
+
+    def _ballot(self, step: int, bad_gradient: str, saving: str) -> Ballot:
+        context = self._context
+        state, loop = context.state, context.loop
+        trained, before = step > state.step, state.record
+        numbers = loop.numbers.of_step() if trained else LaneTotals()
+        return Ballot(
+            step=step,
+            generation=context.link.enter_vote(state.pending if trained else state.held.runs),
+            hyper=self._digest(),
+            losses=numbers.losses,
+            reports=numbers.reports,
+            skipped=loop.numbers.skipped if trained else 0,
+            micro_batches=context.config.micro_batches_per_lane,
+            skipped_before=before.skipped_micro_batches if before else 0,
+            bad_loss=numbers.not_finite,
+            bad_gradient=bad_gradient,
+            is_scaled=int(state.loss_scale is not None),
+            not_finite_before=before.not_finite_steps if before else 0,
+            calls_back=int(context.calls_back),
+            evaluations=self._evaluation.take_to_vote(),
+            stream=loop.fetcher.bookmark(loop.lanes) if trained else "",
+            requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
+            saving=saving,
+            saved=self._saving.saved,
+            unused=unused_text(state.sums.unused) if trained and state.held.loaded.only_counts and loop.lanes else "",
+        )
+
+
+class Update:
+    """The update of one worker's blocks."""
+
+    def __init__(self, context: TrainingContext, evaluation: Evaluation) -> None:
+        self._context, self._evaluation = context, evaluation
+        self._torn = ""
+        """Why an update failed half-way."""
+
+    def apply(
+        self, record: Record, generation: int, on_updated: OnUpdated = unheard, copies: Findings | None = None
+    ) -> None:
+        """`generation`: the one in which the vote passed. `on_updated`: see `HeldBlocks.apply`.
+
+        Raises `JobFailed` for a step that is not finite; `copies`: what is known then of the copies of all blocks.
+        """
+        context, before = self._context, self._context.state.record
+        try:
+            if context.config.stop_on_nan:
+                stop_where_not_finite(record, copies)
+            stop_where_nothing_scales(record, context.state.loss_scale)
+            context.state.commit(record, generation, on_updated)
+        except BaseException as error:
+            note_what(error, "the update was made, and with the first one optimizer state")
+            explain(error, f"in the update of step {record.step}", partial(memory_setting, context))
+            result = result_of(error, context.state.step)
+            self._torn, context.leaving = result.failure, True
+            context.link.result(result)
+            raise
+        if context.rank == 0:
+            warn(before, record, context.state.scale)
+        self._evaluation.on_commit()
+
+    def check_whole(self) -> None:
+        """Raises `UserError` where the state is torn."""
+        if self._torn:
+            raise UserError(f"this worker left the job because its update failed: {self._torn.splitlines()[0]}")

@@ -1,4 +1,12 @@
-"""The meter: numbers for people. Nothing is decided by them, no bit depends on them."""
+"""The meter: numbers for people. Nothing is decided by them, no bit depends on them.
+
+What this worker's loop spends its time on, by phase: reading, forward, backward, step. For people who ask for it.
+
+A forward is all between a batch and its backward, the loop's own code too. Called by the engine; what is measured is
+taken by `shoal.callbacks`, once a step.
+
+Seconds per phase of a change of the world, and what it moved: for people.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +14,16 @@ import resource
 import time
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shoal_protos.checkpoint import SaveReport
 from shoal_protos.messages import Change, Telemetry
 
-from shoal.training.state import TrainingState
+from shoal.state.training_state import TrainingState
 
 LATEST_CHANGES = 8
 LATEST_STEPS = 1000
@@ -126,3 +137,107 @@ def resident_bytes() -> int:
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return pages * resource.getpagesize()
+
+
+PHASES = ("read", "forward", "backward", "step")
+
+
+class StepTimes:
+    """Seconds by phase since they were last taken."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._forward_began: float | None = None
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """A context whose time is that phase's."""
+        if not self._wanted:
+            yield
+            return
+        began = time.monotonic()
+        if self._forward_began is not None:
+            self._seconds["forward"] += began - self._forward_began
+            self._forward_began = None
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.monotonic() - began
+
+    def reading(self, batches: Generator[Any, None, None]) -> Generator[Any, None, None]:
+        """The same batches."""
+        if not self._wanted:
+            yield from batches
+            return
+        try:
+            while True:
+                with self.measure("read"):
+                    try:
+                        batch = next(batches)
+                    except StopIteration:
+                        return
+                self._forward_began = time.monotonic()
+                yield batch
+        finally:
+            batches.close()
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase; from now on they begin at zero. Empty where nobody wants them."""
+        taken, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return taken if self._wanted else {}
+
+
+class ChangeClock:
+    """Seconds per phase of the change at hand."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """No change is at hand."""
+        self._began: float | None = None
+        self._mark = 0.0
+        self._phases: dict[str, float] = {}
+        self._promoted = 0
+        self._bytes = 0
+        self._checkpoint_bytes = 0
+
+    def _lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self._phases[phase] = self._phases.get(phase, 0.0) + now - self._mark
+        self._mark = now
+
+    def start(self) -> None:
+        if self._began is None:
+            self._began = self._mark = time.monotonic()
+
+    def end_prepare(self) -> None:
+        self._lap("prepare")
+
+    def end_plan(self, group_seconds: float) -> None:
+        self._lap("plan")
+        self._phases["group"] = self._phases.get("group", 0.0) + group_seconds
+        self._phases["plan"] = max(0.0, self._phases["plan"] - group_seconds)
+
+    def end_promote(self) -> None:
+        self._lap("promote")
+
+    def note_promoted(self, blocks: int) -> None:
+        self._promoted = blocks
+
+    def note_bytes(self, count: int) -> None:
+        self._bytes = count
+
+    def note_checkpoint(self, count: int) -> None:
+        self._checkpoint_bytes = count
+
+    def end(self, generation: int, step: int, recovered: bool) -> Change:
+        if self._began is None:
+            self._began = self._mark = time.monotonic()
+        self._lap("open" if recovered else "switch")
+        pause = time.monotonic() - self._began
+        change = Change(generation, step, pause, dict(self._phases), self._promoted, self._bytes,
+                        checkpoint_bytes=self._checkpoint_bytes)  # fmt: skip
+        self.forget()
+        return change

@@ -16,11 +16,11 @@ from torch import Tensor
 from shoal.data.source import NO_SAMPLES
 from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
-from shoal.logs import get_logger
-from shoal.numerics import check_threads
+from shoal.process.logs import get_logger
+from shoal.process.numerics import check_threads
+from shoal.state.training_state import ENDS
 from shoal.training.context import TrainingContext
 from shoal.training.parts import Parts
-from shoal.training.state import ENDS
 
 log = get_logger("shoal")
 IDLE_SECONDS = 0.1

@@ -4,6 +4,12 @@ Everything that decides who may train, which numbers were given away, what an op
 is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
 the one that people are shown is kept, which is written with all else. Times are the machine's `now`: seconds since the
 epoch by the controller's clock, so they mean the same in another life. Pure.
+
+What a plan is asked for: two questions with the same goal get the same world, but for how far fills have come.
+
+Where a worker runs, for people: a process of a host, or a pod. Named by its launcher, else by the worker's hello.
+
+Nothing is decided by it. A launcher finds its workers again by what it keeps itself (records on disk, labels of pods).
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
+from typing import NamedTuple
 
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.description import Description
@@ -20,7 +27,6 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
 from shoal_controller.core.machine.figures import Figures
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec, Phase, WorkerBounds
 
 HISTORY = 200
@@ -296,7 +302,7 @@ class Durable:
     ends_at: int = 0
     """The step at which all scripts have ended, where nothing else says which one is the last; 0: it is not known."""
     version: int = 0
-    """How often what is asked of the job was changed: `version.py` says what counts."""
+    """How often what is asked of the job was changed: `machine.py` says what counts."""
 
     @property
     def bounds(self) -> WorkerBounds:
@@ -331,3 +337,53 @@ class Durable:
             if (record.ending is not None or record.standing is Standing.DEAD) and record.worker not in members
         ]
         return gone[:-REMEMBERED]
+
+
+class Traits(NamedTuple):
+    """What a plan depends on in one worker, but for the blocks that it holds."""
+
+    worker: WorkerId
+    leaving: bool
+    can_train: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a plan is asked for. How far fills have come is not in it: they come to an end by themselves."""
+
+    pool: tuple[Traits, ...]
+    """Members, then joiners."""
+    steps: bool
+    promote: bool
+    """Fills are done, so that their targets can be promoted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a worker runs in."""
+
+    name: str
+    """What an operator calls it: `process 4711`, `pod demo-w3`."""
+    pid: int | None = None
+    """Of a process: its number on its host."""
+    log: str = ""
+    """Path of its log on the controller's host; empty where there is none."""
+    pod: str = ""
+    """Of a pod: its name. The next one of that name is another pod."""
+    uid: str = ""
+    """Of a pod that the cluster has made: what tells it from every other."""
+    node: str = ""
+    """Of a pod whose containers run: the machine that they run on."""
+
+    @property
+    def has_started(self) -> bool:
+        """Whether anything runs there: a pod may wait for a machine, or for its image."""
+        return not self.pod or bool(self.node)
+
+    @classmethod
+    def of_process(cls, pid: int, log: str = "") -> Place:
+        return cls(f"process {pid}", pid, log)
+
+    @classmethod
+    def of_pod(cls, pod: str, uid: str = "", node: str = "") -> Place:
+        return cls(f"pod {pod}", pod=pod, uid=uid, node=node)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.durable import Goal
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.planning.question import Question
 
 

@@ -12,9 +12,9 @@ from typing import TypeVar
 from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.pending import Notice, PendingReason
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.proof import Proof
 from shoal_controller.core.planning.question import Answer
 

@@ -25,10 +25,9 @@ from shoal_protos.messages import Change, Inventory, Status, Telemetry
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 
-from shoal_controller.core.machine.durable import Durable
+from shoal_controller.core.machine.durable import Durable, Goal
 from shoal_controller.core.machine.events import Connected, PlannerAnswered
 from shoal_controller.core.machine.figures import Figures
-from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.pending import Pending
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.wait_graph import BrokenLink

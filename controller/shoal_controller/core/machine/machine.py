@@ -5,6 +5,12 @@
 known: so nothing hangs on the order of messages, and what many workers say at once is concluded once. Which
 phase leads to which: `transitions.py`. Pure: it reads no clock, draws no chance and does no I/O; an operator's
 impossible request raises a `UserError`, and nothing has changed.
+
+The version of a job: a number that grows with whatever is asked of it, and with nothing that merely happens to it.
+
+Its size, whether it pauses, whether it is to end or is over: two people who change a job at a time notice each other by
+this number (`If-Match`). Steps, losses and workers that come and go leave it as it is, or nobody could ever change a
+job that trains. Called by `machine.step` once for each batch. Pure.
 """
 
 from __future__ import annotations
@@ -25,6 +31,7 @@ from shoal_controller.core.machine.events import (
     Exited,
     MessageReceived,
     NeverStarted,
+    OperatorRequest,
     Pause,
     PlannerAnswered,
     PlannerBegan,
@@ -60,9 +67,8 @@ from shoal_controller.core.machine.phases import (
     waiting,
     worker_messages,
 )
-from shoal_controller.core.machine.spec import Phase
+from shoal_controller.core.machine.spec import Phase, WorkerBounds
 from shoal_controller.core.machine.turn import Turn, forget_surplus
-from shoal_controller.core.machine.version import count_version
 from shoal_controller.core.machine.view import view
 
 __all__ = ["Durable", "Job", "new_job", "restore", "step", "view"]
@@ -183,3 +189,18 @@ def _conclude(turn: Turn, refused: bool) -> None:
         operator_requests.settle_cancelled(turn)
     if not turn.durable.phase.is_over:
         scaling.settle(turn)
+
+
+def count_version(turn: Turn, events: Sequence[Event]) -> None:
+    """One more where this batch has changed what is asked of the job."""
+    before, after = turn.before.durable, turn.durable
+    if before is after:
+        return
+    carried_out = any(isinstance(event, OperatorRequest) for event in events)
+    if carried_out or _asked_of(before) != _asked_of(after):
+        turn.keep(version=before.version + 1)
+
+
+def _asked_of(durable: Durable) -> tuple[int, WorkerBounds, bool, bool, Phase | None]:
+    over = durable.phase if durable.phase.is_over else None
+    return durable.wanted, durable.bounds, durable.paused, durable.stopping, over

@@ -114,7 +114,7 @@ class JobView:
     reason: str
     run: str = ""
     version: int = 0
-    """How often what is asked of it was changed (`version.py`)."""
+    """How often what is asked of it was changed (`machine.py`)."""
     created_at: float = 0.0
     started_at: float | None = None
     """When its first world began; None: none has."""
@@ -122,7 +122,7 @@ class JobView:
     """When the job was over; None while it is not."""
     workers: tuple[WorkerView, ...] = ()
     unmirrored_blocks: int = 0
-    """Those with fewer copies than wanted (`block_copies.py`)."""
+    """Those with fewer copies than wanted (`view.py`)."""
     figures: Figures = field(default_factory=Figures)
     """What is counted, as it is in the store."""
     samples: int | None = None

@@ -2,6 +2,11 @@
 
 The functions in `phases/` take a `Turn` and change it; `machine.step` makes it and takes the result out. What is
 durable is written before anything is said: [Note: stored first] in `effects_in_order`.
+
+A frozen dataclass with some fields replaced, at a quarter of the cost of `dataclasses.replace`.
+
+For the few records that a turn replaces again and again: a batch of a thousand workers makes some ten thousand of them.
+They have no slots and nothing to check when they are made; everything else is replaced by `dataclasses.replace`.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ from shoal_controller.core.machine.effects import Effect, Note, Persist, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.replaced import replaced
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.transitions import ALLOWED
 
@@ -217,3 +221,20 @@ def _own_copy(turn: Turn, name: str) -> dict[Any, Any]:
         turn.copies[name] = dict(mapping)
         turn.change(**{name: turn.copies[name]})
     return turn.copies[name]
+
+
+Record = TypeVar("Record")
+
+
+def replaced(record: Record, fields: dict[str, Any]) -> Record:
+    """A copy with these fields.
+
+    Raises:
+        TypeError: A field that the record does not have.
+    """
+    values = vars(record)
+    if not fields.keys() <= values.keys():
+        raise TypeError(f"{type(record).__name__} has no field {', '.join(sorted(fields.keys() - values.keys()))}")
+    copy: Record = object.__new__(type(record))
+    vars(copy).update(values, **fields)
+    return copy

@@ -1,14 +1,20 @@
-"""What people see of a job: one `JobView` made of all that is known. Nothing is decided here."""
+"""What people see of a job: one `JobView` made of all that is known. Nothing is decided here.
+
+Copies of blocks: how many are wanted in a world, and of which blocks there are fewer. Pure.
+
+The view, the series and who holds what count them with this, so that all say the same. The planner makes as many.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import Plan, Reason
-from shoal_protos.plural import plural
-from shoal_protos.runs import NO_BLOCKS
+from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.text import plural
 
-from shoal_controller.core.machine.block_copies import copies_wanted, missing_copies
-from shoal_controller.core.machine.durable import Resize, Standing, WorkerRecord, default_bounds
+from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord, default_bounds
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, shown_reports, step_seconds_median
@@ -252,3 +258,32 @@ def state(job: Job, record: WorkerRecord, rank: int | None) -> State:
         return State.ACTIVE
     joiner_ready = process is not None and process.status.state in (MemberState.WAITING, MemberState.JOINING)
     return State.READY if joiner_ready else State.STARTING
+
+
+def copies_wanted(durable: Durable) -> int | None:
+    """Of every block in the world that may train, the owner's among them: as many as the job asks for, and no more than
+    there are members that keep blocks, as a joiner does once it is filled. None: there is no world.
+    """
+    description, world = durable.description, durable.current
+    if description is None or world is None:
+        return None
+    keepers = sum(bool(share.keeps) for share in world.shares)
+    return min(description.mirrors, max(1, keepers) - 1) + 1
+
+
+def missing_copies(world: Plan | None, wanted: int | None) -> Runs:
+    """Blocks with fewer copies than wanted, the owner's among them; none where there is no world."""
+    if world is None or wanted is None:
+        return NO_BLOCKS
+    changes = dict.fromkeys((0, world.blocks), 0)
+    """By how many the copies of this block are more than those of the block before."""
+    for share in world.shares:
+        for begin, end in share.keeps.spans:
+            changes[begin] = changes.get(begin, 0) + 1
+            changes[end] = changes.get(end, 0) - 1
+    missing, copies = [], 0
+    for begin, end in pairwise(sorted(changes)):
+        copies += changes[begin]
+        if copies < wanted:
+            missing.append((begin, end))
+    return Runs(missing)

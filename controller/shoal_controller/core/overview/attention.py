@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal_protos.plural import at_step, plural
+from shoal_protos.text import at_step, plural
 
 from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import DAY, duration, listed

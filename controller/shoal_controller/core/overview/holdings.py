@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal_protos.plan import Plan, WorkerId
-from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+from shoal_protos.text import plural
 
-from shoal_controller.core.machine.block_copies import missing_copies
 from shoal_controller.core.machine.spec import JobView, WorkerView
+from shoal_controller.core.machine.view import missing_copies
 from shoal_controller.core.overview.amounts import listed, size
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shoal_protos.plan import Plan, WorkerId
-from shoal_protos.plural import at_step, plural
 from shoal_protos.runs import Runs
+from shoal_protos.text import at_step, plural
 
 from shoal_controller.core.machine.events import (
     Cancel,

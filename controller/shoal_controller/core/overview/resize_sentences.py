@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from shoal_protos.plan import Reason, WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 
 from shoal_controller.core.machine.spec import ResizeView
 from shoal_controller.core.overview.amounts import duration, listed, size

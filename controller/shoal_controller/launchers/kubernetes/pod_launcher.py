@@ -3,38 +3,35 @@
 The job decides which worker comes and goes, and this has the cluster follow: what is asked of it is written down and
 done in the background, what the watch of pods and nodes shows is told the job in order. A pod of the right name and
 another uid is not ours. The shell calls `spawn`, `kill` and `adopt`; everything else comes by `submit`.
+
+Which of the known pods belong to which job, by their labels, so that nobody goes through all of them. Pure.
+
+The connection to a cluster, and a launcher of pods over it: for `server.py`, where one is allowed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 import structlog
 from shoal_protos.errors import PeerError, ShoalError, StoreError, UserError
 from shoal_protos.plan import Plan, WorkerId
 
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import Exited, Waiting
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
-from shoal_controller.launchers.kubernetes.object_watch import ObjectWatch
-from shoal_controller.launchers.kubernetes.options import ClusterOptions, PodOptions
-from shoal_controller.launchers.kubernetes.pod_manifest import MANAGED, RUN, pod_name, pods_of, run_label
-from shoal_controller.launchers.kubernetes.pod_state import (
-    gone,
-    is_terminating,
-    node_of,
-    state_of,
-    worker_of,
-)
+from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence, ObjectWatch
+from shoal_controller.launchers.kubernetes.pod_manifest import JOB, MANAGED, RUN, pod_name, pods_of, run_label
+from shoal_controller.launchers.kubernetes.pod_state import gone, is_terminating, node_of, state_of, worker_of
 from shoal_controller.launchers.kubernetes.pod_writer import PodWriter
-from shoal_controller.launchers.kubernetes.pods_by_job import PodsByJob
-from shoal_controller.launchers.kubernetes.section import Json
+from shoal_controller.launchers.kubernetes.request_outcomes import Asked, nobody_counts
+from shoal_controller.launchers.kubernetes.section import ClusterOptions, Json, PodOptions
 from shoal_controller.launchers.kubernetes.tracked_pod import News, TrackedPod, TrackedPods
 from shoal_controller.launchers.kubernetes.world_annotations import WorldAnnotations, annotated
-from shoal_controller.tasks import end_task, guarded, only_logged
+from shoal_controller.process.tasks import end_task, guarded, only_logged
 
 NODES = "/api/v1/nodes"
 AGAIN_SECONDS = 0.5
@@ -356,3 +353,55 @@ class KubernetesLauncher:
         ended.sort(key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")))
         for pod in ended[:-KEPT_PODS]:
             self._delete_old(pod)
+
+
+class PodsByJob:
+    """Told of each pod that changes or goes."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, dict[str, Json]] = {}
+        self._jobs: dict[str, str] = {}
+        """By the name of the pod."""
+
+    def note(self, name: str, pod: Json | None) -> None:
+        """It is so now; None: it is gone."""
+        before = self._jobs.pop(name, None)
+        if before is not None:
+            self._drop(before, name)
+        if pod is not None:
+            self._jobs[name] = job = str(pod["metadata"].get("labels", {}).get(JOB, ""))
+            self._pods.setdefault(job, {})[name] = pod
+
+    def of(self, job: str) -> Sequence[Json]:
+        return list(self._pods.get(job, {}).values())
+
+    def clear(self) -> None:
+        self._pods.clear()
+        self._jobs.clear()
+
+    def _drop(self, job: str, name: str) -> None:
+        del self._pods[job][name]
+        if not self._pods[job]:
+            del self._pods[job]
+
+
+@asynccontextmanager
+async def connected(cluster: ClusterOptions, asked: Asked = nobody_counts) -> AsyncIterator[ClusterApi]:
+    """For as long as the context lasts. `asked` hears of all requests. Raises `UserError` where there is no cluster."""
+    api = await ClusterApi.connect(cluster.kubeconfig, cluster.namespace, asked)
+    try:
+        yield api
+    finally:
+        await api.close()
+
+
+@asynccontextmanager
+async def kubernetes_launcher(
+    api: ClusterApi, pods: PodOptions, cluster: ClusterOptions, submit: Submit
+) -> AsyncIterator[KubernetesLauncher]:
+    """For as long as the context lasts; its pods outlive it."""
+    launcher = KubernetesLauncher(api, pods, cluster, submit)
+    try:
+        yield launcher
+    finally:
+        await launcher.release()

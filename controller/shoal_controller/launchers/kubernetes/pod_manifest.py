@@ -16,10 +16,10 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.elastic_jobs.resource_kind import owner_reference
 from shoal_controller.launchers.kubernetes.gang import gang_annotations, gang_labels, gang_scheduler
+from shoal_controller.launchers.kubernetes.resource_kind import owner_reference
 from shoal_controller.launchers.kubernetes.section import Json, KubernetesSection
-from shoal_controller.launchers.own_variables import SET_IN_PODS
+from shoal_controller.launchers.launcher import SET_IN_PODS
 
 JOB, RUN, WORKER = "shoal.dev/job", "shoal.dev/run", "shoal.dev/worker"
 MANAGED = "app.kubernetes.io/managed-by=shoal,app.kubernetes.io/component=worker"

@@ -14,9 +14,9 @@ from typing import Any
 
 from shoal_protos.plan import WorkerId
 
+from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.events import Exited, Preempted, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
-from shoal_controller.core.machine.place import Place
 from shoal_controller.launchers.kubernetes.pod_manifest import CONTAINER, LEFT_OVER_SECONDS, WORKER
 
 Object = Mapping[str, Any]

@@ -17,7 +17,6 @@ from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
 from shoal_controller.launchers.kubernetes.gang import VOLCANO_GROUP, pod_group, pod_group_name, pod_groups_path
-from shoal_controller.launchers.kubernetes.options import PodOptions
 from shoal_controller.launchers.kubernetes.pod_manifest import (
     JOB,
     RUN,
@@ -33,7 +32,7 @@ from shoal_controller.launchers.kubernetes.pod_manifest import (
     section_of,
 )
 from shoal_controller.launchers.kubernetes.pod_state import is_terminating
-from shoal_controller.launchers.kubernetes.section import Json
+from shoal_controller.launchers.kubernetes.section import Json, PodOptions
 from shoal_controller.launchers.kubernetes.tracked_pod import TrackedPod
 
 AT_A_TIME = 20

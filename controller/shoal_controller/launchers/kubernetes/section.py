@@ -2,15 +2,19 @@
 
 What Kubernetes itself describes (tolerations, volumes, …) is taken as Kubernetes has it, and the API server checks it.
 What a pod of ours must have is not to be set here: `pod_manifest.py` says what that is.
+
+What the Kubernetes launcher is told by the controller's settings. Plain data; imports no client of a cluster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shoal_controller.launchers.own_variables import SET_IN_PODS
+from shoal_controller.launchers.launcher import SET_IN_PODS, JoinTokens
 
 Json = dict[str, Any]
 Many = Annotated[list[Json], Field(max_length=100)]
@@ -144,3 +148,27 @@ def _misshapen(patch: Json) -> str:
                 return f"spec.{kind}[{index}].env` is {variables!r}; expected a list of variables"
     wrong = [key for key, value in found.items() if value is not None and not isinstance(value, dict)]
     return f"{wrong[0]}` is {found[wrong[0]]!r}; expected an object" if wrong else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """What all jobs' pods get."""
+
+    controllers: Callable[[], Sequence[str]]
+    """`HOST:PORT` of the controllers, as pods reach them."""
+    tokens: JoinTokens | None = None
+    """What makes the join tokens; None: workers need none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Which cluster it is, and what is looked at there."""
+
+    kubeconfig: str = ""
+    """Empty: the cluster that this process runs in."""
+    namespace: str = ""
+    """Empty: this process's own, or the kubeconfig's."""
+    nodes: bool = True
+    """Whether nodes may be read. Without them no taint, cordon or vanished node is seen."""
+    taints: tuple[str, ...] = ()
+    """Taints of nodes that are to go, besides those that are known."""

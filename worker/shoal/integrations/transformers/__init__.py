@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
         f'{error.name} is not installed: install "shoal[transformers]"', name=error.name
     ) from None
 
-from shoal.integrations.transformers.deepspeed_argument import put_deepspeed_aside
+from shoal.integrations.transformers.engine_config import put_deepspeed_aside
 from shoal.integrations.transformers.trainer import Seq2SeqTrainer, Trainer
 
 put_deepspeed_aside()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shoal.logs import get_logger
+from shoal.process.logs import get_logger
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -23,14 +23,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from shoal.data.opened_stream import is_stream
 from shoal.data.seeds import seed_everything
 from shoal.data.source import one_thread, read_numbered
-from shoal.exchange.framing import FramedSend, receive_framed
+from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import EVALUATED
-from shoal.group.group import WorldChanged
-from shoal.group.group_progress import USER_STEPS
-from shoal.logs import get_logger
+from shoal.exchange.world import World
+from shoal.group.group import USER_STEPS, WorldChanged
+from shoal.process.logs import get_logger
+from shoal.state.small_state import packed, unpacked
 from shoal.training.engine import Engine
-from shoal.training.small_state import packed, unpacked
-from shoal.world import World
 
 NO_MORE = b""
 """The last word of a member at a boundary."""

@@ -2,6 +2,10 @@
 
 The first hello of a job says what the job is made of; every other is held against it. An id belongs to one process for
 ever, and a process keeps its id over broken streams and controllers.
+
+What a job survives, as a sentence for people: what its mirrors and its saves are worth.
+
+Said once, when it is known what the job is made of. Pure words; nothing is decided here.
 """
 
 from __future__ import annotations
@@ -11,11 +15,10 @@ from dataclasses import replace
 
 from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ, with_digest
 from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Status, Welcome
-from shoal_protos.plan import WorkerId
-from shoal_protos.plural import plural
-from shoal_protos.quoting import of_shoal
+from shoal_protos.plan import EVERYONE, WorkerId
+from shoal_protos.text import of_shoal, plural
 
-from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord, bounds_of, default_bounds
+from shoal_controller.core.machine.durable import Durable, Place, Standing, WorkerRecord, bounds_of, default_bounds
 from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected
@@ -30,12 +33,10 @@ from shoal_controller.core.machine.phases import (
     older_store,
     proofs,
     silence,
-    survival,
     worker_messages,
 )
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import shown_loss
-from shoal_controller.core.machine.place import Place
 from shoal_controller.core.machine.spec import WorkerBounds
 from shoal_controller.core.machine.turn import Turn, once, worker_of
 
@@ -210,7 +211,7 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
         number = f"{gets} of {wanted} workers" if gets < wanted else f"{plural(gets, 'worker')}, not {wanted}"
         turn.note(EventKind.SCALED, f"the job gets {number}, because {why}", hello.worker or "(new)")
         turn.keep(wanted=gets)
-    turn.note(EventKind.SURVIVES, survival.sentence(hello.description))
+    turn.note(EventKind.SURVIVES, sentence(hello.description))
 
 
 def _is_nobodys(turn: Turn, bounds: WorkerBounds, lanes: int) -> bool:
@@ -366,3 +367,23 @@ def _record_with(hello: Hello, known: WorkerRecord) -> WorkerRecord:
         standing=Standing.HERE if revived else known.standing,
         why="" if revived else known.why,
     )
+
+
+def sentence(made_of: Description) -> str:
+    """How many may be lost at once, and what becomes of the job where more are."""
+    return f"{_copies(made_of.mirrors)}; {_without_a_copy(made_of)}"
+
+
+def _copies(mirrors: int) -> str:
+    if mirrors == EVERYONE:
+        return "every worker keeps every block, so the job goes on while one of them lives"
+    if not mirrors:
+        return "each block is kept by one worker alone (mirrors 0), so none may be lost"
+    return f"each block is kept by {mirrors + 1} workers, so {plural(mirrors, 'worker')} may be lost at once"
+
+
+def _without_a_copy(made_of: Description) -> str:
+    if made_of.can_checkpoint:
+        place = f" in {made_of.saves_to}" if made_of.saves_to else ""
+        return f"where all who keep a block are lost, all go back to the newest checkpoint{place}"
+    return "where all who keep a block are lost, the job begins anew at step 0, because no checkpoint.path is set"

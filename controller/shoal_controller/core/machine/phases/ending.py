@@ -13,8 +13,8 @@ from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
 from shoal_controller.core.machine.phases import claims, progress, proofs
-from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
+from shoal_controller.core.machine.phases.step_figures import count_fills
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from shoal_protos.messages import FRESH_PROCESS, NO_CONTROLLER, Ending, Fault, Status
 from shoal_protos.plan import Plan, WorkerId
-from shoal_protos.plural import at_step
+from shoal_protos.text import at_step
 
 from shoal_controller.core.machine.durable import Failures, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind

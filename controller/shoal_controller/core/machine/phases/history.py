@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from shoal_protos.messages import Change
 from shoal_protos.plan import Plan, Reason, WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import HISTORY, Resize
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import CHANGE_PHASES
-from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.phases.progress import known_step
+from shoal_controller.core.machine.phases.step_figures import count_fills
 from shoal_controller.core.machine.turn import Turn
 
 MOST_NAMES = 16

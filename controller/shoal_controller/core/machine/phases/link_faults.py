@@ -10,7 +10,7 @@ from collections import Counter
 
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import Plan, WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import LinkFault
 from shoal_controller.core.machine.event_kind import EventKind

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from shoal_protos.messages import Ending
 from shoal_protos.plan import WorkerId
-from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import Anew, Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Kill

@@ -5,8 +5,7 @@ from __future__ import annotations
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.plan import WorkerId
-from shoal_protos.plural import at_step, plural
-from shoal_protos.quoting import shown_name
+from shoal_protos.text import at_step, plural, shown_name
 
 from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
 
-from shoal_controller.core.machine.durable import Leaving
+from shoal_controller.core.machine.durable import Goal, Leaving, Traits
 from shoal_controller.core.machine.events import PlannerAnswered
-from shoal_controller.core.machine.goal import Goal, Traits
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.phases import (
     broken_links,

@@ -12,10 +12,10 @@ from dataclasses import replace
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Plan
 
+from shoal_controller.core.machine.durable import Goal
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import PlannerAnswered, PlannerBegan, PlannerFailed
-from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.job import Job, PlannerState
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.planning.question import Question, check_answer

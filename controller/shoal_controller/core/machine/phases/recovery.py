@@ -10,14 +10,13 @@ from dataclasses import replace
 
 from shoal_protos.messages import Ending, Inventory, MemberState
 from shoal_protos.plan import Plan, Reason, WorkerId
-from shoal_protos.plural import plural
 from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.text import plural
 
-from shoal_controller.core.machine.durable import Standing
+from shoal_controller.core.machine.durable import Goal, Standing
 from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import PlannerAnswered
-from shoal_controller.core.machine.goal import Goal
 from shoal_controller.core.machine.job import Attempt, AttemptPhase
 from shoal_controller.core.machine.phases import (
     broken_links,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, WorkerId
-from shoal_protos.plural import at_step
+from shoal_protos.text import at_step
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Process

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from shoal_protos.messages import Ending
 from shoal_protos.plan import WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Kill

@@ -1,6 +1,12 @@
 """Committed steps, counted: how many, how long, since when. What goodput and the sample counter are made of.
 
 A step counts once every member has passed it, so no survivor ever reports fewer. Called where the shown step moves.
+
+Bytes that fills have moved, counted: into the present generation's place in the history and into the job's counter
+at the same moment, so that the report and the metric always say the same.
+
+A worker tells how much its process has received since it began; how much of that is counted is in its record, so that
+another controller goes on from there. Counted where something is written anyway, and not with every slice.
 """
 
 from __future__ import annotations
@@ -9,7 +15,6 @@ from dataclasses import replace
 from statistics import median
 
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases.fill_figures import count_fills
 from shoal_controller.core.machine.turn import Turn
 
 KEEP_SECONDS = 60.0
@@ -77,3 +82,20 @@ def _of(process: Process) -> float:
     if before is not None and now[0] > before[0] and now[1] > before[1]:
         return (now[1] - before[1]) / (now[0] - before[0])
     return process.telemetry.step_seconds
+
+
+def count_fills(turn: Turn) -> None:
+    """What workers have told since the last time was moved by the present generation."""
+    history = turn.durable.history
+    if not history:
+        return
+    moved = 0
+    for worker, process in turn.job.processes.items():
+        received, counted = process.telemetry.fill_bytes, turn.record(worker).fill_bytes_counted
+        if received > counted:
+            moved += received - counted
+            turn.mark(worker, fill_bytes_counted=received)
+    if moved:
+        newest = replace(history[-1], fill_bytes=history[-1].fill_bytes + moved)
+        turn.keep(history=(*history[:-1], newest))
+        turn.count("shoal_repartition_bytes_total", moved, source="peer")

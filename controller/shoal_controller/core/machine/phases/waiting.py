@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import WorkerId
-from shoal_protos.plural import plural
+from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import Durable, Standing
 from shoal_controller.core.machine.job import Job, Process

@@ -1,6 +1,10 @@
 """What workers say of themselves: statuses, inventories, requests, results. Only recorded here; `settle` concludes.
 
 An older status than the last one heard says nothing; whatever is heard proves that its process lives.
+
+What members report of a job's data: micro-batches that were skipped, steps that were not finite.
+
+Members count alike, by the vote's records; whoever has come furthest is heard. Nothing is decided by it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status
+from shoal_protos.milestones import passes_milestone
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Leaving, Standing
@@ -25,9 +30,8 @@ from shoal_controller.core.machine.phases import (
     history,
     planned_changes,
     scaling,
-    training_data,
 )
-from shoal_controller.core.machine.phases.next_message import send_if_due
+from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.phases.progress import shown_reports, step_seconds_median
 from shoal_controller.core.machine.turn import Turn
 
@@ -54,7 +58,7 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **stands)
     history.on_telemetry(turn, worker)
     checkpoints.on_telemetry(turn, worker)
-    training_data.on_telemetry(turn, worker)
+    on_telemetry(turn, worker)
     if is_newer:
         _learn(turn, worker, status, known.status)
     send_if_due(turn, worker)
@@ -189,3 +193,23 @@ def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
             step=max(turn.durable.step, result.step),
             step_seconds_median=step_seconds_median(turn.job),
         )
+
+
+def on_telemetry(turn: Turn, worker: WorkerId) -> None:
+    """Counts what is new in a member's telemetry; the 1st, 10th, 100th … is an event."""
+    telemetry, durable = turn.job.processes[worker].telemetry, turn.durable
+    skipped, before = telemetry.skipped_micro_batches, durable.skipped_micro_batches
+    steps, steps_before = telemetry.not_finite_steps, durable.not_finite_steps
+    if (skipped <= before and steps <= steps_before) or not is_member(turn.world, worker):
+        return
+    if skipped > before:
+        turn.keep(skipped_micro_batches=skipped)
+        turn.count("shoal_skipped_micro_batches_total", skipped - before)
+        if passes_milestone(before, skipped):
+            turn.note(EventKind.MICRO_BATCHES_SKIPPED, f"micro-batches skipped by the script so far: {skipped}", worker)
+    if steps > steps_before:
+        turn.keep(not_finite_steps=steps)
+        if passes_milestone(steps_before, steps):
+            turn.note(
+                EventKind.NOT_FINITE, f"steps that were not finite so far: {steps}; {telemetry.not_finite}", worker
+            )

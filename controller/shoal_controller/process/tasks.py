@@ -1,0 +1,141 @@
+"""Guarded tasks: every one has a name, someone who hears when it ends unexpectedly, and an end that waits for it.
+
+Used by every room of the controller that starts a task. A task that nobody hears of is a bug.
+
+A lock for each name, for as long as somebody has it or waits for it: what is slow for one name keeps nobody from
+others. For `shell.py`; knows nothing of jobs.
+
+An iteration that is ended from outside, also while somebody waits for its next item.
+
+A generator alone cannot be closed then ("asynchronous generator is already running"), which would hide the error for
+which a context that reads from it was left. Used for watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
+
+import structlog
+
+END_SECONDS = 5.0
+"""How long a cancelled task may take to end."""
+
+log = structlog.get_logger("shoal.tasks")
+
+
+def guarded(
+    name: str, work: Coroutine[object, object, None], failed: Callable[[BaseException], None]
+) -> asyncio.Task[None]:
+    """Start it. `failed` hears the exception that ends it; being cancelled and returning are its ordinary ends."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.error("a task ended unexpectedly", task=name, error=str(error), exc_info=error)
+        failed(error)
+
+    task.add_done_callback(ended)
+    return task
+
+
+def only_logged(_: BaseException) -> None:
+    """Enough for a task that nobody waits for: `guarded` has logged what ended it."""
+
+
+@contextmanager
+def cancelled_when(future: asyncio.Future[Any], why: Callable[[], BaseException]) -> Iterator[None]:
+    """Cancels the body when the future is done, unless that was cancelled itself, and raises `why()` for it."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+
+    def cancel(future: asyncio.Future[Any]) -> None:
+        if not future.cancelled():
+            task.cancel()
+
+    future.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if future.done() and not future.cancelled() and task.uncancel() <= before:
+            error = why()
+            raise error from error.__cause__
+        raise
+    finally:
+        future.remove_done_callback(cancel)
+
+
+async def first_of(*waits: Coroutine[object, object, object]) -> None:
+    """Returns when the first of these has returned; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def end_task(task: asyncio.Task[None], seconds: float = END_SECONDS) -> None:
+    """Cancel it and wait until it is gone. What it ended by has been heard by its guard."""
+    task.cancel()
+    _, running = await asyncio.wait([task], timeout=seconds)
+    if running:
+        log.error("a task did not end in time", task=task.get_name(), seconds=seconds)
+
+
+class NamedLocks:
+    """Of one event loop."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def of(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    def is_held(self, name: str) -> bool:
+        return self.of(name).locked()
+
+
+Item = TypeVar("Item")
+
+
+class Endable(AsyncIterator[Item], Generic[Item]):
+    """Hands on what a generator yields, to one reader at a time, until `end`: then it is over for whoever waits."""
+
+    def __init__(self, items: AsyncGenerator[Item]) -> None:
+        self._items = items
+        self._next: asyncio.Task[Item] | None = None
+        self._ended = False
+
+    async def __anext__(self) -> Item:
+        if self._ended:
+            raise StopAsyncIteration
+        task = self._next = asyncio.create_task(self._step(), name="the next item")
+        try:
+            await asyncio.wait([task])
+        finally:
+            await self._stop(task)
+        if self._ended and task.cancelled():
+            raise StopAsyncIteration
+        return task.result()
+
+    async def _step(self) -> Item:
+        return await anext(self._items)
+
+    async def _stop(self, task: asyncio.Task[Item]) -> None:
+        task.cancel()
+        await asyncio.wait([task])
+        self._next = None
+
+    async def end(self) -> None:
+        """Returns when nothing of it runs any more."""
+        self._ended = True
+        if self._next is not None:
+            await self._stop(self._next)
+        await self._items.aclose()

@@ -1,0 +1,117 @@
+"""The fingerprint: one digest of a job's state that does not depend on world, stage, mirrors, offload or history.
+
+SHA-256 over the step, the layout, per block in order the SHA-256 of its parameters and of each optimizer state tensor
+(keys sorted, padding +0), the persistent buffers by name, and the updates that parameters have missed, if any. Owners
+digest their blocks; everyone gets all digests, so that the loss of any member loses none. `shoal verify` computes it of
+a checkpoint alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+
+from shoal_protos.errors import PeerError
+from shoal_protos.runs import Runs
+from torch import Tensor
+
+from shoal.blocks.values import without_gaps
+from shoal.core.layout import Layout, Stretch
+from shoal.core.misses import Misses
+from shoal.exchange.packing import FramedSend, receive_framed
+from shoal.exchange.traffic import DIGESTS
+from shoal.exchange.world import World
+from shoal.group.group import Group
+from shoal.process.host_memory import tensor_bytes
+from shoal.state.training_state import TrainingState, digest_of
+
+ENTRY = struct.Struct("<II")
+"""Before the digests of a block: its number, and how many bytes they are. Blocks of other groups have other state."""
+
+
+def block_digests(state: TrainingState, blocks: Runs) -> dict[int, bytes]:
+    """Digests by block number: 32 bytes for the parameters and 32 for each state tensor, keys sorted. None of frozen
+    blocks.
+    """
+    found: dict[int, bytes] = {}
+    for stretch, parts in contents(state, blocks):
+        if state.held_layout.buckets[stretch.bucket].is_frozen:
+            continue
+        found.update(digests_of(state.layout, stretch, parts))
+    return found
+
+
+def digests_of(
+    layout: Layout,
+    stretch: Stretch,
+    parts: Sequence[Tensor],  # each (blocks × block elements,), or () for a number that all blocks share
+) -> Iterator[tuple[int, bytes]]:
+    """Number and digests of each block of a stretch. `parts`: parameters, then state tensors, keys sorted."""
+    size, parts = layout.block_elements, [part.cpu() for part in parts]
+    for index, number in enumerate(layout.numbers_of(stretch)):
+        yield number, b"".join(_digest(part, index * size, size) for part in parts)
+
+
+def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list[Tensor]]]:
+    """Each stretch of blocks with its parameters, then each state tensor, keys sorted: (blocks × block elements,)
+    elements, or () for a number that all blocks share.
+    """
+    for stretch, tensors in state.held.stream(blocks):
+        first, _ = state.held_layout.elements(stretch)
+        gaps = state.held_layout.buckets[stretch.bucket].gaps
+        yield (
+            stretch,
+            [
+                without_gaps(part, first, gaps)
+                for part in (state.weights.of(stretch), *(tensors[key] for key in sorted(tensors)))
+            ],
+        )
+
+
+def _digest(part: Tensor, at: int, size: int) -> bytes:
+    return hashlib.sha256(tensor_bytes(part if part.dim() == 0 else part[at : at + size])).digest()
+
+
+def fingerprint(state: TrainingState, world: World) -> str:
+    """Hexadecimal. Every member of the world calls it at the same boundary; raises `WorldChanged`."""
+    mine = block_digests(state, world.plan.shares[world.rank].owned)
+    everyone = dict(mine)
+    for number, digest in _exchange(world.group, mine):
+        everyone[number] = digest
+    return total_of(state.step, state.layout, everyone, state.buffers.committed, state.misses)
+
+
+def total_of(
+    step: int, layout: Layout, digests: Mapping[int, bytes], buffers: Mapping[str, Tensor], misses: Misses
+) -> str:
+    """Hexadecimal. `digests`: of every block, as `block_digests` gives them."""
+    total = hashlib.sha256(f"step {step}\n".encode())
+    total.update(layout.digest())
+    for number in range(layout.blocks):
+        total.update(digests[number])
+    total.update(digest_of(sorted(buffers.items())).encode())
+    if any(one.updates for one in misses.of):
+        total.update(repr(misses.runs()).encode())
+    return total.hexdigest()
+
+
+def _exchange(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
+    content = b"".join(ENTRY.pack(number, len(digests)) + digests for number, digests in mine.items())
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others]
+    found = [entry for peer in others for entry in _entries(receive_framed(group, peer, DIGESTS), peer)]
+    for send in sends:
+        send.wait()
+    return found
+
+
+def _entries(content: bytes, peer: int) -> Iterator[tuple[int, bytes]]:
+    """Number and digests of each block. Raises `PeerError` for a message that ends within one."""
+    at = 0
+    while at < len(content):
+        number, width = ENTRY.unpack_from(content, at) if at + ENTRY.size <= len(content) else (0, len(content))
+        at += ENTRY.size + width
+        if at > len(content):
+            raise PeerError(f"rank {peer} sent digests that end within a block's")
+        yield number, content[at - width : at]

@@ -1,0 +1,35 @@
+"""A world as one member sees it. Frozen: it is replaced whole when a generation begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal_protos.plan import Plan
+from shoal_protos.runs import Runs
+
+from shoal.core.tree import NO_LANE, first_rounds
+from shoal.exchange.traffic import Traffic
+from shoal.group.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    plan: Plan
+    rank: int
+    group: Group
+    traffic: Traffic
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The lanes that this member trains; empty for a standby, and while no steps run."""
+        return self.plan.shares[self.rank].lanes if self.plan.steps else ()
+
+    @property
+    def first_lanes(self) -> tuple[int, ...]:
+        """The same lanes in the order of the world's first step."""
+        own = (lanes[self.rank] for lanes in first_rounds(self.plan))
+        return tuple(lane for lane in own if lane != NO_LANE)
+
+    def replays(self, boundaries: int) -> Runs:
+        """The blocks that this member has as of the next vote: it updates them itself, where they are not frozen."""
+        return self.traffic.held(boundaries)

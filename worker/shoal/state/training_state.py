@@ -1,0 +1,442 @@
+"""What training has come to on this worker: parameters, held blocks, buffers, hyper-parameters, the committed step.
+
+`commit` is the only place that moves the step on; a roll-forward calls the same. Knows no group and no controller; only
+the training thread touches it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from shoal_protos.errors import PeerError, UserError
+from shoal_protos.messages import Inventory
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.blocks.flat import (
+    Flats,
+    adopt,
+    adopt_without_values,
+    frozen,
+    give_memory,
+    lay_out_model,
+    plain_parts,
+    trainable,
+)
+from shoal.blocks.held import OnUpdated, unheard
+from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.originals import Originals
+from shoal.blocks.residency import EVERYTHING, Residency
+from shoal.blocks.shard_sums import ShardSums
+from shoal.blocks.sharded_memory import ShardedMemory
+from shoal.blocks.values import WholeValues
+from shoal.config.training import TrainingConfig
+from shoal.core.layout import Layout
+from shoal.core.lineage import Branch, Lineage
+from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
+from shoal.core.misses import Misses, every_one
+from shoal.core.stream_position import StreamPositions
+from shoal.core.units import named_parameters, unit_numbers
+from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
+from shoal.exchange.vote import Record
+from shoal.first_values.building import meant_device
+from shoal.first_values.deferred_values import DeferredValues, deferred_values
+from shoal.offload.state_place import StatePlace, held_blocks
+from shoal.optim.hyper import advance, has_turn, hyper_parameters, load_into
+from shoal.precision.rounding import half_dtype, round_module
+from shoal.process.device import Device, device_of
+from shoal.process.host_memory import tensor_bytes
+from shoal.state.agreed_hyper import SetInTime
+from shoal.state.comparisons import Comparisons
+from shoal.state.given_values import GivenHyperParameters
+from shoal.state.module_modes import ModuleModes
+from shoal.state.parameter_guards import GradientGuard, ModuleGuard, TakenGradientGuard
+from shoal.state.small_state import pack, unpack
+
+NO_STEP = -1
+"""The step of a worker that has none yet."""
+ENDS = ("stop", "halt")
+"""Kinds of requests by which a step becomes the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the config says of all steps."""
+
+    lanes: int
+    clipping: float
+    """The greatest norm of a step's gradient; 0: none."""
+    last_step: int
+    """0: where the script ends."""
+    units: tuple[str, ...] = ()
+    """Classes of the modules that are units of the layout; none: by rule (core/units.py)."""
+    residency: Residency = EVERYTHING
+    """What of a block every worker keeps."""
+    one_micro_batch: bool = True
+    """Whether a lane is one micro-batch."""
+    half: torch.dtype | None = None
+    """The half precision of the parameters; None: the script's own."""
+    scaling: LossScaleRule | None = None
+    """How losses are scaled; None: not at all."""
+    state_folder: str | None = None
+    """Where a file keeps optimizer state and master weights; None: memory does."""
+    seed: int = 0
+    state_on_host: bool = False
+    """Whether host memory keeps them, wherever parameters are."""
+    parameters_on_host: bool = False
+    """Whether it keeps the parameters of held blocks too, where these are with the state."""
+    peers_on_host: bool = True
+    """Whether all other workers are on this one's host."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, last_step: int, peers_on_host: bool = True) -> Limits:
+        """`last_step`: where the dataset or `max_steps` ends the job."""
+        precision = config.precision
+        one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
+        return cls(
+            config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
+            precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
+            peers_on_host,
+        )  # fmt: skip
+
+
+class TrainingState:
+    """Parameters, optimizer state, buffers and position of one worker. `followed`: the last step that the script's
+    functions of `on_commit` have followed, and with them what it registers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        limits: Limits,
+        device: Device | None = None,
+    ) -> None:
+        """`device`: None: that of the module."""
+        self.device = device if device is not None else device_of(_named_tensors(module))
+        self.residency, self.one_micro_batch = limits.residency, limits.one_micro_batch
+        deferred = deferred_values(module, limits.seed, unit_numbers(module, limits.units), self.device.kind)
+        pairs = trainable(module, optimizer, limits.units, limits.half)
+        pairs, before = round_module(module, pairs, limits.half)
+        self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
+        sharded = not limits.residency.parameters
+        pairs += frozen(module, limits.units) if sharded else []
+        self.held_layout: Layout
+        """Of all that is in blocks; where parameters are sharded, frozen ones too."""
+        self.held_layout, self.placed = lay_out_model(pairs, self.device.kind)
+        self.layout = self.held_layout.trained  # the same in every stage
+        self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
+        """The trained ones, in the order of the slots; `placed`: all that are in blocks."""
+        self.comes_later = sharded and deferred is not None
+        """Whether parameters have no values before they are gathered for the first time."""
+        if self.comes_later:
+            before = {info.name: parameter.data for info, parameter in pairs} | before
+        of_units = self.held_layout, limits.peers_on_host and self.device.on_host, self.comes_later
+        self.sharded_memory = ShardedMemory(*of_units) if sharded else None
+        """None: parameters are here all the time."""
+        self.flats = WholeValues(self.held_layout, self._lay_flats())
+        """What forwards compute with."""
+        self.originals: Originals | None = Originals(self.held_layout, self.placed, before, deferred)
+        """Until something but the script has made this process's state: till then it could begin at step 0."""
+        self._put_first_values(deferred)
+        self.comparisons = Comparisons(at_once=self.device.on_host)
+        self.gradient_guard: GradientGuard | TakenGradientGuard
+        whole = limits.residency.gradients
+        self.sums: LaneSums | ShardSums
+        self.sums = LaneSums(self.layout, limits.lanes) if whole else ShardSums(self.layout, limits.one_micro_batch)
+        if isinstance(self.sums, ShardSums) or self.sums.live.has_halves:
+            self.gradient_guard = TakenGradientGuard(self.parameters)
+        else:
+            self.gradient_guard = GradientGuard(self.sums, self.comparisons)
+        tensors = {info.name: tensor for info, tensor in pairs}
+        place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
+        self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
+        self.held.shared = self.sharded_memory.shared if self.sharded_memory is not None else None
+        self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
+        """The parameters of the blocks that are held, at least."""
+        self.buffers = ModuleBuffers(module, limits.lanes)
+        self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
+        self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
+        self.given = GivenHyperParameters(optimizer, scheduler, self.held.effects.moved)
+        self.modes, self.misses = ModuleModes(module), Misses(())
+        self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
+        self.step, self.last_step, self.committed_in, self.followed = NO_STEP, limits.last_step, 0, 0
+        self.record: Record | None = None
+        self.pending = NO_BLOCKS
+        """Held blocks whose next gradient is in; set when a vote is entered with all that the commit reads."""
+        self.current = NO_BLOCKS
+        """Blocks whose parameters are those of `step`."""
+        self.frozen_in_place = True
+        """Whether this module's frozen parameters are known to be the job's."""
+        self.lineage: Lineage = ()
+        """The checkpoints that training has gone on from."""
+        self.stream_positions = StreamPositions()
+        self.registered: dict[str, Any] = {}
+        """The user's own objects with `state_dict` and `load_state_dict`, by name."""
+
+    def _lay_flats(self) -> Flats:  # per bucket (elements,) of its dtype
+        """The parameters become views of them."""
+        if self.sharded_memory is None:
+            return adopt(self.held_layout, self.placed)
+        beneath = self.sharded_memory.beneath
+        if not self.comes_later:
+            return adopt(self.held_layout, self.placed, beneath.flats)
+        adopt_without_values(self.held_layout, self.placed, beneath)
+        return beneath.flats
+
+    def _put_first_values(self, deferred: DeferredValues | None) -> None:
+        """Of a model that was built without memory: frozen parameters, and all that are whole on every worker."""
+        if deferred is None:
+            return
+        assert self.originals is not None
+        for name, parameter in named_parameters(self.module):
+            if parameter.is_meta:
+                value = deferred.part(name, 0, parameter.numel()).to(self.device.kind, parameter.dtype, copy=True)
+                give_memory(parameter, value.view(parameter.shape))
+        if not self.comes_later:
+            self.originals.put_back()
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """The parameters that are in blocks, in the order of the flats' slots."""
+        names = [slot.parameter.name for bucket in self.held_layout.buckets for slot in bucket.slots]
+        return dict(zip(names, self.placed, strict=True))
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """One that is in blocks, as it was called at `shoal.initialize`: a module may have lost it since."""
+        return next(name for name, one in self._named().items() if one is parameter)
+
+    @property
+    def everything(self) -> Runs:
+        return every(self.held_layout.blocks)
+
+    @cached_property
+    def frozen_bytes(self) -> int:
+        """What frozen parameters take that are whole on every worker: a sum over the whole module, and always the
+        same.
+        """
+        return sum(one.nbytes for one in frozen_parameters(self).values())
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by before their backward."""
+        return self.loss_scale.scale if self.loss_scale is not None else 1.0
+
+    @property
+    def loss(self) -> float | None:
+        """The last step's, where one was committed."""
+        return self.record.loss if self.record is not None else None
+
+    @property
+    def is_current(self) -> bool:
+        return self.current == self.everything
+
+    # ---- one step
+
+    def commit(self, record: Record, generation: int, on_updated: OnUpdated = unheard) -> None:
+        """Applies the step whose vote has passed to all blocks with a pending gradient, and frees every other block.
+
+        `on_updated`: see `HeldBlocks.apply`.
+        """
+        self.originals = None
+        self.held.keep_only(self.pending)
+        if record.updates:
+            self._update(record, on_updated)
+        if self.loss_scale is not None and (record.updates or record.overflow):
+            self.loss_scale = after(self.loss_scale, bool(record.overflow))
+        self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
+        self.buffers.commit()
+        self.step, self.committed_in, self.record = record.step, generation, record
+        self.current, self.pending = self._current(self.held.runs), NO_BLOCKS
+        if self.scheduler is not None and record.updates:
+            advance(self.scheduler, record.loss)
+        if any(request.kind in ENDS for request in record.requests):
+            self.last_step = min(self.last_step or record.step, record.step)
+        self.set_in_time.on_commit(record)
+        self.stream_positions.learn(record.streams)
+
+    def _update(self, record: Record, on_updated: OnUpdated) -> None:
+        """Of the parameters that some lane has used."""
+        unused = int(record.unused or "0", 16) & every_one(self.layout)
+        self.held.optimizer_step.cuts = self.misses.cuts(self.layout, unused)
+        self.held.apply(self.sums.reduced, self._clip(record.norm), on_updated)
+        turns = [has_turn(group) for group in self.optimizer.param_groups]
+        self.misses = self.misses.after(self.layout, unused, turns)
+
+    def _current(self, mine: Runs) -> Runs:
+        """Where parameters are sharded none is handed out: who needs one asks for it."""
+        return mine if self.residency.parameters or not self.frozen_in_place else self.everything
+
+    def _clip(self, norm: float | None) -> float:
+        if norm is None or not self.clipping:
+            return 1.0
+        return min(1.0, self.clipping / (norm + 1e-6))
+
+    def end_here(self) -> None:
+        """The job ends with the last committed step: what the lanes have made since is void."""
+        self.last_step = min(self.last_step or self.step, self.step)
+        self.forget_gradients()
+        self.buffers.give_up()
+
+    def forget_gradients(self) -> None:
+        """The step's sums are void: it is run again, or done."""
+        self.sums.clear()
+        self.buffers.clear()
+        self.pending = NO_BLOCKS
+
+    # ---- standing still
+
+    def inventory(self, answers: int, generation: int, lane: int) -> Inventory:
+        """What a stopped worker reports."""
+        return Inventory(
+            answers=answers,
+            generation=generation,
+            step=self.step,
+            committed_in=self.committed_in,
+            record=self.record.to_bytes() if self.record else b"",
+            holds=self.held.runs,
+            pending=self.pending,
+            current=self.current,
+            lane=lane,
+        )
+
+    def stand_at_the_start(self) -> Originals:
+        """Step 0, no block held; the values with which parameters begin."""
+        assert self.originals is not None, "whoever has trained cannot begin"
+        self.held.keep_only(NO_BLOCKS)
+        self.step, self.committed_in, self.record = 0, 0, None
+        self.lineage, self.current, self.misses = (), NO_BLOCKS, self.held.loaded.misses()
+        self.buffers.put_back()
+        return self.originals
+
+    def begin_anew(self, keeps: Runs) -> None:
+        """The initial state: the given blocks held in the state that the user's optimizer starts with."""
+        originals = self.stand_at_the_start()
+        if not self.comes_later:
+            originals.put_back()
+        for blocks in originals.portions(keeps):
+            self.held.hold(blocks, originals)
+        self.current = self.everything
+
+    def give_up(self) -> None:
+        """A joiner again: nothing that it holds counts."""
+        self.held.keep_only(NO_BLOCKS)
+        self.forget_gradients()
+        self.step, self.committed_in, self.record, self.current = NO_STEP, 0, None, NO_BLOCKS
+
+    # ---- what a joiner gets
+
+    def small_state(self) -> bytes:
+        """All that a joiner needs besides parameters and blocks, between processes that run the same script."""
+        return pack(
+            {
+                "step": self.step,
+                "committed_in": self.committed_in,
+                "record": self.record.to_bytes() if self.record else b"",
+                "hyper": hyper_parameters(self.optimizer),
+                "evaluating": self.modes.evaluating,
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
+                "loss_scale": self.loss_scale.position if self.loss_scale is not None else None,
+                "buffers": self.buffers.committed,
+                "last_step": self.last_step,
+                "lineage": [branch.model_dump() for branch in self.lineage],
+                "frozen": frozen_digest(self),
+                "streams": self.stream_positions.to_texts(),
+                "followed": self.followed,
+                "missed": self.misses.runs(),
+                "registered": {name: of.state_dict() for name, of in self.registered.items()},
+            }
+        )
+
+    def load_hyper_parameters(self, hyper: Sequence[Mapping[str, Any]]) -> None:
+        """Takes over those of another member or a checkpoint. What has come into a group since the start, and is not
+        among them, goes: a count of steps that the optimizer keeps there begins anew with the steps.
+        """
+        for group, first, values in zip(self.optimizer.param_groups, self._first_keys, hyper, strict=False):
+            for key in group.keys() - first - values.keys():
+                del group[key]
+        load_into(self.optimizer, hyper)
+
+    def load_small_state(self, content: bytes) -> None:
+        """Takes over another member's small state."""
+        given = unpack(content)
+        self.originals = None
+        self.step, self.committed_in, self.followed = given["step"], given["committed_in"], given["followed"]
+        self.record = Record.from_bytes(given["record"]) if given["record"] else None
+        self.load_hyper_parameters(given["hyper"])
+        self.modes.take_over(given["evaluating"])
+        if self.scheduler is not None and given["scheduler"] is not None:
+            self.scheduler.load_state_dict(given["scheduler"])
+        if self.loss_scale is not None and given["loss_scale"] is not None:
+            try:
+                self.loss_scale = self.loss_scale.at(given["loss_scale"])
+            except ValueError as error:
+                raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
+        try:
+            self.stream_positions.replace(given["streams"])
+            self.misses = Misses.from_runs(self.layout, given["missed"])
+        except (TypeError, ValueError) as error:
+            raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
+        self.buffers.load(given["buffers"])
+        self.last_step = given["last_step"] or self.last_step  # which this worker may know before that one
+        self.lineage = tuple(Branch(**branch) for branch in given["lineage"])
+        check_registered(self.registered, given["registered"], "another worker of this job")
+        for name, of in self.registered.items():
+            of.load_state_dict(given["registered"][name])
+        self.frozen_in_place = bool(given["frozen"] == frozen_digest(self))
+        self.current = self._current(NO_BLOCKS)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What must lie on one device, with what it is called."""
+    meant = meant_device(module)
+    if meant is not None:
+        yield "what was built within shoal.deferred(device=…)", torch.empty(0, device=meant)
+    yield from ((f'parameter "{name}"', tensor) for name, tensor in named_parameters(module))
+    yield from ((f'buffer "{name}"', tensor) for name, tensor in persistent_buffers(module).items())
+
+
+def check_registered(mine: Collection[str], theirs: Collection[str], where: str) -> None:
+    """Raises `UserError` naming the first state that only this script registers, or only `where` has."""
+    for name in sorted(set(mine) ^ set(theirs)):
+        if name in mine:
+            raise UserError(f'{where} has no state "{name}", which this script registers with engine.register_state.')
+        raise UserError(f'{where} has a state "{name}"; this script must register it with engine.register_state.')
+
+
+def frozen_parameters(state: TrainingState) -> dict[str, Tensor]:
+    """Parameters by name that no optimizer changes and that are whole on every worker: those in no block. Of one that
+    wraps tensors, as quantised weights do, these.
+    """
+    in_blocks = frozen_in_blocks(state)
+    named = [(name, one) for name, one in named_parameters(state.module) if not one.requires_grad]
+    parts = (part for name, one in named if name not in in_blocks for part in plain_parts(name, one))
+    return {name: part.data for name, part in parts}
+
+
+def frozen_in_blocks(state: TrainingState) -> dict[str, nn.Parameter]:
+    """Parameters by name that no optimizer changes and that are in blocks; their values may be elsewhere."""
+    slots = [slot for bucket in state.held_layout.buckets[len(state.layout.buckets) :] for slot in bucket.slots]
+    placed = state.placed[len(state.parameters) :]
+    return {slot.parameter.name: parameter for slot, parameter in zip(slots, placed, strict=True)}
+
+
+def frozen_digest(state: TrainingState) -> str:
+    """SHA-256 over names and bytes of the frozen parameters that are whole here, hexadecimal."""
+    return digest_of(list(frozen_parameters(state).items()))
+
+
+def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, hexadecimal."""
+    total = hashlib.sha256()
+    for name, tensor in named:
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor_bytes(tensor.cpu()))
+    return total.hexdigest()
