@@ -1,12 +1,9 @@
-"""Gradients where they are sharded (stages 2 and 3): the lane at hand, and the reduced ones of this worker's blocks.
+"""One worker's gradients where they are sharded (stages 2 and 3): the lane at hand, and the reduced ones of its blocks.
 
-What waits between rounds belongs to the reduction (exchange/rounds.py). Stands where `LaneSums` does.
-
-Leaves: the gradient of the lane at hand where gradients are sharded, bucket by bucket.
-
-A bucket's memory exists from its first parameter's gradient until it has left for the owners. Gradients are taken from
-their parameters as backward makes them; a gradient that fills a bucket is its memory, as it is: that −0.0 becomes +0.0
-is for who adds up the lanes. Knows no group.
+`ShardSums` stands where `LaneSums` does; what waits between rounds belongs to exchange/round_reduction.py. `Leaves`
+keeps the lane at hand bucket by bucket: a bucket's memory exists from its first parameter's gradient until it has left
+for the owners. Gradients are taken from their parameters as backward makes them, and one that fills a bucket is the
+bucket's memory, as it is: the lanes' sum turns −0.0 into +0.0, not this file. Knows no group.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What the callbacks of this package have in common: `engine.on_step` has them called on rank 0, once for each step,
-and for evaluations after it.
+"""Callbacks of steps: what those of this package have in common, and `Progress`, a line on rank 0's standard output.
 
-They read no parameters, so they are called while those of the step may still be on their way. A tracker that fails in
-the midst of a job ends no training: it says so once, and gets no more numbers.
-
-`Progress`: a line with step, loss, samples per second, time left and world, on rank 0's standard output.
+`engine.on_step` has them called on rank 0, once for each step, and for evaluations after it. They read no parameters,
+so they are called while those of the step may still be on their way. A tracker that fails in the midst of a job does
+not end training: it says so once, and gets no more numbers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""`CSV`: one file, one line for each step, whoever wrote it.
+"""Trackers as callbacks, each with one record of a job through every change of the world.
 
-A step that is made again (the job went back to a checkpoint, or rank 0 died in its callbacks) replaces what the file
-has from it on, so the file reads like that of an undisturbed job.
-
-`MLflow`: one run through every change of the world, found again by a tag that has the id of the job's run.
-
-`WandB`: one run of Weights & Biases through every change of the world, by the id of the job's run.
-
-`TensorBoard`: scalars over steps, one run of TensorBoard through every change of the world.
+`CSV` is a file with one line for each step, whichever worker wrote it. A step that is made again (the job went back to
+a checkpoint, or rank 0 died in its callbacks) replaces what the file has from it on, so the file reads like that of an
+undisturbed job. `MLflow` finds its run again by a tag with the id of the job's run, `WandB` by that id; `TensorBoard`
+writes scalars over steps into one folder.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""A checkpoint as a plain `model.safetensors`: the model's own names, in its own or another dtype.
+"""Exports of a checkpoint in the model's own names: a `model.safetensors`, or a `torch.distributed.checkpoint` folder.
 
-Tied tensors are written once, and the metadata says which other names they have, as `engine.export` does. Tensor by
-tensor, so that a model larger than memory can be exported; every block is verified on the way.
+The safetensors file can have another dtype. It is written tensor by tensor, so that a model larger than memory can be
+exported, and every block is verified on the way; tied tensors are written once, and the metadata has their other names,
+as with `engine.export`.
 
-A checkpoint as a directory of `torch.distributed.checkpoint`, so that plain PyTorch goes on from it.
-
-`{"model": state dict, "optimizer": {"state": {name: …}, "param_groups": […]}}` with the model's own names: the form of
-`torch.distributed.checkpoint.state_dict`, which loads it into DDP, FSDP and plain modules alike. The whole state is in
-memory while it is written.
+The folder lets plain PyTorch continue training: `{"model": state dict, "optimizer": {"state": {name: …},
+"param_groups": […]}}`, the form of `torch.distributed.checkpoint.state_dict`, which loads it into DDP, FSDP and plain
+modules alike. The whole state is in memory while it is written.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The manifest: what makes a checkpoint exist, and all that is known of it without opening a data file.
 
-JSON, written last. `parse` turns what lies in a store into a `Manifest` or into one sentence; whatever it lets through
-is sound in itself: every block is in one file exactly once, every range lies within its file, every checksum is there.
-Whether the files hold what it says is the reader's affair.
+JSON, written last. `parse` turns its text into a `Manifest` or into one sentence. A manifest that passes is sound in
+itself: every block is in one file exactly once, every range lies within its file, every checksum is there. Whether the
+files hold what it says is the reader's affair.
 
-The checksum that guards what lies in a checkpoint's files: XXH3-128, which is read at the speed of memory.
-
-It finds whatever a disk, a copy or an interrupted write does to a file. It proves nothing about who wrote it; neither
-would any other that lies beside the file. The fingerprint has SHA-256 of its own (`shoal.checkpoint.fingerprint`).
+`checksum` guards what lies in the files: XXH3-128, which is read at the speed of memory. It detects damage by a disk, a
+copy or an interrupted write, and proves nothing about who wrote the file. The fingerprint has SHA-256 of its own
+(`shoal.checkpoint.fingerprint`).
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
-"""A plain model file: tensors by name, read in parts, from safetensors, from a torch state dict, or from a folder that
-`torch.distributed.checkpoint` wrote.
+"""A plain model file: tensors by name, from safetensors, a torch state dict or a `torch.distributed.checkpoint` folder.
 
-Nothing of a file's code is run. A torch file is mapped, not read, where it is of today's format.
+Read in parts by imports; no code of a file or folder is run. A torch file in today's format is mapped, not read. A
+folder can come from any program and any number of processes, and may have optimizer states. `dcp_index.py` reads its
+index, `sort_places` says which entries are the model's and which are states (pure: names and places only),
+`dcp_tensors.py` checks and reads the tensors.
 
-A folder of `torch.distributed.checkpoint`, read tensor by tensor, whoever wrote it: a model, and optimizer states.
-
-Any number of processes may have written it. `dcp_index.py` says what lies there, `model_file.py` what of it is meant,
-`dcp_tensors.py` checks and reads it. No code of such a folder is run.
-
-Where in a mapping that somebody saved the model lies, and where the optimizer's states. Pure: names and places only.
-
-Known forms: a state dict at the top, with an optimizer and whatever else beside it (torchtitan); one under a key, as in
-`{"model": …, "optimizer": …}` (Shoal, FSDP, Lightning); the same once more within one mapping (`{"app": …}`, PyTorch's
-recipe). An optimizer's states are `{"state": {name: {key: …}}}`, or flat: `{"state.<name>.<key>": …}`.
+Known forms of a folder: a state dict at the top, with an optimizer and other entries beside it (torchtitan); one under
+a key, as in `{"model": …, "optimizer": …}` (Shoal, FSDP, Lightning); the same once more within one mapping (`{"app":
+…}`, PyTorch's recipe). An optimizer's states are `{"state": {name: {key: …}}}`, or flat: `{"state.<name>.<key>": …}`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Puts what a checkpoint holds into a worker's state: the small state into every worker's, blocks into their keepers'.
+"""Restoring: puts a checkpoint's small state into every worker's state, and its blocks into the workers that keep them.
 
-The inverse of `writer.py` and `snapshot.py`. A world of any size, stage and number of mirrors does it alike: each
-worker names the blocks that it is to keep.
+The inverse of `writer.py` and `snapshot.py`, the same in a world of any size, stage and number of mirrors: each worker
+names the blocks that it is to keep.
 
-Whether a state that a checkpoint holds can be one of this script's object, before the object takes it over.
-
-A manifest with the right checksum can hold anything: it may be of another program, or of another version. What an
-object takes over unseen fails in the midst of an update, where no earlier checkpoint helps any more. So kinds are
-compared with the object's own state; values are its own affair, and so are lengths, for it may keep a history.
+A manifest with the right checksum may be of another program or another version, and a state that an object takes over
+unseen would fail in the midst of an update, where no earlier checkpoint helps any more. So `first_difference_in_kind`
+compares kinds with the object's own state first. Values and lengths are the object's affair: it may keep a history.
 """
 
 from __future__ import annotations

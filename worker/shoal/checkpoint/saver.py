@@ -1,16 +1,15 @@
-"""One save at a time, on a thread beside training: the own file, and what this member's part in the save decides next.
+"""The thread that writes saves beside training, one at a time: this member's file, and the next act of its part.
 
 The training thread calls `begin` at a boundary and `on_vote` after each vote. What follows from the votes is decided in
-core/saving.py; an act is carried out by the thread whose file it waited for, or by a new one if it waited for the
-vote. Retention follows a save that is complete. Nothing here waits for training, and training for nothing here, unless
-the file is written from what training holds (`write`). The leader's manifest has states of the script's that are taken
-later than the blocks (`states`), and before the vote that decides upon it.
+core/saving.py; an act is carried out by the thread whose file it waited for, or by a new one if it waited for the vote.
+Retention follows a complete save. Training does not wait for this thread, nor the thread for training, unless the file
+is written from what training holds (`write`). The leader's manifest has the script's states, which are taken later than
+the blocks (`states`) and before the vote that decides upon it.
 
-Frozen parameters: in one file that all checkpoints of a path share, written when none is there yet.
-
-No optimizer changes them, so a checkpoint of a model whose larger part is frozen stays small. The file's name has their
-digest; a manifest names the file, so that a checkpoint is whole without the script that built the model. They are read
-one after the other, twice: where they are sharded they come unit by unit.
+`write_frozen` writes the parameters that no optimizer changes into one file that all checkpoints of a path share, if it
+is not there yet; so checkpoints of a mostly frozen model stay small. The file's name has their digest, and manifests
+name the file, so that a checkpoint is whole without the script that built the model. The parameters are read one after
+the other, twice; sharded ones come unit by unit.
 """
 
 from __future__ import annotations

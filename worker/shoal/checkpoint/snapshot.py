@@ -1,14 +1,12 @@
-"""A copy of what this worker owns, as of a step boundary: the only part of a save that training waits for.
+"""The content of a worker's data file, as of a step boundary: a copy of what the worker owns, or the state itself.
 
-The copy has the order of the data file, so that nothing is copied again: sections by tensor (parameters, then each
-optimizer state), within a section the pieces in the order of their blocks. One flat buffer of host memory (`Arena`)
-serves all saves. Called on the training thread; what becomes of it is the writer's affair.
+Made on the training thread for the writer. Training waits for a `Snapshot` only while it is taken. It has the order of
+the file, so that nothing is copied again: sections by tensor (parameters, then each optimizer state), within a section
+the pieces in the order of their blocks. One flat buffer of host memory (`Arena`) serves all saves.
 
-A save without a copy: what this worker owns is written as it lies, and training waits (`shoal.checkpoint.stream`).
-
-The file has the same content as one that is written from a snapshot, in another order: stretch by stretch with all its
-tensors, as state comes out of a file, then the numbers that blocks share and what is in no block. Beside the state
-there is one tensor of a stretch in memory, where zeros must be put into its gaps, or where it came from a device.
+A `StreamedState` is written as it lies, and training waits until it is. The file has the same content in another order:
+stretch by stretch with all its tensors, as state comes out of a file, then the numbers that blocks share and what is in
+no block. It takes the memory of one tensor of a stretch, for zeros in gaps and for copies from a device.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Writes one worker's data file and what it says of it; the second half of a save.
+"""The writing half of a save: one worker's data file with its entry, and the manifest that makes the checkpoint exist.
 
-The file is streamed from what it is written from (a copy, or the state itself): each chunk is checked and written while
-it is in the cache, so nothing is copied. The file's entry for the manifest lies beside it as JSON until the
-manifest is there (`writer.py`). Files carry step, worker and incarnation, and are never overwritten.
+A file is streamed from its content (a copy, or the state itself): each chunk is checked and written while it is in the
+cache. Its entry for the manifest lies beside it as JSON until the manifest is there. Files carry step, worker and
+incarnation, and are never overwritten.
 
-The last act of a save: all writers' entries become the manifest, and with it the checkpoint exists.
+`draft_of` is the manifest without its files, with the tensors that stand beside blocks. The worker that will write the
+manifest makes it at the step boundary, and it is the same on every worker: all that the future depends on and that is
+in no block (step, data position, hyper-parameters, scheduler, buffers, the user's own states).
 
-Carried out by one worker once every writer has said that it is done. Nothing is believed: every block must be in one
-file exactly once, and every file must lie there in its full size.
-
-What one worker says of the whole checkpoint: the manifest but for its files, and the tensors that stand beside.
-
-Made at the step boundary by the worker that will write the manifest; all of it is the same on every worker. Everything
-that the future depends on and that is in no block is here: step, data position, hyper-parameters, scheduler, buffers,
-the user's own states.
+`commit` joins all writers' entries once every writer has said that it is done. It believes nothing: every block must be
+in one file exactly once, and every file must lie there in its full size.
 """
 
 from __future__ import annotations

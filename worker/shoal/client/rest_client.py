@@ -1,9 +1,7 @@
-"""The client: one method per operation of REST, by its name there (docs/rest.md), and two that wait.
+"""The client of REST: one method per operation, by its name there (docs/rest.md), and two that wait.
 
-Those of tokens are in `rest_client.py`. It knows what may be sent again; `sending.py` does so, to the controller that
-`controllers.py` finds. Nothing is kept between calls.
-
-The client's methods for tokens: those of people and programs, and those of workers.
+`TokenCalls` has the operations on tokens, of people and programs and of workers. The client decides which requests may
+be sent again; `sending.py` does so, to the controller that `controllers.py` finds. Nothing is kept between calls.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""From a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
+"""Loading: from a file or dict to a `TrainingConfig`, or to one sentence for each wrong key that says what is allowed.
 
-Called once, when an engine is made. All errors are reported at once. Five steps: read (`config_file.py`), give old
-keys their names of today (`old_config_keys.py`), sift out what only DeepSpeed knows (`sifting.py`), check against the
-models (`document.py`), settle batch sizes and "auto" (`training.py`).
-
-Paths as a configuration writes them: `$HOME/runs` means what a shell would make of it.
-
-Used by load.py, which reads them at the edge; nothing behind it looks at the environment.
+Called once, when an engine is made; all errors are reported at once. Five steps: read, give old keys their names of
+today (both in `shoal_protos`), sift out what only DeepSpeed knows (`sifting.py`), check against the models
+(`document.py`), settle batch sizes and "auto" (`training.py`). Paths may contain variables as in a shell
+(`$HOME/runs`); nothing behind this file looks at the environment.
 """
 
 from __future__ import annotations

@@ -1,22 +1,14 @@
-"""What the engine trains by: a configuration with batch sizes and "auto" settled. Made by `load_config` alone.
+"""The settled configuration, by which the engine trains: batch sizes, precision and monitoring without any "auto".
 
-`agreement` is the part of it that must be the same on all workers of a job; the controller compares it and names the
-first key that differs.
+Made by `load_config` alone. `agreement` is the part that must be the same on all workers of a job; the controller
+compares it and names the first key that differs. `Monitoring` (DeepSpeed's keys for progress, times and trackers)
+changes no bit and need not agree. `Precision`, from the sections `bf16` and `fp16`, says what parameters are kept in,
+what the forward computes with and how it is scaled; dtypes are names, for there is no torch here.
 
-What a job shows of itself, as the config settles it: DeepSpeed's keys for progress, times and trackers.
-
-Nothing of it changes a bit, and workers need not agree on it. `shoal.callbacks` makes it true.
-
-Precision as the config settles it: what parameters are kept in, what the forward computes with, how it is scaled.
-
-From the sections `bf16` and `fp16` (document.py). No torch here: dtypes are names.
-
-Batch arithmetic: train_batch_size = micro-batch × lanes × micro-batches per lane. Pure.
-
-Any three give the fourth, and two of the first three the third where a lane has one micro-batch. A batch without a
-micro-batch and without lanes, as DeepSpeed's own documents write it, is divided into as many lanes as fit, from the
-file alone: so they are the same alone and on any number of workers. `load.py` calls it once; every contradiction gets
-its figures in one sentence.
+`settle` is the batch arithmetic: train_batch_size = micro-batch × lanes × micro-batches per lane. Any three give the
+fourth, and two of the first three the third where a lane has one micro-batch. A batch with neither micro-batch nor
+lanes, as in DeepSpeed's own documents, is divided into as many lanes as fit, from the file alone: so they are the same
+on any number of workers. Every contradiction gets its figures in one sentence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint or with the place where it lies.
+"""Errors of a checkpoint, or of the place where it lies.
 
     UserError
     ├── CheckpointDamaged   what lies there is not what was written: half, changed, or of a newer version
@@ -11,7 +11,7 @@
         └── TransientStorageFailure   it may work when it is tried again
 
 A damaged checkpoint is skipped for the one before; a failed save is counted and training goes on. Checkpoints of which
-none can be read are not the same as no checkpoint: nobody begins at step 0 beside them without being told to.
+none can be read are not the same as no checkpoint: a job begins at step 0 beside them only when it is told to.
 """
 
 from __future__ import annotations

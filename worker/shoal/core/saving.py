@@ -1,21 +1,15 @@
-"""Saves as one member sees them, one after another: when one begins, and what those that are over have come to.
+"""Saves as one member sees them: when one begins, this member's part in it, and when a failed one is tried again.
 
-All members conclude alike, by what a vote says: who asks, whose save is under way, which step is saved already. Each
-save by itself is saving.py. Called by the training side (training/checkpoint_saving.py) and the simulator, from one
-thread. Pure: it holds no file, no clock.
+All members conclude alike, by what a vote says: who asks, whose save is under way, which step is saved already
+(`Saving`). A save begins at one boundary, on rank 0, which leads it, and on all that own blocks (`SavePart`). Each
+writes a file beside training, and every ballot says how far its member is. Once no member of the vote is writing any
+more, the leader completes the save or gives it up; the others see it in a later vote. What is to be done where the
+checkpoint lies comes out as an act, and the driver reports how it went, with one lock around all calls. `SaveRetries`
+tries failed saves later and later, for a bounded time: an outage of a minute must cost no checkpoint, and at a job's
+end the workers hold the only copy of what was trained.
 
-One member's part in one save: what it decides by the votes, and what is to be done next.
-
-A save begins at one boundary, on rank 0, which leads it, and on all that own blocks. Each writes a file beside
-training, and every ballot says how far its member is. Once nobody in the vote is writing any more, the leader completes
-the save or gives it up; the others see it in a later vote. What is to be done where the checkpoint lies comes out as an
-act, and the driver (checkpoint/saver.py, the simulator) reports how it went, with one lock around all calls. Pure: it
-holds no file, no thread, no clock.
-
-Saves that have failed and are to be tried again: when, and for how long.
-
-Later and later, for a bounded time: an outage of a minute must cost no checkpoint, and at a job's end the workers hold
-the only copy of what was trained. Called by training/checkpoint_saving.py. Pure: times are the caller's clock.
+Called by training/checkpoint_saving.py, checkpoint/saver.py and the simulator. Pure: no file, no thread; times are the
+caller's clock.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """The one fixed binary tree over numbers (lanes, or blocks): what a subtree is, and in which order sums are taken.
 
 Level by level, neighbours `2i` and `2i + 1` are added; an odd node at the end passes up unchanged. A node is named by
-the half-open span of leaves below it. Whoever holds a whole subtree adds it up alone and passes on one partial sum; so
-the shape of the sum never depends on who holds what. Pure. Pairwise summation: Higham, "The accuracy of floating point
+the half-open span of leaves below it. A holder of a whole subtree adds it up alone and passes on one partial sum; so
+the shape of the sum never depends on who holds what. Pairwise summation: Higham, "The accuracy of floating point
 summation", SIAM J. Sci. Comput. 14 (1993).
 
-Sums of numbers, the same in whatever order and grouping the numbers come: kept as partial sums without error.
+`add` and `total` need no order at all: partial sums without error, so that an evaluation's mean has the same bits in
+every world.
 
-So the mean of an evaluation has the same bits in every world. Pure.
-
-Rounds: the order of a step's lanes where gradients are added up on shards (stages 2 and 3), and how they are added.
-
-Round i is everybody's i-th lane; who has no i-th lane only serves. Every lane leaves for the owners at once, so an
-owner gets a round's lanes together and keeps, until the next rounds, what waits for its sibling in the one tree
-(tree.py): a stack, on its shard. The plan alone tells all of it, so that all members know which lane a gradient is of,
-and the order of additions is found once for a world. Pure.
+`rounds` is the order of a step's lanes where gradients are added up on shards (stages 2 and 3). Round i is every
+member's i-th lane; a member without one only serves. Every lane leaves for the owners at once, so an owner gets a
+round's lanes together and keeps, in a stack on its shard, those that wait for their sibling (`ShardTree`). The plan
+alone tells all of it, so all members know which lane a gradient is of, and the order is found once for a world. Pure.
 """
 
 from __future__ import annotations

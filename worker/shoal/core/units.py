@@ -1,13 +1,13 @@
-"""Units: the parts of a model whose parameters come and go together. A bucket of the layout ends where a unit ends.
+"""Units: the parts of a model whose parameters come and go together; and the names of tensors in the plain model.
 
-The children of the outermost `nn.ModuleList`s and `nn.Sequential`s that have more than one; or, where classes are named
-(`shoal.units`, else the model's own `_no_split_modules`), the outermost modules of these classes. What is left over is
-in runs of registration order: embeddings | layer | layer | norm and head. Pure: a function of the module tree.
-
-The names of a module's tensors as the plain model has them.
+Units are the children of the outermost `nn.ModuleList`s and `nn.Sequential`s that have more than one; or, where classes
+are named (`shoal.units`, else the model's own `_no_split_modules`), the outermost modules of these classes. The rest is
+in runs of registration order: embeddings | layer | layer | norm and head. A bucket of the layout ends where a unit
+ends.
 
 `torch.compile` wraps a module, or a part of one, and puts `_orig_mod.` into the names below it. Layouts, checkpoints,
-exports and fingerprints go by these names, so compiled and plain runs of a model can read each other's.
+exports and fingerprints go by the names without it, so compiled and plain runs can read each other's. Pure: functions
+of the module tree.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""The data workers of one training process: they read micro-batches ahead, as many as a DataLoader would.
+"""Data workers: processes that read micro-batches ahead for one training process, as many as a DataLoader would.
 
 A batch is a function of its place (step, lane, micro-batch), so what was read ahead stays right through every change of
-the world; what a change makes useless is thrown away on arrival. Started before the session with the controller, so
-that a fork copies no thread and no connection of it; called on the training thread only.
+the world; what a change makes useless is thrown away on arrival. `DataWorkers` is called on the training thread only,
+and started before the session with the controller, so that a fork copies no thread and no connection of it.
 
-A data worker: a process that reads micro-batches for its training process, in the order in which it is asked.
-
-Started by data_workers.py. It ends when its training process does, however that ends: its socket closes, and on Linux
-the kernel kills it. Signals to a whole group of processes (Ctrl-C, a notice of preemption) are the training process's
-business. Knows no group, no controller, and no accelerator.
+`serve` is the life of such a process: it reads in the order in which it is asked, and ends when its training process
+does, however that ends: its socket closes, and on Linux the kernel kills it. Signals to a whole group of processes
+(Ctrl-C, a notice of preemption) are left to the training process. It knows no group, no controller and no accelerator.
 """
 
 from __future__ import annotations

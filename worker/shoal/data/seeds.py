@@ -1,17 +1,14 @@
-"""Random numbers of a micro-batch: the same whoever trains the lane, and whatever ran before in the process.
+"""Random numbers of a micro-batch: the same on every worker, and independent of what ran before in the process.
 
 Every generator that a dataset or a model may use (torch on the CPU and on accelerators, `random`, numpy's own) is
-seeded from (seed, step, lane, micro-batch) by a hash, so that neighbours have nothing in common.
+seeded from (seed, step, lane, micro-batch) by a hash, so that neighbours have nothing in common. The loop gets its
+batch under that seed.
 
-The seed of a micro-batch's forward: what the loop's body draws before it changes no bit.
-
-The loop gets its batch under the micro-batch's own seed. A body that draws on one worker only (an evaluation on rank 0)
-would shift the model's random numbers there; so the generators are seeded anew when the first forward of a micro-batch
-begins, and for the same reason when the first one without gradients does. Later forwards go on from there.
-
-A hook on every part of the module, because scripts call parts too; it is there from the yield to the first forward,
-so that a forward itself runs as if there were none. Called by the engine; evaluation.py takes it away meanwhile, and
-first_weights.py has it refuse what comes before the loop.
+A loop's body that draws on one worker only (an evaluation on rank 0) would shift the model's random numbers there; so
+`ForwardSeed` seeds anew when the first forward of a micro-batch begins, and when the first one without gradients does.
+Later forwards go on from there. It hooks every part of the module, because scripts call parts too, from the yield to
+the first forward, so that a forward itself runs without hooks. Called by the engine; evaluation.py removes it
+meanwhile, and first_weights.py has it refuse forwards before the loop.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Streams as a `Source`: lane l's micro-batch n has the samples of its stream after those of n − 1, in every world.
 
 A process keeps the streams of its lanes open. A lane that it has not read, or that goes back, is opened at its bookmark
-and read through up to the micro-batch that is asked for; the last batches are kept, because a lane that is run again
-after a loss reads the same samples again. Every micro-batch is read under its own seed, so that reading through draws
-what reading has drawn.
-
-From what a script gives as its data to what reads it: numbered samples in Shoal's order, or streams of lanes.
+and read through up to the requested micro-batch; the last batches are kept, because a lane that is run again after a
+loss reads the same samples again. Every micro-batch is read under its own seed, so that reading through draws what
+reading has drawn. `source_of` chooses by the script's data: such streams, or numbered samples in Shoal's order.
 """
 
 from __future__ import annotations

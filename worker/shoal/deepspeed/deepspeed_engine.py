@@ -1,16 +1,10 @@
 """DeepSpeed's engine over Shoal's: what a script for DeepSpeed calls in its loop and at its checkpoints.
 
-Made by `initialize` (initializing.py). The loop's own rules are Shoal's (docs/loop.md), and so are their sentences.
-
-What a script saves beside the model with `engine.save_checkpoint(folder, tag, client_state)`.
-
-A state that is registered with the engine: rank 0's is saved in elastic checkpoints and given to joiners.
-
-What DeepSpeed's engine says of itself, as Shoal's engine has it. Only questions; `deepspeed_engine.py` acts.
-
-What DeepSpeed's optimizer says of the loss scale, said by the engine's. Called once, when an engine is made.
-
-The object stays the script's own; its class gets the names, as far as it has none of them itself.
+Made by `initialize` (initializing.py). The loop's rules and their sentences are Shoal's (docs/loop.md). `EngineFacts`
+has the questions that DeepSpeed's engine answers, and no acts. `ClientState` is what a script saves with
+`engine.save_checkpoint(folder, tag, client_state)`, as a state that is registered with the engine: rank 0's is saved in
+elastic checkpoints and given to joiners. `say_scale`, called once for each engine, gives the script's optimizer
+DeepSpeed's names for the loss scale: its class gets those that it lacks, and the object stays the script's own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What of DeepSpeed's Python interface is here, under which names: data for the door itself and for docs/deepspeed.md.
+"""DeepSpeed's Python interface as data: names that Shoal has, and a sentence for each one that it lacks.
 
-`ARGUMENTS` in the order in which DeepSpeed has them, because scripts give some by position.
-
-What DeepSpeed has and Shoal does not: an attribute that is missing says so by name, with what to do instead.
+Read by this package and docs/generate/deepspeed.py. `ARGUMENTS` has DeepSpeed's order: scripts give some by position. A
+missing attribute says so by name, with what to do instead (`NotInShoal`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Losses and gradients that are not finite: found at a block's owner, reported in the vote, so that all stop alike.
+"""Sums over a step's reduced gradient at a block's owner: whether all is finite, and the canonical norm.
 
-The reduced gradient is looked at while it is at hand, once, by its sum; only where that is not finite (a sum of large
-numbers overflows too) by elements, and then the lanes that it came from are found. On the host that is known at once. A
-device keeps the sums of a step until its vote needs the answer: the host waits for it once, and never within a
-backward. Called by the reductions and the engine.
+What is not finite is reported in the vote, so that all members stop alike. The gradient is looked at once, by its sum;
+only where that is not finite (a sum of large numbers overflows too) by elements, and then the lanes that it came from
+are found. The host knows at once; a device keeps the sums of a step until its vote needs them: the host waits once,
+never within a backward. Called by the reductions and training/step.py.
 
-The canonical norm: sums of squares per row of 4,096 elements, then one fixed tree over rows and blocks.
-
-Longer rows give other bits at two threads. On an accelerator rows are added up by halves: the order in which its kernel
-for sums adds up a row depends on how many rows there are. An owner computes the sums of the whole subtrees of block
-numbers that it owns; the vote carries them and finishes the tree.
+The norm adds up squares per row of 4,096 elements, then in one fixed tree over rows and blocks. Longer rows give other
+bits at two threads. On an accelerator rows are added up by halves: its kernel's order of additions depends on how many
+rows there are. An owner sums up the whole subtrees of block numbers that it owns; the vote carries them and finishes
+the tree.
 """
 
 from __future__ import annotations

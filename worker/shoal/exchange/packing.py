@@ -1,12 +1,10 @@
-"""Packing: several extents travel as one message.
+"""Messages: several extents packed into one, and framed ones, whose length the receiver does not know.
 
 A message of one extent is a view and costs nothing; several are packed into a buffer of their own, so they are small
 (pieces.py). Only this file knows how a message maps to the extents.
 
-Framed messages: the receiver does not know how long they are, so a length travels before the bytes.
-
-For what is small or rare: job state for a joiner, slices of fills, digests. A FIRST_MESSAGE is read by the
-session's builder thread, the others by the training thread.
+A framed message's length travels first. Small or rare data is framed: a joiner's job state, slices of fills, digests. A
+FIRST_MESSAGE is read by the session's builder thread, the others by the training thread.
 """
 
 from __future__ import annotations

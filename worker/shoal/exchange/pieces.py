@@ -1,15 +1,14 @@
-"""Pieces: what is exchanged at one time. Every owner has its part of each, so all links are busy at once.
+"""Pieces: what is exchanged at one time, and in which order. Every owner has its part of each, so all links are busy.
 
 A bucket is a piece; small ones of one dtype that follow each other are one together, and a large one is several, in
-each of which an owner has a part of what it owns there. So what a member holds for one piece is bounded, whatever the
-size of a parameter, and so is the number of messages. Pure: element ranges only; all members come to the same pieces.
+each of which an owner has a part of what it owns there. So the memory that a member needs for one piece is bounded for
+a parameter of any size, and so is the number of messages.
 
-The order in which pieces leave where gradients are sharded: that in which buckets were last seen to fill.
-
-A backward need not fill buckets in the order of the layout: a parameter may be used late, or in some lanes not at all,
-and all that stood behind it would wait here. Nobody can add up a piece before the last lane of its round has filled it,
-so the order goes by the latest time at which any lane of this world has. Times are counted in what was filled before
-and agreed on in the vote: all members send and receive in one order, and nothing has to be said beside the messages.
+Where gradients are sharded, pieces leave in the order in which buckets were last seen to fill (`PieceOrder`,
+`FillTimes`): a backward may use a parameter late, or in some lanes not at all, and all that stood behind it would wait.
+A piece cannot be added up before the last lane of its round has filled it, so the order goes by the latest time of any
+lane in this world. Times are counted in buckets that filled before and agreed on in the vote, so all members send and
+receive in one order without further messages. Element ranges only: all members come to the same pieces.
 """
 
 from __future__ import annotations

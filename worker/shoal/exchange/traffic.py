@@ -1,15 +1,10 @@
 """The traffic of a world: who sends which elements to whom, derived once from its plan and the layout.
 
-Pure bookkeeping; no tensor, no group. Everything is by piece (pieces.py), peers in the order in which a member turns to
-them: each begins with the one after itself, so that no two begin with the same.
-
-What travels where gradients are added up on shards: every lane's gradient to the owners, round by round.
-
-Derived once from a world's traffic. Pure bookkeeping, as traffic.py.
-
-What travels when a unit is gathered: from each owner, the blocks of the unit that the asker does not hold itself.
-
-Derived from a world's plan; both sides come to the same messages. Pure bookkeeping, as traffic.py.
+`Traffic` goes by piece (pieces.py), its peers in the order in which a member turns to them: each begins with the one
+after itself, so that no two begin with the same. `RoundsTraffic` is that of gradients that are added up on shards:
+every lane's to the owners, round by round. `UnitTraffic` is what travels when a unit is gathered: from each owner, the
+blocks of the unit that the asker does not hold itself; both sides come to the same messages. Pure bookkeeping: no
+tensor, no group.
 """
 
 from __future__ import annotations
@@ -75,8 +70,8 @@ class Traffic:
 
         `leaves_are_narrow`: a lane's gradient has the precision of the parameters, as it is no sum.
 
-        `by_rounds`: every lane's gradient goes to the owners at once (traffic.py). `hands_out`: all members have
-        all parameters.
+        `by_rounds`: every lane's gradient goes to the owners at once (`RoundsTraffic`). `hands_out`: all members
+        have all parameters.
         """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout.trained, leaves_are_narrow
         self._trained = layout.trained_runs

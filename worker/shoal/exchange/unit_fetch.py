@@ -1,21 +1,17 @@
-"""Gathering one unit on one member: asks the owners for what it does not hold, and puts in what it does.
+"""Gathering of units between two votes: a member's requests, its answers to others, and units that are seen in memory.
 
-`begin` posts, and has a thread of the group wait, so that what comes is copied beside the training thread's work;
-`finish` waits for that. Several units can be on their way. The answers of one owner keep the order in which it was
-asked.
+`UnitFetch` asks the owners for the blocks that this member does not hold, and puts in those that it does. `begin`
+posts, and a thread of the group waits, so that what comes is copied beside the training thread's work; `finish` waits
+for that. Several units can be on their way, and the answers of one owner keep the order of the requests.
 
-Answering for the units that others gather: an owner sends its shards when it is asked, beside what it does itself.
+`UnitServer` takes requests on threads of the group (`Group.serve`), where it never waits. A request names a world, its
+last vote and a unit, or asks for the address of the memory. Between two votes no shard changes, because the asker has
+not voted; so a request that is ahead of this member is kept until this member has come so far.
 
-A request names a world, its last vote and a unit, or asks where the asker can see all of them (unit_fetch.py). Between
-two votes no shard changes, because whoever asks has not voted; so what is asked for before this member has come so far
-waits until it has. Requests come on threads of the group (`Group.serve`); nothing here ever waits.
-
-Units whose owners all run on this host: their memory is mapped, and what comes is their word that it can be read.
-
-Once a world each owner says where it keeps its parameters (`see_owners`). From then on whoever needs a unit looks at
-the memory's own head, and asks only those who have not come so far. What is read is good for as long as its owners
-stand there: they do until everybody has voted, unless the world changes without this worker, which is found out by
-`check` after the reading.
+`SeenUnits` is for units whose owners all run on this host. Once a world each owner says where it keeps its parameters
+(`see_owners`); then a member looks at the memory's own head, and asks only the owners that have not come so far. What
+is read is good while its owners stand there: until all members have voted, unless the world changes without this
+worker, which `check` finds out after the reading.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """The vote: the only commit there is.
 
-One small all-gather on CPU tensors, entered once this worker holds all that the commit needs; who has passed it has
-committed. A row is bounded: the plan alone says how long it is, so that the same reports fit whatever is lost. The
+One small all-gather on CPU tensors, entered once this worker holds all that the commit needs; a worker that has passed
+it has committed. A row is bounded: the plan alone says how long it is, so that the same reports fit after any loss. The
 ballot in it has room for the numbers of every subtree of lanes, its float64 part (sums of squares, one per whole
 subtree of blocks owned) for those of the norm; names and requests are limited where they are given. Knows no
 controller.
 
-The vote's all-gather, torn where a test has planted a fault in the vote.
-
-Once all other members have voted, this worker's row goes to one of them, which then passes the vote; the fault strikes;
-whoever is left has not passed it and must roll forward. A row is on its way once the kernel has it: a worker that is
-killed may be known as dead, and the world stopped, before that one has read it. One that is frozen is not, so a test
-that needs the vote to be torn freezes the worker first. Called by the engine; without a fault it is the group's own.
+`gather_of` is the group's own all-gather, torn where a test has planted a fault in the vote: once all other members
+have voted, this worker's row goes to one of them, which then passes the vote; the fault strikes; the others have not
+passed it and must roll forward. A row is on its way once the kernel has it. A killed worker may be known as dead, and
+the world stopped, before that member has read it; a frozen one is not, so a test that needs a torn vote freezes the
+worker first.
 """
 
 from __future__ import annotations

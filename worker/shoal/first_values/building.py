@@ -1,17 +1,12 @@
-"""`shoal.deferred()`: a context in which a model is built without memory, on the meta device.
+"""`shoal.deferred()`: a context in which a model is built without memory, on the meta device, and what it remembers.
 
-Which modules were built in which context is remembered here, with what was said of their first values; the values are
+Remembered are which modules were built in which context, with what was said of their first values (`Recipe`).
+`Constants` notes which call has made a tensor (`nn.Parameter(torch.ones(n))`, `torch.tensor(2.0)`), as long as nothing
+else is written to it; only calls that take no tensors, so a constant costs nothing until it is made. The values are
 made at `shoal.initialize`, a unit at a time (deferred_values.py).
 
-Constants that constructors give to parameters and buffers: `nn.Parameter(torch.ones(n))`, `torch.tensor(2.0)`.
-
-On the meta device nothing has values; so within `shoal.deferred()` it is noted which call has made a tensor, as long as
-nothing else is written to it. Only calls that take no tensors: a constant costs nothing until it is made.
-
-Places: where the modules of a model that was built without memory have their tensors, and what stands in for these.
-
-While code of the script's fills modules, other tensors stand in their places, on the meta device or with memory, so
-that nothing of the model itself is written. Knows nothing of that code.
+`TensorPlaces` are the modules' own tensors. While code of the script fills modules, other tensors stand in their
+places, on the meta device or with memory, so that nothing of the model itself is written; that code is not known here.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """The first values of a model that was built within `shoal.deferred()`: made or read where they are asked for.
 
-Parameters by name, a unit at a time, as often as it takes: they come from seeds and files, so every call brings the
-same ones, on every worker. Buffers are made at once. Knows nothing of blocks.
+`DeferredValues` gives parameters by name, a unit at a time, as often as it takes; buffers are made at once. `make` runs
+the calls that fill some tensors, on tensors that stand in for these. Values come from files, or from random numbers of
+the job's seed and the module's name, so every call brings the same ones on every worker, independent of what else is
+made and when.
 
-Under which names a file of weights may have a tensor of the model.
-
-Its own names, all of them where it is tied; where one part of the model was built in the context that names the file,
-and wrapped by the script later, the names that the tensor has in that part; and where that part says by what name a
-model of its family has the body (Hugging Face's `base_model_prefix`), the names in a file of the body, or of the whole.
-
-Makes first values: runs the calls that fill some tensors of a model, on tensors that stand in for these.
-
-Random numbers come from a seed of the job's and the module's name, so it does not matter what else is made, when, and
-how often.
+`FileNames` are the names that a tensor may have in a file of weights: its own, all of them where it is tied; where a
+part of the model was built in the context that names the file and wrapped later, the names within that part; and where
+that part names the body of its family's models (Hugging Face's `base_model_prefix`), the names in a file of the body,
+or of the whole. Knows nothing of blocks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What building a group takes: where the members of a generation meet, and the switch that cancels it.
+"""The building of a group: where the members of a generation meet, the switch that cancels it, and its all-gather.
 
-Made from a plan by the session, carried out by a `Transport` on a thread of its own. The training thread never
-waits there, and nobody waits there for a process that may be dead: `Cancellation.cancel` ends every wait at once.
+A `GroupSpec` is made from a plan by the session and carried out by a `Transport` on a thread of its own. The training
+thread never waits there, and a wait there for a dead process does not last: `Cancellation.cancel` ends every wait at
+once.
 
-Who exchanges rows with whom in an all-gather: directly in small groups, by two levels in large ones.
-
-Two levels: members are in sections of about √size neighbours. First all rows of a section go between its members, then
-whole sections between members of the same position: about 2·√size messages each, in place of size.
+`gather` exchanges rows directly in small groups, by two levels in large ones. Members are in sections of about √size
+neighbours: first all rows of a section go between its members, then whole sections between members of the same
+position: about 2·√size messages each, in place of size.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Which group exchanges tensors of a device: by NCCL where every member has a device of its own, else staged over gloo.
+"""The group that exchanges tensors of a device: by NCCL where every member has a device of its own, else staged.
 
-All members come to the same answer, because each has said at the rendezvous which device it has, or nothing. On the
-host a group is just what the transport builds.
+All members come to the same answer, because each has said at the rendezvous which device it has, if any. On the host a
+group is just what the transport builds.
 
-A group for tensors of a device over one that knows the host's memory only: what travels is staged in pinned memory.
-
-A send is copied out beside the device's work and posted when it has landed; a receive is copied in when it has come.
-Nobody waits for a copy before he waits for a message: sends that have not landed are posted, in their order, by whoever
-calls the group next, and all of them before anybody waits for anything. So nothing is held back for good; and a thread
-posts what lands while nobody calls the group, as in a forward. Called as the group below it is; what that one promises
-this one does too.
+A `StagedGroup` puts pinned memory between the device and a group that knows the host's memory only. A send is copied
+out beside the device's work and posted when it has landed; a receive is copied in when it has come. Sends that have not
+landed are posted, in their order, by the next call of the group, and all of them before a thread waits for anything; so
+nothing is held back for good. A thread posts what lands while the group is not called, as in a forward. A staged group
+is called as the group below it is, and keeps the same promises.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
 """A group over gloo, built directly for one generation, with an `abort` that gloo itself does not have.
 
 Called by the session's builder thread (`build_gloo`), by the training thread (sends, receives) and by the session's
-thread (`abort`). The only file that knows torch's process groups and the casts that their missing types need.
-[Note: abort] A receive that nobody sends to is waited on for 1 ms. The application's time-out makes gloo close all
+thread (`abort`). Only here are torch's process groups known, and the casts that their missing types need.
+
+[Note: abort] A receive that no member sends to is waited on for 1 ms. The application's time-out makes gloo close all
 pairs of the group, so blocked operations raise, here and at the peers. A dead peer's receive raises "closed by peer"
-and closes nothing else: then the next peer is tried. For the same reason no other wait here is a timed one. Who waits
-for an operation that is half-way through is not woken by any of it: [Note: lost wake-ups] in wait_threads.py.
+and closes nothing else: then the next peer is tried. For the same reason no other wait here is a timed one. A thread
+that waits for an operation that is half-way through is not woken by any of it: [Note: lost wake-ups] in
+wait_threads.py.
 
-The thread by which gloo moves the bytes of a group: it gives way to the threads that compute.
+`giving_way`: gloo's loop tries a connection's lock and, where another thread holds it, asks the kernel again at once.
+And each message wakes its receiver's loop, which the kernel prefers to a computing thread: on a machine without an idle
+processor, to a thread that sends just then and holds such a lock. The other loop spins until its time is over, which
+took a tenth of a step of stage 3. A thread of the kernel's class for batches (sched(7), SCHED_BATCH) interrupts no
+other by waking; where a processor is idle it runs as soon as any other.
 
-gloo's loop tries a connection's lock and, where another thread holds it, asks the kernel again at once. And each
-message wakes its receiver's loop, which the kernel prefers to whoever computes there: on a machine that has no
-processor left, to a thread that sends just then and holds such a lock. The other loop spins until its time is over,
-which took a tenth of a step of stage 3. A thread of the kernel's class for batches (sched(7), SCHED_BATCH) interrupts
-nobody by waking; where a processor is idle it runs as soon as any other. Called by gloo.py; knows no group.
-
-Who is out of reach while gloo connects: gloo does not say for whom it waits.
-
-When connecting takes long, a thread asks every other member's rendezvous server, as one does who looks whether a
-process lives; those that do not answer are whom the building waits for. Called by gloo.py.
+`watch_reach`: gloo does not say for whom it waits. When connecting takes long, a thread asks every other member's
+rendezvous server, as if to see whether the process lives; the building waits for those that do not answer.
 """
 
 from __future__ import annotations

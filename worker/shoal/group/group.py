@@ -1,22 +1,15 @@
 """The process group of one generation: sends, receives, one small all-gather, and `abort()`.
 
 The engine waits plainly and reads as if nothing could fail; `abort()`, called from the session's thread, makes every
-operation of the group fail at once on the training thread. Knows nothing of plans. `gloo.py` is a group over gloo,
-`group.py` the group of a world of one; for tensors of a device there are `device_group.py` and `ordered.py`.
+operation of the group fail at once on the training thread. Knows nothing of plans. `gloo.py` is a group over gloo; for
+tensors of a device there are `device_group.py` and `ordered.py`. `SoloGroup`, the group of a world of one, keeps the
+same promises (an aborted one raises) without gloo, so that the engine need not know that it is alone.
 
-The group of a world of one: nobody to send to, a gather of one row.
-
-It keeps the promises of `Group` (an aborted one raises), so that the engine need not know that it is alone. Works where
-there is no gloo.
-
-A message's bytes, as a group writes them: whatever its shape and dtype. Called by what carries messages.
-
-How far a thread has come in a group, and for whom it waits there since when: what heartbeats tell (`Activity`).
-
-One per group, from the beginning of its building. Written by the thread that is inside the group and by the one that
-waits for it (wait_threads.py), read by the session's thread; without a lock, because each attribute is replaced whole.
-Positions only grow, and at a position a member has posted all that its peers wait for at the same one: so who waits
-for a peer that stands beyond, or that waits for it in turn, waits in vain.
+`GroupProgress`, one per group from the beginning of its building, is how far a thread has come in a group, and for whom
+it waits since when: what heartbeats tell (`Activity`). Written by the thread inside the group and by the one that waits
+for it (wait_threads.py), read by the session's thread; without a lock, because each attribute is replaced whole.
+Positions only grow, and at a position a member has posted all that its peers wait for at the same one: so waiting for a
+peer that stands beyond, or that waits in turn for this member, is in vain.
 """
 
 from __future__ import annotations

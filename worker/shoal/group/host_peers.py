@@ -1,15 +1,11 @@
-"""Members of a group who run on one host and see each other's processes: what is large passes between them through
-shared memory in place of the loopback device, at half of its cost.
+"""Members of a group on one host: large messages pass through shared memory, at half the cost of the loopback device.
 
-The message of the group that would have carried the bytes is a short one then, which says where they lie. Where the
-sender finds no room, or the receiver has not opened the sender's memory, the message carries them: so nobody ever waits
-for room, and receives are posted as ever. Called by gloo.py.
+The members must see each other's processes. The message of the group that would have carried the bytes is a short one
+then, which says where they lie. It carries them itself where the sender finds no room, or the receiver has not opened
+the sender's memory: so no member waits for room, and receives are posted as ever. Called by gloo.py.
 
-Shared memory: one process puts there what it sends to others of its host, who take it from there.
-
-Each process makes its own for each group, and no other group uses it. That what lies there is whole is said by messages
-of the group alone; the marks at its head say who has opened it and which places are taken. How such memory is made and
-opened is unnamed_memory.py's affair. Called by host_peers.py; knows no group.
+Each process makes a `SharedMemory` of its own for each group (unnamed_memory.py); no other group uses it. Only messages
+of the group say that what lies there is whole; the marks at its head say who has opened it and which places are taken.
 """
 
 from __future__ import annotations

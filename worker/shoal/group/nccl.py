@@ -1,15 +1,13 @@
 """The wire of NVIDIA's devices: NCCL's sends and receives, one communicator for each generation.
 
-Run on one GPU that several members shared, never on several (docs/devices.md).
+Run on one GPU that several members shared, never on several (docs/devices.md). Members know without asking whether a
+group has a wire: each says at the rendezvous which device it has, and NCCL is used where all have one of their own.
+Only `abort` ends a wait, as everywhere: the process group's own watchdog, which would end the process, is off, and its
+time-out is a day. What is carried goes on a stream of its own, behind what the device was given when a message was
+posted. Called by the session's builder thread, and by ordered.py.
 
-Whether a group has one its members know without asking: each says at the rendezvous which device it has, and NCCL is
-used where all have one of their own. Only `abort` ends a wait, as everywhere: the process group's own watchdog, which
-would end the process, is off, and its time-out is a day. What is carried goes on a stream of its own, behind what the
-device was given when a message was posted. Called by the session's builder thread, and by ordered.py.
-
-What NCCL asks for while it connects: one value that rank 0 has and all others wait for, over the host's group.
-
-Called on the builder's thread only, by a process group that is being made.
+`NcclStore` has the one value that NCCL asks for while it connects: rank 0 has it and all others wait for it, over the
+host's group. Called on the builder's thread only.
 """
 
 from __future__ import annotations

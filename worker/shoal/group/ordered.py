@@ -1,14 +1,13 @@
 """A group whose bulk goes from device to device by a wire that knows no tags; all else goes by a staged group.
 
-Every member tells rank 0 what it has posted; rank 0 says in which order all carry it (ordered.py), over the host's
-group, as the vote and all that is small. One thread carries batch after batch, and who waits for a message is told when
-its batch is over: then the device has it. A wire is aborted with the group, and what was on it fails.
-
-The one order of messages that have no tags of their own to be told apart by: who carries what, and when. Pure.
-
 A transport such as NCCL carries messages in the order in which both ends name them, and one that is waited for holds up
-all behind it. So nothing is carried before both ends have posted it, and all members carry the same batches in the same
-order, each its own part: no end ever waits for one that waits for something else. One member of a group keeps this.
+all behind it. So every member tells rank 0 what it has posted, and rank 0's `Sequencer` (pure) says in which order all
+carry it, over the host's group, like the vote and all that is small. A message is carried only once both ends have
+posted it, and all members carry the same batches in the same order, each its own part: no end ever waits for one that
+waits for another message.
+
+One thread carries batch after batch, and a waiting thread is told when its message's batch is over: then the device has
+it. A wire is aborted with the group, and what was on it fails.
 """
 
 from __future__ import annotations

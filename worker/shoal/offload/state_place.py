@@ -1,10 +1,8 @@
-"""Where a worker keeps the state of the blocks that it holds, as its config says; and the held blocks of that place.
+"""Where a worker keeps the state of its held blocks, as its config says, and the held blocks of that place.
 
-Held blocks of a model on a device of which the parameters lie in host memory too (stage 3), with their state there
-or in a file.
-
-On the device are the units that are gathered, and gradients. An update brings gradients down and nothing up: parameters
-are updated where they lie, in pinned memory; what a worker holds of a unit is copied up when it gathers the unit, and
+`ParametersOnHost`: a device's model has its parameters in host memory too (stage 3), with their state there or in a
+file. On the device are gathered units and gradients. An update brings gradients down and nothing up: parameters are
+updated where they lie, in pinned memory; what a worker holds of a unit is copied up when it gathers the unit, and
 others are sent it from there. The bits are those of an update on the CPU with parameters on the device.
 """
 

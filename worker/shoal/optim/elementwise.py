@@ -1,11 +1,10 @@
-"""Which optimizers may run on a part of the parameters and give the bits of the whole.
+"""Elementwise optimizers: those that give the bits of the whole when they run on a part of the parameters; and Lion.
 
 Shoal runs the optimizer's class on the blocks that a worker holds, so every element must depend on itself alone. The
-probe asks the object itself; the names below say which classes a configuration can name, and why others are refused.
+probe asks the object itself; the names below are what a configuration can name, and why others are refused.
 
-Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), which torch lacks and DeepSpeed has.
-
-A configuration names it (`optimizer.type`), a script may make one. Its arguments and defaults are DeepSpeed's.
+Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023) is not in torch; arguments and defaults are
+DeepSpeed's. A configuration names it (`optimizer.type`), or a script makes one.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Hyper-parameters: what the optimizer's groups hold beside parameters. Read each step, hashed into the vote, sent to
-joiners (a scheduler's state alone would not set them), written into checkpoints.
+"""Hyper-parameters: what the optimizer's groups hold beside parameters.
 
-They are plain values: numbers, truth values, strings, None, and tuples of them, so they survive JSON bit by bit.
+Read each step, hashed into the vote, sent to joiners (a scheduler's state alone would not set them), written into
+checkpoints. They are plain values: numbers, truth values, strings, None, and tuples of them, so they survive JSON bit
+by bit.
 
-From `shoal.initialize` on the engine calls optimizer and scheduler: what a script must not do with them any more.
+Optimizer and scheduler stay the place where they are read and set, but from `shoal.initialize` on the engine calls both
+(`take_over`): calls that would change parameters beside the blocks, move the schedule once per lane, or read and write
+state that lies in the blocks of all workers are refused, each with one sentence.
 
-Both objects stay the place where hyper-parameters are read and set. What would change parameters beside the blocks,
-move the schedule once per lane, or read and write state that lies in the blocks of all workers, is one sentence.
-
-Turns: groups of one optimizer that are stepped in turn, as the networks of a GAN or of an actor and its critic are.
-
-Whose turn it is stands in the groups beside rates and decays, so the vote compares it, and joiners, members without
-lanes and checkpoints take it over as they do these. Set by `engine.turn`, at the top of the loop's body.
+Groups can be stepped in turn, as the networks of a GAN or of an actor and its critic are: `engine.turn` sets it at the
+top of the loop's body. Whose turn it is stands in the groups, so the vote compares it, and joiners, members without
+lanes and checkpoints take it over like rates and decays.
 """
 
 from __future__ import annotations

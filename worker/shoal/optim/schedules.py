@@ -1,14 +1,13 @@
-"""DeepSpeed's learning-rate schedules as formulas: from a count of steps to each group's rate. Pure arithmetic.
+"""DeepSpeed's learning-rate schedules: formulas from a count of steps to each group's rate, as schedulers of torch.
 
-They are those of DeepSpeed's `deepspeed/runtime/lr_schedules.py` (0.19.8; deepspeed.readthedocs.io/en/latest/
-schedulers.html), with its names and defaults. DeepSpeed sets the first rate when the scheduler is made, and counts the
-optimizer steps after it from 0: optimizer step n reads the rate of count n - 1, and count -1 is the first rate.
-`schedules.py` puts a formula into a scheduler of torch.
+The formulas are pure arithmetic, with the names and defaults of DeepSpeed's `deepspeed/runtime/lr_schedules.py`
+(0.19.8; deepspeed.readthedocs.io/en/latest/schedulers.html). DeepSpeed sets the first rate when the scheduler is made,
+and counts the optimizer steps after it from 0: optimizer step n reads the rate of count n - 1, and count -1 is the
+first rate.
 
-A formula of `schedules.py` as a scheduler of torch, stepped once after each optimizer step.
-
-Rates are absolute, so this is no LambdaLR, which multiplies. torch's `last_epoch` is 0 when the scheduler is made;
-DeepSpeed's count is one less. The state is plain numbers and no function, so it travels and is saved as it is.
+`Schedule` is stepped once after each optimizer step. Rates are absolute, so it is no LambdaLR, which multiplies.
+torch's `last_epoch` is 0 when it is made; DeepSpeed's count is one less. The state is plain numbers and no function, so
+it travels and is saved as it is.
 """
 
 from __future__ import annotations

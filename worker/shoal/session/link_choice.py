@@ -1,9 +1,7 @@
-"""Which link a script gets: to the controller that its environment names, or none.
+"""The choice of a script's link: to the controller that its environment names, or to none.
 
-The link of a script that has no controller: a world of one, which never changes.
-
-It says what a controller would that starts a job with one worker, and nothing else ever; the engine cannot tell. No
-thread, no socket, no signal handler.
+Without one it is an `AloneLink`: a world of one, which never changes. It says what a controller would that starts a job
+with one worker, and nothing else; the engine cannot tell. No thread, no socket, no signal handler.
 """
 
 from __future__ import annotations

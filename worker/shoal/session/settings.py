@@ -1,9 +1,8 @@
-"""What a worker's environment says about its controller. Parsed once, when the script calls `shoal.initialize`.
+"""A worker's settings for its controller, as its environment has them, and its certificates.
 
-A worker's certificates, as TLS of the standard library reads them: whether they can be used, and what is wrong.
-
-gRPC takes any bytes and then fails every handshake without a word. `settings.py` looks here before it hands files to
-gRPC, `unreachable.py` when a controller could not be reached.
+Parsed once, when the script calls `shoal.initialize`. gRPC takes any bytes as certificates and then fails every
+handshake without a word; so `WorkerCertificates` reads them with the standard library's TLS first and says what is
+wrong; `unreachable.py` asks it when a controller could not be reached.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What the threads of a session share: the membership, the dialogue, the groups and the inbox, under one lock.
+"""What the threads of a session share, under one lock: the membership, the dialogue, the groups and the inbox.
 
 Nothing under the lock waits. What the dialogue decides is carried out here: PREPARE at once, on the session's thread,
 where the groups are aborted; the training thread finds `Stopped` in its inbox. The builders' threads report here.
 
-The groups of this process: those being built, those kept for plans that may begin, and the one that trains.
-
-Each is built on a thread of its own, because building waits for other processes. Called under the session's lock, which
-the builders take too when they are done. What is cancelled ends its waits under the lock; aborting and closing it comes
-after, outside: a group that the training thread may be inside is closed by the training thread (`bury`).
+`Groups` are those being built, those kept for plans that may begin, and the one that trains. Each is built on a thread
+of its own, because building waits for other processes. They are called under the lock, which the builders take too when
+they are done. Cancelling ends a group's waits under the lock; aborting and closing comes after, outside: a group that
+the training thread may be inside is closed by the training thread (`bury`).
 """
 
 from __future__ import annotations

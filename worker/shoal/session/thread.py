@@ -4,14 +4,10 @@ It moves messages between the stream and the `SessionDriver`, keeps the heartbea
 nothing; what is sent and what comes of an answer is the dialogue's. If it ends unexpectedly the link is informed
 (`on_failure`).
 
-Where a worker looks for its controller: the addresses that it was given, those it was told of, the leader's first.
-
-Pure: `thread.py` asks for the next one before every attempt, and says what came of it.
-
-What a worker's streams show: the token that it was started with, and the session token that it was given.
-
-While the session token is fresh it is shown by itself, so that the other one travels as little as can be; later, or
-when the fresh one was of no use, both are shown. Pure: `thread.py` asks before each stream.
+Two pure objects are asked before each stream. `ControllerAddresses` is where to try next: the addresses that the worker
+was given and those it was told of, the leader's first. `ShownTokens` is what to show: a fresh session token by itself,
+so that the token that the worker was started with travels as little as can be; later, or when the fresh one was of no
+use, both.
 """
 
 from __future__ import annotations

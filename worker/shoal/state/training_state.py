@@ -1,7 +1,6 @@
 """What training has come to on this worker: parameters, held blocks, buffers, hyper-parameters, the committed step.
 
-`commit` is the only place that moves the step on; a roll-forward calls the same. Knows no group and no controller; only
-the training thread touches it.
+Only `commit` moves the step on; a roll-forward calls it too. Knows no group and no controller. Training thread only.
 """
 
 from __future__ import annotations

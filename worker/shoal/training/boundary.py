@@ -2,21 +2,17 @@
 
 Saves begin, requests are carried out, callbacks are called, a planned generation begins. A world that breaks between
 the vote and the boundary leaves it owed: the new world settles it by a vote without a step before it trains on, so that
-no committed step is without its callback or its checkpoint. Which callbacks were called is known to all that survive
-(boundary.py). Called by step.py and resize.py.
+no committed step is without its callback or its checkpoint. Called by step.py and resize.py.
 
-Which committed steps have had their callbacks, as far as this member knows.
+`CalledSteps`: rank 0 calls the callbacks, and tells the others when it is through with a step's. If it dies, the next
+rank 0 calls those of a step that was not said to be over, and no others. The others hear it beside their own work, all
+of them before the next vote; where rank 0 has no callbacks, nothing travels.
 
-Rank 0 calls them, and tells the others when it is through with a step's. So if it dies, whoever is rank 0 next calls
-those of a step that was not said to be over, and no others. The others hear it beside their own work, and everybody has
-heard it before the next vote. Called by boundary.py; where rank 0 has no callbacks, nothing travels.
-
-What the script does with each committed step, on every member (`engine.on_commit`).
-
-A member without lanes runs no body, so what a body counts or averages would lag behind on it. These functions are
-called wherever a step is committed, once in a process for each, in order, before anything of the step is saved or given
-to a joiner. Which step they were called for last is part of the training state (`TrainingState.followed`): it travels
-with the registered states, and says what they are as of. Called by boundary.py.
+`CommitCalls` are the script's functions that run on every member (`engine.on_commit`): a member without lanes runs no
+body, so what a body counts or averages would lag behind on it. They are called wherever a step is committed, once in a
+process for each, in order, before anything of the step is saved or given to a joiner. Which step they were called for
+last is part of the training state (`TrainingState.followed`): it travels with the registered states, and says what they
+are as of.
 """
 
 from __future__ import annotations

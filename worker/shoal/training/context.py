@@ -3,10 +3,9 @@
 The engine owns it, every part takes it, and none of them knows the engine. Parts that need each other are given each
 other in one direction, as parts.py says. Only the training thread touches it.
 
-What a script without a controller leaves untrained: said when it has ended, or has let its engine go.
-
-With a controller the job fails of it. Alone the script's status says how it ended, and that is 0 for one that has
-broken out of its loop. Kept beside the engine and not in it: it is asked when there is no engine any more.
+`Untrained` is what a script without a controller leaves untrained. With a controller the job fails of it. Alone the
+script's status is 0 also where it has broken out of its loop; so it is said when the script has ended, or has let its
+engine go. Kept outside the engine, which may not exist by then.
 """
 
 from __future__ import annotations

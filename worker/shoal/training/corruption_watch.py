@@ -1,17 +1,15 @@
-"""Silent corruption, as one member looks for it: the copies of some blocks are compared by every vote.
+"""The watch for silent corruption on one member: the copies of some blocks are compared by every vote.
 
 A rotating sample beside each step, so that every block's turn comes within `shoal.corruption_steps`; and beside each
 save all blocks, a slice per vote, so that a checkpoint is known to hold what all copies hold. They are summed at the
 vote after the save's boundary: nothing has changed by then, and what was still being handed out has come. And before a
 planned change begins, blocks of which it takes away the copy to compare with; those of which another copy is made first
-are compared beside that fill, which is spread over many votes. What differs is reported; what is done about it the
-controller decides. Off where a job is not bit-exact: copies may differ there.
+are compared beside that fill, which is spread over many votes. What differs is reported, and the controller decides
+what is done about it. Off where a job is not bit-exact: copies may differ there.
 
-Checksums by which the copies of a block are compared: one 64-bit number over parameters and optimizer state.
-
-Cheap, because they are made beside steps: sums of machine words at the speed of memory, where any changed bit changes
-the number. They stand for nothing but "equal or not" between copies of one step; checkpoints have XXH3,
-fingerprints SHA-256. Knows no group.
+`block_checksums` gives one 64-bit number per block over parameters and optimizer state: a sum of machine words at the
+speed of memory, cheap enough for every step, in which any changed bit changes the number. It says nothing but "equal or
+not" between copies of one step; checkpoints have XXH3, fingerprints SHA-256. It knows no group.
 """
 
 from __future__ import annotations

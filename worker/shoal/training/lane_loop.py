@@ -1,12 +1,11 @@
-"""Where the user's loop stands within a step: which lane, which micro-batch, what it has summed up so far.
+"""The user's loop within a step: which lane and micro-batch it is at, and the numbers that it has summed up so far.
 
 A lane can be void: the world changed under it, and what the user's loop still does with its batch has no effect until
-the iterator yields the next one. Knows no world and no group.
+the iterator yields the next one.
 
-The numbers of a step's lanes on this worker: losses, what the script reports, micro-batches that it skips.
-
-Kept per whole subtree of lanes, so that a step's mean has the same bits in every world. A skipped micro-batch says
-nothing: the means are over the others.
+The numbers (losses, what the script reports, micro-batches that it skips) are kept per whole subtree of lanes, so that
+a step's mean has the same bits in every world. A skipped micro-batch says nothing: the means are over the others. Knows
+no world and no group.
 """
 
 from __future__ import annotations

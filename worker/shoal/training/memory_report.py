@@ -1,10 +1,10 @@
-"""One line of a worker's log: the bytes that training's state takes here, as counted and as estimated.
+"""The memory of training's state on a worker: a line of its log, and what advice depends on when memory ran out.
 
-Said once, after the first step that finds on this worker all that it is to hold. `shoal estimate` says the same.
+The line has the bytes as counted and as estimated (`shoal estimate`), once, after the first step that finds here all
+that this worker is to hold.
 
-What a worker's advice depends on where memory ran out (`shoal.config.out_of_memory`), read from what its parts share.
-
-Called by the update, and where nobody has caught the error. Makes no tensor.
+`memory_setting` (for `shoal.config.out_of_memory`) is called by the update, and for an error that the script has not
+caught. Makes no tensor.
 """
 
 from __future__ import annotations

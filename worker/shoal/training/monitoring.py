@@ -1,20 +1,12 @@
-"""Trackers: whoever keeps the numbers of steps. CSV files, TensorBoard, Weights & Biases.
+"""The monitoring that a config asks for: progress lines, trackers, and one line of all that was settled.
 
-A tracker opens when it gets its first numbers, which is on rank 0, and goes on with what an earlier rank 0 has begun:
-one run through every change of the world. A job that goes back to a checkpoint writes the steps since then once more.
-The two packages are optional: `missing_packages` says by name which cannot be used.
+`check_monitoring` and `show` are called when an engine is made. The trackers' packages, two of which are optional, are
+checked on every worker, because each of them may become rank 0 (`missing_packages`). The rest runs on rank 0, once for
+each committed step: `StepNumbers` has the numbers under DeepSpeed's names, over the number of samples trained.
 
-What a config asks to be shown of a job: progress lines, trackers, one line of all that was settled.
-
-`check_monitoring` and `show` are called by whoever makes an engine; the rest runs on rank 0, once for each step.
-
-The numbers of a step as trackers get them: DeepSpeed's names, over the number of samples trained.
-
-Called on rank 0 once for each committed step. Knows no tracker.
-
-Whether the package of a tracker can be imported on this worker.
-
-Called on every worker before training starts, because each of them may become rank 0 and write the numbers.
+The trackers keep these numbers: CSV files, TensorBoard, Weights & Biases. A tracker opens when it gets its first
+numbers, and goes on with what an earlier rank 0 has begun: one run through every change of the world. A job that goes
+back to a checkpoint writes the steps since then once more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`shoal.initialize`: checks what the user gave and puts the engine together. Nothing else lives here.
+"""`shoal.initialize`: checks what the script gave and puts the engine together. Nothing else lives here.
 
-What a script gives to `shoal.initialize`: kinds that cannot work are refused by name before anything is built.
+Kinds of objects that cannot work are refused by name before anything is built.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """One optimizer step, as docs/architecture.md ("A step") tells it: `Step.make` is its list, one line per sentence.
 
-And what stands in for it where no step runs: a vote alone. Raises `WorldChanged` wherever the world breaks; then the
-step was not made here, or, past its vote, its boundary is owed.
+Where no step runs a vote alone stands in for it. Raises `WorldChanged` wherever the world breaks; then the step was not
+made here, or, past its vote, its boundary is owed.
 
-A vote as this member takes part in it: its ballot, the all-gather, and what everybody's record says of itself.
-
-The update: what makes a vote's record real on this worker; of a step, and of one that it rolls forward.
-
-The only caller of `TrainingState.commit`. An update that fails half-way leaves a torn state: this worker counts as dead
-from then on, also where its script goes on after the error.
+`Voting` is a vote as this member takes part in it: its ballot, the all-gather, and what follows from the record alone.
+`Update` makes a vote's record real on this worker, of a step or of one that it rolls forward; it is the only caller of
+`TrainingState.commit`. An update that fails half-way leaves a torn state: this worker counts as dead from then on, also
+where its script goes on after the error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The meter: numbers for people. Nothing is decided by them, no bit depends on them.
+"""Telemetry of one worker: numbers for people. No decision and no bit depends on them.
 
-What this worker's loop spends its time on, by phase: reading, forward, backward, step. For people who ask for it.
-
-A forward is all between a batch and its backward, the loop's own code too. Called by the engine; what is measured is
-taken by `shoal.callbacks`, once a step.
-
-Seconds per phase of a change of the world, and what it moved: for people.
+`Meter` counts what the worker has done since it started. `StepTimes`, on request: the loop's seconds by phase (reading,
+forward, backward, step); a forward is all between batch and backward, the loop's code too. Called by the engine;
+monitoring.py takes them once a step. `ChangeClock`: a world change's seconds by phase, and what it moved.
 """
 
 from __future__ import annotations

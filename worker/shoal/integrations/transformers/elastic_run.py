@@ -1,14 +1,12 @@
-"""One training of a Trainer over an engine: its loop's body, and what it does after each committed step.
+"""One training of a Trainer over an engine: its loop's body, what follows each committed step, and the state it keeps.
 
 The body runs on the workers that hold lanes, once for each micro-batch. What follows a step (callbacks, logging,
-evaluation, saving) runs on every worker, with the same numbers, so that each of them can become rank 0; what is shown
-and written is rank 0's. Made by trainer.py.
+evaluation, saving) runs on every worker, with the same numbers, so that each of them can become rank 0; rank 0 alone
+shows and writes. Made by trainer.py.
 
-What a Trainer remembers of its job: saved with every elastic checkpoint, and given to workers that join.
-
-Its log, its best metric, what its callbacks have counted, and sums of losses since the last log. It is kept as JSON,
-the form that the Trainer itself writes. How long and how often its own arguments say,
-also where they said otherwise when it was saved.
+`KeptState` is saved with every elastic checkpoint and given to joiners: the Trainer's log, its best metric, what its
+callbacks have counted, and sums of losses since the last log, as JSON, the form that the Trainer itself writes. How
+long it trains and how often it logs or saves is up to its arguments, also where they were others at the save.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""From `TrainingArguments`, and the DeepSpeed configuration that they may name, to Shoal's configuration.
+"""Shoal's configuration from `TrainingArguments` and the DeepSpeed configuration that they may name.
 
 A batch size is never changed: a step has `per_device_train_batch_size × gradient_accumulation_steps` samples, as on one
 process, and its micro-batches are the lanes; or, where `shoal={"lanes": n}` says for how many processes the script was
 written, n times as many. So does a DeepSpeed configuration whose `train_batch_size` is n times as much. Every "auto"
 that the Trainer would fill in is filled in here; numbers that the file and the arguments give differently are faults.
 
-What of a Trainer's arguments cannot be honoured: each with its sentence, all of them said at once.
-
-docs/transformers.md has the same list; a test holds one to the other.
-
-`TrainingArguments(deepspeed=…)` without DeepSpeed: the library's own arguments would import it when they are made.
-
-From the import of the door on they keep the value and do nothing with it; `engine_config.py` reads it.
+`check_honourable` refuses arguments of a Trainer that cannot be honoured, all at once, each with its sentence;
+docs/transformers.md has the same list, and a test compares them. The library would import DeepSpeed when arguments with
+`deepspeed=…` are made: after `put_deepspeed_aside`, at the import of this package, they just keep the value.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The Trainer whose training is elastic: transformers' own, with another loop under it.
 
-Everything around the loop (arguments, callbacks, evaluation, metrics, saving a model) stays the library's. What is here
-says where it goes another way; the loop is in elastic_run.py.
+Around the loop (elastic_run.py) all stays the library's: arguments, callbacks, evaluation, metrics, saving a model.
+What is here says where it goes another way.
 
-Which elastic checkpoint `resume_from_checkpoint` means.
-
-Scripts give it the newest folder `checkpoint-N` whenever they start: also where they replace a worker of a job under
-way, and where the save of step N was skipped or cut short.
+`resume_point`: which elastic checkpoint `resume_from_checkpoint` means. Scripts give the newest folder `checkpoint-N`
+whenever they start: also where they replace a worker of a job under way, and where the save of step N was skipped or
+cut short.
 """
 
 from __future__ import annotations
