@@ -1,6 +1,6 @@
 """The reference page of the configuration, written from the models: `python -m docs.generate.configuration`.
 
-Its output is docs/configuration.md; a test holds the page to it. Nobody imports this module but that test.
+Its output is docs/configuration.md; a test compares the two, and only that test imports this module.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The page about DeepSpeed: what of its Python interface is here, and every key of its configuration.
+"""The page about DeepSpeed: which of its Python interface Shoal has, and every key of its configuration.
 
-Written by `python -m docs.generate.deepspeed` (`make docs`) to docs/deepspeed.md from the code's own tables; a test
-holds the page to it.
-
-The table of docs/deepspeed.md: every key of DeepSpeed's configuration, from the code's own tables.
+Written by `python -m docs.generate.deepspeed` (`make docs`) to docs/deepspeed.md, with its tables from the code's own;
+a test compares the page with it.
 """
 
 from __future__ import annotations

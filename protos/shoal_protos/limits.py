@@ -1,11 +1,7 @@
-"""The limit of open files (`ulimit -n`), which both sides look at before they open sockets.
+"""The limits of a process that both sides check at start: open files (`ulimit -n`) and address space (`ulimit -v`).
 
-A loop that can accept no connection and a thread that can open none end in tracebacks that nobody could understand.
-
-The limit of this process's address space (`ulimit -v`), which both sides look at before gRPC starts its threads.
-
-Where a thread of gRPC's finds no room for its stack the process aborts, or waits for ever, and says nothing that
-anybody could understand.
+Without the checks, a loop that cannot accept a connection ends in a traceback that explains nothing, and a gRPC thread
+without room for its stack makes the process abort or hang silently. Called before sockets are opened and gRPC starts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Files in PEM form (certificates, their authorities, private keys) that settings of the worker or the controller name.
+"""PEM files (certificates, authorities, private keys) that settings name, and OpenSSL's numbers for what is wrong.
 
-gRPC says nothing of one that it cannot use: every handshake fails, and is tried again for ever.
-
-OpenSSL's numbers of what is wrong with a certificate, as Python's `ssl` does not name them (`verify_code`).
-
-From x509_vfy.h (`X509_V_ERR_…`). Both sides turn them into sentences of their own.
+gRPC reports nothing about a file that it cannot use: every handshake fails, and is tried again for ever. The numbers
+are `verify_code` values that Python's `ssl` does not name (`X509_V_ERR_…` in x509_vfy.h); both sides make their own
+sentences of them.
 """
 
 from __future__ import annotations

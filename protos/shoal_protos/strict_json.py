@@ -1,9 +1,8 @@
-"""JSON of people and strangers: what the reader of the standard library would take, or break at, is refused.
+"""Strict JSON of people and strangers: the value, the size that is accepted, and the place of a fault.
 
-Training configs, job specs and the bodies of REST are read by it.
-
-What the document of a stranger may cost: how large it may be, and where a value stands in it. The key of a value is
-written only for a sentence: there may be a hundred thousand, with a name as long as the document above them.
+Refuses what the standard library would accept or fail at. Training configs, job specs and the bodies of REST are read
+by it. A `JsonPlace` writes its name only for a sentence, because a document may have a hundred thousand places, each
+with a name as long as the whole document.
 """
 
 from __future__ import annotations

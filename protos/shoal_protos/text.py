@@ -1,15 +1,8 @@
-"""What somebody else gave, as a sentence repeats it: cut where it is long, in characters that can be written.
+"""Text for people, for both sides: values and names of others, counts, numbers, durations, and terminal-safe text.
 
-Values of documents, and names of what is asked for. Standard library only.
-
-Numbers of things in sentences, for both sides.
-
-Text from elsewhere as a terminal may have it: names, reasons, exceptions, logs, files of checkpoints.
-
-A terminal obeys what is written to it: it clears itself, takes a new title, hides text or turns it around. All that
-commands print goes through this one function. Standard library only.
-
-Numbers and times as people write them, for both sides. Pure.
+`shown` and `shown_name` cut what is long and escape what cannot be written. `printable` escapes what a terminal would
+obey (it clears itself, takes a new title, hides text or turns it around); all that commands print of names, reasons,
+exceptions, logs and files goes through it. Pure; standard library only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Who asks: the roles that a token can have, and what is known of the caller of a request. Plain data.
+"""The caller of a request: the role that its token has, who it is, and the network that its address counts as.
 
-`token_register.py` says whose a token is, `api/guard.py` what a request needs, `runner.py` writes down who did what.
-
-Addresses of callers, as both doors count them: an IPv4 address, or the /64 that an IPv6 site usually has.
+Plain data. `token_register.py` finds the role of a token, `api/guard.py` the role that a request needs, and
+`jobs/audit.py` records who did what. Both ports count addresses by `network_of`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The REST API as one ASGI app; `server.py` serves it.
+"""The REST API as one ASGI app, with the OpenAPI document that describes it.
 
-The page is at `/` (`page/site.py`). `/healthz` says that the process answers, `/readyz` that it serves requests,
-whether it leads or follows (and `/readyz?store` that its store can be written), `/metrics` what it has counted.
-`/openapi.json` describes all of it.
-
-The OpenAPI document, where the framework does not know it: what every route answers when something is wrong.
-
-Every error is a problem (`problems.py`), also where the framework would answer another way, and those that pass say
-when to try again. `app.py` installs it; tests hold every answer against it.
+What is not below `/v1` is here: the page at `/` (`page/site.py`), `/healthz` (the process answers), `/readyz` (it
+serves requests, as leader or follower; with `?store`, its store can be written) and `/metrics`. `install` adds to
+`/openapi.json` what the framework does not know: every error is a problem (`problems.py`), and those that pass say
+when to retry. Tests compare every answer with the document. `server.py` serves the app.
 """
 
 from __future__ import annotations

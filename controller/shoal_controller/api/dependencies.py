@@ -1,14 +1,11 @@
-"""What the routes are given: the jobs as far as this controller knows them, and of whoever leads.
+"""Parameters of the routes: the jobs to read or change, pages of lists, and filters of events.
 
-A controller that does not lead has forwarded what it could (`forwarding.py`); what comes here nevertheless is read from
-the store, or refused.
+Reading uses the jobs as far as this controller knows them; changing needs the leader. A follower forwards what it can
+(`forwarding.py`); a request that arrives here nevertheless is answered from the store, or refused.
 
-Pages of lists: `limit` says how many entries are wanted, `after` after which one they begin.
-
-Every list has an order that no change of its entries disturbs, and `next` names the last entry of a page, where more
-follow: who passes it as `after` gets the rest, also where that entry is gone by then.
-
-Which events a reader wants: the query of both lists of events, of a job and of all.
+A page has `limit` entries after the entry `after`. The order of a list does not depend on changes of its entries, so
+the `next` of one page continues the list even if that entry has been deleted. Both lists of events, of a job and of
+all jobs, have the same filter.
 """
 
 from __future__ import annotations
@@ -121,7 +118,7 @@ OfWorker = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """What is wanted."""
+    """Which events a request asks for."""
 
     kinds: frozenset[str]
     """Empty: all kinds."""
@@ -138,7 +135,7 @@ class EventFilter:
 
 
 def event_filter(kind: Kinds = None, worker: OfWorker = None) -> EventFilter:
-    """Of a request."""
+    """Return the filter that a request asks for."""
     return EventFilter(frozenset(one.value for one in kind or ()), worker)
 
 

@@ -1,17 +1,14 @@
-"""What stands before every request: its token and role, no foreign pages, no huge bodies, no exception that gets out.
+"""The layers around every REST request: its token and role, the size of its body, its port's TLS, and its count.
 
-A web page elsewhere cannot get a browser to start a job here: what a browser sends for another site's page is refused,
-and without a token a controller that listens on this machine only answers only requests that name this machine, one
-that listens elsewhere believes no page under a name that anybody can give it (DNS rebinding).
+`Guard` refuses requests without the right token, bodies that are too large and requests of foreign pages, and lets no
+exception out. A web page elsewhere cannot make a browser start a job: a request for another site's page is refused;
+without tokens, a controller that only this machine reaches answers only under this machine's names, and any other
+controller trusts no page under a name that an attacker could register (DNS rebinding).
 
-TLS of the REST port: its certificate and key, looked at before every handshake and read again when they change.
-
-Connections that are open go on with the certificate that they began with. Called by `web.py`'s users.
-
-Counts every request by its route, and measures the time until its answer begins. The outermost layer of REST: what
-the guard refuses is counted, and so is what a follower hands on.
-
-A path that no route has counts as `other`, so that nobody can make series by asking for paths.
+`CountedRequests` is the outermost layer, so refused and forwarded requests count too. It counts by route; a path
+without a route is `other`, so that clients cannot create series. `web_certificate` gives the port its TLS: the files
+are checked before each handshake and read again when they change; open connections keep theirs. `app.py` adds the
+guard, `server.py` the rest.
 """
 
 from __future__ import annotations

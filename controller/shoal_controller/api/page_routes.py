@@ -1,17 +1,13 @@
-"""The routes of what the page shows besides jobs, workers, events and checkpoints: for programs as well as for it.
+"""The read-only routes of what the page shows besides jobs, workers, events and checkpoints.
 
-They only read. What is to be thought of a job is decided by `core/overview/`, from what people see of it.
+Programs may use them too. `core/overview/` judges a job; nothing is decided here.
 
-The end of a worker's log, read from this machine's disk. ● Nothing but logs of local workers of that job is read.
+The end of a worker's log is read from this machine's disk: only plain files of local workers, in the job's own folder
+below the controller's data or below `--log-dir`. A path in a worker's record is not trusted beyond that.
 
-A worker's record says where its log is; that is believed only where it is a plain file in the job's own folder, among
-the controller's data or where it was told to keep logs (`--log-dir`).
-
-All jobs as the overview has them, made once for all readers that ask at about the same time.
-
-A look at 100 jobs of 100 workers each takes a fifth of a second: so long no heartbeat must wait, and not for every open
-browser anew. So it is made job by job, with the loop free between them, and kept for a moment that grows with what it
-has cost, `MOST_SECONDS` at most. `app.py` makes one.
+`RecentOverview`, which `app.py` makes, computes the overview once for all readers that ask at about the same time.
+100 jobs of 100 workers each take a fifth of a second, so it lets the event loop run between jobs, and keeps the answer
+for a time that grows with its cost, at most `MOST_SECONDS`.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ class LogTail:
 
 
 def read_log(folders: Collection[Path], worker: WorkerView, count: int) -> LogTail:
-    """Its last `count` bytes; where that cuts a character, from the next one on. Raises `NotFound`.
+    """The last `count` bytes of a worker's log; where that cuts a character, from the next one on. Raises `NotFound`.
 
     `folders`: those of its job, where logs may be.
     """
@@ -240,7 +236,7 @@ KEPT_TIMES = 5.0
 
 
 class RecentOverview:
-    """One API's."""
+    """The overview of all jobs, for one API."""
 
     def __init__(self) -> None:
         self._making = asyncio.Lock()

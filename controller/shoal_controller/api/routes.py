@@ -1,11 +1,7 @@
-"""The REST routes under `/v1`: each calls the shell and returns what it says.
+"""The REST routes under `/v1` and the headers that they read: each calls the shell and returns its answer.
 
-A controller that does not lead has forwarded what it could (`forwarding.py`); what comes here nevertheless is read from
-the store, or refused. Nothing is decided here. Errors are raised as they are and become problems in `problems.py`.
-
-The headers with which a request says on what it depends: `If-Match` of a change, `Idempotency-Key` of a new job.
-
-Called by `routes.py`; what they mean for a job is in `only_if.py`.
+Nothing is decided here. `dependencies.py` finds the shell, `problems.py` makes problems of the errors, which are raised
+as they are. A change may have `If-Match` (`jobs/only_if.py` has its meaning), a new job an `Idempotency-Key`.
 """
 
 from __future__ import annotations

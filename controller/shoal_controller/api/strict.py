@@ -1,16 +1,10 @@
-"""Query parameters that a request does not have are refused, as unknown keys of a body are, and so is one that is given
-twice: none is ignored.
+"""Strict reading of requests: no part of a query or a body is ignored.
 
-A dependency of all routes below `/v1` (`routes.py`).
-
-The bodies of requests are read as strictly as files are: a key that is given twice is refused, not dropped.
-
-Every router whose routes have bodies makes them of this class. The framework raises what reading a body raises as its
-own error, with ours as the cause; `problems.py` answers with that.
-
-Halves of surrogate pairs in a body: JSON can escape them, and they are no text that can be stored or sent.
-
-pydantic lets many of them pass; a job that was made with one could not be shown any more. Asked by the models.
+`check_parameters`, a dependency of all routes below `/v1`, refuses query parameters that are unknown or given twice.
+`StrictRoute`, the class of the routes of every router that reads bodies, refuses a key given twice; the framework
+raises that as its own error with ours as the cause, and `problems.py` answers it. `surrogate_faults`, called by
+`models.py`, finds halves of surrogate pairs: JSON can escape them and pydantic accepts many, but they are not text
+that can be stored or shown.
 """
 
 from __future__ import annotations

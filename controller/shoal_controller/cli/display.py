@@ -1,10 +1,8 @@
-"""The live display on standard error: world, step, loss, samples per second, what is happening.
+"""The live display on standard error: world, step, loss, samples per second, current activity.
 
 On a terminal it is redrawn in place with the job's events above it; elsewhere it is a line on every change and every
-few seconds. `watch` feeds it from REST until the job is over.
-
-How fast a job goes, from the step counts that were seen, and how long it will take. Pure: whoever watches brings the
-time.
+few seconds. `watch` feeds it from REST until the job has ended. `Rate` and `seconds_left` compute the speed and the
+time left from step counts; they are pure.
 """
 
 from __future__ import annotations

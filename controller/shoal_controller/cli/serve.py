@@ -1,8 +1,7 @@
 """A controller in this process, for the commands that bring their own: `controller`, `run`, `demo`.
 
-The way from a command to the controller in its own process: no port, so that no stranger at the port is in the way.
-
-Made by `serve.py` for the client of `shoal run` and `shoal demo`. An answer has a deadline, as over a connection.
+The client of `run` and `demo` reaches it without a port (`InProcess`), so that no other process on that port can
+interfere. Answers have a deadline, as over a connection; event streams need a port.
 """
 
 from __future__ import annotations

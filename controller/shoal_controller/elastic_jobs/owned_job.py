@@ -1,19 +1,15 @@
 """One resource and its job: each look brings the job nearer to the resource, and the resource's status to the job.
 
-Level-triggered: a look reads how both are now, does one thing that is missing, and says when to look again. Nothing
-counts on what an earlier look, or an earlier controller, has done. Called by `reconciler.py`, one look at a time.
+Level-triggered: a look reads both as they are, does one thing that is missing, and says when to look again. No look
+relies on what an earlier look, or an earlier controller, has done. Called by `reconciler.py`, one look at a time.
 
-When a change of a resource's size is passed on to its job: at once, but not as often as it goes to and fro. Pure.
+`SizeSettling` passes a change of size on at once if it goes in the direction of the last one. A change that turns back
+waits some seconds, so that the change under way can finish, and twice as long at each further turn; then the newest
+size is passed on if it still differs. An autoscaler that flaps for an hour makes a dozen changes, not hundreds.
 
-A change in the direction of the last one is passed on at once. One that turns back waits until the last one is some
-seconds old, so that what is under way comes to its end; each further turn waits twice as long. What is passed on then
-is the newest size, and nothing where that is the job's by then. So an autoscaler that flaps for an hour makes a dozen
-of changes, not hundreds.
-
-What is done next with a job whose resource is to go: it stops after its step, saves, ends, is forgotten. Pure.
-
-● Judged by what is seen of the job, never by what was done before: another controller goes on where one died. Every
-wait ends: a checkpoint that cannot be saved delays the end by `SAVE_SECONDS`, pods that do not end by `END_SECONDS`.
+`next_step` ends the job of a deleted resource: stop after its step, save, end, remove. It is judged by what is seen of
+the job, so another controller continues. Every wait is bounded: by `SAVE_SECONDS` for a checkpoint that cannot be
+saved, by `END_SECONDS` for pods that do not end.
 """
 
 from __future__ import annotations
@@ -349,7 +345,7 @@ QUIET_SECONDS = 600.0
 
 
 class SizeSettling:
-    """One resource's. The time is passed in, and never goes back."""
+    """The size of one resource, until it is passed on. The time is passed in, and never goes back."""
 
     def __init__(self) -> None:
         self._direction = 0
@@ -396,7 +392,7 @@ class DeletionStep(StrEnum):
 
 @dataclass(slots=True)
 class Deletion:
-    """One that is under way, as this controller has seen it."""
+    """A deletion that is under way, as this controller has seen it."""
 
     run: str
     began: float

@@ -1,8 +1,7 @@
-"""From a job to the status of its resource: numbers, columns and conditions, and the patch that brings it there. Pure.
+"""The status of a resource, made from its job: numbers, columns, conditions, and the patch that writes them. Pure.
 
-Whoever waits for a condition (`kubectl wait`) finds each of them from the first write on, with a reason and a message.
-
-What `kubectl get ej` shows in its columns: short strings, made of a job's view. Pure.
+Every condition exists from the first write on, with a reason and a message, for `kubectl wait`. `columns` makes the
+short strings that `kubectl get ej` shows.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ WITH_A_SECOND_UNIT = ("d", "h")
 
 
 def columns(view: JobView, now: float) -> dict[str, str]:
-    """By their names in `status.shown`; what is not known yet is left out. Those of a job that is over stand still."""
+    """Columns by their names in `status.shown`, without unknown ones. Those of a job that is over stand still."""
     now = view.ended_at if view.ended_at is not None else now
     shown = {
         "workers": f"{view.active}/{view.wanted}",

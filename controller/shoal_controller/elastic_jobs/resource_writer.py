@@ -1,12 +1,11 @@
-"""What a controller writes for an ElasticJob: its finalizer, its status, its size, and events. I/O, and nothing else.
+"""The writes of a controller to an ElasticJob: its finalizer, status, size and cluster events.
 
-● Every patch names the uid that it is meant for: a resource that was deleted and made again is another one, and the
-cluster answers 409. Whoever calls reads again then and decides anew.
+Every patch names the uid that it is meant for. If the resource was deleted and made again, the cluster answers 409; the
+caller then reads again and decides anew.
 
-Which of a job's events the cluster is told, and in how few: a storm of a hundred kills makes a handful. Pure.
-
-The first of a kind goes out at once. Those that come while its pause lasts are one event when it is over, which counts
-them and repeats the last one's sentence; the pause doubles as long as the storm goes on.
+`EventBursts`, which is pure, chooses the events of a job that the cluster is sent: the first of a kind at once, those
+within the pause that follows as one event, with their count and the last sentence. The pause doubles while the storm
+lasts, so a hundred kills make a handful of events.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ log = structlog.get_logger("shoal.elastic_jobs")
 
 
 class ResourceWriter:
-    """One namespace's."""
+    """The writes to the resources of one namespace."""
 
     def __init__(self, api: ClusterApi, instance: str) -> None:
         """`instance`: this controller, as events name it."""
@@ -174,7 +173,7 @@ class _Burst:
 
 
 class EventBursts:
-    """One resource's. The time is passed in, and never goes back."""
+    """The cluster events of one resource. The time is passed in, and never goes back."""
 
     def __init__(self) -> None:
         self._bursts: dict[str, _Burst] = {}

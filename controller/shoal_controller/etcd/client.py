@@ -1,12 +1,10 @@
-"""A client of etcd, version 3: keys, transactions, watches and leases, as a user, over TLS, on several servers.
+"""A client of etcd, version 3: keys, transactions, watches and leases, with a user, TLS and several servers.
 
-It knows nothing of what it is used for. docs/decisions/ says why it is not one of the packages that there are.
+It knows nothing of what it is used for; docs/decisions/ says why it is not an existing package.
 
-A lease that is kept alive for as long as its context lasts, and that says until when it surely is.
-
-It counts from before a request was sent, by this process's clock, so that here it is over before etcd's is: whoever
-holds it stops before another one can get it. Each sign of life has a stream of its own and a deadline; where one is
-not answered the next goes to another server.
+A `KeptLease` is kept alive while its context lasts and says until when it surely holds. That time counts from before
+the request was sent, by this process's clock, so its holder stops before another process can get the lease. Each
+keep-alive has a stream of its own and a deadline; if one is not answered, the next one goes to another server.
 """
 
 from __future__ import annotations

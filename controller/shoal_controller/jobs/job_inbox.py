@@ -1,12 +1,11 @@
-"""What waits for a job's loop: a bounded line of events, who waits for each to be handled, and what is kept for later.
+"""The inbox of a job's loop: a bounded queue of events with their submitters, and the backlog while the store fails.
 
-Used by `runner.py` alone. It decides nothing: the loop says when it takes a batch, and when nothing can be handled.
+Used by `runner.py` alone. It decides nothing: the loop says when it takes a batch, and when events must wait.
 
-What was said to a job while its store could not be written: kept in order, and bounded by who there is to say it.
-
-No message is an event, so of everything that one stream or one worker says of a kind only the latest counts; a stream
-that came and went meanwhile has said nothing, and one that went meanwhile only how its script has ended, which nobody
-says again. To the job it is as if the controller had been slow.
+`Backlog` keeps, in order, what was said while the store could not be written. Its size is bounded by the streams and
+workers there are: of each kind only the latest event of a stream or a worker counts. A stream that came and went in the
+meantime has said nothing, and one that only went has left how its script ended, which is not sent again. The job sees a
+slow controller.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The shell: all jobs of this controller, and the one door through which anything reaches them.
+"""The shell: all jobs of this controller, and the only way by which requests, messages and reports reach them.
 
-It restores the jobs from the store, gives each a `Runner`, ticks those that are not over, and stops as a whole when
-it may no longer decide (another controller has written). While the store fails it waits. It decides nothing itself.
-Sessions, launchers and the REST API know only this.
+It restores the jobs from the store, gives each a `Runner`, ticks those that have not ended, waits while the store
+fails, and stops as a whole when it may no longer decide (another controller has written). It decides nothing itself.
+Sessions, launchers and the REST API know only the shell.
 
-The store's own id: random, made once, sent to every worker.
-
-A worker that trains believes that its run is over only where the store says so that it was welcomed with; an empty one
-on the same port (a typo, a volume that is not mounted) knows nothing of its job. Read by the shell when it starts.
+At start it reads the store's random id (`ensure_cluster_id`), which is sent to every worker. A worker believes that its
+run has ended only from the store that welcomed it: an empty store on the same port (a typo, a volume that is not
+mounted) knows nothing of its job.
 """
 
 from __future__ import annotations
@@ -372,5 +371,5 @@ SIZE = 8
 
 
 async def ensure_cluster_id(store: Store) -> str:
-    """The id, made if there is none yet. Raises `StoreError`; `Damaged` where no waiting helps."""
+    """Return the store's id, made if there is none yet. Raises `StoreError`; `Damaged` where no waiting helps."""
     return await made_once(store, KEY, SIZE)

@@ -1,9 +1,8 @@
-"""The open streams of the workers, each with a number that is never used again: what the shell sends on.
+"""The open streams of the workers, by a number that is never used again: the shell sends on them.
 
-`service.py` opens and serves them. Whoever is welcomed is given its session token here, and a new one in time. No call
-here waits or raises: what is for a stream that is gone is dropped.
-
-Why streams were refused, counted by a few kinds that `metrics.py` shows: the sentences themselves are in the log.
+`sessions/service.py` opens and serves them. A welcomed worker gets its session token here, and a new one in time. No
+call here waits or raises: messages for a closed stream are dropped. `StreamRefusals` counts refused streams by a few
+kinds for `metrics.py`; the sentences are in the log.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ BY_STATUS: Mapping[str, str] = {
 
 
 class StreamRefusals:
-    """Every kind exists as 0 from the start."""
+    """Counts of refused streams. Every kind exists as 0 from the start."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys((*BY_STATUS.values(), OF_ITS_JOB, OTHER), 0))

@@ -1,8 +1,7 @@
-"""A launcher: what starts and ends workers. The shell has it do so (`background.py`), `server.py` says which there are.
+"""The launcher protocol for what starts and ends workers, and the environment variables that Shoal sets itself.
 
-Each kind has a module of its own beside this one. Only this one is known to the shell.
-
-Names of the variables that Shoal sets itself in a worker's environment, so that no job may. Pure.
+The shell knows launchers only by this protocol (`background.py` calls them); `server.py` says which there are. A job
+may not set these variables.
 """
 
 from __future__ import annotations

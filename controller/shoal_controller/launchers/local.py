@@ -1,10 +1,8 @@
 """The local launcher: workers as processes of this machine.
 
-Each runs in a session of its own and writes to `FOLDER/jobs/JOB/WORKER.log`, never to a pipe, so that it lives on when
-the controller dies; the next controller adopts it. The shell calls `spawn`, `kill` and `adopt`; ends are reported by
-`submit`, as soon as the kernel tells them.
-
-Which CUDA device a worker of the local launcher is given: one of those that fewest workers have. Pure.
+Each runs in a session of its own and writes to `FOLDER/jobs/JOB/WORKER.log`, never to a pipe, so that it outlives the
+controller; the next controller adopts it. The shell calls `spawn`, `kill` and `adopt`; ends are reported by `submit` as
+soon as the kernel reports them. A worker gets one of the CUDA devices that the fewest workers have (`device_variable`).
 """
 
 from __future__ import annotations

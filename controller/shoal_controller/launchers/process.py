@@ -1,12 +1,9 @@
-"""A process that is watched by a pidfd, so that a pid that was given to another process never deceives.
+"""A process of this machine that is watched by a pidfd, with its log, and its record for the next controller.
 
-`local.py` starts them, watches and ends them; after a restart of the controller it finds them again by pid and start
-time. Linux only. Knows nothing of workers and jobs.
-
-A worker's record on disk: `WORKER.json` beside `WORKER.log`, so that a later controller finds its process again.
-
-Written when the process was started and when it has ended, removed when the job has heard of the end. Small and
-replaced whole; a file that is no record is as good as none, for its worker says hello itself.
+The pidfd and the start time tell the process from a later one with the same pid. `local.py` starts, watches and ends
+processes; after a restart it finds them by the record `WORKER.json`, which is written when the process has started
+and again when it has ended, replaced whole, and removed when the job has been told of the end. An invalid record
+counts as missing, because its worker says hello itself. Linux only. `Process` knows nothing of workers and jobs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What a leader has for as long as it leads: the shell with all jobs, and the planner's process.
+"""The term of a leader: the shell with all jobs, the planner's process, and the store that only the leader may write.
 
-Made anew for each term, from what lies in the store; all of it is gone when the next leader is elected, streams first:
-their workers look for it. Wiring only.
+All of it is made from the store for each term, and closed when the term ends, streams first, because their workers then
+look for the next leader. Wiring only.
 
-The store as a leader sees it: whatever it writes is written only while nobody else was elected.
-
-Every write carries the fence of the leader's term beside its own conditions. While the lease has lapsed nothing is
-written; what was written at the last moment, and heard of after it, counts as an unknown outcome, so that nothing is
-done on the strength of it until the leader is sure again.
+`FencedStore` adds the term's fence to the conditions of every write. While the lease has lapsed nothing is written. A
+write of the last moment that is answered after it has an unknown outcome, so nothing is done on the strength of it
+until the leader is sure again.
 """
 
 from __future__ import annotations

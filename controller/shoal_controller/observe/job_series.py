@@ -1,16 +1,9 @@
-"""What a controller remembers of a job's course: its last hour and day, and the lanes of its last worlds. Pure.
+"""The series of a job: its last hour and day, and the lanes of its last worlds, in memory and bounded.
 
-In memory and bounded: whoever leads next begins anew, and says so. A job's `Runner` has one and feeds it with what it
-knows anyway; REST reads it. Times are the shell's, in seconds since the epoch.
-
-A ring of points in time: columns of numbers, of which the oldest make room. Pure, bounded in bytes.
-
-`JobSeries` keeps a job's last hour and its last day in two of them. Time only grows; nothing is put where nobody has
-measured, so a gap stays one.
-
-The loop that looks at every job once a second, so that its series go on. The shell runs it while it leads.
-
-What is to be said of how far back a controller's series go. Pure.
+A job's `Runner` owns one and feeds it with what it knows anyway; REST reads it. The next leader begins anew, and
+`since_sentence` says so. Times are the shell's, in seconds since the epoch. A `Ring` holds columns of numbers whose
+oldest points make room; time only grows, and a gap in the measurements stays a gap. All of that is pure;
+`record_series` is the shell's loop while it leads, which looks at every job once a second.
 """
 
 from __future__ import annotations
@@ -185,7 +178,7 @@ class Minute:
 
 
 class JobSeries:
-    """See the module's text. `record` about once a second, `see_world` whenever another world may train."""
+    """The series of one job. `record` about once a second, `see_world` whenever another world may train."""
 
     def __init__(self, since: float) -> None:
         self.since = since

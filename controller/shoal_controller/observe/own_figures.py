@@ -1,11 +1,8 @@
-"""What a controller counts for itself: requests to its store, to it, and to a cluster; calls of its launchers.
+"""The figures of the controller itself: requests to it, its store and a cluster, launcher calls, and event-loop lag.
 
-These begin anew with the process, as Prometheus expects of counters. Those who count get one method each and know
-nothing of Prometheus; `metrics.py` shows the registry.
-
-How late the event loop is: a timer of a quarter of a second, and by how much it came too late.
-
-What holds the loop up holds up every heartbeat and every answer. Made by `server.py`; `metrics.py` shows `recent.most`.
+The counts begin anew with the process, as Prometheus expects of counters. Each counting module gets one method and
+knows nothing of Prometheus; `metrics.py` shows the registry. `LoopLag`, which `server.py` runs, measures how late a
+timer of a quarter of a second comes: what delays the loop delays every heartbeat and every answer.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # no series beside t
 
 
 class OwnFigures:
-    """Made by `Metrics`."""
+    """Counters of requests and calls. Made by `Metrics`."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -89,7 +86,7 @@ LOOK_SECONDS = 0.25
 
 
 class LoopLag:
-    """`run` as a task."""
+    """How late the event loop is. `run` as a task."""
 
     def __init__(self) -> None:
         self.recent = RecentMost()

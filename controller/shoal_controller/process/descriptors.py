@@ -1,14 +1,9 @@
-"""How many files and connections this process may have open: as many as its user may grant it.
+"""Settings of the controller's process: its limit of open files, its garbage collector, its writable folders.
 
-Shells and service managers begin with 1,024, for programs that could not bear more. Who opens so many connections to a
-controller would keep it from its store and its workers; the commands that serve raise the limit at their start.
-
-The garbage collector of a controller's process: what lasts as long as the process is not looked through again.
-
-What is imported is some 200,000 objects. To look through them all takes 0.1 s, in which no heartbeat is heard, and with
-a thousand workers that came every few seconds. Called by the `controller` command, once it serves.
-
-Whether files can be written where they are to go, asked before anything begins that needs it at its end.
+Shells and service managers begin with 1,024 open files, so a stranger's connections could keep a controller from its
+store and its workers; commands that serve raise the limit at their start. Some 200,000 imported objects take 0.1 s to
+look through, in which no heartbeat is heard, every few seconds with a thousand workers; `controller` exempts them once
+it serves. `check_writable` asks whether files can be written before anything begins that needs them at its end.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from shoal_controller.process.private_files import make_private_folder
 
 
 def raise_descriptor_limit() -> None:
-    """Up to the hard limit. Where that is refused (it has no end, say) it stays as it is."""
+    """Raise the limit of open files to the hard limit. Where that is refused (it has no end, say) it stays as it is."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -38,7 +33,7 @@ takes the place of what they said before, and is gone without a search.
 
 
 def spare_what_lasts() -> None:
-    """From now on."""
+    """Exempt all live objects from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

@@ -1,14 +1,9 @@
-"""Guarded tasks: every one has a name, someone who hears when it ends unexpectedly, and an end that waits for it.
+"""Guarded tasks, with locks and iterators that end cleanly: each task has a name, a listener, and an awaited end.
 
-Used by every room of the controller that starts a task. A task that nobody hears of is a bug.
-
-A lock for each name, for as long as somebody has it or waits for it: what is slow for one name keeps nobody from
-others. For `shell.py`; knows nothing of jobs.
-
-An iteration that is ended from outside, also while somebody waits for its next item.
-
-A generator alone cannot be closed then ("asynchronous generator is already running"), which would hide the error for
-which a context that reads from it was left. Used for watches.
+Used wherever the controller starts a task; a task whose unexpected end is not heard is a bug. `NamedLocks` keeps a lock
+per name while it is held or awaited, so slow work for one name does not delay others. `Endable` ends an iteration from
+outside, also during `__anext__`, where a generator cannot be closed ("asynchronous generator is already running") and
+would hide the error that ended its reader; watches use it. Knows nothing of jobs.
 """
 
 from __future__ import annotations
@@ -90,7 +85,7 @@ async def end_task(task: asyncio.Task[None], seconds: float = END_SECONDS) -> No
 
 
 class NamedLocks:
-    """Of one event loop."""
+    """A lock for each name. Of one event loop."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -1,16 +1,14 @@
-"""The gRPC side of the controller: one stream per worker.
+"""The gRPC side of the controller: one stream per worker, and the proof that its tokens give when it opens.
 
 A thin driver of `Dialogue`: it moves bytes between streams and dialogues and hands events to the shell of the leader,
-which answers on the streams (`streams.py`). Callers reach gRPC through `front.py`, which hears here who is a worker. It
-knows no job and decides nothing. gRPC carries bytes; the wire reads them, so that a message that cannot be read is
-answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
+which answers on the streams (`jobs/streams.py`). Callers reach gRPC through `front.py`, which learns here who is a
+worker. It knows no job and decides nothing. gRPC carries bytes and the wire reads them, so that an unreadable message
+is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
 
-The door of the gRPC port: what the tokens that a stream shows prove.
-
-A worker shows `authorization: Bearer TOKEN`: the operators' token, the join token of its run, or its session token
-while that is fresh; later both, the join token there and the session token beside it. A session token whose time is
-over opens nothing by itself, but still says whose it is: a worker keeps its identity however long no controller was
-there. `service.py` asks here when a stream opens; whom the proof lets in is the job's affair (`phases/proofs.py`).
+`Door` reads `authorization: Bearer TOKEN`: the operators' token, the join token of a run, or a fresh session token;
+later the join token there and the session token with it. An expired session token opens nothing, but still names its
+worker, which keeps its identity however long no controller was there. Whom the proof admits is the job's decision
+(`phases/proofs.py`).
 """
 
 from __future__ import annotations

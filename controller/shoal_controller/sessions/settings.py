@@ -1,10 +1,7 @@
-"""Who may open a session: the token and the certificates of the gRPC side.
+"""The settings of the gRPC port that decide who may open a session: its token and its certificates.
 
-`settings.py` of the controller reads these from the environment; the service is given them.
-
-The certificates of the gRPC port, read again when their files change: streams that are open go on.
-
-gRPC asks before every handshake, on a thread of its own.
+The controller's `settings.py` reads them from the environment; the service is given them. gRPC asks for the
+certificates before every handshake, on a thread of its own; changed files are read again, and open streams go on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The etcd store, `etcd://…`: the `Store` protocol over `etcd/client.py`, every key below the URL's prefix.
 
-Any number of controllers share it. Before it is used it is looked at: what no waiting can mend (a version, a password,
-a right that is missing) is a `UserError`; a cluster that cannot be reached, or is full, is said once and waited for.
+Any number of controllers share it. It is checked before use: what waiting cannot mend (a version, a password, a missing
+right) is a `UserError`; a cluster that cannot be reached, or is full, is logged once and waited for.
 
-What `etcd://[USER@]HOST:PORT[,HOST:PORT…]/PREFIX` says, and what is not for a URL: password and certificates.
-
-A URL is shown by `ps`, in logs and in errors, so a password in it is refused, and no error repeats it.
+`EtcdUrl` is `etcd://[USER@]HOST:PORT[,HOST:PORT…]/PREFIX`. `ps`, logs and errors show it, so a password in it is
+refused and not repeated; `EtcdAccess` has the password and the certificates.
 """
 
 from __future__ import annotations

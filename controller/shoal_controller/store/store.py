@@ -1,17 +1,13 @@
-"""The store: what a controller must remember, as revisioned keys. Made for etcd's model; nothing here is SQLite's.
+"""The store protocol: what a controller must remember, as revisioned keys. Made for etcd's model, not SQLite's.
 
-One revision per transaction, over the whole store. A key's `modified` is the revision that wrote it last; comparing it
-is how a controller notices that another one has written (fencing). `tests/unit/test_store_contract.py` is the
-contract; every implementation must pass it. Implementations: `embedded.py`, `etcd_store.py`; `open.py` picks one by its
-URL. Forgetting past changes is not here: in a shared etcd that is its operator's business.
+One revision per transaction, over the whole store. A key's `modified` is the revision that wrote it last; by comparing
+it a controller notices that another one has written (fencing). Every implementation (`embedded.py`, `etcd_store.py`)
+must pass `tests/unit/test_store_contract.py`; `open.py` picks one by its URL. Removing past changes is not here: in a
+shared etcd that is its operator's business.
 
-Random keys that a store has for itself: whoever needs one first makes it, everybody else finds it.
-
-Nothing repeats the value of a key, because it may be a secret.
-
-How long each request to a store took, and whether it failed, for whoever counts them.
-
-Follows all keys below a prefix, whatever becomes of the store meanwhile.
+Helpers for any store: `made_once` gives all controllers the same random key, whose value is never logged because it may
+be secret; `timing` reports how long each request took and whether it failed; `follow` keeps calling with all keys
+below a prefix, also after the store has failed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""What a job must remember over a controller's death; `stored_form.py` is how it lies in the store.
+"""The state of a job that must survive its controller: workers, worlds, failures, requests, deadlines.
 
-Everything that decides who may train, which numbers were given away, what an operator asked for and which deadlines run
-is here; what workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps only
-the one that people are shown is kept, which is written with all else. Times are the machine's `now`: seconds since the
-epoch by the controller's clock, so they mean the same in another life. Pure.
+It holds everything that decides who may train, which numbers were given away, what an operator asked for and which
+deadlines run. What workers hold and where they stand is asked anew (`job.py`). It changes with the world; of the steps
+only the shown one is kept, which is written with the rest. Times are seconds since the epoch by the controller's clock,
+so they mean the same to the next controller. `stored_form.py` says how it is stored. Pure.
 
-What a plan is asked for: two questions with the same goal get the same world, but for how far fills have come.
-
-Where a worker runs, for people: a process of a host, or a pod. Named by its launcher, else by the worker's hello.
-
-Nothing is decided by it. A launcher finds its workers again by what it keeps itself (records on disk, labels of pods).
+`Goal` is what a plan is asked for: equal goals get the same world, but for how far fills have come. `Place`
+says for people where a worker runs (process of a host, or pod), as its launcher or its hello reports; nothing is
+decided by it, and launchers find their workers again by records of their own.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""The job machine: what a batch of events makes of a job, and what has to be done about it.
+"""The job machine: what a batch of events makes of a job, and which effects follow.
 
-`TABLE` says what records an event: (phase, event type) → function; a worker's message has a table of its own
-(`worker_messages.MESSAGES`). Then, once for the batch, the phase's `settle` draws the conclusions from all that is
-known: so nothing hangs on the order of messages, and what many workers say at once is concluded once. Which
-phase leads to which: `transitions.py`. Pure: it reads no clock, draws no chance and does no I/O; an operator's
-impossible request raises a `UserError`, and nothing has changed.
+`TABLE` maps (phase, event type) to the function that records the event; a worker's messages have a table of their own
+(`worker_messages.MESSAGES`). Then, once per batch, the phase's `settle` concludes from everything known, so the order
+of messages does not matter and what many workers report at once is concluded once. `transitions.py` says which phase
+leads to which. An operator's impossible request raises a `UserError` and changes nothing.
 
-The version of a job: a number that grows with whatever is asked of it, and with nothing that merely happens to it.
+`count_version` then counts the job's version, which `If-Match` names: it grows with what is asked of a job (its size, a
+pause, an end) so that two people notice each other's changes, and not with steps, losses or workers that come and go.
 
-Its size, whether it pauses, whether it is to end or is over: two people who change a job at a time notice each other by
-this number (`If-Match`). Steps, losses and workers that come and go leave it as it is, or nobody could ever change a
-job that trains. Called by `machine.step` once for each batch. Pure.
+Pure: it reads no clock, draws no random number and does no I/O.
 """
 
 from __future__ import annotations

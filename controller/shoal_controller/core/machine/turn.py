@@ -1,12 +1,11 @@
-"""One batch of events being worked on: the job as it is so far, the time, and the effects in the order they must have.
+"""The turn: one batch of events being worked on, with the job so far, the time and the effects in their order.
 
-The functions in `phases/` take a `Turn` and change it; `machine.step` makes it and takes the result out. What is
-durable is written before anything is said: [Note: stored first] in `effects_in_order`.
+`machine.step` makes a `Turn`, the functions in `phases/` change it, and `machine.step` takes out the result. What is
+durable is written before anything is sent: [Note: stored first] in `effects_in_order`.
 
-A frozen dataclass with some fields replaced, at a quarter of the cost of `dataclasses.replace`.
-
-For the few records that a turn replaces again and again: a batch of a thousand workers makes some ten thousand of them.
-They have no slots and nothing to check when they are made; everything else is replaced by `dataclasses.replace`.
+`replaced` copies the few frozen records that a turn replaces most (about ten thousand times in a batch of a thousand
+workers), at a quarter of the cost of `dataclasses.replace`. Such records have no slots and no checks at construction;
+all others use `dataclasses.replace`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What people see of a job: one `JobView` made of all that is known. Nothing is decided here.
+"""The view of a job that people see: one `JobView` made of all that is known. Nothing is decided here. Pure.
 
-Copies of blocks: how many are wanted in a world, and of which blocks there are fewer. Pure.
-
-The view, the series and who holds what count them with this, so that all say the same. The planner makes as many.
+The view, the series and the holdings count copies of blocks with `copies_wanted` and `missing_copies`, so that all
+agree. The planner makes as many.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Requests to a cluster's API server: plain objects in and out, tried again where that is right, and watches.
+"""Requests to a cluster's API server and a local copy of its objects, both as plain dictionaries.
 
-The only module that imports `kubernetes_asyncio`, which knows where the server is, whom to trust and as whom to ask,
-inside a cluster and by a kubeconfig. Imported where this launcher is used and nowhere else. Knows nothing of jobs.
+The only module that imports `kubernetes_asyncio`, which finds the server, its authorities and the credentials, inside
+a cluster and by a kubeconfig. Imported only where a cluster is used. Requests are retried where that is right. Nothing
+here knows of jobs.
 
-A copy of some objects of the cluster: a list, and a watch from there on; listed again where the watch has a gap.
-
-● What this process has written itself is in the copy at once (`learn`, `forget`), and an older sight of it does not
-come back: nothing is decided on a list that is older than what was written.
+`ObjectWatch` lists objects of one kind, watches them from there, and lists again after a gap. What this process has
+written is in the copy at once (`learn`, `forget`), and an older sight of it does not come back, so no decision uses a
+list that is older than the write.
 """
 
 from __future__ import annotations

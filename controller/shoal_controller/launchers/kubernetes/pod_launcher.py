@@ -1,12 +1,9 @@
-"""The Kubernetes launcher: workers as pods. One pod per worker, made, watched and deleted by name and uid.
+"""The Kubernetes launcher: one pod per worker, made, watched and deleted by name and uid.
 
-The job decides which worker comes and goes, and this has the cluster follow: what is asked of it is written down and
-done in the background, what the watch of pods and nodes shows is told the job in order. A pod of the right name and
-another uid is not ours. The shell calls `spawn`, `kill` and `adopt`; everything else comes by `submit`.
-
-Which of the known pods belong to which job, by their labels, so that nobody goes through all of them. Pure.
-
-The connection to a cluster, and a launcher of pods over it: for `server.py`, where one is allowed.
+The job decides which workers come and go, and the cluster follows: each request is noted and done in the background,
+and what the watches of pods and nodes show is reported to the job in order. A pod of the right name with another uid is
+not ours. The shell calls `spawn`, `kill` and `adopt`; reports go out by `submit`. `PodsByJob` finds a job's pods by
+their labels without a pass over all pods. `server.py` opens connection and launcher where Kubernetes is allowed.
 """
 
 from __future__ import annotations
@@ -356,7 +353,7 @@ class KubernetesLauncher:
 
 
 class PodsByJob:
-    """Told of each pod that changes or goes."""
+    """The pods of each job. Told of each pod that changes or goes."""
 
     def __init__(self) -> None:
         self._pods: dict[str, dict[str, Json]] = {}

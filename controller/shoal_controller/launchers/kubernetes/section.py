@@ -1,9 +1,8 @@
-"""The section `kubernetes` of a job: what its pods are made of. pydantic only; unknown keys are refused by name.
+"""The settings of pods: section `kubernetes` of a job, and what the controller's own settings tell the launcher.
 
-What Kubernetes itself describes (tolerations, volumes, …) is taken as Kubernetes has it, and the API server checks it.
-What a pod of ours must have is not to be set here: `pod_manifest.py` says what that is.
-
-What the Kubernetes launcher is told by the controller's settings. Plain data; imports no client of a cluster.
+A section refuses unknown keys by name. What Kubernetes itself describes (tolerations, volumes, …) is passed on as it
+is, and the API server checks it; what a pod of ours must have (`pod_manifest.py`) cannot be set here. `PodOptions` and
+`ClusterOptions` are plain data. Imports pydantic, but no client of a cluster.
 """
 
 from __future__ import annotations

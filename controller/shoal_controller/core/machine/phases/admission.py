@@ -1,11 +1,8 @@
-"""A worker says hello: who it is, whether it may take part, and what it has to know.
+"""Admission of a worker that says hello: its identity, whether it may take part, and what it is sent.
 
-The first hello of a job says what the job is made of; every other is held against it. An id belongs to one process for
-ever, and a process keeps its id over broken streams and controllers.
-
-What a job survives, as a sentence for people: what its mirrors and its saves are worth.
-
-Said once, when it is known what the job is made of. Pure words; nothing is decided here.
+The first hello of a job describes the job; every other one is compared with it. An id belongs to one process for ever,
+and a process keeps its id over broken streams and controllers. With the description comes a note for people on how many
+losses the job survives by its mirrors and its checkpoints (`sentence`).
 """
 
 from __future__ import annotations

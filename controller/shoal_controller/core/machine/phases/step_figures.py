@@ -1,12 +1,9 @@
-"""Committed steps, counted: how many, how long, since when. What goodput and the sample counter are made of.
+"""The counts behind a job's report and metrics: committed steps with their times, and bytes that fills have moved.
 
-A step counts once every member has passed it, so no survivor ever reports fewer. Called where the shown step moves.
-
-Bytes that fills have moved, counted: into the present generation's place in the history and into the job's counter
-at the same moment, so that the report and the metric always say the same.
-
-A worker tells how much its process has received since it began; how much of that is counted is in its record, so that
-another controller goes on from there. Counted where something is written anyway, and not with every slice.
+A step counts once every member has passed it, so no survivor reports fewer. Goodput and the sample counter come from
+these counts. A worker reports the bytes that its process has received since it began; its record says how much of that
+is counted, so another controller continues from there. Bytes enter the generation's history and the job's counter at
+the same moment, so report and metric agree, and only where something is written anyway, not with every slice.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What workers say of themselves: statuses, inventories, requests, results. Only recorded here; `settle` concludes.
+"""Messages of workers: statuses, inventories, requests, results, telemetry. They are only recorded; `settle` concludes.
 
-An older status than the last one heard says nothing; whatever is heard proves that its process lives.
-
-What members report of a job's data: micro-batches that were skipped, steps that were not finite.
-
-Members count alike, by the vote's records; whoever has come furthest is heard. Nothing is decided by it.
+Any message proves that its process lives; a status older than the last one says nothing more. Telemetry reports
+micro-batches that were skipped and steps that were not finite; members count these alike, by the vote's records, so the
+member that is furthest counts, and nothing is decided by it.
 """
 
 from __future__ import annotations
