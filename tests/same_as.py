@@ -51,13 +51,15 @@ def fingerprints() -> Iterator[tuple[str, str]]:
 
 
 def run_in(tree: Path, *command: str) -> str:
-    """Return what a Python program prints with the packages and tests of a tree. Raises `CalledProcessError`."""
+    """Return what a Python program prints with the packages and tests of a tree. Raises `RuntimeError`."""
     paths = os.pathsep.join(str(tree / folder) for folder in SOURCES)
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-P", *command], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True,
+        [sys.executable, "-P", *command], cwd=tree, env=environment, capture_output=True, text=True, check=False,
         timeout=PATIENCE_SECONDS,
     )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} in {tree} ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
 
 
