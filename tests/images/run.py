@@ -97,10 +97,11 @@ def make_base(builder: Builder, folder: Path) -> None:
     (system / "usr/bin/python").symlink_to("python3")
     shutil.copy(AUTHORITIES, system / AUTHORITIES.relative_to("/"))
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    settings = dict(line.split("=", 1) for line in listed.stdout.splitlines())
-    lines = [f"{name.rpartition('.')[2]} = {value.strip(chr(39))}" for name, value in settings.items()]
-    wanted = [line for line in lines if not line.startswith("constraint")]
-    (system / "etc/pip.conf").write_text("\n".join(["[global]", *wanted, ""]))
+    found = [line.split("=", 1) for line in listed.stdout.splitlines()]
+    settings = {name.rpartition(".")[2]: value.strip("'") for name, value in reversed(found)}  # the environment's hold
+    settings.pop("constraint", None)
+    lines = [f"{name} = {value}" for name, value in settings.items()]
+    (system / "etc/pip.conf").write_text("\n".join(["[global]", *lines, ""]))
     container = builder("from", "scratch")
     builder("add", container, str(system), "/")
     builder("config", "--env", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", container)
