@@ -139,7 +139,7 @@ def test_the_first_line_of_a_job_says_what_its_mirrors_and_saves_are_worth(
     job.hello("w0")
     where = "go back to the newest checkpoint in /mnt/ckpt" if saves else "begins anew at step 0, because no checkpoint"
     [line] = notes(job.effects, "survives")
-    assert line == job.notes[0] == admission.sentence(job.made_of)
+    assert line == job.notes[0] == admission.survival_sentence(job.made_of)
     assert line.startswith(sentence) and where in line
     job.hello("w1")
     assert not notes(job.effects, "survives")

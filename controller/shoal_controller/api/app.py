@@ -1,7 +1,7 @@
 """The REST API as one ASGI app, with the OpenAPI document that describes it.
 
 What is not below `/v1` is here: the page at `/` (`page/site.py`), `/healthz` (the process answers), `/readyz` (it
-serves requests, as leader or follower; with `?store`, its store can be written) and `/metrics`. `install` adds to
+serves requests, as leader or follower; with `?store`, its store can be written) and `/metrics`. `_document` adds to
 `/openapi.json` what the framework does not know: every error is a problem (`problems.py`), and those that pass say
 when to retry. Tests compare every answer with the document. `server.py` serves the app.
 """
@@ -87,7 +87,7 @@ def build_app(
     app.state.overview = RecentOverview()
     app.state.site = site = Site() if settings.page else None
     problems.install(app)
-    install(app)
+    app.openapi = partial(_document, app)  # type: ignore[method-assign]
     app.include_router(router)
 
     @app.get("/healthz", tags=["controller"])
@@ -142,11 +142,6 @@ VERSION = "The job's version, to be sent as `If-Match` with a change."
 
 OF_THE_FRAMEWORK = ("HTTPValidationError", "ValidationError")
 """Models that no answer has."""
-
-
-def install(app: FastAPI) -> None:
-    """Have the app give this document."""
-    app.openapi = partial(_document, app)  # type: ignore[method-assign]
 
 
 def _document(app: FastAPI) -> Json:

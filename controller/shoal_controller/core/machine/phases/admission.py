@@ -2,7 +2,7 @@
 
 The first hello of a job describes the job; every other one is compared with it. An id belongs to one process for ever,
 and a process keeps its id over broken streams and controllers. With the description comes a note for people on how many
-losses the job survives by its mirrors and its checkpoints (`sentence`).
+losses the job survives by its mirrors and its checkpoints (`survival_sentence`).
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
         number = f"{gets} of {wanted} workers" if gets < wanted else f"{plural(gets, 'worker')}, not {wanted}"
         turn.note(EventKind.SCALED, f"the job gets {number}, because {why}", hello.worker or "(new)")
         turn.keep(wanted=gets)
-    turn.note(EventKind.SURVIVES, sentence(hello.description))
+    turn.note(EventKind.SURVIVES, survival_sentence(hello.description))
 
 
 def _is_nobodys(turn: Turn, bounds: WorkerBounds, lanes: int) -> bool:
@@ -366,7 +366,7 @@ def _record_with(hello: Hello, known: WorkerRecord) -> WorkerRecord:
     )
 
 
-def sentence(made_of: Description) -> str:
+def survival_sentence(made_of: Description) -> str:
     """How many may be lost at once, and what becomes of the job where more are."""
     return f"{_copies(made_of.mirrors)}; {_without_a_copy(made_of)}"
 

@@ -56,7 +56,7 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **stands)
     history.on_telemetry(turn, worker)
     checkpoints.on_telemetry(turn, worker)
-    on_telemetry(turn, worker)
+    _count_spoilt_steps(turn, worker)
     if is_newer:
         _learn(turn, worker, status, known.status)
     send_if_due(turn, worker)
@@ -193,7 +193,7 @@ def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
         )
 
 
-def on_telemetry(turn: Turn, worker: WorkerId) -> None:
+def _count_spoilt_steps(turn: Turn, worker: WorkerId) -> None:
     """Counts what is new in a member's telemetry; the 1st, 10th, 100th … is an event."""
     telemetry, durable = turn.job.processes[worker].telemetry, turn.durable
     skipped, before = telemetry.skipped_micro_batches, durable.skipped_micro_batches
