@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from shoal_protos import limits
 from shoal_protos.errors import UserError
 from shoal_protos.limits import MIB, check_address_space
 from tiers import check
@@ -18,8 +19,8 @@ pytestmark = check("measures memory")
 
 @pytest.mark.parametrize(("limit", "refused"), [(resource.RLIM_INFINITY, False), (600, True), (700, False)])
 def test_what_is_left_below_the_limit_counts(monkeypatch: pytest.MonkeyPatch, limit: int, refused: bool) -> None:
-    limits = limit * MIB if limit > 0 else limit, resource.RLIM_INFINITY
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    most = limit * MIB if limit > 0 else limit, resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: most)
     monkeypatch.setattr(limits, "_in_use", lambda: 150 * MIB)
     if not refused:
         return check_address_space("a controller", 512)

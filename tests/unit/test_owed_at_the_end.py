@@ -334,8 +334,8 @@ def test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place
         disk.dies[crew.workers[hangs].link.worker] = disk.free.is_set
         ending = end(crew)
         disk.free.set()
+        crew.until("their ends", lambda: not any(worker.alive for worker in crew.workers.values()))
         for worker in crew.workers.values():
-            worker.thread.join()
             worker.engine.parts.saving.close()
     assert ending.startswith(f"failed: worker {crew.workers[hangs].link.worker}: all steps are done, but a checkpoint")
     assert f"a write to {tmp_path}/step-000000000003" in ending

@@ -34,7 +34,7 @@ TERMS = Terms(lanes=8, blocks=64, mirrors=1, mirror_partners=4, fill_blocks_per_
 
 SLOW = """
 import time
-from shoal_controller import planner_main
+from shoal_controller.jobs import planner_main
 planner_main.BEAT_SECONDS = 0.1
 def slow(_):
     time.sleep(3)
@@ -53,7 +53,7 @@ if not Path("{0}").exists():
 
 
 HUNGRY = """
-from shoal_controller import planner_main
+from shoal_controller.jobs import planner_main
 def hungry(_):
     raise MemoryError
 planner_main.answer = hungry
