@@ -27,6 +27,9 @@ from shoal_controller.process.private_files import for_this_user, write_private
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
+log = structlog.get_logger("shoal.launcher")
+
+
 def start_time(pid: int) -> float | None:
     """Seconds from boot to the start of whoever has this pid now; None where nobody has."""
     try:
@@ -168,8 +171,6 @@ ORDINARY_ENDS = (0, -signal.SIGTERM, -signal.SIGKILL)
 """Statuses of workers that end, or are ended, as workers come and go."""
 TAIL_LINES = 20
 TAIL_BYTES = 8192
-
-log = structlog.get_logger("shoal.launcher")
 
 
 def boot_id() -> str:

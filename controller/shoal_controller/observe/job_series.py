@@ -50,6 +50,9 @@ Value = float | int | None
 Point = Mapping[str, Value]
 
 
+log = structlog.get_logger("shoal.series")
+
+
 class Ring:
     """The newest points, at most `capacity`."""
 
@@ -294,8 +297,6 @@ EVERY_SECONDS = 1.0
 
 AT_A_TIME = 25
 """Jobs that are looked at before others have their turn."""
-
-log = structlog.get_logger("shoal.series")
 
 
 class Recorded(Protocol):

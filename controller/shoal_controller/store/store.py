@@ -41,6 +41,9 @@ MAX_OPERATIONS = 128
 """etcd's own limit for one transaction."""
 
 
+log = structlog.get_logger("shoal.store")
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A key as it stands."""
@@ -270,8 +273,6 @@ def timing(kind: str, timed: Timed | None) -> Iterator[None]:
 
 PAUSE_SECONDS = 1.0
 """Between two attempts to watch a store that fails."""
-
-log = structlog.get_logger("shoal.store")
 
 
 async def follow(store: Store, prefix: str, found: Callable[[Mapping[str, bytes]], None]) -> None:

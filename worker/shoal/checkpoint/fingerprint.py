@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.blocks.values import without_gaps
 from shoal.core.layout import Layout, Stretch
 from shoal.core.misses import Misses
-from shoal.exchange.packing import FramedSend, receive_framed
+from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.exchange.world import World
 from shoal.group.group import Group
@@ -98,12 +98,8 @@ def total_of(
 
 def _exchange(group: Group, mine: dict[int, bytes]) -> list[tuple[int, bytes]]:
     content = b"".join(ENTRY.pack(number, len(digests)) + digests for number, digests in mine.items())
-    others = [peer for peer in range(group.size) if peer != group.rank]
-    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others]
-    found = [entry for peer in others for entry in _entries(receive_framed(group, peer, DIGESTS), peer)]
-    for send in sends:
-        send.wait()
-    return found
+    theirs = exchange_framed(group, DIGESTS, content)
+    return [entry for peer, found in theirs.items() for entry in _entries(found, peer)]
 
 
 def _entries(content: bytes, peer: int) -> Iterator[tuple[int, bytes]]:

@@ -145,3 +145,13 @@ def receive_framed(group: Group, source: int, tag: int) -> bytes:
     if content.numel():
         group.receive(content, source, tag).wait()
     return content.numpy().tobytes()
+
+
+def exchange_framed(group: Group, tag: int, content: bytes) -> dict[int, bytes]:
+    """Send a message to every other member, and block for theirs. Returns them by rank. Raises as `receive_framed`."""
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    sends = [FramedSend(group, rank, tag, content) for rank in others]
+    found = {rank: receive_framed(group, rank, tag) for rank in others}
+    for send in sends:
+        send.wait()
+    return found

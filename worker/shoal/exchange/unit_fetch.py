@@ -42,6 +42,9 @@ PutOwn = Callable[[int], list[DeviceCopy]]
 """Begins to copy what is held here into the flats of a unit, by its number."""
 
 
+log = get_logger("shoal")
+
+
 @dataclass(slots=True)
 class _Coming:
     receives: list[PackedReceive]
@@ -133,8 +136,6 @@ Answers = Callable[[int, int], Sequence[Tensor]]
 
 WHERE = -1
 """In the place of a unit: where the one who is asked keeps all that it has, when it has come so far."""
-
-log = get_logger("shoal")
 
 
 def ask(group: Group, owner: int, key: Key, unit: int) -> tuple[Work, Tensor]:  # the message: (numbers,) int64

@@ -20,6 +20,8 @@ from shoal.optim.hyper import HOOK_ADVICE
 from shoal.optim.probe import probe
 from shoal.process.logs import get_logger
 
+log = get_logger("shoal.optim")
+
 
 class Lion(Optimizer):
     """Steps by the sign of a mean of gradients, which is all that it keeps: half of Adam's state."""
@@ -56,8 +58,6 @@ class Lion(Optimizer):
         parameter.add_(direction, alpha=-group["lr"])
         mean.mul_(second).add_(parameter.grad, alpha=1 - second)
 
-
-log = get_logger("shoal.optim")
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,

@@ -35,6 +35,8 @@ from shoal.session.inbox import Inbox
 from shoal.session.link import Begun, Recover
 from shoal.session.settings import SessionSettings
 
+log = get_logger("shoal.session")
+
 
 def _nobody() -> None:
     """The session's thread has not begun."""
@@ -162,8 +164,6 @@ MOST_BUILDERS = 64
 JOIN_SECONDS = 1.0
 """Time for threads to end that were told to. One whose peer died while they connected takes gloo's 30 s, and is
 left."""
-
-log = get_logger("shoal.session")
 
 
 @dataclass(eq=False, slots=True)

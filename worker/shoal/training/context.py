@@ -25,6 +25,8 @@ from shoal.training.first_weights import FirstWeights
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.telemetry import Meter
 
+log = get_logger("shoal")
+
 
 class TrainingContext:
     """What the parts of one engine share."""
@@ -148,9 +150,6 @@ class TrainingContext:
         """What a test's fault does to the group of the world."""
         if self.world is not None:
             self.world.group.abort()
-
-
-log = get_logger("shoal")
 
 
 class Untrained:

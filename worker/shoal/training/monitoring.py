@@ -37,6 +37,9 @@ FLUSH_SECONDS = 10
 """A worker may be killed at any time; TensorBoard's own two minutes would be lost with it."""
 
 
+log = get_logger("shoal")
+
+
 class Tracker(Protocol):
     """Keeps numbers by name."""
 
@@ -133,9 +136,6 @@ def places_that_cannot_be_written(monitoring: Monitoring) -> Iterator[str]:
                 f"`{name}.output_path`: {folder_of(section)} cannot be made ({error.strerror}); name a folder that all "
                 "workers can write."
             )
-
-
-log = get_logger("shoal")
 
 
 class AttachedCallback(ABC):

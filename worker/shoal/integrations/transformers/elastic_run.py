@@ -32,6 +32,8 @@ from shoal.integrations.transformers.step_reader import StepReader
 from shoal.process.logs import get_logger
 from shoal.training.engine import Engine
 
+log = get_logger("shoal")
+
 
 class ElasticRun:
     """`engine` trains what `trainer` describes."""
@@ -215,8 +217,6 @@ OF_THE_ARGUMENTS = (
 """Those that the library makes of the arguments: each process has those of its own."""
 TOLD_BY_THE_LIBRARY = ("logging_steps", "eval_steps", "save_steps", "train_batch_size")
 OF_THE_WORKER = ("is_local_process_zero", "is_world_process_zero")
-
-log = get_logger("shoal")
 
 
 class KeptState:

@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from shoal.data.opened_stream import is_stream
 from shoal.data.seeds import seed_everything
 from shoal.data.source import one_thread, read_numbered
-from shoal.exchange.packing import FramedSend, receive_framed
+from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import EVALUATED
 from shoal.exchange.world import World
 from shoal.group.group import USER_STEPS, WorldChanged
@@ -211,12 +211,7 @@ class SharedEvaluations:
         """What all members say, each one word. Raises `WorldChanged`."""
         group, self._words = world.group, self._words + 1
         group.progress.reach(StepPhase.LANES, self._words * USER_STEPS)
-        others = [rank for rank in range(group.size) if rank != group.rank]
-        sends = [FramedSend(group, rank, EVALUATED, content) for rank in others]
-        words = [receive_framed(group, rank, EVALUATED) for rank in others]
-        for send in sends:
-            send.wait()
-        return words
+        return list(exchange_framed(group, EVALUATED, content).values())
 
 
 def _read(loader: Any, batches: SeededBatches, numbers: Sequence[int]) -> Iterator[Any]:

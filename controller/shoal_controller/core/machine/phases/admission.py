@@ -116,7 +116,7 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"job {turn.spec.job} may have {_from_to(durable.bounds)}, and its config's `elasticity` is for "
             f"{_from_to(default_bounds(theirs))}. Give the job both workers.min and workers.max, or neither."
         )
-    if _fitting(durable.wanted, bounds, theirs.lanes) == durable.wanted or _is_nobodys(turn, bounds, theirs.lanes):
+    if _fitting(durable.wanted, bounds, theirs.lanes) == durable.wanted or _is_by_default(turn, bounds, theirs.lanes):
         return None
     if durable.wanted > theirs.lanes:
         return (
@@ -211,8 +211,8 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
     turn.note(EventKind.SURVIVES, survival_sentence(hello.description))
 
 
-def _is_nobodys(turn: Turn, bounds: WorkerBounds, lanes: int) -> bool:
-    """Whether nobody has asked for so many workers, and another number is possible."""
+def _is_by_default(turn: Turn, bounds: WorkerBounds, lanes: int) -> bool:
+    """Whether so many workers are only the default, and another number is possible."""
     spec, durable = turn.spec, turn.durable
     return spec.wanted_by_default and durable.wanted == spec.wanted and bounds.least <= lanes
 
