@@ -23,9 +23,21 @@ def saved(crew: Crew, step: int | None = None) -> None:
         crew.train_to(crew.allowed + 1)
 
 
+def ask_for_save(crew: Crew) -> None:
+    """Worker a's script asks for a checkpoint of its next step: once it is in it, for before it means the last one."""
+    crew.until("a in its next step", lambda: _waits_in_step(crew.workers["a"]))
+    with crew.changed:
+        crew.workers["a"].engine.save_checkpoint()
+
+
 def rests(worker: Worker) -> bool:
     """Whether its step is done, and nothing is being written for it, as far as that does not wait for a vote."""
     saver = worker.engine.parts.saving._saver
     assert saver is not None
-    is_through = worker.engine.global_step >= worker.crew.allowed and worker.seen[-1] == "forward"
-    return is_through and not saver.is_working
+    return _waits_in_step(worker) and not saver.is_working
+
+
+def _waits_in_step(worker: Worker) -> bool:
+    """Whether all that it may train is trained, and it has the batch of the step that comes then."""
+    seen = next(point for point in reversed(worker.seen) if point != "group")  # one is built beside the script
+    return worker.engine.global_step >= worker.crew.allowed and seen == "forward"

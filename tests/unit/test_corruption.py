@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, Task, Worker, undisturbed
-from crew_saves import rests, saved
+from crew_saves import ask_for_save, rests, saved
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
@@ -92,8 +92,7 @@ def owners(crew: Crew) -> list[str]:
 def save(crew: Crew, step: int) -> None:
     """A checkpoint of that step, whole and known to the controller."""
     crew.train_to(step - 1)
-    with crew.changed:
-        crew.workers["a"].engine.save_checkpoint()
+    ask_for_save(crew)
     crew.train_to(step)
     saved(crew, step)
 
@@ -330,8 +329,7 @@ def test_a_checkpoint_saved_while_copies_differ_is_not_verified_and_not_gone_bac
         save(crew, 4)
         crew.train_to(crew.allowed + 1)
         strike(crew, "b")
-        with crew.changed:
-            crew.workers["a"].engine.save_checkpoint()
+        ask_for_save(crew)
         assert crew.finish() == reference(PLAIN)
         assert len(seen(crew)) == 1, "the save's own comparison has found it"
         assert "changed between steps 0 and " in seen(crew)[0]
@@ -414,8 +412,7 @@ def test_a_joiner_is_spared_the_comparison_of_a_save_that_began_at_the_boundary_
         crew.train_to(3)
         crew.add("c")
         crew.until("the group with c", lambda: all(worker.link.own.next_built for worker in crew.members()))
-        with crew.changed:
-            crew.workers["a"].engine.save_checkpoint()
+        ask_for_save(crew)
         crew.train_to(4)
         crew.until("its world", lambda: len(crew.members()) == 3)
         assert crew.finish() == reference(PLAIN)
