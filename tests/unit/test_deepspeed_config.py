@@ -33,7 +33,7 @@ from shoal_protos.validation import each_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-from docs.generate.deepspeed import page
+from docs.generate.deepspeed import FILES, OUTCOMES, page
 
 TESTS = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((TESTS / "deepspeed_configs").glob("*.json"))
@@ -110,7 +110,8 @@ def refusals_of(file: Path, batch: object) -> list[str]:
 
 def test_every_public_file_trains_or_is_refused_for_reasons_that_the_page_lists(tmp_path: Path) -> None:
     outcomes: Counter[str] = Counter()
-    for line in gzip.decompress((TESTS / "deepspeed_public.jsonl.gz").read_bytes()).splitlines():
+    files = gzip.decompress((TESTS / "deepspeed_public.jsonl.gz").read_bytes()).splitlines()
+    for line in files:
         name, content = json.loads(line)
         (tmp_path / "ds_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
         batch = content.get("train_batch_size") if isinstance(content, dict) else 1
@@ -118,10 +119,7 @@ def test_every_public_file_trains_or_is_refused_for_reasons_that_the_page_lists(
         reasons = {phrase for phrase in REASONS for one in sentences if phrase in one}
         assert all(any(phrase in one for phrase in REASONS) for one in sentences), (name, sentences)
         outcomes.update(reasons or {"trains"})
-    assert outcomes == {
-        "trains": 96, "is not supported": 41, "; expected ": 27, "always correct it": 4,
-        "needed to derive the third": 1, "is not for the optimizer": 1,
-    }  # fmt: skip
+    assert (len(files), outcomes) == (FILES, OUTCOMES)
 
 
 @pytest.mark.parametrize(
