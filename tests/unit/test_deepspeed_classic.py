@@ -107,6 +107,26 @@ def test_a_loop_that_is_left_by_the_engines_counter_ends_the_job_there(names: st
         assert crew.finish() == reference(Task({"max_steps": 7}))
 
 
+@pytest.mark.parametrize("steps", [STEPS, None], ids=["known", "open"])
+def test_a_loop_that_is_left_in_the_body_of_the_last_step_tells_callbacks_of_its_end(steps: int | None) -> None:
+    ends: list[int] = []
+
+    def leave(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = over(elastic)
+        elastic.training.add_ending(lambda: ends.append(engine.global_steps))
+        for _ in range(EPOCHS):
+            for batch in engine.training_dataloader:
+                before()
+                engine.backward(engine(**batch))
+                engine.step()
+                if engine.global_steps >= STEPS:
+                    break
+
+    with Crew("ab", Task({"max_steps": steps}, script=leave)) as crew:
+        assert crew.finish() == reference(Task(OPTIONS))
+    assert ends == [STEPS, STEPS]
+
+
 @rule(
     "A worker that ran no body of the last step, for it had no lanes, ends with those whose scripts have ended there: "
     "it is stopped in the step after it, and a new world begins once all of it know which step was the last",

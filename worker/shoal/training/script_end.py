@@ -41,12 +41,15 @@ class ScriptEnd:
 
     def reach(self) -> None:
         """The script is through with its epochs: returns once the job's last step is known, and all that is left of it
-        is done. Does nothing where something else says which one that is. May raise as `Resize.take_part`.
+        is done. Before the last step, it does nothing where something else says which one that is. May raise as
+        `Resize.take_part`.
         """
         self.close_loops()
+        context = self._context
+        if context.is_over and not context.left_loop:
+            self._training.end()  # a loop that comes back for each epoch was left in the last step's body
         if not self.is_open:
             return
-        context = self._context
         if context.world is None:
             self._training.enter()
         self._end_body()
