@@ -88,7 +88,7 @@ def total_of(
     """Hexadecimal. `digests`: of every block, as `block_digests` gives them."""
     total = hashlib.sha256(f"step {step}\n".encode())
     total.update(layout.digest())
-    for number in range(layout.blocks):
+    for number in layout.all_blocks:
         total.update(digests[number])
     total.update(digest_of(sorted(buffers.items())).encode())
     if any(one.updates for one in misses.of):

@@ -360,7 +360,7 @@ def broken_cover(files: tuple[FileEntry, ...], layout: Layout) -> Iterator[str]:
     copies = Counter(number for file in files for piece in file.pieces for number in layout.numbers_of(piece.stretch))
     for start, stop in Runs.of(number for number, count in copies.items() if count > 1).spans:
         yield f"{_named(start, stop)} in it twice"
-    for start, stop in Runs.of(number for number in range(layout.blocks) if not copies[number]).spans:
+    for start, stop in (layout.all_blocks - Runs.of(copies)).spans:
         yield f"{_named(start, stop)} in none of its files"
 
 

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from shoal_protos.runs import Runs, Span
+from shoal_protos.runs import Runs, Span, every
 
 VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
@@ -151,6 +151,11 @@ class Layout:
     @cached_property
     def blocks(self) -> int:
         return sum(bucket.blocks for bucket in self.buckets)
+
+    @cached_property
+    def all_blocks(self) -> Runs:
+        """Those of the whole model."""
+        return every(self.blocks)
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import Inventory
-from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -214,7 +214,7 @@ class TrainingState:
 
     @property
     def everything(self) -> Runs:
-        return every(self.held_layout.blocks)
+        return self.held_layout.all_blocks
 
     @cached_property
     def frozen_bytes(self) -> int:

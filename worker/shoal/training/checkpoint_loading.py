@@ -14,7 +14,6 @@ from contextlib import suppress
 
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound, UserError
-from shoal_protos.runs import every
 
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
 from shoal.checkpoint.failure import NeedsFreshProcess
@@ -237,7 +236,7 @@ class CheckpointLoading:
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
         HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish()
-        state.current = every(state.held_layout.blocks)
+        state.current = state.everything
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read
 

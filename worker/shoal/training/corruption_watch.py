@@ -20,7 +20,7 @@ import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.plan import Plan
-from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+from shoal_protos.runs import NO_BLOCKS, Runs, union
 from torch import Tensor
 
 from shoal.blocks.flat import in_order
@@ -164,7 +164,7 @@ class CorruptionWatch:
         if not self._every or not self._copies:
             return None
         world.group.progress.reach(StepPhase.HAND_OUT)
-        found = self._compare_now(world, every(self._state.held_layout.blocks))
+        found = self._compare_now(world, self._state.everything)
         return found if found.corrupt or not found.single else None
 
     def _compare_now(self, world: World, blocks: Runs) -> Findings:
