@@ -61,8 +61,10 @@ def test_all_are_here_only_when_all_are_here(server: RendezvousServer, away: Cal
 
 
 def test_rooms_do_not_hear_each_other_and_leave_nothing_behind(server: RendezvousServer) -> None:
-    other = RendezvousClient(GroupSpec(2, 0, (server.address,) * 1, 0), Cancellation())
-    other.set("key", b"other")
+    specs = [GroupSpec(2, 0, (server.address,) * 1, 0), GroupSpec(1, 0, (server.address,) * 1, 0, purpose="other")]
+    others = [RendezvousClient(spec, Cancellation()) for spec in specs]
+    for other in others:
+        other.set("key", b"other")
     first = RendezvousClient(GroupSpec(1, 0, (server.address,) * 1, 0), Cancellation())
     first.set("key", b"first")
     assert first.get("key") == b"first"
@@ -75,7 +77,8 @@ def test_rooms_do_not_hear_each_other_and_leave_nothing_behind(server: Rendezvou
         again.close()
         deadline.wait(0.01)
     assert seen == b"again"
-    other.close()
+    for other in others:
+        other.close()
 
 
 @rule(

@@ -25,6 +25,9 @@ from torch import Tensor
 
 from shoal.group.group import GATHER_TAG, Group, GroupProgress
 
+WORLD = "g"
+"""What a group is for, which begins the name of the room where it is built: all members of a generation."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
@@ -42,12 +45,14 @@ class GroupSpec:
     """What this process says to all others where they meet: which device it has for itself (device_group.py)."""
     progress: GroupProgress = field(default_factory=GroupProgress, compare=False)
     """Whom the building waits for; the group that comes of it goes on with it."""
+    purpose: str = WORLD
+    """Groups of one generation that are for different purposes do not meet."""
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, progress: GroupProgress) -> GroupSpec:
+    def of(cls, plan: Plan, rank: int, purpose: str, progress: GroupProgress) -> GroupSpec:
         addresses = tuple(member.address for member in plan.members)
         incarnations = tuple(member.incarnation for member in plan.members)
-        return cls(plan.generation, rank, addresses, plan.builder, incarnations, progress=progress)
+        return cls(plan.generation, rank, addresses, plan.builder, incarnations, progress=progress, purpose=purpose)
 
     @property
     def size(self) -> int:
@@ -59,7 +64,7 @@ class GroupSpec:
         another size for instance, before they do.
         """
         members = "/".join(self.incarnations).encode()
-        return f"g{self.generation}-{hashlib.blake2b(members, digest_size=16).hexdigest()}"
+        return f"{self.purpose}{self.generation}-{hashlib.blake2b(members, digest_size=16).hexdigest()}"
 
     def incarnation(self, rank: int) -> str:
         """Empty where servers say nothing of themselves."""

@@ -26,7 +26,7 @@ from shoal_protos.plan import Plan
 from shoal.core.membership import Membership
 from shoal.exchange.packing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
-from shoal.group.build import Cancellation, GroupSpec, Transport
+from shoal.group.build import WORLD, Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, GroupProgress, WorldChanged
 from shoal.group.rendezvous_server import reachable
 from shoal.process.logs import get_logger
@@ -330,7 +330,7 @@ class Groups:
     def _build_and_join(self, building: Building) -> None:
         began = time.monotonic()
         try:
-            spec = GroupSpec.of(building.plan, building.rank, building.progress)
+            spec = GroupSpec.of(building.plan, building.rank, WORLD, building.progress)
             group = self._transport(spec, building.cancellation)
         except WorldChanged as error:
             self._look_around(building, str(error))
