@@ -122,9 +122,9 @@ class Traffic:
         """Who adds up what before it leaves a host."""
         owners = [rank for rank, owned in enumerate(self.owned) if owned]
         if self._by_rounds:
-            return HostSums(
-                [[(rank, rank + 1)] for rank in range(self.plan.world_size)], (), owners, self.plan.world_size
-            )
+            size = self.plan.world_size
+            one_lane_each = [[(place, place + 1)] for place in range(size)]  # of a round, whichever lanes are in it
+            return HostSums(one_lane_each, (), owners, size)
         return HostSums(self.lane_spans, self.plan.hosts, owners, self.plan.lanes)
 
     @cached_property
