@@ -227,7 +227,7 @@ def _candidate(n: int, rack: int) -> Candidate:
 def _filled(world: Plan, members: list[Candidate]) -> list[Candidate]:
     """Those of the world, with all that it keeps for them and fills."""
     known = {one.member: one for one in members}
-    holds = [share.keeps for share in world.shares]
+    holds = [*map(world.kept_by, world.ranks)]
     for fill in world.fills:
         holds[fill.target] |= fill.blocks
     return [replace(known[member], holds=blocks) for member, blocks in zip(world.members, holds, strict=True)]

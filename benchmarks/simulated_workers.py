@@ -267,7 +267,7 @@ class SimulatedWorker:
         assert plan is not None and dialogue is not None
         rank = plan.rank_of(self.name, self.membership.incarnation)
         assert rank is not None
-        self.holds = plan.shares[rank].keeps
+        self.holds = plan.kept_by(rank)
         dialogue.begin(plan)
         self._publish()
         self.job.on_begun(plan, self.name)
@@ -295,7 +295,7 @@ class SimulatedWorker:
         plan = self.membership.recovery
         rank = None if plan is None else plan.rank_of(self.name, self.membership.incarnation)
         if plan is not None and rank is not None:
-            self.holds = plan.shares[rank].keeps | plan.filled(rank, self.boundaries)
+            self.holds = plan.held_by(rank, self.boundaries)
 
     def _publish(self) -> None:
         assert self.dialogue is not None

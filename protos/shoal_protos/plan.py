@@ -137,9 +137,62 @@ class Plan:
         """Ids of the members."""
         return frozenset(member.worker for member in self.members)
 
+    @property
+    def ranks(self) -> range:
+        """Of its members."""
+        return range(self.world_size)
+
     @cached_property
     def _ranks(self) -> Mapping[tuple[WorkerId, str], int]:
         return {(member.worker, member.incarnation): rank for rank, member in enumerate(self.members)}
+
+    def is_like(self, other: Plan) -> bool:
+        """Whether the same members train and keep the same in both, and steps run in both or in neither."""
+        return (self.members, self.shares, self.steps) == (other.members, other.shares, other.steps)
+
+    # ---- who trains what
+
+    def lanes_of(self, rank: int) -> tuple[int, ...]:
+        """The lanes that a member trains while steps run, ascending; empty for a standby."""
+        return self.shares[rank].lanes
+
+    def trainer_of(self, lane: int) -> int:
+        """The rank of the member that trains a lane."""
+        return next(rank for rank in self.ranks if lane in self.lanes_of(rank))
+
+    @property
+    def trainers(self) -> tuple[int, ...]:
+        """The ranks of the members with lanes; all others are standbys."""
+        return tuple(filter(self.lanes_of, self.ranks))
+
+    @property
+    def lanes_by_worker(self) -> dict[WorkerId, tuple[int, ...]]:
+        """The lanes of every member; standbys have none."""
+        return {member.worker: self.lanes_of(rank) for rank, member in enumerate(self.members)}
+
+    # ---- who has which blocks
+
+    def owned_by(self, rank: int) -> Runs:
+        """The blocks that a member updates for all."""
+        return self.shares[rank].owned
+
+    def mirrored_by(self, rank: int) -> Runs:
+        """The blocks of others whose state a member keeps too."""
+        return self.shares[rank].mirrored
+
+    def kept_by(self, rank: int) -> Runs:
+        """The blocks that a member owns or mirrors."""
+        return self.shares[rank].keeps
+
+    def held_by(self, rank: int, boundaries: int) -> Runs:
+        """The blocks that a member keeps, and those that fills have brought it after so many boundaries."""
+        return self.kept_by(rank) | self.filled(rank, boundaries)
+
+    def replays(self, rank: int, boundaries: int) -> Runs:
+        """The blocks whose update a member applies itself at the vote that follows that many passed ones."""
+        return self.held_by(rank, boundaries + 1)
+
+    # ---- fills
 
     def fill_slice(self, index: int) -> tuple[Fill, ...]:
         """What is sent at boundary `index` (0 is the first one of the generation): each source's next blocks.
@@ -186,10 +239,6 @@ class Plan:
         return union(
             fill.blocks.first(self._due(boundaries, before)) for fill, before in self._in_turn() if fill.target == rank
         )
-
-    def replays(self, rank: int, boundaries: int) -> Runs:
-        """The blocks whose update a member applies itself at the vote that follows that many passed ones."""
-        return self.shares[rank].keeps | self.filled(rank, boundaries + 1)
 
 
 def check_plan(plan: Plan) -> None:

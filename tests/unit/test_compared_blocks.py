@@ -33,7 +33,7 @@ def test_every_block_is_compared_once_in_so_many_steps_and_no_step_does_more_tha
         Edit("shoal.training.resize", "        self._boundary.before_change(old, prepared.plan)\n", ""),
         Edit(
             "shoal.training.corruption_watch",
-            "self._valid & self._world.plan.shares[self._world.rank].keeps",
+            "self._valid & self._world.kept",
             "self._valid",
             by="test_a_flipped_bit_is_told_though_a_drain_takes_away_a_copy_before_its_turn",
         ),

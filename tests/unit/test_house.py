@@ -92,6 +92,13 @@ NAMED_AFTER_OTHERS = ("cli", "wire")
 EMPTY_NAMES = {"heard", "said", "things", "told", "what"}
 """Names that say nothing of what they stand for."""
 
+READ_SHARES = (
+    "protos/shoal_protos/plan.py",
+    "protos/shoal_protos/wire/plan.py",
+    "controller/shoal_controller/core/planning",
+)
+"""Where it matters how a plan says who trains which lane and has which blocks."""
+
 WITH_SHAPES = ("worker/shoal/blocks", "worker/shoal/exchange")
 """Rooms in which every tensor has its shape beside it."""
 TENSORS = re.compile(r"\b(Tensor|Flats|Gradients|State)\b")
@@ -244,6 +251,16 @@ def test_no_name_leaves_open_what_it_names() -> None:
         for file, node in named
         if getattr(node, fields[type(node)]).strip("_").removeprefix("on_") in EMPTY_NAMES
     ] == []
+
+
+def test_the_shares_of_a_plan_are_read_by_the_plan_and_the_planner_all_others_ask() -> None:
+    readers = {
+        str(file)
+        for file, inside in nodes().items()
+        for node in inside
+        if file.parts[0] in PACKAGES.values() and isinstance(node, ast.Attribute) and node.attr == "shares"
+    }
+    assert [file for file in readers if not file.startswith(READ_SHARES)] == []
 
 
 def test_every_tensor_that_is_passed_has_its_shape_beside_it() -> None:

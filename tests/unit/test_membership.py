@@ -130,7 +130,7 @@ def test_a_planned_generation_begins_only_when_all_vote_it() -> None:
     "A change of the world",
     broken_by=Edit(
         "shoal.core.membership",
-        "            if rank is None or self.next.shares[rank].keeps <= holds:\n",
+        "            if rank is None or self.next.kept_by(rank) <= holds:\n",
         "            if True:\n",
     ),
 )

@@ -29,7 +29,8 @@ def module_with(**buffers: Tensor) -> nn.Module:
 
 def exchanged(buffers: ModuleBuffers, lanes: int) -> dict[str, Tensor]:
     """What a world of one commits."""
-    traffic = SimpleNamespace(lane_spans=(((0, lanes),),), others=())
+    plan = SimpleNamespace(trainer_of=lambda lane: 0)
+    traffic = SimpleNamespace(plan=plan, lane_spans=(((0, lanes),),), others=())
     buffers.exchange(SoloGroup(), cast(Any, traffic))
     return buffers.pending
 

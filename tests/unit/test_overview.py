@@ -291,7 +291,7 @@ def test_missing_copies_are_those_that_a_count_finds(kept: list[tuple[set[int], 
     world = training(1).job.durable.current
     assert world is not None
     shares = tuple(replace(world.shares[0], owned=Runs.of(owned), mirrored=Runs.of(held)) for owned, held in kept)
-    world = replace(world, shares=shares, blocks=8)
+    world = replace(world, members=world.members * len(kept), shares=shares, blocks=8)
     copies = [sum(block in owned | held for owned, held in kept) for block in range(8)]
     assert missing_copies(world, wanted) == Runs.of(block for block in range(8) if copies[block] < wanted)
 

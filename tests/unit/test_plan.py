@@ -188,6 +188,11 @@ def test_no_slice_travels_at_the_first_boundary_after_a_loss_and_all_the_others_
     assert recovered.filled(2, recovered.boundaries) == plan.filled(2, plan.boundaries)
 
 
+def test_each_lane_has_the_trainer_whose_lanes_name_it_and_a_standby_has_none() -> None:
+    assert PLANNED.lanes_by_worker == {"a": (0, 1), "b": (2, 3), "c": ()}
+    assert PLANNED.trainers == (0, 1) and [PLANNED.trainer_of(lane) for lane in range(4)] == [0, 0, 1, 1]
+
+
 def test_a_share_keeps_what_it_owns_and_mirrors() -> None:
     assert PLANNED.shares[0].keeps == runs(0, 9)
     assert PLANNED.world_size == 3

@@ -29,7 +29,7 @@ def base() -> Plan:
     "A change of the world",
     broken_by=Edit(
         "shoal_controller.core.machine.phases.planner_inputs",
-        "    return status.holds & (world.shares[rank].keeps | world.filled(rank, status.boundaries))",
+        "    return status.holds & world.held_by(rank, status.boundaries)",
         "    return status.holds",
     ),
 )

@@ -220,8 +220,7 @@ class JobSeries:
         """The world that may train now."""
         if world is None or (self._worlds and self._worlds[-1].generation == world.generation):
             return
-        shares = zip(world.members, world.shares, strict=True)
-        self._worlds.append(WorldSeen(world.generation, {member.worker: share.lanes for member, share in shares}))
+        self._worlds.append(WorldSeen(world.generation, world.lanes_by_worker))
         self._unmirrored = len(missing_copies(world, copies_wanted))
         while len(self._worlds) > 1 and len(self._worlds) * world.lanes > MOST_LANES:
             self._worlds.popleft()

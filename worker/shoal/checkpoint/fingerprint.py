@@ -75,7 +75,7 @@ def _digest(part: Tensor, at: int, size: int) -> bytes:
 
 def fingerprint(state: TrainingState, world: World) -> str:
     """Hexadecimal. Every member of the world calls it at the same boundary; raises `WorldChanged`."""
-    mine = block_digests(state, world.plan.shares[world.rank].owned)
+    mine = block_digests(state, world.owned)
     everyone = dict(mine)
     for number, digest in _exchange(world.group, mine):
         everyone[number] = digest

@@ -147,7 +147,7 @@ class Membership:
         self.voted = self.generation
         if self.next is not None and self.next_built:
             rank = self._rank_in(self.next)
-            if rank is None or self.next.shares[rank].keeps <= holds:
+            if rank is None or self.next.kept_by(rank) <= holds:
                 self.voted = self.next.generation
         return self.voted
 

@@ -22,9 +22,9 @@ def losing_a_copy(old: Plan, new: Plan, boundaries: int) -> Runs:
     for fill in old.fills if boundaries >= old.boundaries else ():
         filled.setdefault(fill.target, []).append(fill.blocks)
     before, after = [], []
-    for own, (member, share) in enumerate(zip(old.members, old.shares, strict=True)):
+    for own, member in enumerate(old.members):
         rank = new.rank_of(member.worker, member.incarnation)
-        keeps, stays = share.keeps, new.shares[rank].keeps if rank is not None else NO_BLOCKS
+        keeps, stays = old.kept_by(own), new.kept_by(rank) if rank is not None else NO_BLOCKS
         before.append(keeps)
         after.append((keeps | union(filled[own]) if own in filled else keeps) & stays)
     going = union(had - has for had, has in zip(before, after, strict=True))

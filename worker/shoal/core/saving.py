@@ -228,8 +228,8 @@ class SharedSave:
     @classmethod
     def of(cls, step: int, plan: Plan) -> SharedSave:
         """Rank 0 writes, whatever it owns, and every owner."""
-        ranks = enumerate(zip(plan.members, plan.shares, strict=True))
-        return cls(step, plan.generation, tuple(member for rank, (member, share) in ranks if rank == 0 or share.owned))
+        writers = (member for rank, member in enumerate(plan.members) if rank == 0 or plan.owned_by(rank))
+        return cls(step, plan.generation, tuple(writers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,15 +165,15 @@ Round = tuple[int, ...]
 
 def rounds(plan: Plan) -> list[Round]:
     """Of every step of the world but the first; none where no steps run."""
-    return _in_columns(share.lanes for share in plan.shares) if plan.steps else []
+    return _in_columns(map(plan.lanes_of, plan.ranks)) if plan.steps else []
 
 
 def first_rounds(plan: Plan) -> list[Round]:
     """Of the world's first step: who had begun a lane when the last world broke begins with that one again."""
     if plan.recovery is None or not plan.recovery.lanes_in_flight or not plan.steps:
         return rounds(plan)
-    pairs = zip(plan.shares, plan.recovery.lanes_in_flight, strict=True)
-    return _in_columns(_beginning_with(first, share.lanes) for share, first in pairs)
+    pairs = zip(map(plan.lanes_of, plan.ranks), plan.recovery.lanes_in_flight, strict=True)
+    return _in_columns(_beginning_with(first, lanes) for lanes, first in pairs)
 
 
 def _beginning_with(first: int, lanes: Sequence[int]) -> Sequence[int]:

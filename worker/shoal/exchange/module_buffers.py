@@ -272,7 +272,7 @@ class ModuleBuffers:
             at += old.numel()
 
     def _copy_lane_0(self, group: Group, traffic: Traffic, names: list[str]) -> None:
-        first = next(r for r, spans in enumerate(traffic.lane_spans) if spans and spans[0][0] == 0)
+        first = traffic.plan.trainer_of(0)
         works: list[Work] = []
         for name in names:
             if group.rank == first:

@@ -75,7 +75,7 @@ class Traffic:
         """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout.trained, leaves_are_narrow
         self._trained = layout.trained_runs
-        self.owned = tuple(self._trained(share.owned) for share in plan.shares)
+        self.owned = tuple(self._trained(plan.owned_by(peer)) for peer in plan.ranks)
         """By rank."""
         self._by_rounds = by_rounds
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
@@ -110,7 +110,7 @@ class Traffic:
     @cached_property
     def lane_spans(self) -> tuple[tuple[Span, ...], ...]:
         """Whole subtrees of lanes whose sums each rank sends."""
-        return tuple(tuple(subtrees(Runs.of(share.lanes), self.plan.lanes)) for share in self.plan.shares)
+        return tuple(tuple(subtrees(Runs.of(self.plan.lanes_of(peer)), self.plan.lanes)) for peer in self.plan.ranks)
 
     @cached_property
     def norm_spans(self) -> tuple[tuple[Span, ...], ...]:
@@ -307,10 +307,6 @@ class UnitTraffic:
         self._units = len(units)
         self._between = lru_cache(maxsize=None)(self._messages)
 
-    def holds(self, rank: int, boundaries: int) -> Runs:
-        """The blocks whose values a member has between that vote and the next one: fills come beside votes."""
-        return self.plan.shares[rank].keeps | self.plan.filled(rank, min(boundaries, self.plan.boundaries))
-
     def messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
         """What an owner sends to an asker."""
         return self._between(owner, asker, min(boundaries, self.plan.boundaries))
@@ -318,12 +314,12 @@ class UnitTraffic:
     def own(self, boundaries: int) -> list[list[Stretch]]:
         """By unit, what this member holds of it."""
         found: list[list[Stretch]] = [[] for _ in range(self._units)]
-        for stretch in self._layout.stretches(self.holds(self.rank, boundaries)):
+        for stretch in self._layout.stretches(self.plan.held_by(self.rank, boundaries)):
             found[self._unit_of[stretch.bucket]].append(stretch)
         return found
 
     def _messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
-        wanted = self.plan.shares[owner].owned - self.holds(asker, boundaries)
+        wanted = self.plan.owned_by(owner) - self.plan.held_by(asker, boundaries)
         by_kind: list[dict[object, list[Extent]]] = [{} for _ in range(self._units)]
         for stretch in self._layout.stretches(wanted):
             extent = Extent(stretch.bucket, *self._layout.elements(stretch))

@@ -22,13 +22,23 @@ class World:
     @property
     def lanes(self) -> tuple[int, ...]:
         """The lanes that this member trains; empty for a standby, and while no steps run."""
-        return self.plan.shares[self.rank].lanes if self.plan.steps else ()
+        return self.plan.lanes_of(self.rank) if self.plan.steps else ()
 
     @property
     def first_lanes(self) -> tuple[int, ...]:
         """The same lanes in the order of the world's first step."""
         own = (lanes[self.rank] for lanes in first_rounds(self.plan))
         return tuple(lane for lane in own if lane != NO_LANE)
+
+    @property
+    def owned(self) -> Runs:
+        """The blocks that this member owns."""
+        return self.plan.owned_by(self.rank)
+
+    @property
+    def kept(self) -> Runs:
+        """The blocks that this member owns or mirrors."""
+        return self.plan.kept_by(self.rank)
 
     def replays(self, boundaries: int) -> Runs:
         """The blocks that this member has as of the next vote: it updates them itself, where they are not frozen."""

@@ -38,9 +38,7 @@ def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer,
     """Before the vote of a step: whoever has no lanes gets the values of the first member that has. Raises
     `WorldChanged`.
     """
-    lanes = [share.lanes for share in world.plan.shares]
-    source = next(rank for rank, trained in enumerate(lanes) if trained)
-    standbys = [rank for rank, trained in enumerate(lanes) if not trained]
+    source, standbys = world.plan.trainers[0], [rank for rank in world.plan.ranks if not world.plan.lanes_of(rank)]
     if world.rank in standbys:
         *hyper, agreed = json.loads(receive_framed(world.group, source, HYPER))
         load_into(optimizer, hyper)

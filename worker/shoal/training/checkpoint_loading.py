@@ -188,7 +188,7 @@ class CheckpointLoading:
             )
         log.info("tensors_taken", path=found.path, what=str(load_model(found.reader(), state, self._config.allow)))
         agree_on_the_start(world, state)
-        state.begin_anew(world.plan.shares[world.rank].keeps)
+        state.begin_anew(world.kept)
         check_made(world, state)
         return found.manifest.data_bytes
 
@@ -227,7 +227,7 @@ class CheckpointLoading:
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
-        state, owned, reader = self._context.state, world.plan.shares[world.rank].owned, found.reader()
+        state, owned, reader = self._context.state, world.owned, found.reader()
         if self._context.loop_has_begun:  # else nothing more is read
             self._warn_of_other_data(found)
         self._warn_of_another_scheduler(found)

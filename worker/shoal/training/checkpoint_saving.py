@@ -257,7 +257,7 @@ class CheckpointSaving:
                 log.error("save_failed", step=name.step, reason=f"no memory to read frozen parameters ({error})")
                 return saver.refuse(part, name, f"no memory to read frozen parameters ({error})")
             lead = Lead(draft, frozen, _in_use(world))
-        owned = state.held_layout.without_frozen(plan.shares[world.rank].owned)
+        owned = state.held_layout.without_frozen(world.owned)
         held = state.layout, state.weights, state.held, owned, beside
         if self._config.stream:
             saver.write(SaveTask(part, name, streamed_state(*held), lead, ours))

@@ -129,7 +129,7 @@ class CorruptionWatch:
     @property
     def _kept(self) -> Runs:
         """Of these what is not being filled, which would make a majority of the copy that it is made of."""
-        return self._valid & self._world.plan.shares[self._world.rank].keeps
+        return self._valid & self._world.kept
 
     @property
     def _world(self) -> World:
@@ -183,7 +183,7 @@ class CorruptionWatch:
     def on_world(self, world: World) -> None:
         """A world begins: what the one before was comparing is over. One without mirrors has nothing to compare."""
         self._saved, self._due, self._sound = None, None, False
-        self._copies = any(share.mirrored for share in world.plan.shares)
+        self._copies = any(map(world.plan.mirrored_by, world.plan.ranks))
 
     def on_return(self) -> None:
         """All have gone back to a checkpoint, or to the start: what differed is no more."""

@@ -246,8 +246,7 @@ class Evaluation:
 
     def begin_round(self, world: World) -> None:
         """A world begins, or a vote of it has passed."""
-        shares = world.plan.shares if world.plan.steps else ()
-        self._round = EvaluationRound(world.group, [rank for rank, share in enumerate(shares) if share.lanes])
+        self._round = EvaluationRound(world.group, world.plan.trainers if world.plan.steps else ())
 
     def _take(self, evaluations: list[list[Sums]]) -> None:
         for sums in evaluations:

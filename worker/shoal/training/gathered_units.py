@@ -200,8 +200,8 @@ class GatheredUnits:
         """Maps the memory of all owners, where it can be seen."""
         traffic, shared, mapped = self._traffic, self._memory.shared, self._memory.mapped
         assert traffic is not None and shared is not None and mapped is not None
-        mine = traffic.holds(world.rank, self._context.boundaries)
-        shown = {rank: share.owned - mine for rank, share in enumerate(world.plan.shares)} | {world.rank: mine}
+        mine = world.plan.held_by(world.rank, self._context.boundaries)
+        shown = {rank: world.plan.owned_by(rank) - mine for rank in world.plan.ranks} | {world.rank: mine}
         ranks = [rank for rank, runs in shown.items() if runs]
         owners = see_owners(world.group, key, shared.address, ranks)
         if owners is None:

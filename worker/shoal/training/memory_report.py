@@ -46,8 +46,7 @@ class MemoryReport:
         """A step is committed and handed out in `world`."""
         if self._is_said or self._context.boundaries < world.plan.boundaries:
             return
-        share = world.plan.shares[world.rank]
-        if not (share.lanes and share.keeps):
+        if not (world.lanes and world.kept):
             return
         self._is_said = True
         held = held_bytes(self._context.state)

@@ -148,7 +148,7 @@ class Resize:
             self._loading.check_initial()
             self._boundary.go_back_to(0, saved=-1)
             agree_on_the_start(world, state)
-            state.begin_anew(plan.shares[world.rank].keeps)
+            state.begin_anew(world.kept)
             check_made(world, state)
             return
         self._share_small_state(world)
@@ -159,7 +159,7 @@ class Resize:
             self._roll_forward(recovery.record)
         self._boundary.agree_on_evaluations(world)
         self._context.faults.at("promote", state.step)
-        self._clock.note_promoted(len(plan.shares[world.rank].owned - self._owned_before()))
+        self._clock.note_promoted(len(world.owned - self._owned_before()))
         self._clock.note_bytes(HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish())
         state.current = state.everything
 
@@ -205,7 +205,7 @@ class Resize:
 
     def _owned_before(self) -> Runs:
         world = self._context.world
-        return world.plan.shares[world.rank].owned if world else NO_BLOCKS
+        return world.owned if world else NO_BLOCKS
 
     def _open(self) -> bool:
         """Whether this worker is in a world now, its owed boundary settled."""

@@ -195,7 +195,11 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         if world is not None and record.serves and not job.durable.phase.is_over
         else None
     )
-    share = world.shares[rank] if world is not None and rank is not None else None
+    lanes, owned, mirrored = (
+        (world.lanes_of(rank), world.owned_by(rank), world.mirrored_by(rank))
+        if world is not None and rank is not None
+        else ((), NO_BLOCKS, NO_BLOCKS)
+    )
     telemetry = process.telemetry if process is not None else None
     return WorkerView(
         worker=record.worker,
@@ -203,9 +207,9 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         pid=record.place.pid if record.place is not None else None,
         state=state(job, record, rank),
         rank=rank,
-        lanes=share.lanes if share is not None else (),
-        blocks=len(share.owned if share is not None else NO_BLOCKS),
-        mirrored_blocks=len(share.mirrored if share is not None else NO_BLOCKS),
+        lanes=lanes,
+        blocks=len(owned),
+        mirrored_blocks=len(mirrored),
         step=max(process.status.step, 0) if process is not None else 0,
         step_seconds=telemetry.step_seconds if telemetry is not None else 0.0,
         memory_bytes=telemetry.memory_bytes if telemetry is not None else {},
@@ -266,7 +270,7 @@ def copies_wanted(durable: Durable) -> int | None:
     description, world = durable.description, durable.current
     if description is None or world is None:
         return None
-    keepers = sum(bool(share.keeps) for share in world.shares)
+    keepers = sum(map(bool, map(world.kept_by, world.ranks)))
     return min(description.mirrors, max(1, keepers) - 1) + 1
 
 
@@ -276,8 +280,8 @@ def missing_copies(world: Plan | None, wanted: int | None) -> Runs:
         return NO_BLOCKS
     changes = dict.fromkeys((0, world.blocks), 0)
     """By how many the copies of this block are more than those of the block before."""
-    for share in world.shares:
-        for begin, end in share.keeps.spans:
+    for kept in map(world.kept_by, world.ranks):
+        for begin, end in kept.spans:
             changes[begin] = changes.get(begin, 0) + 1
             changes[end] = changes.get(end, 0) - 1
     missing, copies = [], 0

@@ -76,15 +76,16 @@ def holdings(view: JobView) -> Holdings:
 
 def exposed_blocks(world: Plan, inside: frozenset[WorkerId]) -> Runs:
     """Blocks of which only these members have copies."""
-    shares = zip(world.members, world.shares, strict=True)
-    return every(world.blocks) - union(share.keeps for member, share in shares if member.worker not in inside)
+    outside = (rank for rank, member in enumerate(world.members) if member.worker not in inside)
+    return every(world.blocks) - union(map(world.kept_by, outside))
 
 
 def _members(world: Plan, workers: Mapping[WorkerId, WorkerView]) -> Iterator[MemberHoldings]:
-    for rank, (member, share) in enumerate(zip(world.members, world.shares, strict=True)):
+    for rank, member in enumerate(world.members):
         known = workers.get(member.worker)
         host, domain = (known.host, known.domain) if known is not None else ("", "")
-        yield MemberHoldings(member.worker, rank, host, domain, share.lanes, share.owned, share.mirrored)
+        blocks = world.owned_by(rank), world.mirrored_by(rank)
+        yield MemberHoldings(member.worker, rank, host, domain, world.lanes_of(rank), *blocks)
 
 
 def _fills(world: Plan, workers: Mapping[WorkerId, WorkerView]) -> Iterator[FillProgress]:

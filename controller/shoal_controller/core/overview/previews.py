@@ -98,7 +98,7 @@ def _lanes_sentence(view: JobView, worker: WorkerId, stays: Sequence[WorkerId]) 
     """To whom its lanes go, as the planner will share them out among those who stay."""
     world = view.world
     assert world is not None
-    lanes = next(s.lanes for m, s in zip(world.members, world.shares, strict=True) if m.worker == worker)
+    lanes = world.lanes_by_worker[worker]
     if not lanes:
         return "it has no lanes"
     shared = lanes_among(view, world, stays)

@@ -147,9 +147,8 @@ def plan_change(request: PlanRequest, candidates: Sequence[Candidate], before: P
 
 def same_world(one: Plan, other: Plan) -> bool:
     """Whether going from one plan to the other would change nothing."""
-    return (one.members, one.shares, one.fills, one.fill_blocks_per_step, one.steps) == (
-        other.members, other.shares, other.fills, other.fill_blocks_per_step, other.steps
-    )  # fmt: skip
+    fills = (one.fills, one.fill_blocks_per_step) == (other.fills, other.fill_blocks_per_step)
+    return one.is_like(other) and fills
 
 
 # ---- composition. A worker is its index in `here`, oldest first: its rank.

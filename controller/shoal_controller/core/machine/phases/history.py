@@ -84,7 +84,7 @@ def some(workers: Collection[WorkerId]) -> str:
 def _names(plan: Plan) -> str:
     if plan.world_size > MOST_NAMES:
         return f"{plan.world_size} workers"
-    lanes = (f"{m.worker} {len(share.lanes)}" for m, share in zip(plan.members, plan.shares, strict=True))
+    lanes = (f"{worker} {len(lanes)}" for worker, lanes in plan.lanes_by_worker.items())
     return f"{plural(plan.world_size, 'worker')} (lanes: {', '.join(lanes)})"
 
 

@@ -106,7 +106,7 @@ def _might_hold(turn: Turn, record: WorkerRecord, attempt: Attempt) -> bool:
     """What a worker kept by any world it may have been in, or said that it holds."""
     worlds = [plan for plan in (turn.world, *turn.durable.planned) if plan is not None]
     ranks = [(plan, plan.rank_of(record.worker, record.incarnation)) for plan in worlds]
-    kept = [plan.shares[rank].keeps | plan.filled(rank, plan.boundaries) for plan, rank in ranks if rank is not None]
+    kept = [plan.held_by(rank, plan.boundaries) for plan, rank in ranks if rank is not None]
     process = turn.process(record.worker)
     held = process.status.holds if process is not None else NO_BLOCKS
     unknown = process is None and not kept  # of a world before the current one: its blocks are not known any more

@@ -68,8 +68,7 @@ def _followers(world: Plan, members: Sequence[Process]) -> frozenset[WorkerId]:
     has_begun = any(process.status.committed_in == world.generation for process in members)
     if not has_begun and world.reason not in (Reason.START, Reason.RESTORE):
         return world.workers
-    shares = zip(world.members, world.shares, strict=True)
-    return frozenset(member.worker for member, share in shares if not share.lanes)
+    return frozenset(worker for worker, lanes in world.lanes_by_worker.items() if not lanes)
 
 
 def _is_beyond(process: Process, ended: Process) -> bool:

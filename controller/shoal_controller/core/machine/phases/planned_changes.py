@@ -242,8 +242,8 @@ def fills_done(turn: Turn, world: Plan) -> bool:
 
 def _only_fills_left(plan: Plan, world: Plan) -> bool:
     """Whether a plan would only go on with what the world is doing already."""
-    same = (plan.members, plan.shares, plan.steps) == (world.members, world.shares, world.steps)
-    return same and {(f.target, f.blocks) for f in plan.fills} <= {(f.target, f.blocks) for f in world.fills}
+    planned, under_way = ({(fill.target, fill.blocks) for fill in one.fills} for one in (plan, world))
+    return plan.is_like(world) and planned <= under_way
 
 
 def _reason(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Reason:

@@ -135,12 +135,12 @@ def kept_blocks(world: Plan, rank: int, status: Status) -> Runs:
 
     What the base releases may still be there, and be freed before the change begins.
     """
-    return status.holds & (world.shares[rank].keeps | world.filled(rank, status.boundaries))
+    return status.holds & world.held_by(rank, status.boundaries)
 
 
 def can_train(turn: Turn, world: Plan, rank: int) -> bool:
     """Whether a member has all parameters: whoever has lanes, and a standby that has had a hand-out; or needs none."""
-    if world.shares[rank].lanes or joiners_train(turn):
+    if world.lanes_of(rank) or joiners_train(turn):
         return True
     return turn.job.processes[world.members[rank].worker].can_train
 
