@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Effect, Note, Persist
-from shoal_controller.core.machine.events import Cancel, Event, Scale, Tick
+from shoal_controller.core.machine.events import Event, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
@@ -20,6 +20,7 @@ from shoal_controller.jobs.probes import ProbeResult
 from shoal_controller.jobs.shell import Shell
 from shoal_controller.process import logs
 from shoal_controller.store.open import open_store
+from shoal_protos.acts import Cancel, Scale
 from shoal_protos.errors import Conflict, PeerError
 from shoal_protos.messages import ToWorker
 from shoal_protos.plan import Plan

@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.effects import Adopt, Kill, Persist, Send, Spawn
-from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
+from shoal_protos.acts import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
 from .disasters import Disasters
 from .liars import Liars

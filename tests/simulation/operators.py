@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.machine.events import Cancel, DrainWorker, Pause, Resume, Scale
+from shoal_protos.acts import Cancel, DrainWorker, Pause, Resume, Scale
 
 if TYPE_CHECKING:
     from .simulation import Simulation

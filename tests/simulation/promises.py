@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.durable import Durable
-from shoal_controller.core.machine.events import Cancel, Event, Save
+from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.phases.scaling import LAST_ONE
+from shoal_protos.acts import Cancel, Save
 
 if TYPE_CHECKING:
     from .simulation import Simulation

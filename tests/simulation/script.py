@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from itertools import takewhile
 
 from shoal_controller.core.machine import effects
-from shoal_controller.core.machine.events import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.machine.view import view
+from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
 from .liars import Liars
 from .pods import PodLauncher

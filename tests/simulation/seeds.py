@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal_controller.core.machine.events import Resume
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import Resume
 
 from .faults import Faults
 from .pods import NO_IMAGE

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.durable import Durable, Standing
-from shoal_controller.core.machine.events import DrainWorker, Event
+from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.phases.scaling import LAST_ONE
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import DrainWorker
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import Ending, Open, PlanMessage, Prepare
 from shoal_protos.plan import Plan, Reason

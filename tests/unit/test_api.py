@@ -13,8 +13,8 @@ from rule import Edit, rule
 from shoal_controller.api import web
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.effects import Note
-from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State, WorkerView
+from shoal_protos.acts import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.strict_json import MOST_BODY_BYTES
 from small_machine import SmallMachine

@@ -8,8 +8,8 @@ import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import DrainWorker, Pause, Save
 from shoal_controller.core.machine.spec import State, WorkerView
+from shoal_protos.acts import DrainWorker, Pause, Save
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.error_codes import ErrorCode
 from small_machine import SmallMachine

@@ -9,8 +9,8 @@ from rule import Edit, holds, rule
 from shoal_controller.access.proxies import Proxies
 from shoal_controller.access.worker_tokens import WorkerTokens
 from shoal_controller.api.app import ApiSettings
-from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_controller.process import logs
+from shoal_protos.acts import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_protos.release import RELEASE
 from small_machine import SmallMachine
 from tiers import check

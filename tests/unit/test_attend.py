@@ -25,7 +25,7 @@ class Pretended:
         self.away = 0
         """So many requests come before its workers do."""
 
-    async def checkpoint(self, _: str) -> Json:
+    async def save_checkpoint(self, _: str) -> Json:
         self.away -= 1
         if self.away >= 0:
             raise NotTraining("job train is not training; nothing can be saved now.")

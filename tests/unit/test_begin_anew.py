@@ -8,10 +8,11 @@ import pytest
 from machine_driver import MADE_OF, Driver, notes, training
 from rule import Edit, rule
 from shoal_controller.core.machine.effects import Effect, Send
-from shoal_controller.core.machine.events import ConfirmLost, Disconnected
+from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.phases import admission
 from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import ConfirmLost
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import FRESH_PROCESS, Ending, Fault, Result, Shutdown
 from shoal_protos.plan import EVERYONE

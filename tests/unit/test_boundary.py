@@ -19,7 +19,7 @@ from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.boundary import Boundary
 from shoal.training.engine import Engine
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from shoal_protos.plan import Recovery
 from torch import Tensor
 

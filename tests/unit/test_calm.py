@@ -3,7 +3,8 @@
 import pytest
 from machine_driver import training
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import Cancel, Disconnected, DrainWorker, Pause, Scale
+from shoal_controller.core.machine.events import Disconnected
+from shoal_protos.acts import Cancel, DrainWorker, Pause, Scale
 
 
 def test_a_job_whose_world_trains_and_whose_workers_are_all_heard_is_calm():

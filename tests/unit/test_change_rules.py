@@ -14,7 +14,7 @@ from reference import reference
 from rule import Edit, holds, rule
 from shoal.process.faults import PlantedFault
 from shoal.training.engine import Engine
-from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
+from shoal_protos.acts import DrainWorker, Pause, Resume
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, Reason

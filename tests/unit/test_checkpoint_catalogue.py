@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from machine_driver import MADE_OF, NEW, Driver, notes
 from rule import Edit, rule
-from shoal_controller.core.machine.events import Disconnected, Save
+from shoal_controller.core.machine.events import Disconnected
+from shoal_protos.acts import Save
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.messages import Telemetry
 

@@ -21,7 +21,7 @@ from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.storage import LocalStorage
 from shoal.checkpoint.verify import verify
-from shoal_controller.core.machine.events import DrainWorker, Save
+from shoal_protos.acts import DrainWorker, Save
 from shoal_protos.errors import Conflict
 
 pytestmark = pytest.mark.xdist_group("checkpoints of worlds")

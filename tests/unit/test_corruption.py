@@ -21,7 +21,7 @@ from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.storage import LocalStorage
 from shoal.training import corruption_watch
 from shoal.training.corruption_watch import MOST_REPORTED, CorruptionWatch, block_checksums
-from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
+from shoal_protos.acts import DrainWorker, Pause, Resume
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.runs import NO_BLOCKS, Runs
 from tiers import check

@@ -9,10 +9,11 @@ import pytest
 from machine_driver import MADE_OF, NEW, Driver
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Note, Persist
-from shoal_controller.core.machine.events import PlannerAnswered, Resume, Tick
+from shoal_controller.core.machine.events import PlannerAnswered, Tick
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.planning.question import answer
+from shoal_protos.acts import Resume
 from shoal_protos.checkpoint import CheckpointRef, UnreadableCheckpoint
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.messages import Ending, Prepare

@@ -57,12 +57,12 @@ class Pretended:
             [] if after else [{"revision": 1, "time": 0.0, "generation": 1, "kind": "x", "worker": "", "message": "y"}]
         )
 
-    async def scale(self, _: str, workers: int) -> None:
+    async def scale_job(self, _: str, workers: int) -> None:
         self.requests.append(f"scale {workers}")
         self.wanted = workers
         self.later.append(self.fill_up)
 
-    async def drain(self, _: str, worker: str) -> None:
+    async def drain_worker(self, _: str, worker: str) -> None:
         self.requests.append(f"drain {worker}")
         self.later += [lambda: self.lose(worker, "left"), self.fill_up]
 

@@ -16,11 +16,11 @@ from resource_place import hurry_resources, place
 from rule import Edit, holds, rule
 from shoal_controller.access.callers import Caller, Role
 from shoal_controller.api import resource_rules
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.elastic_jobs import owned_job
 from shoal_controller.jobs.only_if import OnlyIf, VersionMismatch
 from shoal_controller.launchers.kubernetes.resource_kind import FINALIZER
+from shoal_protos.acts import Scale
 from shoal_protos.errors import Conflict, UserError
 from tiers import check
 

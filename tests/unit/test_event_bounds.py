@@ -10,12 +10,12 @@ from asynchronous import asynchronous
 from rule import Edit, holds, rule
 from shoal_controller.access.callers import Caller, Role
 from shoal_controller.core.machine.effects import Note
-from shoal_controller.core.machine.events import Save
 from shoal_controller.core.machine.spec import JobSpec, ResizeView
 from shoal_controller.jobs import event_bounds
 from shoal_controller.jobs.event_bounds import bound_events
 from shoal_controller.jobs.records import JobEvent, event_key, head_key
 from shoal_controller.store.store import Delete, Put
+from shoal_protos.acts import Save
 from small_machine import SmallMachine, running
 
 

@@ -9,9 +9,10 @@ import pytest
 from machine_driver import MADE_OF, NEW, Driver
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Place
-from shoal_controller.core.machine.events import DrainWorker, Exited, Spawned
+from shoal_controller.core.machine.events import Exited, Spawned
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.overview.attention import attention
+from shoal_protos.acts import DrainWorker
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Fault, MemberState, Result
 from shoal_protos.runs import every

@@ -7,8 +7,9 @@ from dataclasses import replace
 from machine_driver import MADE_OF, NEW, Driver, cut, notes, training
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Send
-from shoal_controller.core.machine.events import Disconnected, DrainWorker
+from shoal_controller.core.machine.events import Disconnected
 from shoal_protos.activity import StepPhase
+from shoal_protos.acts import DrainWorker
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState, Refusal
 

@@ -27,7 +27,7 @@ from reference import reference
 from rule import Edit, holds, rule
 from shoal.blocks.released import Arriving
 from shoal.training.engine import Engine
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from tiers import check
 from torch import Tensor, nn
 

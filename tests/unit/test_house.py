@@ -47,6 +47,7 @@ PURE_VOCABULARY = {
     f"shoal_protos.{name}"
     for name in (
         "activity",
+        "acts",
         "addresses",
         "checkpoint",
         "corruption",
@@ -56,6 +57,7 @@ PURE_VOCABULARY = {
         "memory_estimate",
         "messages",
         "milestones",
+        "path_part",
         "plan",
         "runs",
         "text",

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from machine_driver import MADE_OF, Driver, training
 from rule import holds
-from shoal_controller.core.machine.events import Cancel, DrainWorker, Pause, Resume, Scale
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import Cancel, DrainWorker, Pause, Resume, Scale
 from shoal_protos.corruption import CorruptBlock, OnCorruption
 from shoal_protos.errors import Conflict
 

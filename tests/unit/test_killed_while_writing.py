@@ -4,9 +4,9 @@ import asyncio
 
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.jobs.records import record_prefix
 from shoal_controller.store.open import open_store
+from shoal_protos.acts import Scale
 from small_machine import SPEC, SmallMachine, World, running
 from tiers import check
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from crew import Crew, Task, Worker, undisturbed
 from shoal.process.faults import POINTS
-from shoal_controller.core.machine.events import DrainWorker, Pause, Resume
+from shoal_protos.acts import DrainWorker, Pause, Resume
 from tiers import check
 
 pytestmark = check("starts processes")

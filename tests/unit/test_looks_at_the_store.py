@@ -3,10 +3,10 @@
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.jobs.ports import Outside
 from shoal_controller.jobs.records import record_prefix
 from shoal_controller.jobs.shell import Shell
+from shoal_protos.acts import Scale
 from small_machine import SPEC, running
 
 

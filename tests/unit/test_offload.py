@@ -15,7 +15,7 @@ from matrices import shortened
 from reference import reference
 from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.state_file import StateFile
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from tiers import check
 
 pytestmark = check("trains many small jobs")

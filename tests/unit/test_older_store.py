@@ -6,11 +6,12 @@ import pytest
 from machine_driver import MADE_OF, Driver, through_the_store, training
 from rule import Edit, rule
 from shoal_controller.core.machine.effects import Adopt, Spawn
-from shoal_controller.core.machine.events import DrainWorker, Exited, NeverStarted, Started
+from shoal_controller.core.machine.events import Exited, NeverStarted, Started
 from shoal_controller.core.machine.machine import restore
 from shoal_controller.core.machine.phases.older_store import unknown_generation
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
+from shoal_protos.acts import DrainWorker
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.runs import Runs, every
 

@@ -21,7 +21,7 @@ from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.state.training_state import digest_of
 from shoal.training.engine import Engine
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from shoal_protos.errors import UserError
 
 STEPS = 7

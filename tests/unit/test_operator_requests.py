@@ -9,18 +9,9 @@ from machine_driver import MADE_OF, Driver, training
 from rule import Edit, rule
 from shoal_controller.core.machine.durable import Standing
 from shoal_controller.core.machine.effects import Note
-from shoal_controller.core.machine.events import (
-    Cancel,
-    ConfirmLost,
-    DrainWorker,
-    Event,
-    Pause,
-    Resume,
-    Save,
-    Scale,
-    Tick,
-)
+from shoal_controller.core.machine.events import Event, Tick
 from shoal_controller.core.machine.spec import State
+from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_protos.errors import Conflict, NotFound, UserError
 from shoal_protos.messages import (
     Ask,

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from machine_driver import MADE_OF, Driver, training
 from shoal_controller.api.answers import JobAnswer
 from shoal_controller.api.page_answers import worlds_of
-from shoal_controller.core.machine.events import (
-    Cancel,
-    ConfirmLost,
-    Disconnected,
-    DrainWorker,
-    OperatorRequest,
-    Pause,
-    Resume,
-    Scale,
-)
+from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.sample import Sample, sample
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
@@ -32,6 +23,7 @@ from shoal_controller.core.overview.previews import lanes_among, preview
 from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
 from shoal_controller.observe.job_series import JobSeries, Span
 from shoal_protos.activity import Activity, StepPhase
+from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, OperatorRequest, Pause, Resume, Scale
 from shoal_protos.errors import UserError
 from shoal_protos.plan import EVERYONE, Reason, Share
 from shoal_protos.runs import Runs

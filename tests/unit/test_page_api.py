@@ -19,11 +19,11 @@ from machine_driver import training
 from shoal_controller.access.callers import Role
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.effects import Note
-from shoal_controller.core.machine.events import Pause, Resume
 from shoal_controller.core.machine.sample import Sample
 from shoal_controller.core.machine.spec import Phase, ResizeView, State, WorkerView
 from shoal_controller.jobs.records import JobEvent
 from shoal_controller.page.site import DIGEST_PLACE, FOLDER, Site
+from shoal_protos.acts import Pause, Resume
 from shoal_protos.release import RELEASE
 from small_machine import SmallMachine
 from tiers import check

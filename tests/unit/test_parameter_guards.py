@@ -20,7 +20,7 @@ from shoal.exchange.pieces import Extent
 from shoal.process.device import HOST, Device
 from shoal.state.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal.training.engine import Engine
-from shoal_controller.core.machine.events import Pause
+from shoal_protos.acts import Pause
 from shoal_protos.errors import UserError
 from small_pieces import limits_of
 from torch import Tensor, nn

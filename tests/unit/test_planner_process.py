@@ -16,11 +16,12 @@ import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import AskPlanner
-from shoal_controller.core.machine.events import Event, PlannerAnswered, PlannerFailed, Save
+from shoal_controller.core.machine.events import Event, PlannerAnswered, PlannerFailed
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms
 from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, StartQuestion, answer
 from shoal_controller.jobs import planner_process
 from shoal_controller.jobs.planner_process import PlannerProcess
+from shoal_protos.acts import Save
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every

@@ -10,12 +10,13 @@ import pytest
 from machine_driver import MADE_OF, Driver, notes, training
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import AskPlanner
-from shoal_controller.core.machine.events import DrainWorker, Exited, PlannerAnswered, PlannerBegan, PlannerFailed
+from shoal_controller.core.machine.events import Exited, PlannerAnswered, PlannerBegan, PlannerFailed
 from shoal_controller.core.machine.job import AttemptPhase
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQuestion, answer, check_answer
 from shoal_protos.activity import StepPhase
+from shoal_protos.acts import DrainWorker
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import PeerError
 from shoal_protos.messages import MemberState

@@ -11,19 +11,11 @@ from rule import Edit, holds, rule
 from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Leaving, Place, WorkerRecord
 from shoal_controller.core.machine.effects import Kill, Spawn
-from shoal_controller.core.machine.events import (
-    DrainWorker,
-    Endangered,
-    Exited,
-    Preempted,
-    Scale,
-    Spared,
-    Spawned,
-    Waiting,
-)
+from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.pending import Notice, PendingReason
 from shoal_controller.core.machine.spec import Phase, State
 from shoal_controller.core.machine.stored_form import durable_from, state_of
+from shoal_protos.acts import DrainWorker, Scale
 from shoal_protos.messages import Drain, Ending, MemberState
 
 NO_ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from machine_driver import Driver, cut, notes, training
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import Pause
 from shoal_protos.activity import StepPhase
+from shoal_protos.acts import Pause
 from shoal_protos.messages import Ending, Prepare, Shutdown, Telemetry
 
 VOTE, LANES, REDUCTION = StepPhase.VOTE, StepPhase.LANES, StepPhase.REDUCTION

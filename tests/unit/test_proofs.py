@@ -9,8 +9,9 @@ import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver, notes, training
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Close, Effect, Send
-from shoal_controller.core.machine.events import Cancel, Connected, Disconnected
+from shoal_controller.core.machine.events import Connected, Disconnected
 from shoal_controller.core.machine.proof import Proof
+from shoal_protos.acts import Cancel
 from shoal_protos.description import Parameter, brief, with_digest
 from shoal_protos.messages import PROTOCOL_VERSION, Hello, Refusal, Shutdown, Welcome
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from machine_driver import MADE_OF, Driver
-from shoal_controller.core.machine.events import Pause, Resume
+from shoal_protos.acts import Pause, Resume
 from shoal_protos.messages import MemberState
 
 HOW = '; launcher is none: start workers with "shoal worker --controller HOST:PORT --job job -- COMMAND"'

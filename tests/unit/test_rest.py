@@ -7,13 +7,14 @@ from machine_driver import Driver
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Effect, Kill, Send, Spawn
-from shoal_controller.core.machine.events import Cancel, Disconnected, Exited, Spawned, Tick, Waiting
+from shoal_controller.core.machine.events import Disconnected, Exited, Spawned, Tick, Waiting
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.phases import silence
 from shoal_controller.core.machine.phases.rest import REST_SECONDS, rests_until
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import Cancel
 from shoal_protos.messages import MemberState, Ping, Status
 
 EACH = 0.1

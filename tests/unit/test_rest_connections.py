@@ -10,7 +10,7 @@ import pytest
 from api_port import TRAIN, serving
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import Pause
+from shoal_protos.acts import Pause
 from tiers import check
 
 pytestmark = check("serves REST on real ports")

@@ -6,11 +6,12 @@ from machine_driver import MADE_OF, Driver
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Adopt, Effect, Kill, Note, Spawn
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Cancel, DrainWorker, Exited, NeverStarted, Save, Tick
+from shoal_controller.core.machine.events import Exited, NeverStarted, Tick
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.phases.ending import LINGER_SECONDS as STOP_SECONDS
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import Cancel, DrainWorker, Save
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport
 from shoal_protos.messages import Ask, AskKind, Ending, Request, RequestKind, Result, Telemetry
 from tiers import check

@@ -27,7 +27,7 @@ from shoal.blocks.unit_flats import Presence
 from shoal.core.layout import FROZEN, Trainable, lay_out
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check

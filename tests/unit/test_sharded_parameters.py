@@ -26,7 +26,7 @@ from shoal.blocks.unit_flats import Presence, Unit
 from shoal.training.engine import Engine
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.sharded_parameters import ShardedParameters
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from torch import Tensor, nn
 
 

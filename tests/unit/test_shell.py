@@ -10,11 +10,12 @@ import pytest
 from asynchronous import asynchronous
 from rule import holds
 from shoal_controller.core.machine.effects import Close, Note, Persist, Send
-from shoal_controller.core.machine.events import MOST_AT_ONCE, Cancel, Exited, Pause, Probed, Resume, Save, Scale, Tick
+from shoal_controller.core.machine.events import MOST_AT_ONCE, Exited, Probed, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.jobs.records import JobEvent, event_key
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.store.store import Put
+from shoal_protos.acts import Cancel, Pause, Resume, Save, Scale
 from shoal_protos.errors import Conflict, NotFound, StoreError
 from shoal_protos.messages import Ping, Refusal, Welcome
 from small_machine import SPEC, SmallMachine, running

@@ -9,24 +9,14 @@ from machine_driver import stored
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Durable, Place
 from shoal_controller.core.machine.effects import Adopt, Kill, Note, Persist, Probe, Spawn
-from shoal_controller.core.machine.events import (
-    Connected,
-    Exited,
-    NeverStarted,
-    Pause,
-    Probed,
-    Save,
-    Scale,
-    Spawned,
-    Started,
-    Tick,
-)
+from shoal_controller.core.machine.events import Connected, Exited, NeverStarted, Probed, Spawned, Started, Tick
 from shoal_controller.core.machine.spec import JobSpec, Phase, State, WorkerView
 from shoal_controller.core.machine.stored_form import durable_from
 from shoal_controller.jobs import background
 from shoal_controller.jobs.probes import ProbeResult
 from shoal_controller.jobs.records import FORMAT, OLDEST_FORMAT, Head, Unreadable, packed, record_prefix, unpacked
 from shoal_controller.store.store import Delete, Put
+from shoal_protos.acts import Pause, Save, Scale
 from shoal_protos.errors import Conflict, StoreError, UserError
 from shoal_protos.messages import Ending, MemberState, Refusal, Shutdown, Status
 from shoal_protos.release import RELEASE

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import MOST_AT_ONCE, MessageReceived, Probed, Save, Scale, Tick
+from shoal_controller.core.machine.events import MOST_AT_ONCE, MessageReceived, Probed, Tick
 from shoal_controller.core.machine.job import Job
 from shoal_controller.store.store import Put
+from shoal_protos.acts import Save, Scale
 from shoal_protos.errors import StoreError
 from shoal_protos.messages import Heartbeat, MemberState, Status, Telemetry
 from small_machine import SPEC, SmallMachine, running

@@ -8,20 +8,14 @@ from dataclasses import replace
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import (
-    Connected,
-    Disconnected,
-    Exited,
-    MessageReceived,
-    Save,
-    Scale,
-)
+from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import Introductions
 from shoal_controller.store.open import open_store
 from shoal_controller.store.store import UnknownOutcome
+from shoal_protos.acts import Save, Scale
 from shoal_protos.errors import StoreError
 from shoal_protos.messages import Heartbeat, MemberState, Result, Status, Telemetry
 from small_machine import SPEC, SmallMachine, World

@@ -8,8 +8,9 @@ from machine_driver import MADE_OF, Driver
 from rule import Edit, rule
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Effect, Persist
-from shoal_controller.core.machine.events import Cancel, DrainWorker, Tick
+from shoal_controller.core.machine.events import Tick
 from shoal_controller.core.machine.spec import Phase
+from shoal_protos.acts import Cancel, DrainWorker
 from shoal_protos.messages import Telemetry
 
 ENDLESS = replace(MADE_OF, max_steps=1 << 20)

@@ -4,8 +4,8 @@ import asyncio
 
 from asynchronous import asynchronous
 from rule import Edit, rule
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.store.open import open_store
+from shoal_protos.acts import Scale
 from small_machine import SPEC, World
 
 SLOW_SECONDS = 0.3

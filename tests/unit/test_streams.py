@@ -25,7 +25,7 @@ from rule import Edit, holds, rule
 from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.stream_source import STATE_EVERY, StreamSamples
-from shoal_controller.core.machine.events import DrainWorker
+from shoal_protos.acts import DrainWorker
 from shoal_protos.errors import UserError
 from tiers import check
 from torch import nn

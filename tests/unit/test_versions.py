@@ -17,11 +17,12 @@ from shoal.core.membership import Membership
 from shoal.session.dialogue import Dialogue, ProcessInfo
 from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import Send, Spawn
-from shoal_controller.core.machine.events import ConfirmLost, Spawned
+from shoal_controller.core.machine.events import Spawned
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.leadership.election import LEADER
 from shoal_protos import session_pb2 as pb
 from shoal_protos import wire
+from shoal_protos.acts import ConfirmLost
 from shoal_protos.messages import PROTOCOL_VERSION, Hello, Refusal, Welcome
 from shoal_protos.release import RELEASE, _commit
 from standing import Stander, standing

@@ -15,9 +15,10 @@ from pod_team import SPEC, Team, hurry, team
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import WorkerRecord
 from shoal_controller.core.machine.effects import Effect, Persist
-from shoal_controller.core.machine.events import Event, Exited, Save, Scale, Spawned
+from shoal_controller.core.machine.events import Event, Exited, Spawned
 from shoal_controller.core.machine.job import Job
 from shoal_controller.launchers.kubernetes import cluster_api, world_annotations
+from shoal_protos.acts import Save, Scale
 from shoal_protos.plan import Member, Plan, Reason
 from small_machine import SPEC as SMALL
 from small_machine import SmallMachine, running

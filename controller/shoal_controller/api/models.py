@@ -7,11 +7,12 @@ wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from shoal_protos.acts import Act, DrainWorker, OperatorRequest, Scale
 from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
@@ -226,6 +227,20 @@ class DrainBody(Body):
     """Time in which the worker's blocks may be copied elsewhere. Default: 30."""
     why: Annotated[str, Field(max_length=200)] = ""
     """Reason for the drain, shown in the job's history. Default: none."""
+
+
+def _asked_scale(body: ScaleBody) -> Scale:
+    return Scale(body.workers, body.min, body.max)
+
+
+def _asked_drain(worker: str, body: DrainBody | None = None) -> DrainWorker:
+    return DrainWorker(worker, **dict(body or DrainBody()))
+
+
+WITH_BODIES: dict[Act, tuple[type[Body], Callable[..., OperatorRequest]]] = {
+    Act.SCALE: (ScaleBody, _asked_scale), Act.DRAIN: (DrainBody, _asked_drain),
+}  # fmt: skip
+"""The acts that have a body, and what makes the request of it and of what the path names."""
 
 
 def _variable_faults(name: str, value: str) -> Iterator[str]:

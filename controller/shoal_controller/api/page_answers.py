@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
+from shoal_protos.acts import Act
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.runs import Span as BlockSpan
 
 from shoal_controller.access.callers import Role
-from shoal_controller.api.act_requests import Act
 from shoal_controller.api.answers import Answer, EventAnswer, JobAnswer, MovedBytes
 from shoal_controller.core.machine.spec import JobView, ResizeView
 from shoal_controller.core.overview.amounts import duration

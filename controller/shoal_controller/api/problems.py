@@ -18,14 +18,13 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
 from shoal_controller.api.answers import Problem
-from shoal_controller.api.models import DrainBody, JobBody, ScaleBody
+from shoal_controller.api.models import WITH_BODIES, JobBody
 from shoal_controller.api.token_routes import RotateBody, TokenBody
 from shoal_controller.jobs.only_if import VersionMismatch
 
 BODIES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "create_job": ("the job spec", JobBody),
-    "scale_job": ("the request to scale", ScaleBody),
-    "drain_worker": ("the request to drain", DrainBody),
+    **{act.operation: (f"the request to {act}", model) for act, (model, _) in WITH_BODIES.items()},
     "create_token": ("the request for a token", TokenBody),
     "rotate_token": ("the request to rotate", RotateBody),
 }

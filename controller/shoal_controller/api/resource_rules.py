@@ -5,17 +5,30 @@ Called by `routes.py` for all jobs; those that were submitted over REST are the 
 
 from __future__ import annotations
 
+from shoal_protos.acts import Cancel, OperatorRequest, Scale
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 
 from shoal_controller.access.callers import Caller
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.spec import JobSpec, JobView, WorkerBounds
 from shoal_controller.jobs.only_if import OnlyIf, version_of
 from shoal_controller.jobs.shell import Shell
 from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME
 from shoal_controller.leadership.controller_state import ControllerState
+
+
+async def carry_out(
+    controller: ControllerState, job: str, asked: OperatorRequest, by: Caller, only_if: OnlyIf | None
+) -> JobView:
+    """Do what an operator asks of a job: of its resource first, where that has the say."""
+    if isinstance(asked, Scale):
+        return await scale(controller, job, asked, by, only_if)
+    shell = controller.leading()
+    if isinstance(asked, Cancel):
+        return await delete(shell, job, by, only_if)
+    await shell.submit(job, asked, by, only_if)
+    return shell.view(job)
 
 
 async def create(shell: Shell, spec: JobSpec, by: Caller) -> JobView:

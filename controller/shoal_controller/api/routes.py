@@ -1,7 +1,8 @@
 """The REST routes under `/v1` and the headers that they read: each calls the shell and returns its answer.
 
-Nothing is decided here. `dependencies.py` finds the shell, `problems.py` makes problems of the errors, which are raised
-as they are. A change may have `If-Match` (`jobs/only_if.py` has its meaning), a new job an `Idempotency-Key`.
+Nothing is decided here. The routes of an operator's acts follow from `shoal_protos/acts.py`. `dependencies.py` finds
+the shell, `problems.py` makes problems of the errors, which are raised as they are. A change may have `If-Match`
+(`jobs/only_if.py` has its meaning), a new job an `Idempotency-Key`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from shoal_protos.acts import Act, OperatorRequest
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, UserError
 
@@ -33,7 +35,6 @@ from shoal_controller.api.answers import (
 from shoal_controller.api.dependencies import (
     AFilter,
     After,
-    AWorker,
     Leading,
     Limit,
     Readable,
@@ -47,11 +48,10 @@ from shoal_controller.api.dependencies import (
     workers_in_order,
 )
 from shoal_controller.api.event_routes import A_STREAM
-from shoal_controller.api.models import DrainBody, JobBody, ScaleBody, body_of
+from shoal_controller.api.models import WITH_BODIES, JobBody, body_of
 from shoal_controller.api.stream import Follower, event_stream, wants_stream
 from shoal_controller.api.strict import StrictRoute, check_parameters
 from shoal_controller.api.token_routes import ACaller, JoinTokenAnswer
-from shoal_controller.core.machine.events import ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.jobs.event_bounds import EVENTS_KEPT
 from shoal_controller.jobs.only_if import OnlyIf, version_of
@@ -76,6 +76,25 @@ def _answer(response: Response, view: JobView) -> JobAnswer:
     """A job, with its version in the header."""
     tag(response, view)
     return JobAnswer.of(view)
+
+
+def _add_acts(tag: str) -> None:
+    """Routes of the acts that have this tag."""
+    for act in (act for act in Act if act.tag == tag):
+        _, reader = WITH_BODIES.get(act, (None, act.asks))  # without a body the path says all
+        asked_of_it = Depends(reader)
+
+        async def carry_out(
+            job: str, caller: ACaller, only_if: AnOnlyIf, request: Request, response: Response,
+            asked: OperatorRequest = asked_of_it,
+        ) -> JobAnswer:  # fmt: skip
+            done = await resource_rules.carry_out(controller_of(request), job, asked, caller, only_if)
+            return _answer(response, done)
+
+        router.add_api_route(
+            f"/jobs/{{job}}{act.below}", carry_out, methods=[act.method], name=act.operation,
+            description=act.asks.__doc__, tags=[tag], status_code=202, dependencies=[Depends(shell_to_change)],
+        )  # fmt: skip
 
 
 @router.get("/jobs", tags=["jobs"])
@@ -122,33 +141,7 @@ async def get_job_spec(job: str, shell: Readable, caller: ACaller) -> JSONRespon
     return answer
 
 
-@router.delete("/jobs/{job}", tags=["jobs"], status_code=202)
-async def delete_job(job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response) -> JobAnswer:
-    """Stop a job; its events stay. Forget a finished job, with its events and logs; its checkpoints stay."""
-    return _answer(response, await resource_rules.delete(shell, job, caller, only_if))
-
-
-@router.post("/jobs/{job}/scale", tags=["jobs"], status_code=202)
-async def scale_job(
-    job: str, body: ScaleBody, caller: ACaller, only_if: AnOnlyIf, request: Request, response: Response
-) -> JobAnswer:
-    """Set the number of workers, or its bounds, in the job's resource where it was made from one."""
-    asked = Scale(body.workers, body.min, body.max)
-    return _answer(response, await resource_rules.scale(controller_of(request), job, asked, caller, only_if))
-
-
-@router.post("/jobs/{job}/pause", tags=["jobs"], status_code=202)
-async def pause_job(job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response) -> JobAnswer:
-    """Pause training; workers stay connected."""
-    await shell.submit(job, Pause(), caller, only_if)
-    return _answer(response, shell.view(job))
-
-
-@router.post("/jobs/{job}/resume", tags=["jobs"], status_code=202)
-async def resume_job(job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response) -> JobAnswer:
-    """Resume a paused job."""
-    await shell.submit(job, Resume(), caller, only_if)
-    return _answer(response, shell.view(job))
+_add_acts("jobs")
 
 
 @router.get("/jobs/{job}/workers", tags=["workers"])
@@ -160,23 +153,7 @@ async def list_workers(job: str, shell: Readable, limit: Limit = None, after: Af
     return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in found], next=found[-1].worker if more else None)
 
 
-@router.post("/jobs/{job}/workers/{worker}/drain", tags=["workers"], status_code=202)
-async def drain_worker(
-    at: AWorker, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response, body: DrainBody | None = None
-) -> JobAnswer:
-    """Drain a worker: copy its blocks elsewhere, then let it go."""
-    asked = body or DrainBody()
-    await shell.submit(at.job, DrainWorker(at.worker, asked.grace_seconds, asked.why), caller, only_if)
-    return _answer(response, shell.view(at.job))
-
-
-@router.post("/jobs/{job}/workers/{worker}/lost", tags=["workers"], status_code=202)
-async def confirm_worker_lost(
-    at: AWorker, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response
-) -> JobAnswer:
-    """Confirm that a silent worker is dead, so that nobody waits for it."""
-    await shell.submit(at.job, ConfirmLost(at.worker), caller, only_if)
-    return _answer(response, shell.view(at.job))
+_add_acts("workers")
 
 
 @router.get("/jobs/{job}/events", tags=["events"], response_model=EventsAnswer, responses=A_STREAM)
@@ -213,13 +190,7 @@ async def list_checkpoints(job: str, shell: Readable, limit: Limit = None, after
     return CheckpointsAnswer(checkpoints=answers, next=cursor_of(found[-1]) if more else None)
 
 
-@router.post("/jobs/{job}/checkpoints", tags=["checkpoints"], status_code=202)
-async def save_checkpoint(
-    job: str, shell: Leading, caller: ACaller, only_if: AnOnlyIf, response: Response
-) -> JobAnswer:
-    """Save a checkpoint after the next step; it is listed once it is complete."""
-    await shell.submit(job, Save(), caller, only_if)
-    return _answer(response, shell.view(job))
+_add_acts("checkpoints")
 
 
 @router.post("/jobs/{job}/token", tags=["tokens"])

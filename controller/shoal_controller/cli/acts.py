@@ -97,7 +97,7 @@ async def kill_in_mid_step(disturbed: DisturbedJob) -> None:
 async def scale(disturbed: DisturbedJob, workers: int) -> None:
     """POST …/scale."""
     disturbed.tell(f'▶ POST /v1/jobs/{disturbed.job}/scale {{"workers": {workers}}}')
-    await disturbed.client.scale(disturbed.job, workers)
+    await disturbed.client.scale_job(disturbed.job, workers)
     await disturbed.members(workers)
 
 
@@ -108,6 +108,6 @@ async def drain(disturbed: DisturbedJob) -> None:
     )
     leaving = _ranked(workers, 0)["worker"]
     disturbed.tell(f"▶ POST /v1/jobs/{disturbed.job}/workers/{leaving}/drain")
-    await disturbed.client.drain(disturbed.job, leaving)
+    await disturbed.client.drain_worker(disturbed.job, leaving)
     await disturbed.until(f"{leaving} is let go", lambda _, workers: workers[leaving]["state"] == "left")
     await disturbed.members(job["workers"]["wanted"])

@@ -137,7 +137,7 @@ async def _asked(client: Client, job: str, until: float) -> Json:
     """Raises `Conflict` where nothing can be saved, also not until then."""
     while True:
         try:
-            return await client.checkpoint(job)
+            return await client.save_checkpoint(job)
         except NotTraining:
             if time.monotonic() >= until or (await client.job(job))["phase"] in OVER:
                 raise

@@ -22,7 +22,7 @@ async def checkpoint(job: Job, url: Url = DEFAULT_URL) -> None:
     from shoal_controller.cli.tables import changed
 
     async with client_of(url, job) as client:
-        changed(await client.checkpoint(job))
+        changed(await client.save_checkpoint(job))
 
 
 async def checkpoints(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from shoal_protos.acts import Act, ActCalls, given
 from shoal_protos.addresses import is_here
 from shoal_protos.answer_object import AnswerObject, is_list_of_objects, unread_answer
 from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
@@ -73,7 +74,7 @@ def _authorities() -> Path | None:
     return Path(given) if given else None
 
 
-class Client:
+class Client(ActCalls[Awaitable[Json]]):
     """One controller, by the URL of its REST API. An async context manager."""
 
     def __init__(self, url: str, token: str | None = None, way: httpx.AsyncBaseTransport | None = None) -> None:
@@ -165,31 +166,12 @@ class Client:
             if seen["phase"] in OVER:
                 raise IsOver(f"job {job} is over ({seen['phase']})")
             with suppress(Changed):
-                return await self._ask("DELETE", f"/jobs/{path_part(job)}", only_if=seen["version"])
+                return await self.delete_job(job, if_version=seen["version"])
 
-    async def scale(
-        self, job: str, workers: int | None = None, least: int | None = None, most: int | None = None
+    async def _act(
+        self, act: Act, job: str, worker: str = "", if_version: str | None = None, body: Json | None = None
     ) -> Json:
-        given = {"workers": workers, "min": least, "max": most}
-        asked = {name: number for name, number in given.items() if number is not None}
-        return await self._ask("POST", f"/jobs/{path_part(job)}/scale", asked)
-
-    async def pause(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{path_part(job)}/pause")
-
-    async def resume(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{path_part(job)}/resume")
-
-    async def checkpoint(self, job: str) -> Json:
-        return await self._ask("POST", f"/jobs/{path_part(job)}/checkpoints")
-
-    async def drain(self, job: str, worker: str, grace_seconds: float | None = None, why: str = "") -> Json:
-        body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
-        body |= {"why": why} if why else {}
-        return await self._ask("POST", f"/jobs/{path_part(job)}/workers/{path_part(worker)}/drain", body)
-
-    async def lost(self, job: str, worker: str) -> Json:
-        return await self._ask("POST", f"/jobs/{path_part(job)}/workers/{path_part(worker)}/lost")
+        return await self._ask(act.method, act.path_of(job, worker), given(body), if_version or "")
 
     # ---- tokens
 

@@ -72,7 +72,7 @@ async def scale(
     if workers is least is most is None:
         raise UserError("there is nothing to change; expected N, --min-workers or --max-workers")
     async with client_of(url, job) as client:
-        changed(await client.scale(job, workers, least, most))
+        changed(await client.scale_job(job, workers, min=least, max=most))
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
@@ -81,7 +81,7 @@ async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
     from shoal_controller.cli.tables import changed
 
     async with client_of(url, job) as client:
-        changed(await client.pause(job))
+        changed(await client.pause_job(job))
 
 
 async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
@@ -90,7 +90,7 @@ async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
     from shoal_controller.cli.tables import changed
 
     async with client_of(url, job) as client:
-        changed(await client.resume(job))
+        changed(await client.resume_job(job))
 
 
 async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:

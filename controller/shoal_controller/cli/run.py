@@ -276,6 +276,6 @@ async def take_up(here: Here, spec: dict[str, Any]) -> int:
     say.write(f"job {spec['job']} continues at step {known['step']}\n")
     wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
     if wanted != known["workers"]["wanted"]:
-        await client.scale(spec["job"], wanted)
+        await client.scale_job(spec["job"], wanted)
         say.write(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers\n")
     return revision

@@ -32,7 +32,7 @@ async def drain(
     from shoal_controller.cli.tables import changed
 
     async with client_of(url, job) as client:
-        changed(await client.drain(job, worker, why=why))
+        changed(await client.drain_worker(job, worker, why=why))
 
 
 async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
@@ -45,4 +45,4 @@ async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
     from shoal_controller.cli.tables import changed
 
     async with client_of(url, job) as client:
-        changed(await client.lost(job, worker))
+        changed(await client.confirm_worker_lost(job, worker))

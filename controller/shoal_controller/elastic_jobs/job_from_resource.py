@@ -13,11 +13,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from pydantic import ValidationError
+from shoal_protos.acts import Scale
 from shoal_protos.errors import UserError
 from shoal_protos.validation import every_sentence
 
 from shoal_controller.api.models import JobBody
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, uid_of
 

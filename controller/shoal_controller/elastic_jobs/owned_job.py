@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import structlog
+from shoal_protos.acts import Cancel, Pause, Save
 from shoal_protos.errors import NotFound, UserError
 
-from shoal_controller.core.machine.events import Cancel, Event, Pause, Save
+from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.elastic_jobs.job_from_resource import job_spec_of, size_change, why_not_followed

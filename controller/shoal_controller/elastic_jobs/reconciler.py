@@ -15,10 +15,10 @@ from functools import partial
 from itertools import islice
 
 import structlog
+from shoal_protos.acts import Scale
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, PeerError, ShoalError, StoreError, UserError
 
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.elastic_jobs.owned_job import OwnedJob, Surroundings
 from shoal_controller.elastic_jobs.resource_writer import ResourceWriter

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 import structlog
+from shoal_protos.acts import Scale
 
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of, pods_path
 from shoal_controller.launchers.kubernetes.pod_state import node_of

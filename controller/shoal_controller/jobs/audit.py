@@ -7,20 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from shoal_protos.text import plural
+from shoal_protos.acts import Act, OperatorRequest
 
 from shoal_controller.access.callers import Caller
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import (
-    Cancel,
-    ConfirmLost,
-    DrainWorker,
-    OperatorRequest,
-    Pause,
-    Resume,
-    Save,
-    Scale,
-)
 from shoal_controller.jobs.records import JobEvent
 
 
@@ -40,32 +30,13 @@ def audit_entry(request: OperatorRequest | Create, by: Caller, time: float, gene
 
 
 def _described(request: OperatorRequest | Create) -> tuple[str, str]:
-    match request:
-        case Create():
-            return "create", "create the job"
-        case Scale():
-            return "scale", _scaling(request)
-        case DrainWorker(worker, grace_seconds, why):
-            return "drain", f"drain {worker} within {grace_seconds:g} s{f': {why}' if why else ''}"
-        case ConfirmLost(worker):
-            return "lost", f"{worker} is dead"
-        case Pause():
-            return "pause", "pause the job"
-        case Resume():
-            return "resume", "resume the job"
-        case Cancel():
-            return "delete", "stop the job"
-        case Save():
-            return "checkpoint", "save a checkpoint"
+    """The action's name, which is REST's method where that says more than the path, and the sentence."""
+    if isinstance(request, Create):
+        return "create", "create the job"
+    act = Act.of(request)
+    return act.value if act.below else act.method.lower(), request.sentence()
 
 
 def _given(request: OperatorRequest | Create) -> dict[str, object]:
     """What was asked for; what was left as it is is not."""
     return {name: value for name, value in asdict(request).items() if value is not None}
-
-
-def _scaling(request: Scale) -> str:
-    size = f"to {plural(request.workers, 'worker')}" if request.workers is not None else ""
-    least = f"with at least {request.least}" if request.least is not None else ""
-    most = f"with at most {request.most or 'its lanes'}" if request.most is not None else ""
-    return " ".join(filter(None, ("scale", size, " and ".join(filter(None, (least, most))))))

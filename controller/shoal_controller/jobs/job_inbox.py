@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal_protos.acts import OperatorRequest
 from shoal_protos.errors import StoreError
 from shoal_protos.messages import Result
 
@@ -25,7 +26,6 @@ from shoal_controller.core.machine.events import (
     Exited,
     MessageReceived,
     NeverStarted,
-    OperatorRequest,
     Probed,
     Spawned,
     Tick,

@@ -10,8 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from shoal_protos.acts import Scale
+
 from shoal_controller.core.machine.effects import Effect
-from shoal_controller.core.machine.events import Event, Scale
+from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.spec import JobView
 from shoal_controller.core.planning.question import Answer, Question

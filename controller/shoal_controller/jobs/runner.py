@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
+from shoal_protos.acts import Cancel, OperatorRequest
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, ShoalError, StoreError, UserError
 from shoal_protos.messages import Ending, Refusal, Shutdown
@@ -35,14 +36,7 @@ from shoal_controller.core.machine.effects import (
     Spawn,
 )
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import (
-    Cancel,
-    Connected,
-    Event,
-    OperatorRequest,
-    Started,
-    first_batch,
-)
+from shoal_controller.core.machine.events import Connected, Event, Started, first_batch
 from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
 from shoal_controller.core.machine.phases.rest import CALM_TICKS, rests_until

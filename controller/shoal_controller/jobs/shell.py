@@ -19,13 +19,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 
 import structlog
+from shoal_protos.acts import Cancel
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound, StoreError
 from shoal_protos.text import shown_name
 
 from shoal_controller.access.callers import Caller
 from shoal_controller.core.machine import machine
-from shoal_controller.core.machine.events import Cancel, Event
+from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.jobs.event_bounds import bound_events
 from shoal_controller.jobs.event_feed import EventFeed

@@ -1,7 +1,8 @@
 """The client of REST: one method per operation, by its name there (docs/rest.md), and two that wait.
 
-`TokenCalls` has the operations on tokens, of people and programs and of workers. The client decides which requests may
-be sent again; `sending.py` does so, to the controller that `controllers.py` finds. Nothing is kept between calls.
+`ActCalls` has the acts of an operator, `TokenCalls` the operations on tokens, of people and programs and of workers.
+The client decides which requests may be sent again; `sending.py` does so, to the controller that `controllers.py`
+finds. Nothing is kept between calls.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
+from shoal_protos.acts import Act, ActCalls, given
 from shoal_protos.path_part import path_part
 
 from shoal.client.controllers import Controllers
@@ -64,7 +66,7 @@ REJOIN_SECONDS = 0.5
 """Before a stream that brought nothing is opened again."""
 
 
-class Client(TokenCalls):
+class Client(ActCalls[JobInfo], TokenCalls):
     """One controller, by the URL of its REST API; without one, those of the runs that live in this folder. Close it, or
     use it in a `with` statement.
 
@@ -117,32 +119,6 @@ class Client(TokenCalls):
         """What a job was made with, defaults filled in: `create_job` takes it."""
         return self._controllers.of(job).ask("GET", _path(job, "spec"))
 
-    def delete_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
-        """Stop a job; its events stay. Forget a job that is over."""
-        return self._changed("DELETE", (job,), None, if_version)
-
-    def scale_job(
-        self,
-        job: str,
-        workers: int | None = None,
-        *,
-        min: int | None = None,
-        max: int | None = None,
-        if_version: str | None = None,
-    ) -> JobInfo:
-        """Set how many workers are wanted, or between which numbers that may be."""
-        asked = {"workers": workers, "min": min, "max": max}
-        body = {name: number for name, number in asked.items() if number is not None}
-        return self._changed("POST", (job, "scale"), body, if_version)
-
-    def pause_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
-        """Pause training; workers stay connected."""
-        return self._changed("POST", (job, "pause"), None, if_version)
-
-    def resume_job(self, job: str, *, if_version: str | None = None) -> JobInfo:
-        """Resume a paused job."""
-        return self._changed("POST", (job, "resume"), None, if_version)
-
     def get_report(self, job: str) -> ReportInfo:
         """The report of a job's run, as `shoal run --json` writes it."""
         return ReportInfo.read(self._controllers.of(job).ask("GET", _path(job, "report")))
@@ -163,18 +139,6 @@ class Client(TokenCalls):
     def list_workers(self, job: str) -> Iterator[WorkerInfo]:
         """A job's workers by their numbers, those that are gone too."""
         return (WorkerInfo.read(one) for one in self._controllers.of(job).pages(_path(job, "workers"), "workers"))
-
-    def drain_worker(
-        self, job: str, worker: str, *, grace_seconds: float | None = None, why: str = "", if_version: str | None = None
-    ) -> JobInfo:
-        """Have a worker's blocks copied elsewhere, then let it go."""
-        body: Json = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
-        body |= {"why": why} if why else {}
-        return self._changed("POST", (job, "workers", worker, "drain"), body, if_version)
-
-    def confirm_worker_lost(self, job: str, worker: str, *, if_version: str | None = None) -> JobInfo:
-        """Confirm that a silent worker is dead, so that nobody waits for it."""
-        return self._changed("POST", (job, "workers", worker, "lost"), None, if_version)
 
     # ---- events and checkpoints
 
@@ -225,16 +189,14 @@ class Client(TokenCalls):
         found = self._controllers.of(job).pages(_path(job, "checkpoints"), "checkpoints")
         return (CheckpointInfo.read(one) for one in found)
 
-    def save_checkpoint(self, job: str, *, if_version: str | None = None) -> JobInfo:
-        """Save a checkpoint after the next step; it is listed once it is complete."""
-        return self._changed("POST", (job, "checkpoints"), None, if_version)
-
     # ---- inside
 
-    def _changed(self, method: str, path: tuple[str, ...], body: Json | None, if_version: str | None) -> JobInfo:
-        """`path`: the job, and what lies below it."""
+    def _act(
+        self, act: Act, job: str, worker: str = "", if_version: str | None = None, body: Json | None = None
+    ) -> JobInfo:
         headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
-        return JobInfo.read(self._controllers.of(path[0]).ask(method, _path(*path), body, headers))
+        controller = self._controllers.of(job)
+        return JobInfo.read(controller.ask(act.method, act.path_of(job, worker), given(body), headers))
 
 
 def _path(job: str, *below: str) -> str:

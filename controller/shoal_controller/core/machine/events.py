@@ -1,5 +1,7 @@
 """What can happen to a job: the inputs of `machine.step`, which come in batches (`first_batch`). Plain data.
 
+An operator's requests are in `shoal_protos/acts.py`.
+
 A `connection` is a number that the sessions room gives to each stream; it is never used twice in a controller's life.
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from shoal_protos.acts import OperatorRequest
 from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
 from shoal_protos.plan import WorkerId
 
@@ -157,56 +160,6 @@ class PlannerFailed:
     number: int
     why: str
 
-
-# ---- an operator's requests. The machine refuses the impossible: `step` raises a `UserError` and nothing has changed.
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Change how many workers are wanted, and between which numbers that may be. None: as it is."""
-
-    workers: int | None = None
-    least: int | None = None
-    most: int | None = None
-    """0: no bound but the lanes."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrainWorker:
-    worker: WorkerId
-    grace_seconds: float = 30.0
-    why: str = ""
-    """As the operator puts it, for the history."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConfirmLost:
-    """The operator knows that a silent worker's process is gone: as good as the launcher's word."""
-
-    worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """DELETE: stop the job."""
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Save a checkpoint after the next step."""
-
-
-OperatorRequest = Scale | DrainWorker | ConfirmLost | Pause | Resume | Cancel | Save
 
 Event = (
     Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | Waiting | Preempted | Spared

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal_protos.acts import Scale
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import UserError
 from shoal_protos.text import plural
 
-from shoal_controller.core.machine.events import Scale
 from shoal_controller.core.machine.spec import WorkerBounds
 
 

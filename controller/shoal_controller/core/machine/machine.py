@@ -16,29 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shoal_protos.acts import Cancel, OperatorRequest
+
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Effect
 from shoal_controller.core.machine.events import (
-    Cancel,
-    ConfirmLost,
     Connected,
     Disconnected,
-    DrainWorker,
     Endangered,
     Event,
     Exited,
     MessageReceived,
     NeverStarted,
-    OperatorRequest,
-    Pause,
     PlannerAnswered,
     PlannerBegan,
     PlannerFailed,
     Preempted,
     Probed,
-    Resume,
-    Save,
-    Scale,
     Spared,
     Spawned,
     Started,
@@ -115,13 +109,7 @@ ALIVE: dict[type, Handler] = {
     PlannerBegan: planner_questions.on_begun,
     PlannerAnswered: planner_questions.on_answered,
     PlannerFailed: planner_questions.on_failed,
-    Scale: operator_requests.on_scale,
-    DrainWorker: operator_requests.on_drain,
-    ConfirmLost: operator_requests.on_confirm_lost,
-    Pause: operator_requests.on_pause,
-    Resume: operator_requests.on_resume,
-    Cancel: operator_requests.on_cancel,
-    Save: operator_requests.on_save,
+    **operator_requests.HANDLERS,
 }
 OVER: dict[type, Handler] = {
     Started: ending.on_restart,
@@ -140,13 +128,8 @@ OVER: dict[type, Handler] = {
     PlannerBegan: ignore,
     PlannerAnswered: ignore,
     PlannerFailed: ignore,
-    Scale: operator_requests.refuse,
-    DrainWorker: operator_requests.refuse,
-    ConfirmLost: operator_requests.refuse,
-    Pause: operator_requests.refuse,
-    Resume: operator_requests.refuse,
+    **dict.fromkeys(operator_requests.HANDLERS, operator_requests.refuse),
     Cancel: ignore,
-    Save: operator_requests.refuse,
 }
 TABLE: dict[tuple[Phase, type], Handler] = {
     (phase, event): handler for phase in Phase for event, handler in (OVER if phase.is_over else ALIVE).items()

@@ -8,21 +8,13 @@ planner would, which is asked later.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import singledispatch
 
+from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, OperatorRequest, Pause, Resume, Save, Scale
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import Runs
 from shoal_protos.text import at_step, plural
 
-from shoal_controller.core.machine.events import (
-    Cancel,
-    ConfirmLost,
-    DrainWorker,
-    OperatorRequest,
-    Pause,
-    Resume,
-    Save,
-    Scale,
-)
 from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import duration, listed
 from shoal_controller.core.overview.holdings import exposed_blocks
@@ -32,28 +24,23 @@ ROUNDS_FROM_STAGE = 2
 """From this stage of ZeRO on lanes are shared out in rounds."""
 
 
+@singledispatch
 def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
-    """`before`, `after`: the job as it is, and as it would be at once."""
-    match request:
-        case DrainWorker(worker, grace_seconds):
-            return f"drain {worker}: {_drain_sentence(before, after, worker, grace_seconds)}"
-        case ConfirmLost(worker):
-            return f"confirm that {worker} is dead: {_loss_sentence(before, after, worker)}"
-        case Scale():
-            return _scale_sentence(before, after)
-        case Pause():
-            return f"pause: no step runs after step {before.step}, about; workers stay, and keep what they hold"
-        case Resume():
-            return f"resume: {_resume_sentence(after)}"
-        case Save():
-            return "save a checkpoint: after the next step, beside training; it is listed once it is complete"
-        case Cancel():
-            return f"cancel: {_cancel_sentence(before, after)}"
-        case _:
-            raise AssertionError(f"no operator asks for {type(request).__name__}")
+    """`before`, `after`: the job as it is, and as it would be at once. One function for each kind of request."""
+    raise AssertionError(f"{type(request).__name__} has no preview: {before.job}, {after.job}")
 
 
 # ---- one worker
+
+
+@preview.register
+def _drain(request: DrainWorker, before: JobView, after: JobView) -> str:
+    return f"drain {request.worker}: {_drain_sentence(before, after, request.worker, request.grace_seconds)}"
+
+
+@preview.register
+def _loss(request: ConfirmLost, before: JobView, after: JobView) -> str:
+    return f"confirm that {request.worker} is dead: {_loss_sentence(before, after, request.worker)}"
 
 
 def _drain_sentence(before: JobView, after: JobView, worker: WorkerId, grace_seconds: float) -> str:
@@ -122,7 +109,28 @@ def _only_with(world: Plan, workers: Collection[WorkerId]) -> Runs:
 # ---- the job
 
 
-def _scale_sentence(before: JobView, after: JobView) -> str:
+@preview.register
+def _pause(_: Pause, before: JobView, __: JobView) -> str:
+    return f"pause: no step runs after step {before.step}, about; workers stay, and keep what they hold"
+
+
+@preview.register
+def _save(_: Save, __: JobView, ___: JobView) -> str:
+    return "save a checkpoint: after the next step, beside training; it is listed once it is complete"
+
+
+@preview.register
+def _resume(_: Resume, __: JobView, after: JobView) -> str:
+    return f"resume: {_resume_sentence(after)}"
+
+
+@preview.register
+def _cancel(_: Cancel, before: JobView, after: JobView) -> str:
+    return f"cancel: {_cancel_sentence(before, after)}"
+
+
+@preview.register
+def _scale(_: Scale, before: JobView, after: JobView) -> str:
     if after.wanted == before.wanted:
         most = "its lanes" if after.max_workers is None else f"{after.max_workers}"
         return f"the job may have from {after.min_workers} to {most} workers; it goes on with {before.active}"

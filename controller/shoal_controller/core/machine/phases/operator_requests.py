@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, OperatorRequest, Pause, Resume, Save, Scale
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.plan import WorkerId
@@ -9,16 +13,6 @@ from shoal_protos.text import at_step, plural, shown_name
 
 from shoal_controller.core.machine.durable import Leaving, Standing, WorkerRecord
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import (
-    Cancel,
-    ConfirmLost,
-    DrainWorker,
-    OperatorRequest,
-    Pause,
-    Resume,
-    Save,
-    Scale,
-)
 from shoal_controller.core.machine.job_size import JobSize, resized
 from shoal_controller.core.machine.phases import (
     checkpoints,
@@ -155,6 +149,13 @@ def on_save(turn: Turn, _: Save) -> None:
     checkpoints.request_save(turn)
     send_if_due(turn, connected[0].worker)
     turn.note(EventKind.SAVING, "a checkpoint was requested")
+
+
+HANDLERS: dict[type, Callable[[Turn, Any], object]] = {
+    Scale: on_scale, DrainWorker: on_drain, ConfirmLost: on_confirm_lost, Pause: on_pause, Resume: on_resume,
+    Cancel: on_cancel, Save: on_save,
+}  # fmt: skip
+"""Of a job that is not over, by the type of request."""
 
 
 def refuse(turn: Turn, _: OperatorRequest) -> None:
