@@ -8,6 +8,7 @@ A verb is a subclass of `OperatorRequest`, which is the event that the job machi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
@@ -134,11 +135,6 @@ class Act(StrEnum):
 Answer = TypeVar("Answer", covariant=True)
 
 
-def given(body: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A body without the keys that were left out, which are None; None: the request has no body."""
-    return None if body is None else {key: value for key, value in body.items() if value is not None}
-
-
 class ActCalls(Generic[Answer]):
     """Part of a client of REST: a call for each act. `Answer`: the client's form of the job that is answered.
 
@@ -148,7 +144,14 @@ class ActCalls(Generic[Answer]):
     def _act(
         self, act: Act, job: str, worker: str = "", if_version: str | None = None, body: dict[str, Any] | None = None
     ) -> Answer:
-        """Send it, with what was `given` of the body."""
+        given = None if body is None else {key: value for key, value in body.items() if value is not None}
+        headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
+        return self._changed(job, act.method, act.path_of(job, worker), given, headers)
+
+    def _changed(
+        self, job: str, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str]
+    ) -> Answer:
+        """Send a request that changes the job."""
         raise NotImplementedError
 
     def scale_job(

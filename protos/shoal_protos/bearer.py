@@ -5,6 +5,7 @@ For both sides. What cannot be sent is refused before it is: the libraries that 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from stat import S_ISREG
 
@@ -18,6 +19,17 @@ UNSENDABLE = "SHOAL_TOKEN has characters that an HTTP header cannot carry; use p
 def is_sendable(token: str) -> bool:
     """Whether it arrives as it is: printable ASCII without blanks around it."""
     return token.isascii() and token.isprintable() and token == token.strip()
+
+
+def shown_token(given: str | None, folder: Path | None) -> str:
+    """Return the token that a client shows: the one that it was given, else SHOAL_TOKEN, else the one that is kept in
+    `folder` (None: the controller is on another machine). Raises `UserError` for one that no header can carry.
+    """
+    if given is None:
+        given = os.environ.get("SHOAL_TOKEN") or (kept_token(folder) if folder is not None else "")
+    if not is_sendable(given):
+        raise UserError(UNSENDABLE)
+    return given
 
 
 def kept_token(folder: Path) -> str:

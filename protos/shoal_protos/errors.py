@@ -6,6 +6,7 @@
     │   ├── Conflict     409        right in form, impossible in the present state
     │   └── Refused      403        a caller that may not
     ├── PeerError        502        another process broke the contract or went away
+    ├── NoController                no controller answers a client of REST
     ├── StoreError       503        the store refused, failed or is held by another controller
     └── JobFailed        500        training cannot go on; the sentence says why
 
@@ -71,6 +72,15 @@ class PeerError(ShoalError):
     http_status = 502
     grpc_status = "UNAVAILABLE"
     problem_code = ErrorCode.CLUSTER_UNAVAILABLE
+
+
+class NoController(ShoalError):
+    """No controller answers at the address."""
+
+    def __init__(self, sentence: str, may_be_done: bool = False) -> None:
+        super().__init__(sentence)
+        self.may_be_done = may_be_done
+        """Whether the request was sent and may have been carried out: look before you send it again."""
 
 
 class StoreError(ShoalError):

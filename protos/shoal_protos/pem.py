@@ -7,6 +7,7 @@ sentences of them.
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 from shoal_protos.errors import UserError
@@ -23,6 +24,17 @@ def read_pem(setting: str, path: Path) -> bytes:
     if MARK not in found:
         raise UserError(f"{setting} names {path}, which is not a PEM file (no line begins with -----BEGIN)")
     return found
+
+
+def believed(authorities: Path | None) -> ssl.SSLContext:
+    """Return what a client trusts: the authorities in the file of SHOAL_CA; None: those of this system."""
+    try:
+        return ssl.create_default_context(cafile=authorities)
+    except (ssl.SSLError, OSError) as error:
+        raise UserError(
+            f"SHOAL_CA is {authorities}, which cannot be used ({error}); expected a PEM file with the authorities that "
+            "sign the controllers' certificates"
+        ) from None
 
 
 def unreadable(setting: str, path: Path, error: OSError) -> UserError:

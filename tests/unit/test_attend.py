@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from shoal_controller.cli import attend
-from shoal_controller.cli.client import Json, NotTraining
+from shoal_controller.cli.client import NotTraining
 from shoal_protos.errors import UserError
+from shoal_protos.rest import Json
 
 Event = tuple[str, int]
 """Its kind, and the step of the save that it speaks of."""

@@ -32,8 +32,9 @@ class Controller:
         """In which phase."""
         monkeypatch.setattr(Client, "_ask", self.answer)
 
-    async def answer(self, method: str, path: str, body: object = None, only_if: str = "") -> dict[str, Any]:
+    async def answer(self, method: str, path: str, body: object = None, headers: Any = None) -> dict[str, Any]:
         seen, number = self.phases[self.phase], self.phase
+        only_if = (headers or {}).get("If-Match", "").strip('"')
         if method == "GET":  # and at once it is in the next one
             self.phase = min(self.phase + 1, len(self.phases) - 1)
         elif only_if not in ("", f"v{number}"):

@@ -29,7 +29,7 @@ from shoal_controller.cli.endings import ending
 from shoal_controller.cli.run import goes_to_the_script, keeps_another, own
 from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
-from shoal_protos.errors import JobFailed, StoreError, UserError
+from shoal_protos.errors import JobFailed, NoController, StoreError, UserError
 from shoal_protos.release import RELEASE
 from tiers import check
 from told_controller import Controller
@@ -387,7 +387,7 @@ def test_windows_is_refused_in_one_sentence(
         (KeyboardInterrupt(), 130),
         (UserError("a sentence"), 2),
         (JobFailed("a sentence"), 1),
-        (endings.Unreachable("a sentence"), 3),
+        (NoController("a sentence"), 3),
         (StoreError("a sentence"), 3),
         (ModuleNotFoundError(name="fastapi.routing"), 2),
     ],

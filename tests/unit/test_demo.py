@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rule import Edit, rule
 from shoal_controller.cli import acts, demo, verdict
-from shoal_controller.cli.client import IsOver, Json, NotNow
+from shoal_controller.cli.client import IsOver, NotNow
 from shoal_controller.cli.display import Lines, watch
-from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.tables import display_console
-from shoal_protos.errors import JobFailed
+from shoal_protos.errors import JobFailed, NoController
+from shoal_protos.rest import Json
 
 
 class Pretended:
@@ -213,7 +213,7 @@ def test_without_a_terminal_a_job_is_shown_as_lines(
     "A controller that cannot answer now is asked until it can, and is not taken for one that is gone",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.cli.display", "except (Unreachable, StoreError) as error:", "except Unreachable as error:"
+        "shoal_controller.cli.display", "except (NoController, StoreError) as error:", "except NoController as error:"
     ),
 )
 def test_a_controller_that_cannot_answer_now_is_asked_until_it_can(
@@ -238,7 +238,7 @@ def test_a_request_without_an_answer_is_made_again_before_the_controller_is_give
     """As where the machine was suspended in the midst of one."""
 
     def miss() -> None:
-        raise Unreachable("no controller answers")
+        raise NoController("no controller answers")
 
     monkeypatch.setattr("shoal_controller.cli.display.POLL_SECONDS", 0.0)
     pretended.max_steps, pretended.later = 40, [miss] * misses
@@ -246,5 +246,5 @@ def test_a_request_without_an_answer_is_made_again_before_the_controller_is_give
         if misses < 4:
             assert asyncio.run(watch(pretended, "disturbed", shown))["step"] == 40  # type: ignore[arg-type]
             return
-        with pytest.raises(Unreachable):
+        with pytest.raises(NoController):
             asyncio.run(watch(pretended, "disturbed", shown))  # type: ignore[arg-type]

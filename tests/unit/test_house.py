@@ -86,6 +86,7 @@ SHARED_MODULE_NAMES = {
     "dialogue": "the two ends of a session",
     "errors": "of all; of checkpoints; of etcd",
     "logs": "the two processes write different ones",
+    "rest": "what is common to the clients of REST; the phase of a job that rests",
     "settings": "of the controller, of its sessions, of a worker's",
 }
 NAMED_AFTER_OTHERS = ("cli", "wire")

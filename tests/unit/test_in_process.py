@@ -9,8 +9,8 @@ from asynchronous import asynchronous
 from rule import Edit, rule
 from shoal_controller.cli import serve
 from shoal_controller.cli.client import Client
-from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.serve import InProcess
+from shoal_protos.errors import NoController
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -52,7 +52,7 @@ async def test_an_answer_that_does_not_come_is_a_controller_that_does_not_answer
 ) -> None:
     monkeypatch.setattr(serve, "ANSWER_SECONDS", 0.01)
     async with client_of(Stubborn()) as client:
-        with pytest.raises(Unreachable, match=r"no answer within 0\.01 s"):
+        with pytest.raises(NoController, match=r"no answer within 0\.01 s"):
             await client.job("train")
 
 

@@ -15,8 +15,7 @@ from rule import Edit, rule
 from shoal_controller.access.client_tls import ClientTls
 from shoal_controller.api.guard import web_certificate
 from shoal_controller.cli.client import Client
-from shoal_controller.cli.endings import Unreachable
-from shoal_protos.errors import UserError
+from shoal_protos.errors import NoController, UserError
 from tiers import check
 
 pytestmark = [pytest.mark.xdist_group("an authority"), check("serves REST on real ports")]
@@ -48,7 +47,7 @@ async def commanded(url, monkeypatch, ca):
 
 async def sentence(url, monkeypatch, ca):
     """How the commands refuse."""
-    with pytest.raises(Unreachable) as refusal:
+    with pytest.raises(NoController) as refusal:
         async with commanded(url, monkeypatch, ca) as client:
             await client.jobs()
     return str(refusal.value)

@@ -78,18 +78,20 @@ def test_ports_are_the_default_ones_or_any_where_something_listens_there(
 
 
 def test_a_command_asks_the_run_that_trains_the_job_with_its_token_and_all_where_it_names_none(base: Path) -> None:
-    assert [one.url for one in clients_of(DEFAULT_URL, "a")] == [DEFAULT_URL]
+    assert [one.address.url for one in clients_of(DEFAULT_URL, "a")] == [DEFAULT_URL]
     first, second = (base, "a", "http://127.0.0.1:1"), (base / BESIDE / "b", "b", "http://127.0.0.1:2")
     with held(base), announced(*first), held(second[0]), announced(*second):
         (second[0] / "token").write_text("of-the-second")
-        assert [one.url for one in clients_of(DEFAULT_URL)] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        assert [one.address.url for one in clients_of(DEFAULT_URL)] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
         [client] = clients_of(DEFAULT_URL, "b")
-        assert client.url == "http://127.0.0.1:2"
+        assert client.address.url == "http://127.0.0.1:2"
         assert client._http.headers["authorization"] == "Bearer of-the-second"
-        assert clients_of(DEFAULT_URL, "attached")[0].url == "http://127.0.0.1:1", "one that was given to the first"
-        assert [one.url for one in clients_of("http://127.0.0.1:3", "b")] == ["http://127.0.0.1:3"]
+        assert clients_of(DEFAULT_URL, "attached")[0].address.url == "http://127.0.0.1:1", (
+            "one that was given to the first"
+        )
+        assert [one.address.url for one in clients_of("http://127.0.0.1:3", "b")] == ["http://127.0.0.1:3"]
         (base / FILE).unlink()
-        assert clients_of(DEFAULT_URL)[0].url == DEFAULT_URL, "a controller that `shoal run` has not started"
+        assert clients_of(DEFAULT_URL)[0].address.url == DEFAULT_URL, "a controller that `shoal run` has not started"
 
 
 def test_a_client_in_python_asks_the_runs_that_the_commands_ask(base: Path) -> None:
@@ -97,15 +99,15 @@ def test_a_client_in_python_asks_the_runs_that_the_commands_ask(base: Path) -> N
     with Client() as client, held(base), announced(*first), held(second[0]), announced(*second):
         (second[0] / "token").write_text("of-the-second")
         found = client._controllers
-        assert [one.url for one in found.all()] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
-        assert found.of("b").url == "http://127.0.0.1:2" and found.of("b") is found.of("b")
+        assert [one.address.url for one in found.all()] == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+        assert found.of("b").address.url == "http://127.0.0.1:2" and found.of("b") is found.of("b")
         assert found.of("b")._http.headers["authorization"] == "Bearer of-the-second"
-        assert found.of("attached").url == found.of().url == "http://127.0.0.1:1"
+        assert found.of("attached").address.url == found.of().address.url == "http://127.0.0.1:1"
         with Client("http://127.0.0.1:3") as other:
-            assert other._controllers.of("b").url == "http://127.0.0.1:3"
+            assert other._controllers.of("b").address.url == "http://127.0.0.1:3"
         (base / FILE).unlink()
-        assert found.of().url == DEFAULT_URL, "a controller that `shoal run` has not started"
-    assert found.of("b").url == DEFAULT_URL, "the runs are over"
+        assert found.of().address.url == DEFAULT_URL, "a controller that `shoal run` has not started"
+    assert found.of("b").address.url == DEFAULT_URL, "the runs are over"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"job": "a"}', '{"job": "a", "url": "u", "pid": 1, "more": 2}'])

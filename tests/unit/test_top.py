@@ -14,10 +14,9 @@ import pytest
 from asynchronous import asynchronous
 from forked_command import SHOAL
 from rich.console import Console, RenderableType
-from shoal_controller.cli.endings import Unreachable
 from shoal_controller.cli.tables import workers_table
 from shoal_controller.cli.top import _screen
-from shoal_protos.errors import NotFound, Refused, ShoalError, StoreError
+from shoal_protos.errors import NoController, NotFound, Refused, ShoalError, StoreError
 from told_controller import Controller
 
 JOB = {
@@ -69,7 +68,7 @@ async def test_a_job_is_shown_with_the_sentences_of_the_page() -> None:
     assert "last change: w2 was lost: training paused for 63 ms\n" in shown and "last checkpoint" not in shown
 
 
-@pytest.mark.parametrize("error", [Unreachable("no controller answers at http://[::1]:1"), StoreError("it is away")])
+@pytest.mark.parametrize("error", [NoController("no controller answers at http://[::1]:1"), StoreError("it is away")])
 @asynchronous
 async def test_while_no_controller_answers_it_says_so_and_tries_again(error: ShoalError) -> None:
     shown = printed(await _screen(Answers(fails=error)))  # type: ignore[arg-type]

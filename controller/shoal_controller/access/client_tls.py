@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from shoal_protos.errors import UserError
 from shoal_protos.pem import (
     AGAINST_RFC_5280,
     EXPIRED,
     NOT_YET_VALID,
     OTHER_NAMES,
     UNKNOWN_AUTHORITY,
+    believed,
 )
+from shoal_protos.rest import causes
 
 from shoal_controller.process.renewed_files import RenewedFiles
 
@@ -47,24 +47,15 @@ class ClientTls:
 
     @cached_property
     def _files(self) -> RenewedFiles[ssl.SSLContext]:
-        return RenewedFiles([] if self._ca is None else [self._ca], self._made)
+        return RenewedFiles([] if self._ca is None else [self._ca], lambda: believed(self._ca))
 
     def context(self) -> ssl.SSLContext:
         """For the next connection."""
         return self._files.latest()
 
-    def _made(self) -> ssl.SSLContext:
-        try:
-            return ssl.create_default_context(cafile=self._ca)
-        except (ssl.SSLError, OSError) as error:
-            raise UserError(
-                f"SHOAL_CA is {self._ca}, which cannot be used ({error}); expected a PEM file with the authorities "
-                "that sign the controllers' certificates"
-            ) from None
-
     def trouble(self, error: BaseException, url: str) -> str:
         """What is wrong with the TLS of a controller, as a sentence; empty where the error is about something else."""
-        for cause in _causes(error):
+        for cause in causes(error):
             if isinstance(cause, ssl.SSLCertVerificationError):
                 return self._about_certificate(cause, url)
             if isinstance(cause, ssl.SSLError) and cause.reason in NOT_TLS:
@@ -116,10 +107,3 @@ async def https_instead(error: httpx.TransportError, url: str) -> str:
 
 def _with_scheme(url: str, scheme: str) -> str:
     return urlsplit(url)._replace(scheme=scheme).geturl()
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 
 from shoal_protos.errors import JobFailed
+from shoal_protos.rest import OVER, Json
 
-from shoal_controller.cli.client import OVER, Client, Json
+from shoal_controller.cli.client import Client
 
 LOOK_SECONDS = 0.02
 PATIENCE_SECONDS = 60.0

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal_protos.errors import Conflict, ShoalError, UserError
+from shoal_protos.rest import OVER, Json
 from shoal_protos.text import at_step, number
 
-from shoal_controller.cli.client import OVER, Client, IsOver, Json, NotTraining
+from shoal_controller.cli.client import Client, IsOver, NotTraining
 from shoal_controller.cli.display import POLL_SECONDS, Display, display, watch
 from shoal_controller.cli.endings import DONE, FAILED, INTERRUPTED, Interrupted
 from shoal_controller.cli.output import echo

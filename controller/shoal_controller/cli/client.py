@@ -6,41 +6,33 @@ of how anything is shown.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, suppress
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
-from shoal_protos.acts import Act, ActCalls, given
-from shoal_protos.addresses import is_here
-from shoal_protos.answer_object import AnswerObject, is_list_of_objects, unread_answer
-from shoal_protos.bearer import UNSENDABLE, is_sendable, kept_token
-from shoal_protos.controller_url import split_url
+from shoal_protos.acts import ActCalls
+from shoal_protos.bearer import shown_token
 from shoal_protos.error_codes import ErrorCode
-from shoal_protos.errors import Conflict, NotFound, Refused, ShoalError, StoreError, UserError
-from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
-from shoal_protos.release import RELEASE, RELEASE_HEADER
-from shoal_protos.text import of_shoal
+from shoal_protos.errors import Conflict, NoController, NotFound, Refused, ShoalError, StoreError, UserError
+from shoal_protos.rest import (
+    OVER,
+    AnswerObject,
+    Json,
+    RestAddress,
+    RestProblem,
+    job_path,
+    problem_in,
+    reason_of,
+    request_of,
+    stream_of,
+)
 
 from shoal_controller.access.client_tls import ClientTls, https_instead
 from shoal_controller.access.worker_tokens import is_for_workers
-from shoal_controller.cli.endings import Unreachable
-
-Json = dict[str, Any]
-"""A job, a worker, an event or a report, as REST returns it."""
-
-OVER = ("succeeded", "failed", "cancelled")
-"""Phases of a job that is over."""
-
-ANSWER_SECONDS = 30.0
-"""An answer waits for the store at most; a controller that needs longer is in trouble."""
-FOLLOW_SECONDS = 60.0
-"""A stream of events says something at least every 15 s (server-sent comments)."""
 
 
 class IsOver(Conflict):
@@ -69,11 +61,6 @@ def local_folder() -> Path:
     return Path(os.environ.get("SHOAL_DATA") or ".shoal")
 
 
-def _authorities() -> Path | None:
-    given = os.environ.get("SHOAL_CA")
-    return Path(given) if given else None
-
-
 class Client(ActCalls[Awaitable[Json]]):
     """One controller, by the URL of its REST API. An async context manager."""
 
@@ -81,22 +68,14 @@ class Client(ActCalls[Awaitable[Json]]):
         """`token`: the operators'. Default: SHOAL_TOKEN, else what `shoal run` keeps in this folder. `way`: to a
         controller of this process. Default: a connection; SHOAL_CA, else this system, says whom it trusts.
         """
-        self.url = url.rstrip("/")
+        self.address = address = RestAddress(url)
         self.date = ""
         """What the controller's clock showed at its last answer, as HTTP writes it."""
-        parts, host = split_url(self.url)
-        here = is_here(host)
-        self._tls = ClientTls(_authorities() if parts.scheme == "https" else None)
-        if token is None:
-            token = os.environ.get("SHOAL_TOKEN") or (kept_token(local_folder()) if here else "")
-        if not is_sendable(token):
-            raise UserError(UNSENDABLE)
+        authorities = os.environ.get("SHOAL_CA") if address.is_tls else None
+        self._tls = ClientTls(Path(authorities) if authorities else None)
         self._http = httpx.AsyncClient(
-            base_url=f"{self.url}/v1",
-            timeout=ANSWER_SECONDS,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            trust_env=not here,  # no proxy stands between two processes of one machine
-            verify=self._tls.context() if parts.scheme == "https" and way is None else False,
+            **address.settings(shown_token(token, local_folder() if address.is_here else None)),
+            verify=self._tls.context() if address.is_tls and way is None else False,
             transport=way,
         )
 
@@ -118,39 +97,33 @@ class Client(ActCalls[Awaitable[Json]]):
         return await self._list("/overview?series=false", "jobs")
 
     async def job(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{path_part(job)}")
+        return await self._ask("GET", job_path(job))
 
     async def spec(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{path_part(job)}/spec")
+        return await self._ask("GET", job_path(job, "spec"))
 
     async def workers(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{path_part(job)}/workers", "workers")
+        return await self._list(job_path(job, "workers"), "workers")
 
     async def events(self, job: str, after: int = 0) -> list[Json]:
-        return await self._list(f"/jobs/{path_part(job)}/events?after={after}", "events")
+        return await self._list(f"{job_path(job, 'events')}?after={after}", "events")
 
     async def checkpoints(self, job: str) -> list[Json]:
-        return await self._list(f"/jobs/{path_part(job)}/checkpoints", "checkpoints")
+        return await self._list(job_path(job, "checkpoints"), "checkpoints")
 
     async def report(self, job: str) -> Json:
-        return await self._ask("GET", f"/jobs/{path_part(job)}/report")
+        return await self._ask("GET", job_path(job, "report"))
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
         """Every event past `after` as it happens; ends when the controller ends the stream."""
-        request = self._http.build_request(
-            "GET",
-            f"/jobs/{path_part(job)}/events?after={after}",
-            headers={"Accept": "text/event-stream"},
-            timeout=FOLLOW_SECONDS,
-        )
-        answer = await self._send(request, stream=True)
+        answer = await self._send(stream_of(self._http, f"{job_path(job, 'events')}?after={after}"), stream=True)
         async with aclosing(answer):
             try:
                 async for line in answer.aiter_lines():
                     if line.startswith("data:"):
-                        yield json.loads(line.removeprefix("data:"))
+                        yield self.address.object_in(line.removeprefix("data:"), "GET /events")
             except httpx.TransportError as error:
-                raise Unreachable(f"the controller at {self.url} went away ({_why(error)})") from error
+                raise NoController(f"the controller at {self.address.url} went away ({reason_of(error)})") from error
 
     # ---- changing
 
@@ -168,15 +141,15 @@ class Client(ActCalls[Awaitable[Json]]):
             with suppress(Changed):
                 return await self.delete_job(job, if_version=seen["version"])
 
-    async def _act(
-        self, act: Act, job: str, worker: str = "", if_version: str | None = None, body: Json | None = None
-    ) -> Json:
-        return await self._ask(act.method, act.path_of(job, worker), given(body), if_version or "")
+    async def _changed(
+        self, _: str, method: str, path: str, body: Json | None, headers: Mapping[str, str]
+    ) -> AnswerObject:
+        return await self._ask(method, path, body, headers)
 
     # ---- tokens
 
     async def join_token(self, job: str) -> str:
-        return str((await self._ask("POST", f"/jobs/{path_part(job)}/token"))["token"])
+        return str((await self._ask("POST", job_path(job, "token")))["token"])
 
     async def tokens(self) -> list[Json]:
         return await self._list("/tokens", "tokens")
@@ -188,33 +161,13 @@ class Client(ActCalls[Awaitable[Json]]):
     # ---- the one place that speaks HTTP
 
     async def _list(self, path: str, name: str) -> list[Json]:
-        answer = await self._ask("GET", path)
-        if not is_list_of_objects(answer[name]):
-            raise answer.unread(f"its {name} are no list of objects")
-        return list(answer[name])
+        return list((await self._ask("GET", path)).entries(name))
 
-    async def _ask(self, method: str, path: str, body: Json | None = None, only_if: str = "") -> AnswerObject:
-        """`only_if`: the version that a job must still have."""
-        headers = {"If-Match": f'"{only_if}"'} if only_if else {}
-        try:
-            request = self._http.build_request(method, path, json=body, headers=headers)
-        except UnicodeEncodeError:
-            raise UserError(NOT_TEXT) from None
-        except ValueError:
-            raise UserError(NOT_FINITE) from None
-        answer = await self._send(request)
-        release = answer.headers.get(RELEASE_HEADER, "")
-
-        def unread(why: str = "") -> Unreachable:
-            return Unreachable(unread_answer(self.url, f"{method} {path}", release, why))
-
-        try:
-            content = answer.json(object_hook=partial(AnswerObject, unread))
-        except ValueError:
-            content = None
-        if not isinstance(content, AnswerObject):
-            raise unread()
-        return content
+    async def _ask(
+        self, method: str, path: str, body: Json | None = None, headers: Mapping[str, str] | None = None
+    ) -> AnswerObject:
+        answer = await self._send(request_of(self._http, method, path, body, headers))
+        return self.address.answered(answer, f"{method} {path}")
 
     async def _send(self, request: httpx.Request, stream: bool = False) -> httpx.Response:
         try:
@@ -224,42 +177,27 @@ class Client(ActCalls[Awaitable[Json]]):
                 await answer.aread()
                 await answer.aclose()
         except httpx.TransportError as error:
-            if trouble := self._tls.trouble(error, self.url) or await https_instead(error, self.url):
-                raise Unreachable(trouble) from error
-            raise Unreachable(
-                f"no controller answers at {self.url} ({_why(error)}); "
-                "start one with `shoal controller`, or name another with --url or SHOAL_URL"
-            ) from error
+            url = self.address.url
+            if trouble := self._tls.trouble(error, url) or await https_instead(error, url):
+                raise NoController(trouble) from error
+            raise self.address.no_answer(error, "name another with --url or SHOAL_URL") from error
         if answer.is_error:
-            raise _refusal(answer)
+            raise _refusal(problem_in(answer), request)
         return answer
 
 
-def _why(error: httpx.TransportError) -> str:
-    return str(error) or type(error).__name__
-
-
-def _refusal(answer: httpx.Response) -> ShoalError:
+def _refusal(problem: RestProblem | NoController, request: httpx.Request) -> ShoalError:
     """The error that the controller meant, with its sentence."""
-    try:
-        problem = answer.json()
-        sentence = str(problem.get("detail") or problem["title"])
-    except (ValueError, KeyError, AttributeError):
-        return Unreachable(
-            f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller? "
-            f"This is {of_shoal(RELEASE)}"
-        )
-    if problem.get("code") == ErrorCode.UNAUTHORIZED:
+    if isinstance(problem, NoController):
+        return problem
+    if problem.code == ErrorCode.UNAUTHORIZED:
         return Refused(
-            f"the controller at {answer.request.url.copy_with(path='/', query=None)} {_found(answer.request)}; set "
-            "SHOAL_TOKEN to its token or one of `shoal token create`, or run this where `shoal run` keeps "
-            ".shoal/token"
+            f"the controller at {request.url.copy_with(path='/', query=None)} {_found(request)}; set SHOAL_TOKEN to "
+            "its token or one of `shoal token create`, or run this where `shoal run` keeps .shoal/token"
         )
-    if problem.get("code") == ErrorCode.NOT_TRAINING:
-        return NotTraining(sentence)
-    if answer.status_code in ERRORS:
-        return ERRORS[answer.status_code](sentence)
-    return UserError(sentence) if answer.status_code < 500 else ShoalError(sentence)
+    if problem.code == ErrorCode.NOT_TRAINING:
+        return NotTraining(str(problem))
+    return ERRORS.get(problem.status, UserError if problem.status < 500 else ShoalError)(str(problem))
 
 
 def _found(request: httpx.Request) -> str:

@@ -15,7 +15,9 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from shoal_controller.cli.client import Client, Json
+    from shoal_protos.rest import Json
+
+    from shoal_controller.cli.client import Client
 
 PATIENCE_SECONDS = 1.0
 

@@ -19,7 +19,9 @@ from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, Sto
 from shoal_controller.cli.page import check_flags, show_page
 
 if TYPE_CHECKING:
-    from shoal_controller.cli.client import Client, Json
+    from shoal_protos.rest import Json
+
+    from shoal_controller.cli.client import Client
     from shoal_controller.cli.serve import Here, Interrupts
 
 DISTURBED, UNDISTURBED = "disturbed", "undisturbed"

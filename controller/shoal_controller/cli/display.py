@@ -18,11 +18,11 @@ from rich.live import Live
 from rich.markup import escape
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from shoal_protos.errors import StoreError
+from shoal_protos.errors import NoController, StoreError
+from shoal_protos.rest import OVER, Json
 from shoal_protos.text import duration, number, plural
 
-from shoal_controller.cli.client import OVER, Client, Json
-from shoal_controller.cli.endings import Unreachable
+from shoal_controller.cli.client import Client
 from shoal_controller.cli.fitted import OneLine
 from shoal_controller.cli.printed import Printed
 from shoal_controller.cli.tables import display_console, event_line, is_free, is_redrawn, phase, reported, step_of
@@ -169,9 +169,9 @@ async def watch(client: Client, job: str, shown: Display, revision: int = 0, pri
         try:
             view, events = await client.job(job), await client.events(job, after=revision)
             workers = await client.workers(job) if printed is not None else []
-        except (Unreachable, StoreError) as error:
+        except (NoController, StoreError) as error:
             misses += 1
-            if isinstance(error, Unreachable) and misses >= MOST_MISSES:
+            if isinstance(error, NoController) and misses >= MOST_MISSES:
                 raise
             if isinstance(error, StoreError) and misses == 1:
                 shown.tell(f"{error}; trying again")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import closing
 from typing import Any
 
-from shoal_protos.errors import ShoalError, StoreError, UserError
+from shoal_protos.errors import NoController, ShoalError, StoreError, UserError
 
 from shoal_controller.cli.output import echo
 
@@ -28,10 +28,6 @@ EXTRAS = {
 Command = Callable[..., Coroutine[Any, Any, int | None] | int | None]
 
 
-class Unreachable(ShoalError):
-    """Nothing that speaks for a controller answers at the address."""
-
-
 class Interrupted(Exception):
     """By a signal, before there was anything to end, or where it could be ended only in part: a sentence says so."""
 
@@ -46,7 +42,7 @@ def ending(command: Command, flags: dict[str, Any]) -> int:
         return say(missing(error), WRONG_USE)
     except UserError as error:
         return say(str(error), WRONG_USE)
-    except (Unreachable, StoreError) as error:
+    except (NoController, StoreError) as error:
         return say(str(error), UNREACHABLE)
     except ShoalError as error:
         return say(str(error), FAILED)

@@ -10,7 +10,7 @@ from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
-    from shoal_controller.cli.client import Json
+    from shoal_protos.rest import Json
 
 
 async def events(

@@ -15,7 +15,8 @@ from shoal_controller.cli.output import echo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from shoal_controller.cli.client import Json
+    from shoal_protos.rest import Json
+
     from shoal_controller.cli.printed import Tail
 
 LOOK_SECONDS = 0.25
@@ -37,7 +38,8 @@ async def logs(
     """Print a worker's log."""
     import asyncio
 
-    from shoal_controller.cli.client import OVER
+    from shoal_protos.rest import OVER
+
     from shoal_controller.cli.runs import client_of
 
     async with client_of(url, job) as client:

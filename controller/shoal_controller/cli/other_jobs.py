@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Sequence
 
 from shoal_protos.errors import ShoalError
+from shoal_protos.rest import OVER, Json
 from shoal_protos.text import at_step
 
 from shoal_controller.cli.attend import interrupted_before, saved
-from shoal_controller.cli.client import OVER, Json
 from shoal_controller.cli.serve import Here, Interrupts
 
 BACK_SECONDS = 10.0

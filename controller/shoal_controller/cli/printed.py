@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shoal_protos.log_form import is_entry
-
-from shoal_controller.cli.client import Json
+from shoal_protos.rest import Json
 
 MOST_BYTES = 1 << 16
 """Most bytes shown at one look; of more, the end is shown."""

@@ -236,7 +236,9 @@ async def end_copied(client: Client, job: str) -> None:
     """End a job whose workers are another controller's, in this store alone. Raises `UserError` where it has no end."""
     import asyncio
 
-    from shoal_controller.cli.client import OVER, IsOver
+    from shoal_protos.rest import OVER
+
+    from shoal_controller.cli.client import IsOver
 
     with suppress(IsOver):
         await client.stop(job)
@@ -255,7 +257,7 @@ async def take_up(here: Here, spec: dict[str, Any]) -> int:
     """Create the job, replace a finished one of its name, or one whose workers another controller has, or go on with an
     unfinished one. Returns the revision of the last event of what was there before.
     """
-    from shoal_controller.cli.client import OVER
+    from shoal_protos.rest import OVER
 
     client = here.client
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal_protos.addresses import join_address, split_address
-from shoal_protos.bearer import kept_token
+from shoal_protos.bearer import shown_token
 from shoal_protos.errors import UserError
 from shoal_protos.living_runs import BESIDE, FILE, Run, answering_runs, is_held, living_runs
 from shoal_protos.log_stream import LogStream
@@ -103,7 +103,7 @@ def clients_of(url: str, job: str = "") -> list[Client]:
 
 def of_run(run: Run) -> Client:
     """Return a client of its controller."""
-    return Client(run.url, os.environ.get("SHOAL_TOKEN") or kept_token(run.folder))
+    return Client(run.url, shown_token(None, run.folder))
 
 
 def _write(run: Run) -> None:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from shoal_protos.rest import ANSWER_SECONDS
 from starlette.types import ASGIApp
 
-from shoal_controller.cli.client import ANSWER_SECONDS, Client
+from shoal_controller.cli.client import Client
 from shoal_controller.cli.endings import Interrupted
 from shoal_controller.process.tasks import end_task
 

@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from shoal_protos.log_stream import LogStream
+from shoal_protos.rest import Json
 from shoal_protos.runs import Runs
 from shoal_protos.text import number, printable
 
-from shoal_controller.cli.client import Json
 from shoal_controller.cli.fitted import Column, Fitted
 from shoal_controller.cli.options import Form
 from shoal_controller.cli.output import echo

@@ -64,12 +64,11 @@ async def _keep_showing(clients: Sequence[Client], live: Live) -> None:
 async def _screen(*clients: Client) -> Group | str:
     """All jobs, or why they cannot be shown now."""
     from rich.markup import escape
-
-    from shoal_controller.cli.endings import Unreachable
+    from shoal_protos.errors import NoController
 
     try:
         return await _all(*clients)
-    except (Unreachable, StoreError) as error:
+    except (NoController, StoreError) as error:
         return escape(f"{error}; trying again")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.table import Table
+from shoal_protos.rest import Json
 from shoal_protos.text import number
 
-from shoal_controller.cli.client import Json
 from shoal_controller.cli.endings import DONE, FAILED
 from shoal_controller.cli.tables import resizes_table, show
 

@@ -152,8 +152,9 @@ def token(given: Given) -> Finding:
 
 def controller(given: Given) -> Finding:
     """The controller that commands would ask: whether it answers, whether it takes the token, its clock."""
+    from shoal_protos.errors import NoController
+
     from shoal_controller.cli.client import Client
-    from shoal_controller.cli.endings import Unreachable
 
     url, expected = str(given["url"]), "a controller that answers"
 
@@ -163,7 +164,7 @@ def controller(given: Given) -> Finding:
 
     try:
         count, date = asyncio.run(asked())
-    except Unreachable as error:
+    except NoController as error:
         if given["is_url_given"]:
             return Finding("controller", Verdict.FAILED, str(error), expected, "start it, or give another --url")
         found = f"none at {url}"

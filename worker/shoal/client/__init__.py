@@ -10,6 +10,9 @@
 Needs httpx and pydantic, which come with the package without extras, and no torch. See docs/client.md.
 """
 
+from shoal_protos.errors import NoController
+from shoal_protos.rest import RestProblem
+
 from shoal.client.rest_answers import (
     CheckpointInfo,
     EventInfo,
@@ -22,7 +25,6 @@ from shoal.client.rest_answers import (
     WorkerNumbers,
 )
 from shoal.client.rest_client import Client
-from shoal.client.rest_errors import NoController, RestProblem
 
 __all__ = [
     "CheckpointInfo",

@@ -1,6 +1,6 @@
 """The controllers of one client: that at its address, or, where it was given none, those that the commands find here.
 
-Asked anew with every call, because runs begin and end while a program lives. Called by `rest_client.py` and
+Asked anew with every call, because runs begin and end while a program lives. Called by
 `rest_client.py`; what is said to a controller is in `sending.py`.
 """
 
@@ -36,7 +36,7 @@ class Controllers:
 
     def all(self, job: str = "") -> list[RestSender]:
         """The controller of the run that trains the job, or all of them."""
-        if self._given.url != DEFAULT_URL:
+        if self._given.address.url != DEFAULT_URL:
             return [self._given]
         return [self._given if run is None else self._of_run(run) for run in answering_runs(self._folder, job)]
 

@@ -9,11 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from shoal_protos.answer_object import AnswerObject
+from shoal_protos.rest import OVER, AnswerObject
 from shoal_protos.validation import every_sentence
-
-OVER = ("succeeded", "failed", "cancelled")
-"""Phases in which a job is over."""
 
 
 class RestAnswer(BaseModel):

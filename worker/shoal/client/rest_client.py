@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
-from shoal_protos.acts import Act, ActCalls, given
+from shoal_protos.acts import ActCalls
 from shoal_protos.path_part import path_part
+from shoal_protos.rest import Json, job_path
 
 from shoal.client.controllers import Controllers
 from shoal.client.rest_answers import (
@@ -27,7 +28,6 @@ from shoal.client.rest_answers import (
     TokenInfo,
     WorkerInfo,
 )
-from shoal.client.sending import Json
 
 
 class TokenCalls:
@@ -38,7 +38,7 @@ class TokenCalls:
 
     def get_join_token(self, job: str) -> str:
         """The token for workers of this run of a job."""
-        return str(self._controllers.of(job).ask("POST", f"/jobs/{path_part(job)}/token", is_repeatable=True)["token"])
+        return str(self._controllers.of(job).ask("POST", job_path(job, "token"), is_repeatable=True)["token"])
 
     def list_tokens(self) -> Iterator[TokenInfo]:
         """All named tokens, without their secrets, by name."""
@@ -113,15 +113,15 @@ class Client(ActCalls[JobInfo], TokenCalls):
 
     def get_job(self, job: str) -> JobInfo:
         """A job as it is now."""
-        return JobInfo.read(self._controllers.of(job).ask("GET", _path(job)))
+        return JobInfo.read(self._controllers.of(job).ask("GET", job_path(job)))
 
     def get_job_spec(self, job: str) -> Json:
         """What a job was made with, defaults filled in: `create_job` takes it."""
-        return self._controllers.of(job).ask("GET", _path(job, "spec"))
+        return self._controllers.of(job).ask("GET", job_path(job, "spec"))
 
     def get_report(self, job: str) -> ReportInfo:
         """The report of a job's run, as `shoal run --json` writes it."""
-        return ReportInfo.read(self._controllers.of(job).ask("GET", _path(job, "report")))
+        return ReportInfo.read(self._controllers.of(job).ask("GET", job_path(job, "report")))
 
     def wait_for_job(self, job: str, *, timeout_seconds: float | None = None) -> JobInfo:
         """Wait until a job is over. Raises `TimeoutError`."""
@@ -138,13 +138,15 @@ class Client(ActCalls[JobInfo], TokenCalls):
 
     def list_workers(self, job: str) -> Iterator[WorkerInfo]:
         """A job's workers by their numbers, those that are gone too."""
-        return (WorkerInfo.read(one) for one in self._controllers.of(job).pages(_path(job, "workers"), "workers"))
+        return (WorkerInfo.read(one) for one in self._controllers.of(job).pages(job_path(job, "workers"), "workers"))
 
     # ---- events and checkpoints
 
     def list_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
         """A job's events after a revision, oldest first, up to the present one."""
-        return (EventInfo.read(one) for one in self._controllers.of(job).pages(_path(job, "events"), "events", after))
+        return (
+            EventInfo.read(one) for one in self._controllers.of(job).pages(job_path(job, "events"), "events", after)
+        )
 
     def follow_events(self, job: str, after: int = 0) -> Iterator[EventInfo]:
         """The same, and then every event as it happens. It never ends by itself, also where the job does; it comes
@@ -152,9 +154,9 @@ class Client(ActCalls[JobInfo], TokenCalls):
         """
         while True:
             before, controller = after, self._controllers.of(job)
-            for line in controller.lines(f"{_path(job, 'events')}?after={after}"):
+            for line in controller.lines(f"{job_path(job, 'events')}?after={after}"):
                 if line.startswith("data:"):
-                    event = EventInfo.read(controller.object_in(line.removeprefix("data:"), "GET /events"))
+                    event = EventInfo.read(controller.address.object_in(line.removeprefix("data:"), "GET /events"))
                     after = event.revision
                     yield event
             if after == before:
@@ -179,25 +181,17 @@ class Client(ActCalls[JobInfo], TokenCalls):
                 elif name == "id":
                     after = value.strip()
                 elif name == "data":
-                    yield None if is_anew else EventOfJobInfo.read(controller.object_in(value, "GET /events"))
+                    yield None if is_anew else EventOfJobInfo.read(controller.address.object_in(value, "GET /events"))
                     is_anew = False
             if after == before:
                 time.sleep(REJOIN_SECONDS)
 
     def list_checkpoints(self, job: str) -> Iterator[CheckpointInfo]:
         """A job's complete checkpoints, newest first."""
-        found = self._controllers.of(job).pages(_path(job, "checkpoints"), "checkpoints")
+        found = self._controllers.of(job).pages(job_path(job, "checkpoints"), "checkpoints")
         return (CheckpointInfo.read(one) for one in found)
 
     # ---- inside
 
-    def _act(
-        self, act: Act, job: str, worker: str = "", if_version: str | None = None, body: Json | None = None
-    ) -> JobInfo:
-        headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
-        controller = self._controllers.of(job)
-        return JobInfo.read(controller.ask(act.method, act.path_of(job, worker), given(body), headers))
-
-
-def _path(job: str, *below: str) -> str:
-    return "/".join(["/jobs", *map(path_part, (job, *below))])
+    def _changed(self, job: str, method: str, path: str, body: Json | None, headers: Mapping[str, str]) -> JobInfo:
+        return JobInfo.read(self._controllers.of(job).ask(method, path, body, headers))
