@@ -26,8 +26,8 @@ from shoal_controller.cli import endings, main
 from shoal_controller.cli.client import Client
 from shoal_controller.cli.display import Rate
 from shoal_controller.cli.endings import ending
+from shoal_controller.cli.jobs import change
 from shoal_controller.cli.run import goes_to_the_script, keeps_another, own
-from shoal_controller.cli.submit import _create
 from shoal_controller.cli.tables import amount, jobs_table, seconds
 from shoal_protos.errors import JobFailed, NoController, StoreError, UserError
 from shoal_protos.release import RELEASE
@@ -425,7 +425,7 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
     assert plain == ["worker", "submit", "plot", "verify", "export", "import_", "estimate"]
-    assert inspect.iscoroutinefunction(_create), "submit reads a file, and then"
+    assert inspect.iscoroutinefunction(change), "submit reads a file, and then"
 
 
 def test_a_flag_of_run_behind_the_script_is_the_scripts_and_that_is_said() -> None:

@@ -13,16 +13,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from shoal_controller.cli.jobs import change
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Place, Url
 
 
 async def checkpoint(job: Job, url: Url = DEFAULT_URL) -> None:
     """Save a checkpoint after the next step."""
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
-    async with client_of(url, job) as client:
-        changed(await client.save_checkpoint(job))
+    await change(url, job, lambda client: client.save_checkpoint(job))
 
 
 async def checkpoints(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:

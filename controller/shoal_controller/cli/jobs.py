@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from shoal_protos.errors import Conflict, UserError
 
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
 from shoal_controller.cli.output import echo
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from shoal_protos.rest import Json
+
+    from shoal_controller.cli.client import Client
 
 
 async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -49,6 +56,15 @@ async def describe(
     show(*job_lines(described), workers_table(workers), resizes_table(report["generations"]))
 
 
+async def change(url: str, job: str, ask: Callable[[Client], Awaitable[Json]]) -> None:
+    """Ask for a change of a job, or for a new one (""), and show the job as it is then."""
+    from shoal_controller.cli.runs import client_of
+    from shoal_controller.cli.tables import changed
+
+    async with client_of(url, job) as client:
+        changed(await ask(client))
+
+
 async def scale(
     job: Job,
     workers: Annotated[
@@ -66,31 +82,19 @@ async def scale(
 
     A launcher starts missing workers; if there are too many, the youngest are drained.
     """
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
     if workers is least is most is None:
         raise UserError("there is nothing to change; expected N, --min-workers or --max-workers")
-    async with client_of(url, job) as client:
-        changed(await client.scale_job(job, workers, min=least, max=most))
+    await change(url, job, lambda client: client.scale_job(job, workers, min=least, max=most))
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
     """Pause training; workers stay connected."""
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
-    async with client_of(url, job) as client:
-        changed(await client.pause_job(job))
+    await change(url, job, lambda client: client.pause_job(job))
 
 
 async def resume(job: Job, url: Url = DEFAULT_URL) -> None:
     """Resume a paused job."""
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
-    async with client_of(url, job) as client:
-        changed(await client.resume_job(job))
+    await change(url, job, lambda client: client.resume_job(job))
 
 
 async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
@@ -99,11 +103,8 @@ async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
     Its workers stop after the current step; its history and its checkpoints stay.
     """
     from shoal_controller.cli.client import IsOver
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
 
-    async with client_of(url, job) as client:
-        try:
-            changed(await client.stop(job))
-        except IsOver as error:
-            raise Conflict(f"{error}; there is nothing to cancel") from None
+    try:
+        await change(url, job, lambda client: client.stop(job))
+    except IsOver as error:
+        raise Conflict(f"{error}; there is nothing to cancel") from None

@@ -12,6 +12,7 @@ import typer
 from shoal_protos.errors import UserError
 from shoal_protos.strict_json import DOCUMENT, MOST_BODY_BYTES, JsonPlace
 
+from shoal_controller.cli.jobs import change
 from shoal_controller.cli.options import DEFAULT_URL, Url
 
 if TYPE_CHECKING:
@@ -29,15 +30,8 @@ def submit(
     url: Url = DEFAULT_URL,
 ) -> Coroutine[Any, Any, None]:
     """Create a job from its specification."""
-    return _create(read_spec(file), url)  # which may wait for a pipe: in a loop of asyncio Ctrl-C would wait too
-
-
-async def _create(spec: dict[str, Any], url: str) -> None:
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
-    async with client_of(url) as client:
-        changed(await client.create(spec))
+    spec = read_spec(file)  # which may wait for a pipe: in a loop of asyncio Ctrl-C would wait too
+    return change(url, "", lambda client: client.create(spec))
 
 
 def read_spec(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from shoal_controller.cli.jobs import change
 from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url, Worker
 
 
@@ -28,11 +29,7 @@ async def drain(
 
     Nothing that it holds is lost. A launcher replaces it; to have fewer workers, use scale.
     """
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
-    async with client_of(url, job) as client:
-        changed(await client.drain_worker(job, worker, why=why))
+    await change(url, job, lambda client: client.drain_worker(job, worker, why=why))
 
 
 async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
@@ -41,8 +38,4 @@ async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
     The job then continues without it. Use this only if the process is certainly gone: once all workers of a world are
     confirmed dead, another world may begin.
     """
-    from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import changed
-
-    async with client_of(url, job) as client:
-        changed(await client.confirm_worker_lost(job, worker))
+    await change(url, job, lambda client: client.confirm_worker_lost(job, worker))
