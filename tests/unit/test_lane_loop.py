@@ -21,8 +21,6 @@ def some_state():
         clear=lambda: None,
     )
     buffers = SimpleNamespace(put_back=lambda: None, begin_micro_batch=lambda: None, lane_done=lambda lane: None)
-    guard = SimpleNamespace(on_backward=lambda *_: None, check=lambda _: None)
-    modes = SimpleNamespace(on_batch=lambda: None, on_backward=lambda _: None)
     return SimpleNamespace(
         step=3,
         last_step=9,
@@ -32,8 +30,7 @@ def some_state():
         buffers=buffers,
         parameters=[],
         pushed=pushed,
-        gradient_guard=guard,
-        modes=modes,
+        guards=(),
     )
 
 

@@ -17,8 +17,8 @@ from late_device import LateDevice
 from rule import Edit, holds, rule
 from shoal.exchange import traffic
 from shoal.exchange.pieces import Extent
+from shoal.guards.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal.process.device import HOST, Device
-from shoal.state.parameter_guards import WINDOW_ELEMENTS, Windows
 from shoal.training.engine import Engine
 from shoal_protos.acts import Pause
 from shoal_protos.errors import UserError
@@ -115,8 +115,8 @@ STRUCTURE = [
     "refused at the next step, and the parameter is named",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.state.parameter_guards", "!= self._places:", "== []:"),
-        Edit("shoal.state.parameter_guards", "not all(map(is_, now, known))", "not known"),
+        Edit("shoal.guards.parameter_guards", "!= self._places:", "== []:"),
+        Edit("shoal.guards.parameter_guards", "not all(map(is_, now, known))", "not known"),
     ],
 )
 @pytest.mark.parametrize(("action", "sentence"), STRUCTURE)
@@ -143,30 +143,31 @@ def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameter
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.state.parameter_guards",
+            "shoal.guards.parameter_guards",
             'self._comparisons.expect_equal(self._content[1], self._checksum(), f"a parameter {CHANGED}")',
             "return",
         ),
         Edit(
-            "shoal.state.parameter_guards",
+            "shoal.guards.parameter_guards",
             "if self._flats and self._versions and self.whole() == before:",
             "if self._versions:",
         ),
         Edit(
-            "shoal.training.unit_watch",
+            "shoal.guards.unit_watch",
             "self._checksum() == self._content",
             "self._content is not None",
             by="test_a_write_past_autograd_in_a_forward_is_refused",
         ),
         Edit(
-            "shoal.state.comparisons",
+            "shoal.guards.comparisons",
             "            if not are_equal:\n",
             "            if not are_equal and not otherwise:\n",
             by="test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit",
         ),
         Edit(
             "shoal.training.step",
-            "        context.state.comparisons.refuse()  # of a step that broke before its vote\n",
+            "        for guard in context.state.guards:  # also of a step that broke before its vote\n"
+            "            guard.before_vote()\n",
             "",
             by="test_what_a_device_has_found_late_is_refused_before_a_vote_without_a_step",
         ),
@@ -285,8 +286,8 @@ def zero_in_place(engine: Engine) -> None:
     "Between `engine.backward` and `engine.step` nobody writes gradients: some are already being sent",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.state.parameter_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
-        Edit("shoal.state.parameter_guards", " or not made.gradients.are_in_place(parameters):", ":"),
+        Edit("shoal.guards.gradient_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
+        Edit("shoal.guards.gradient_guards", " or not made.gradients.are_in_place(self._parameters):", ":"),
     ],
 )
 @pytest.mark.parametrize("action", [clip, scale_data, replace_gradients, zero_in_place])

@@ -283,14 +283,14 @@ def in_between(action: Callable[[Engine, torch.Tensor], object]) -> Callable[[En
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.state.parameter_guards",
+            "shoal.guards.gradient_guards",
             "        self._taken.put_in_place(self._parameters)\n",
             "        assert self._parameters\n",
         ),
         Edit(
-            "shoal.state.parameter_guards",
-            "        if not self._taken.are_in_place(parameters):\n",
-            "        if not parameters:\n",
+            "shoal.guards.gradient_guards",
+            "        if not self._taken.are_in_place(self._parameters):\n",
+            "        if not self._parameters:\n",
         ),
     ],
 )

@@ -313,7 +313,7 @@ def test_a_report_of_several_numbers_is_refused_by_its_name() -> None:
 @rule(
     "Hyper-parameters that differ between members fail the job, and the error names group and key",
     "A step",
-    broken_by=Edit("shoal.state.agreed_hyper", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
+    broken_by=Edit("shoal.guards.agreed_hyper", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
 )
 @pytest.mark.parametrize("note", ["short", "long " * 10_000])
 def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: str) -> None:

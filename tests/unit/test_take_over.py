@@ -11,8 +11,9 @@ import torch
 from crew import Task, undisturbed
 from integration.scripts import scheduler_of
 from rule import Edit, holds, rule
+from shoal.guards.arguments import check_given
 from shoal.training.engine import Engine
-from shoal.training.start import check_given, initialize
+from shoal.training.start import initialize
 from shoal_protos.errors import UserError
 from torch import nn
 

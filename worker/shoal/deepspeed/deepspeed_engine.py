@@ -26,9 +26,9 @@ from shoal.core.plain import decode, encode
 from shoal.deepspeed import rank_reads
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.own_loader import OwnLoaders, watch
+from shoal.guards.arguments import refuse_unknown
 from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
-from shoal.training.start import refuse_unknown
 
 
 class EngineFacts:

@@ -26,9 +26,10 @@ from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.surface import ARGUMENTS
 from shoal.deepspeed.zero_to_fp32 import leave_script
+from shoal.guards.arguments import check_given, refuse_unknown
 from shoal.process.logs import get_logger
 from shoal.training.exit import tell_errors_in_a_sentence
-from shoal.training.start import Given, assemble, check_given, refuse_unknown
+from shoal.training.start import Given, assemble
 
 log = get_logger("shoal")
 Made = tuple[DeepSpeedEngine, Optimizer, ElasticLoader | None, LRScheduler | None]

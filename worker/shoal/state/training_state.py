@@ -47,16 +47,18 @@ from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.first_values.building import meant_device
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
+from shoal.guards.agreed_hyper import SetInTime
+from shoal.guards.comparisons import Comparisons
+from shoal.guards.gradient_guards import GradientGuard, TakenGradientGuard
+from shoal.guards.module_modes import ModuleModes
+from shoal.guards.parameter_guards import ModuleGuard
+from shoal.guards.step_guard import StepGuard
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.hyper import advance, has_turn, hyper_parameters, load_into
 from shoal.precision.rounding import half_dtype, round_module
 from shoal.process.device import Device, device_of
 from shoal.process.host_memory import tensor_bytes
-from shoal.state.agreed_hyper import SetInTime
-from shoal.state.comparisons import Comparisons
 from shoal.state.given_values import GivenHyperParameters
-from shoal.state.module_modes import ModuleModes
-from shoal.state.parameter_guards import GradientGuard, ModuleGuard, TakenGradientGuard
 from shoal.state.small_state import pack, unpack
 
 NO_STEP = -1
@@ -147,14 +149,14 @@ class TrainingState:
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self._put_first_values(deferred)
         self.comparisons = Comparisons(at_once=self.device.on_host)
-        self.gradient_guard: GradientGuard | TakenGradientGuard
+        gradient_guard: StepGuard
         whole = limits.residency.gradients
         self.sums: LaneSums | ShardSums
         self.sums = LaneSums(self.layout, limits.lanes) if whole else ShardSums(self.layout, limits.one_micro_batch)
         if isinstance(self.sums, ShardSums) or self.sums.live.has_halves:
-            self.gradient_guard = TakenGradientGuard(self.parameters)
+            gradient_guard = TakenGradientGuard(self.parameters)
         else:
-            self.gradient_guard = GradientGuard(self.sums, self.comparisons)
+            gradient_guard = GradientGuard(self.sums, self.parameters, self.comparisons)
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
@@ -166,6 +168,9 @@ class TrainingState:
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.given = GivenHyperParameters(optimizer, scheduler, self.held.effects.moved)
         self.modes, self.misses = ModuleModes(module), Misses(())
+        self.guards: tuple[StepGuard, ...]
+        """What the steps of training tell each in turn: see guards/step_guard.py."""
+        self.guards = self.module_guard, self.set_in_time, self.modes, gradient_guard, self.comparisons
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in, self.followed = NO_STEP, limits.last_step, 0, 0
         self.record: Record | None = None

@@ -16,12 +16,12 @@ from shoal.checkpoint.manifest import DataPosition
 from shoal.config.training import TrainingConfig
 from shoal.data.seeds import ForwardSeed
 from shoal.exchange.world import World
+from shoal.guards.first_weights import FirstWeights
 from shoal.precision.autocast import Autocast
 from shoal.process.faults import Faults
 from shoal.process.logs import get_logger
 from shoal.session.link import Link, Prepared
 from shoal.state.training_state import NO_STEP, TrainingState
-from shoal.training.first_weights import FirstWeights
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.telemetry import Meter
 

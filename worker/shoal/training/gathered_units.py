@@ -35,9 +35,9 @@ from shoal.exchange.unit_fetch import (
 )
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
+from shoal.guards.unit_watch import ShownWatch, UnitWatch
 from shoal.process.device import DeviceCopy
 from shoal.training.context import TrainingContext
-from shoal.training.unit_watch import ShownWatch, UnitWatch
 
 Own = tuple[list[Tensor], list[Tensor]]
 """Places in the flats of a unit, and the values that go there, (elements,) each."""

@@ -26,9 +26,9 @@ from shoal.core.tree import push
 from shoal.data.fetch import Fetcher, upcoming
 from shoal.exchange.pieces import Extent
 from shoal.exchange.vote import check_names
+from shoal.guards.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
+from shoal.guards.ported_loss import PortedLoss
 from shoal.state.training_state import TrainingState
-from shoal.training.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
-from shoal.training.ported_loss import PortedLoss
 
 
 class LaneLoop:
@@ -136,7 +136,8 @@ class LaneLoop:
         place = state.step, self.lane, self._micro
         after = upcoming(place, self.lanes, self._micro_batches, state.last_step)
         batch = self.fetcher.micro_batch(*place, after)
-        state.modes.on_batch()
+        for guard in state.guards:
+            guard.on_batch()
         self.in_flight, self._void = True, False
         return batch
 
@@ -149,7 +150,8 @@ class LaneLoop:
         self._order.begin("in the warm-up")
         self.is_warming_up = self.in_flight = True
         state.sums.begin_lane()
-        state.modes.on_batch()
+        for guard in state.guards:
+            guard.on_batch()
         return self.fetcher.micro_batch(0, 0, 0)
 
     def end_warm_up(self, state: TrainingState) -> None:
@@ -168,9 +170,9 @@ class LaneLoop:
         check_loss(loss)
         if more and self._micro_batches == 1:
             refuse_more_in_half_precision(state.layout)
-        state.modes.on_backward(self._where(state))
+        for guard in state.guards:
+            guard.before_backward(self._where(state), self._order.awaits_more)
         if self._order.awaits_more:
-            state.gradient_guard.check(state.parameters)
             drop_gradients(state.parameters)
         self._more = more
         state.sums.before_backward()
@@ -185,7 +187,8 @@ class LaneLoop:
         (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
         self._order.backward_ends(self._more)
         state.sums.backward_done(state.parameters)
-        state.gradient_guard.on_backward(arriving)
+        for guard in state.guards:
+            guard.after_backward(arriving)
         if not self.is_warming_up:
             self.numbers.add_loss(kept_loss(loss, state))
 
@@ -212,7 +215,8 @@ class LaneLoop:
     def check_step(self, state: TrainingState) -> None:
         """Raises `UserError` where this micro-batch has no gradient, or the script has changed it."""
         self._order.check_step(self._where(state))
-        state.gradient_guard.check(state.parameters)
+        for guard in state.guards:
+            guard.before_step()
 
     def end_warm_up_batch(self, state: TrainingState) -> None:
         """The user's loop is done with the warm-up's batch."""

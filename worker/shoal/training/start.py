@@ -5,22 +5,19 @@ Kinds of objects that cannot work are refused by name before anything is built.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
-from shoal_protos import validation
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.plan import EVERYONE
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -40,6 +37,7 @@ from shoal.data.given_data import batch_size_of, check_batch_size, data_of, micr
 from shoal.data.source import Source
 from shoal.data.stream_source import source_of
 from shoal.exchange.form import PEER_FORM
+from shoal.guards.arguments import SEVERAL, check_given, lay_out_once, refuse_unknown
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.from_config import build_optimizer, build_scheduler
 from shoal.optim.given_objects import check_scheduled, check_total, optimizer_differs, scheduler_differs
@@ -266,93 +264,3 @@ def _beside_the_config(state: TrainingState) -> dict[str, str]:
         buffers["model built within shoal.deferred()"] = deferred.identity()
         buffers["content of the weights that shoal.deferred() reads"] = deferred.weights()
     return {**buffers, **state.given.texts(), "scheduler": class_of(state.scheduler) or "none"}
-
-
-KINDS: dict[str, tuple[type, str]] = {
-    "model": (nn.Module, "torch.nn.Module"),
-    "optimizer": (Optimizer, "torch.optim.Optimizer"),
-    "scheduler": (LRScheduler, "torch.optim.lr_scheduler.LRScheduler"),
-}
-SEVERAL = (
-    "An engine trains one model by one optimizer: put several networks into one module, and their parameters into "
-    "groups of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
-)
-WRAPPERS = {
-    "DataParallel": "give the module within it (model.module), and start one worker for each device",
-    "DistributedDataParallel": "give the module within it (model.module)",
-    "FullyShardedDataParallel": 'give the module within it, and `zero_optimization: {"stage": 3}` in the config',
-    "FSDPModule": 'leave fully_shard out, and give `zero_optimization: {"stage": 3}` in the config',
-}
-"""Torch's modules that exchange gradients or parameters themselves, and what to do; by name, as imports are slow."""
-OWN_GROUP = "whose own process group would take part in every step and does not change with the workers"
-_laid_out: WeakSet[nn.Module] = WeakSet()
-"""Models whose parameters an engine has laid out, or tried to."""
-
-
-def check_given(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raises `UserError` for several models, optimizers or schedulers, and for what `check_model` refuses."""
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    if faults := [fault for name, value in given.items() for fault in _wrong_kind(name, value)]:
-        raise UserError(validation.all_of(faults, "the call"))
-    check_model(model)
-
-
-def _wrong_kind(name: str, value: Any) -> Iterator[str]:
-    kind, called = KINDS[name]
-    if isinstance(value, kind) or (value is None and name != "model"):
-        return
-    if isinstance(value, type):
-        yield f"{name} is the class {value.__name__}; expected an object of it, {value.__name__}(…)."
-    else:
-        yield f"{name} is a {type(value).__name__}; expected one {called}. {SEVERAL}"
-
-
-def lay_out_once(model: nn.Module) -> None:
-    """Raises `UserError` for a model that an engine has had before: its parameters lie in blocks, with hooks."""
-    if model in _laid_out:
-        raise UserError(
-            "the model was given to an engine before, which has laid out its parameters; build it anew before each "
-            "shoal.initialize (in a notebook: run the cell that builds it once more), and the optimizer over it."
-        )
-    _laid_out.add(model)
-
-
-def refuse_unknown(call: str, unknown: Collection[str], known: Collection[str]) -> None:
-    """Raises `UserError` naming arguments that `call` does not have, with those that it has."""
-    if unknown:
-        named = ", ".join(sorted(unknown))
-        allowed = [name for name in known if name != "unknown"]
-        near = {name: close[0] for name in sorted(unknown) if (close := difflib.get_close_matches(name, allowed, 1))}
-        meant = "".join(f" Instead of {name}=: {close}=." for name, close in near.items())
-        raise UserError(f"{call} has no argument {named}; expected {', '.join(allowed)}.{meant}")
-
-
-def check_model(model: nn.Module) -> None:
-    """Raises `UserError` naming a module or parameter that cannot be trained in blocks."""
-    tensors: list[tuple[str, str, Tensor]] = [("parameter", *named) for named in model.named_parameters()]
-    tensors += [("buffer", *named) for named in model.named_buffers()]
-    for kind, name, tensor in tensors:
-        if is_lazy(tensor):
-            raise UserError(
-                f'{kind} "{name}" has no shape yet (a lazy module); run one batch through the model before the '
-                "optimizer is made and shoal.initialize is called."
-            )
-    for name, module in model.named_modules():
-        named = f'module "{name}"' if name else f"the model ({type(module).__name__})"
-        _check_wrapper(named, module)
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if module.sparse:
-            raise UserError(f"{named} makes sparse gradients, which have no blocks; build it sparse=False.")
-        if module.max_norm is not None:
-            raise UserError(
-                f"{named} has max_norm={module.max_norm}: its forward would change weights on each worker by "
-                "itself. Build it without, and scale what it returns."
-            )
-
-
-def _check_wrapper(named: str, module: nn.Module) -> None:
-    for kind in type(module).__mro__:
-        if kind.__module__.startswith("torch.") and kind.__name__ in WRAPPERS:
-            reason = "which splits each batch over the devices of one process" if kind is nn.DataParallel else OWN_GROUP
-            raise UserError(f"{named} is a {kind.__name__}, {reason}: {WRAPPERS[kind.__name__]}.")

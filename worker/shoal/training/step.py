@@ -35,10 +35,10 @@ from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.vote import Record, cast, gather_of, halts, unused_text
 from shoal.exchange.world import World
 from shoal.group.group import Work
+from shoal.guards.agreed_hyper import agreed_values, refuse_others, take_over_where_no_body_runs
 from shoal.optim.hyper import Group as Values
 from shoal.optim.hyper import are_untouched, digest, has_turn
 from shoal.process.faults import fault_point
-from shoal.state.agreed_hyper import agreed_values, refuse_others, take_over_where_no_body_runs
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
@@ -89,7 +89,8 @@ class Step:
         self._boundary.before_vote()
         wait_for(sends, self._world.group)
         bad_gradient = reduction.find_bad_gradient()  # what it asks of a device is made beside the rest
-        self._context.state.comparisons.refuse()
+        for guard in self._context.state.guards:
+            guard.before_vote()
         self._context.state.device.settle()
         self._note_pending()
         record = self._vote(bad_gradient, norms)  # past this line the step is committed
@@ -211,7 +212,8 @@ class Step:
         self._boundary.settle_evaluations()
         self.parameters.before_vote()
         self._boundary.before_vote()
-        context.state.comparisons.refuse()  # of a step that broke before its vote
+        for guard in context.state.guards:  # also of a step that broke before its vote
+            guard.before_vote()
         context.state.device.settle()
         record = self._vote()
         self._commit_nothing(record, steps=self._world.plan.steps)

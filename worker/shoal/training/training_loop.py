@@ -125,8 +125,8 @@ class TrainingLoop:
                 parts.resize.take_part()
             elif context.world.lanes:
                 context.faults.at("forward", context.state.step + 1)
-                context.state.module_guard.mark(context.world)
-                context.state.set_in_time.check(context.state.record)
+                for guard in context.state.guards:
+                    guard.before_batch(context.world, context.state.record)
                 try:
                     parts.boundary.end_body()
                     batch = self._next_batch()
@@ -210,7 +210,8 @@ class TrainingLoop:
             return False
         self._parts.step.parameters.check_step()
         if loop.at_last_backward:
-            state.module_guard.check(context.world)
+            for guard in state.guards:
+                guard.before_last_step(context.world)
             state.buffers.check()
             check_threads(context.config.torch_threads)
         before = state.step

@@ -35,6 +35,7 @@ from shoal.core.checkpoint_errors import NoneReadable
 from shoal.core.lineage import Lineage
 from shoal.data.data_workers import Reading
 from shoal.data.given_data import reading_of
+from shoal.guards.arguments import check_given
 from shoal.integrations.transformers.batch_order import BatchOrder
 from shoal.integrations.transformers.elastic_run import ElasticRun, exported
 from shoal.integrations.transformers.engine_config import (
@@ -55,7 +56,7 @@ from shoal.process.logs import get_logger
 from shoal.session.link_choice import is_worker
 from shoal.training.engine import Engine
 from shoal.training.exit import tell_errors_in_a_sentence
-from shoal.training.start import Given, assemble, check_given
+from shoal.training.start import Given, assemble
 
 log = get_logger("shoal")
 Scheduler = LRScheduler | Callable[[Any], LRScheduler]

@@ -17,8 +17,8 @@ from shoal.blocks import unit_flats
 from shoal.blocks.flat import Flats
 from shoal.blocks.mapped_flats import MappedFlats
 from shoal.core.layout import Layout
-from shoal.state.comparisons import Checksum, Comparisons
-from shoal.state.parameter_guards import CHANGED, Windows
+from shoal.guards.comparisons import Checksum, Comparisons
+from shoal.guards.parameter_guards import CHANGED, Windows
 
 
 class UnitWatch:

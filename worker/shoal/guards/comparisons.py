@@ -2,7 +2,7 @@
 
 To ask a device for a number is to wait for all that it was given, and what it is given next comes late. So its
 checksums stay there, and whether they differ is asked once a step, when the host has waited for it anyway. Used by
-guards.
+the other guards, and itself told of votes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
+
+from shoal.guards.step_guard import StepGuard
 
 Checksum = int | Tensor
 """`()` int64 on a device."""
@@ -24,7 +26,7 @@ def _sum(values: Tensor) -> Tensor:  # () int64
     return values.view(torch.int64).sum()
 
 
-class Comparisons:
+class Comparisons(StepGuard):
     """`at_once`: the host may ask for every checksum when it is made, which costs it nothing then."""
 
     def __init__(self, at_once: bool) -> None:
@@ -38,13 +40,13 @@ class Comparisons:
         return int(_sum(values)) if self._at_once else _sum(values)
 
     def expect_equal(self, before: Checksum, now: Checksum, otherwise: str) -> None:
-        """Raises `UserError(otherwise)` where they differ and that is known; what is not is for `refuse`."""
+        """Raises `UserError(otherwise)` where they differ and that is known; what is not is for `before_vote`."""
         if isinstance(before, Tensor) or isinstance(now, Tensor):
             self._open.append((torch.as_tensor(before == now), otherwise))
         elif before != now:
             raise UserError(otherwise)
 
-    def refuse(self) -> None:
+    def before_vote(self) -> None:
         """Raises `UserError` of the first that has turned out to differ. Waits for the device, once."""
         found = torch.stack([are_equal for are_equal, _ in self._open]).tolist() if self._open else []
         for are_equal, (_, otherwise) in zip(found, self._open, strict=True):

@@ -1,16 +1,14 @@
 """That the module still is the one whose parameters lie in the flats, and that nobody but the engine writes to them.
 
 A module that was cut off from its flats trains nothing; a parameter that a script changes is changed on one worker
-only; gradients that it changes may have left for their owners. All of that would be other bits without a word, so it is
-looked for once a step (gradients: once a micro-batch) and refused in a sentence. Writes are seen by tensors' version
-counters; those past them (`.data`, numpy) by comparing one window of the flats, another one each time. Called by the
-engine.
+only. Both would be other bits without a word, so it is looked for once a step and refused in a sentence. Writes are
+seen by tensors' version counters; those past them (`.data`, numpy) by comparing one window of the flats, another one
+each time. Gradients are looked at in gradient_guards.py, parameters that come and go in unit_watch.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -19,12 +17,12 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.flat import BEFORE, Flats, Gradients, moved, versions
-from shoal.blocks.lane_sums import LaneSums
+from shoal.blocks.flat import BEFORE, Flats, moved, versions
 from shoal.blocks.released import looks_at_no_value
-from shoal.blocks.taken_gradients import TakenGradients
 from shoal.exchange.pieces import Extent
-from shoal.state.comparisons import Checksum, Comparisons, checksums
+from shoal.exchange.vote import Record
+from shoal.guards.comparisons import Checksum, Comparisons, checksums
+from shoal.guards.step_guard import StepGuard
 
 WINDOW_ELEMENTS = 1 << 14
 
@@ -70,7 +68,7 @@ class Windows:
         return [*found, flats[bucket][at:end]]
 
 
-class ModuleGuard:
+class ModuleGuard(StepGuard):
     """`trained`: the parameters in the flats, by name, in the order of `flats`' slots; frozen ones too where they are
     there. `flats`: those whose values are here all the time; none where parameters come and go: then a write is seen by
     its version alone.
@@ -107,7 +105,7 @@ class ModuleGuard:
         return list(chain.from_iterable(map(dict.values, self._containers)))
 
     @looks_at_no_value
-    def check(self, world: object) -> None:
+    def before_last_step(self, world: object, /) -> None:
         """Raises `UserError` naming a parameter that was added, removed, replaced, frozen, unfrozen, moved away, or
         changed since the last commit in this world.
         """
@@ -168,8 +166,8 @@ class ModuleGuard:
                     "would have the old one. Do this before shoal.initialize."
                 )
 
-    def mark(self, world: object) -> None:
-        """Whatever the parameters are now is the engine's doing: before the first batch of a world."""
+    def before_batch(self, world: object, _: Record | None, /) -> None:
+        """Whatever the parameters are before the first batch of a world is the engine's doing."""
         if self._awaited is not None and self._awaited[0] is world:
             return
         self._awaited = None
@@ -221,64 +219,4 @@ CHANGED = (
     "load_state_dict): each worker would change its own copy. Train it by the optimizer that shoal.initialize was "
     "given, and make what else changes it part of the loss; to look at other weights for a while, put them in and back "
     "within `with engine.evaluating():`."
-)
-
-
-@dataclass(slots=True)
-class _Made:
-    """What `engine.backward` left."""
-
-    gradients: Gradients
-    versions: list[int]
-    parts: list[Tensor]
-    """Of the window at hand."""
-    content: list[Checksum]
-
-
-class GradientGuard:
-    """Between `engine.backward` and `engine.step` gradients are looked at only."""
-
-    def __init__(self, sums: LaneSums, comparisons: Comparisons) -> None:
-        self._sums, self._windows, self._comparisons = sums, Windows(sums.live.flats), comparisons
-        self._made: _Made | None = None
-
-    def on_backward(self, arriving: Iterable[Extent] = ()) -> None:
-        """`engine.backward` has come to its end. `arriving`: where other workers' values may still come in."""
-        self._windows.turn()
-        gradients = self._sums.live
-        parts = self._windows.of_all_but(gradients.flats, arriving)
-        content = list(map(self._comparisons.checksum, parts))
-        self._made = _Made(gradients, versions(gradients.flats), parts, content)
-
-    def check(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises `UserError` where the script has changed them since."""
-        made = self._made
-        if made is None:
-            return
-        if versions(made.gradients.flats) != made.versions or not made.gradients.are_in_place(parameters):
-            raise UserError(GRADIENTS_CHANGED)
-        for before, part in zip(made.content, made.parts, strict=True):
-            self._comparisons.expect_equal(before, self._comparisons.checksum(part), GRADIENTS_CHANGED)
-        self._made = None
-
-
-class TakenGradientGuard:
-    """Where gradients are taken from their parameters: the script can use none, and must put none there."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters, self._taken = parameters, TakenGradients(parameters)
-
-    def on_backward(self, _: Iterable[Extent] = ()) -> None:
-        """`engine.backward` has come to its end: whatever the script does with a gradient is refused."""
-        self._taken.put_in_place(self._parameters)
-
-    def check(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises `UserError` where the script has given a parameter a gradient."""
-        if not self._taken.are_in_place(parameters):
-            raise UserError(GRADIENTS_CHANGED)
-
-
-GRADIENTS_CHANGED = (
-    "gradients were changed between engine.backward and engine.step (clip_grad_norm_ and the like), when some have "
-    "already been sent to other workers. Remove this from the loop; to clip, set `gradient_clipping` in the config."
 )

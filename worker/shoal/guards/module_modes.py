@@ -3,7 +3,7 @@
 A loop's body may set modes at its top, from `engine.global_step`. Members whose body has not run (joiners, members
 without lanes) take them over, a checkpoint keeps them, and the vote compares them. What the bottom of a body leaves
 behind (an evaluation with `module.eval()` and no `module.train()`) would be there on those alone that ran it: it is
-refused at the next backward, in every world alike. Called by the loop.
+refused at the next backward, in every world alike.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from shoal_protos.errors import UserError
 from torch import nn
 
 from shoal.core.units import plain_name
+from shoal.guards.step_guard import StepGuard
 
 WORDS = {True: "training", False: "evaluation"}
 
@@ -23,7 +24,7 @@ ADVICE = (
 )
 
 
-class ModuleModes:
+class ModuleModes(StepGuard):
     """Modes of one engine's module; `evaluating`: the parts in evaluation mode at the last backward, by name."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,10 +40,9 @@ class ModuleModes:
         return [part.training for part in self._parts]
 
     def on_batch(self) -> None:
-        """The loop's body is about to run."""
         self._given = self._now()
 
-    def on_backward(self, where: str) -> None:
+    def before_backward(self, where: str, _: bool, /) -> None:
         """Raises `UserError` naming a part whose mode was changed after the last backward, and not by this body."""
         now = self._now()
         if now == self._trained:

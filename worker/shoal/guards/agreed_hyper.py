@@ -19,9 +19,10 @@ from shoal.exchange.traffic import DIGESTS, HYPER
 from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import Group
+from shoal.guards import module_modes
+from shoal.guards.module_modes import ModuleModes
+from shoal.guards.step_guard import StepGuard
 from shoal.optim.hyper import first_difference, hyper_parameters, load_into
-from shoal.state import module_modes
-from shoal.state.module_modes import ModuleModes
 
 EVALUATING = "evaluating"
 SAMPLES = "samples"
@@ -49,7 +50,7 @@ def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer,
             send.wait()
 
 
-class SetInTime:
+class SetInTime(StepGuard):
     """That a body sets no value between `engine.step` and its next batch: whoever gets its first lane then, a joiner
     above all, would never have run those lines.
     """
@@ -62,8 +63,7 @@ class SetInTime:
         """The update is done, and the scheduler has set its values."""
         self._committed = record, hyper_parameters(self._optimizer)
 
-    def check(self, record: Record | None) -> None:
-        """Before a batch is given out. `record`: the last step's. Raises `UserError`."""
+    def before_batch(self, _: object, record: Record | None, /) -> None:
         committed, self._committed = self._committed, None
         if committed is None or committed[0] is not record:  # it went back, or took another member's state over
             return
