@@ -19,11 +19,14 @@ from statistics import median
 import torch
 from shoal.blocks.flat import adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
+from shoal.blocks.segments import Segments
+from shoal.blocks.state_home import InMemory
+from shoal.blocks.update_place import BesideParameters
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Stretch
-from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import IN_MEMORY, StateFile, folder_type
+from shoal.offload.state_in_file import InFile
 from shoal.offload.transfers import Transfers
 from shoal_protos.runs import every
 from tables import show, spread, verdict
@@ -57,8 +60,10 @@ class Setup:
         weights = WholeValues(self.layout, adopt(self.layout, parameters))
         self.gradients = WholeValues(self.layout, [flat.float().normal_() for flat in empty_flats(self.layout)])
         self.file = StateFile(folder)
-        self.filed = FiledBlocks(self.layout, optimizer, weights, {}, PieceStore(self.layout, self.file))
-        self.kept = HeldBlocks(self.layout, optimizer, weights, {})
+        place = BesideParameters(self.layout, optimizer)
+        in_memory, in_file = (Segments(self.layout, optimizer, weights, place) for _ in range(2))
+        self.store = PieceStore(self.layout, self.file)
+        self.kept, self.filed = HeldBlocks(InMemory(in_memory), {}), HeldBlocks(InFile(in_file, self.store), {})
         self.transfers = {count: Transfers(self.file, count) for count in BUFFERS}
         for held in (self.filed, self.kept):
             held.hold(every(self.layout.blocks), Zeros(self.layout))
@@ -77,7 +82,7 @@ class Setup:
         if not buffers:
             self.kept.apply(self.gradients, 1.0)
             return
-        self.filed.store.transfers = self.transfers[buffers]
+        self.store.transfers = self.transfers[buffers]
         self.filed.apply(self.gradients, 1.0)
 
 
@@ -107,7 +112,7 @@ def rows(setup: Setup, rounds: int) -> list[list[str]]:
             took[count].append(seconds)
             peaks[count].append(peak)
         memory.append(timed(lambda: setup.update(0))[0])
-    moved = 2 * setup.filed.store.file_bytes()
+    moved = 2 * setup.store.file_bytes()
     head = [["disk alone", spread(raw), rate(moved, raw), "1", "", ""], ["in memory", spread(memory), "", "", "", ""]]
     for count in BUFFERS:
         found = share(raw, took[count])
@@ -141,7 +146,7 @@ def main() -> None:
         sys.exit(f"{given.folder} is on {kind}, which is memory; name a folder on a disk.")
     torch.set_num_threads(1)
     setup = Setup(given.folder, given.millions)
-    size = setup.filed.store.file_bytes()
+    size = setup.store.file_bytes()
     how = "direct" if setup.file.is_direct else "buffered"
     head = ["", "read and written, s", "GB/s", "of the disk", f"{WANTED} ÷ that", "memory, MiB"]
     title = f"Update of {given.millions} × 2^20 parameters, {size / 1e9:.2f} GB of state, {kind}, {how}"

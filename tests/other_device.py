@@ -133,10 +133,10 @@ def read_and_take(engine: Engine) -> None:
         return
     assert block_checksums(state, runs).device.type == "cpu"
     take_snapshot(state.layout, state.weights, state.held, runs, state.buffers.committed, Arena(state.device))
-    found = state.held.states(runs, with_weights=True)
+    found = state.held.home.states(runs, with_weights=True)
     came = {stretch: {k: torch.zeros(v.shape, dtype=v.dtype) for k, v in one.items()} for stretch, one in found.items()}
     state.held.take(came)
-    now = state.held.states(runs, with_weights=True)
+    now = state.held.home.states(runs, with_weights=True)
     devices = {key: value.device for one in found.values() for key, value in one.items()}
     assert devices == {key: value.device for one in now.values() for key, value in one.items()}
     state.held.join()

@@ -22,6 +22,7 @@ from shoal.blocks.held import HeldBlocks
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Stretch
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.process.device import HOST, Device
 from shoal.process.host_memory import host_memory
 from shoal.session.link_choice import AloneLink
@@ -137,7 +138,7 @@ def in_training(peaks: Peaks, place: Path, stream: bool, device: Device = HOST, 
 def held_of(model: nn.Module) -> HeldBlocks:
     layout, parameters = lay_out_model(trainable(model, adamw(model)))
     flats = WholeValues(layout, adopt(layout, parameters))
-    return HeldBlocks(layout, adamw(model), flats, {}, keeps_weights=True)
+    return held_blocks(StatePlace(), layout, adamw(model), flats, {}, keeps_weights=True)
 
 
 def in_fills(peaks: Peaks, is_seen: bool = False) -> None:
@@ -156,7 +157,7 @@ def in_fills(peaks: Peaks, is_seen: bool = False) -> None:
     peaks.begin()
     target.expect(every(blocks))
     for first in range(0, blocks, 7):
-        states = source.states(Runs(((first, min(first + 7, blocks)),)), with_weights=True)
+        states = source.home.states(Runs(((first, min(first + 7, blocks)),)), with_weights=True)
         target.take({where: received(target, where, state) for where, state in states.items()})
         peaks.look()
     target.join()
@@ -167,7 +168,7 @@ def in_fills(peaks: Peaks, is_seen: bool = False) -> None:
         apart.shared = apart_shared
         peaks.seen = lambda: shared.taken_bytes + apart_shared.taken_bytes
     for number in range(blocks):
-        states = source.states(Runs(((number, number + 1),)), with_weights=True)
+        states = source.home.states(Runs(((number, number + 1),)), with_weights=True)
         apart.take({where: {k: copied(v) for k, v in state.items()} for where, state in states.items()})
     peaks.of(f"join{ending}", apart.join)
     kept = Runs((at, at + blocks // 8) for at in range(0, blocks // 8 * 8, blocks // 4))

@@ -21,7 +21,7 @@ def train(result: str, worker: str, step: int, bit: int, **options: Any) -> None
         def flip() -> None:
             state = engine.context.state
             if state.step == step and not flipped:
-                (values,) = state.held.states(state.held.runs.first(1)).values()
+                (values,) = state.held.home.states(state.held.runs.first(1)).values()
                 memory = values["exp_avg"].detach().reshape(-1)[:1].view(torch.uint8).numpy()
                 memory[bit // 8] ^= 1 << bit % 8
                 flipped.append(step)

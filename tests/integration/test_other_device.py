@@ -38,7 +38,7 @@ JOBS = shortened(
             "            part = torch.empty(elements, dtype=dtype)\n            assert device\n",
         ),
         Edit(
-            "shoal.blocks.state_home",
+            "shoal.blocks.update_place",
             "            found[key] = value.to(self._device if value.dim() else numbers.get(key, value.device))\n",
             "            found[key] = value.to(numbers.get(key, value.device))\n",
         ),

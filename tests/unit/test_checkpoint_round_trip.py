@@ -67,8 +67,8 @@ def test_any_set_of_blocks_comes_back_from_any_split_among_writers(data: st.Data
     state = trained(2)
     # the state lies in many segments, as after fills
     for part in owners_of(data, BLOCKS):
-        state.held.take({span: copy.deepcopy(s) for span, s in state.held.states(part).items()})
-    held = state.held.states(every(BLOCKS))
+        state.held.take({span: copy.deepcopy(s) for span, s in state.held.home.states(part).items()})
+    held = state.held.home.states(every(BLOCKS))
     state.held.keep_only(NO_BLOCKS)
     state.held.take(held)
     keeps = Runs.of(data.draw(st.sets(st.integers(0, BLOCKS - 1))))
@@ -178,7 +178,7 @@ def test_a_checkpoint_takes_hardly_more_bytes_than_the_state(tmp_path: Path) -> 
     state = trained(2)
     storage = LocalStorage(tmp_path)
     name, _ = save(state, storage, [every(BLOCKS)])
-    held = state.held.state_bytes() + sum(flat.numel() * flat.element_size() for flat in state.weights.flats)
+    held = state.held.home.state_bytes() + sum(flat.numel() * flat.element_size() for flat in state.weights.flats)
     frozen = sum(file.stat().st_size for file in tmp_path.glob("frozen-*"))
     small = 12_000  # names, hyper-parameters, buffers: what does not grow with the blocks
     assert sum(file.stat().st_size for file in (tmp_path / name.folder).iterdir()) - small < 1.01 * held

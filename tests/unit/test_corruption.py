@@ -54,7 +54,7 @@ def memory_at(worker: Worker, tensor: str, block: int) -> Tensor:
     if tensor == "parameters":
         (stretch,) = state.layout.stretches(one)
         return state.weights.flats[stretch.bucket][slice(*state.layout.elements(stretch))]
-    (values,) = state.held.states(one).values()
+    (values,) = state.held.home.states(one).values()
     return values[tensor]
 
 

@@ -103,7 +103,7 @@ def test_states_in_half_precision_become_what_the_jobs_optimizer_keeps(dtype: to
     state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, Limits(1, 0.0, 1))
     load_model(found_in(tmp_path / "c").reader(), state, ())
     state.begin_anew(state.everything)
-    ((_, kept),) = state.held.states(state.everything).items()
+    ((_, kept),) = state.held.home.states(state.everything).items()
     (bucket,) = state.layout.buckets
     for slot, part in zip(bucket.slots, views(bucket, kept["exp_avg_sq"]), strict=True):
         expected = optimizer.state[theirs.get_parameter(slot.parameter.name)]["exp_avg_sq"].float()

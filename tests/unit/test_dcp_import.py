@@ -120,7 +120,7 @@ def test_what_two_processes_of_fsdp_wrote_is_taken_with_its_optimizer(tmp_path: 
         )
         load_model(found_in(tmp_path / f"{form}-c").reader(), state, ())
         state.begin_anew(state.everything)
-        for stretch, kept in state.held.states(state.everything).items():
+        for stretch, kept in state.held.home.states(state.everything).items():
             assert kept["step"] == 2.0
             for slot in state.layout.buckets[stretch.bucket].slots:
                 name = slot.parameter.name
@@ -148,7 +148,7 @@ def test_neither_the_import_nor_a_worker_of_stage_3_has_more_in_memory_than_a_te
         state.begin_anew(keeps)
 
     assert most_bytes(begin) <= 2 * tensor + 3 * tensor
-    assert state.held.state_bytes() == tensor
+    assert state.held.home.state_bytes() == tensor
 
 
 # ---- what cannot be read

@@ -247,7 +247,7 @@ def test_a_worker_never_has_more_of_a_model_than_its_shards_and_one_unit(half: t
         limits = Limits(4, 0.0, 1, residency=Residency.of(3), half=half, peers_on_host=False)
         state = TrainingState(model, optimizer, None, limits)
         state.begin_anew(Runs([(0, state.layout.blocks // 4)]))
-        kept.append(state.held.state_bytes() + state.weights.bytes)
+        kept.append(state.held.home.state_bytes() + state.weights.bytes)
 
     kept: list[int] = []
     unit = 4 * 2 * 256 * 512

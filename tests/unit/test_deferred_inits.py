@@ -330,7 +330,7 @@ def test_what_one_call_fills_is_made_together_and_nothing_else_is() -> None:
         limits = Limits(4, 0.0, 1, residency=Residency.of(3), peers_on_host=False)
         state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, limits)
         state.begin_anew(Runs([(0, state.layout.blocks // 4)]))
-        kept.append(state.held.state_bytes() + state.weights.bytes)
+        kept.append(state.held.home.state_bytes() + state.weights.bytes)
 
     kept: list[int] = []
     unit = 4 * 2 * 256 * 512

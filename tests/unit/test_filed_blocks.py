@@ -1,4 +1,4 @@
-"""Held blocks in a file against held blocks in memory, and the file, its pages and its buffers by themselves."""
+"""Every home of state against that beside the parameters; and the file, its pages and its buffers by themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,21 @@ import torch
 from fills import fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import LateDevice
 from late_file import LateFile
 from matrices import examples
 from rule import Edit, holds, rule
 from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.segments import Segments
+from shoal.blocks.update_place import BesideParameters
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout
 from shoal.offload import transfers
-from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
+from shoal.offload.state_in_file import InFile
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -37,7 +40,14 @@ OPTIMIZERS = [
     torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD,
     torch.optim.NAdam, torch.optim.Adadelta,
 ]  # fmt: skip
-NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+HOMES: dict[str, Callable[[str], StatePlace]] = {
+    "a file": StatePlace,
+    "the host of a device": lambda _: StatePlace(None, True, LateDevice()),
+    "the host of a device, which has parameters too": lambda _: StatePlace(None, True, LateDevice(), True),
+    "a file of a device": lambda folder: StatePlace(folder, device=LateDevice()),
+    "a file of a device, whose host has parameters": lambda folder: StatePlace(folder, False, LateDevice(), True),
+}
+"""All but that beside the parameters."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +68,25 @@ def pair_of(
     kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
     half: torch.dtype | None = None,
     sharded: bool = False,
-) -> tuple[Layout, FiledBlocks, HeldBlocks, list[WholeValues]]:
+) -> tuple[Layout, HeldBlocks, HeldBlocks, list[WholeValues]]:
     """Two that hold nothing yet, over equal parameters, which come last: those of the file's first."""
-    weights: list[WholeValues] = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200), nn.Linear(200, 3)).to(half)
-        users = kind(model.parameters())  # type: ignore[call-arg]
-        pairs = trainable(model, users, half=half)
-        layout, parameters = lay_out_model(pairs)
-        weights.append(WholeValues(layout, adopt(layout, parameters)))
+    (layout, users, mine, named), (_, _, theirs, _) = (model_of(kind, half) for _ in range(2))
+    segments = Segments(layout, users, mine, BesideParameters(layout, users), sharded)
+    filed = HeldBlocks(InFile(segments, PieceStore(layout, file)), named)
+    return layout, filed, held_blocks(StatePlace(), layout, users, theirs, named, sharded), [mine, theirs]
+
+
+def model_of(
+    kind: type[torch.optim.Optimizer], half: torch.dtype | None
+) -> tuple[Layout, torch.optim.Optimizer, WholeValues, dict[str, nn.Parameter]]:
+    """What held blocks are made of: always the same values."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200), nn.Linear(200, 3)).to(half)
+    users = kind(model.parameters())  # type: ignore[call-arg]
+    pairs = trainable(model, users, half=half)
+    layout, parameters = lay_out_model(pairs)
     named = {info.name: tensor for info, tensor in pairs}
-    filed = FiledBlocks(layout, users, weights[0], named, PieceStore(layout, file), sharded)
-    return layout, filed, HeldBlocks(layout, users, weights[1], named, sharded), weights
+    return layout, users, WholeValues(layout, adopt(layout, parameters)), named
 
 
 def gradients(layout: Layout, seed: int) -> Flats:
@@ -83,7 +99,7 @@ def by_block(held: HeldBlocks) -> dict[tuple[int, int, str], Tensor]:
     size = held.layout.block_elements
     return {
         (stretch.bucket, stretch.start + index, key): value[index * size : (index + 1) * size] if value.dim() else value
-        for stretch, state in held.states(held.runs).items()
+        for stretch, state in held.home.states(held.runs).items()
         for key, value in state.items()
         for index in range(stretch.blocks)
     }
@@ -94,14 +110,14 @@ def assert_equal(mine: HeldBlocks, theirs: HeldBlocks) -> None:
     left, right = by_block(mine), by_block(theirs)
     if mine.keeps_weights:
         for stretch in mine.layout.stretches(mine.runs):
-            assert torch.equal(*(HeldWeights(held.layout, held).of(stretch) for held in (mine, theirs)))
+            assert torch.equal(*(HeldWeights(held.segments).of(stretch) for held in (mine, theirs)))
     assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def check_pages(held: FiledBlocks) -> None:
+def check_pages(held: HeldBlocks) -> None:
     """Every page is free or one piece's, none is lost, and no more are taken than the blocks need."""
-    file, used = held.store.file, NO_BLOCKS
-    for piece in held.store.pieces:
+    file, used = held.home.store.file, NO_BLOCKS
+    for piece in held.home.store.pieces:
         assert not piece.pages & used and len(piece.pages) * PAGE_BYTES == piece.bytes
         used |= piece.pages
     assert not used & file._free and used | file._free == every(file._pages)
@@ -135,27 +151,38 @@ def test_every_elementwise_optimizer_has_the_same_state_in_a_file(
         Edit("shoal.offload.piece_store", "piece.part(stretch).with_own_numbers()", "piece.part(stretch)"),
     ],
 )
-@given(st.data(), st.booleans())
-@settings(max_examples=examples(25), deadline=None)
-def test_whatever_is_held_filled_and_dropped_the_file_has_what_memory_has(data: st.DataObject, sharded: bool) -> None:
+@given(st.data(), st.sampled_from(sorted(HOMES)), st.booleans(), st.sampled_from([None, torch.bfloat16]))
+@settings(max_examples=examples(40), deadline=None)
+def test_whatever_is_held_filled_and_dropped_every_home_has_what_memory_has(
+    data: st.DataObject, name: str, sharded: bool, half: torch.dtype | None
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layout, filed, kept, _ = pair_of(StateFile(folder), sharded=sharded)
-        _, source, _, _ = pair_of(StateFile(folder), sharded=sharded)
-        sets = st.sets(st.integers(0, layout.blocks - 1)).map(Runs.of)
+        place = HOMES[name](folder)
+        sharded = sharded or place.parameters_on_host
+        layout, users, _, named = model_of(torch.optim.AdamW, half)
+        weights = [model_of(torch.optim.AdamW, half)[2] for _ in range(3)]
+        source, mine = (held_blocks(place, layout, users, values, named, sharded) for values in weights[:2])
+        kept, sets = held_blocks(StatePlace(), layout, users, weights[2], named, sharded), sets_of(layout)
         first = data.draw(sets)
-        source.hold(every(layout.blocks))
-        for held in (filed, kept):
-            held.hold(first)
+        for held, values, runs in zip((source, mine, kept), weights, (every(layout.blocks), first, first), strict=True):
+            held.hold(runs, Wide(values) if half else None)
         for step in range(data.draw(st.integers(1, 4))):
-            for held in (source, filed, kept):
+            for held in (source, mine, kept):
                 held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
+            place.device.settle()
             stays, comes = data.draw(sets), data.draw(sets)
-            for held in (filed, kept):
+            for held in (mine, kept):
                 held.keep_only(held.runs & stays)
                 fill(source, held, comes, expected=comes)
                 held.join()
-            check_pages(filed)
-            assert_equal(filed, kept)
+            if place.folder:
+                check_pages(mine)
+            assert_equal(mine, kept)
+            assert all(torch.equal(*pair) for pair in zip(weights[1].flats, weights[2].flats, strict=True))
+
+
+def sets_of(layout: Layout) -> st.SearchStrategy[Runs]:
+    return st.sets(st.integers(0, layout.blocks - 1)).map(Runs.of)
 
 
 def test_what_is_held_already_is_replaced_by_a_fill(folder: str) -> None:
@@ -165,7 +192,7 @@ def test_what_is_held_already_is_replaced_by_a_fill(folder: str) -> None:
     for held in (filed, kept):
         held.hold(every(layout.blocks))
         held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
-    older = {where: {k: v.clone() for k, v in state.items()} for where, state in kept.states(first).items()}
+    older = {where: {k: v.clone() for k, v in state.items()} for where, state in kept.home.states(first).items()}
     for held in (filed, kept):
         held.apply(WholeValues(layout, gradients(layout, 1)), 1.0)
         held.take({where: {k: v.clone() for k, v in state.items()} for where, state in older.items()})
@@ -180,7 +207,7 @@ def test_what_fills_bring_grows_together_and_moves_nothing(folder: str) -> None:
     source.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
     for block in reversed(range(layout.blocks)):
         fill(source, filed, Runs.of([block]), expected=Runs.of([block]))
-    assert [piece.stretch for piece in filed.store.pieces] == [piece.stretch for piece in source.store.pieces]
+    assert [piece.stretch for piece in filed.home.store.pieces] == [piece.stretch for piece in source.home.store.pieces]
     assert_equal(filed, source)
 
 
@@ -195,7 +222,7 @@ def test_nothing_is_read_or_used_before_it_is_there_and_nothing_changes_while_it
         held.hold(every(layout.blocks), Wide(own))
         for step in range(3):
             held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
-    assert len(filed.store.pieces) > 2 * transfers.BUFFERS
+    assert len(filed.home.store.pieces) > 2 * transfers.BUFFERS
     assert_equal(filed, kept)
     assert late.changed == 0
 
@@ -213,7 +240,7 @@ class Wide:
 @pytest.mark.parametrize("buffers", [1, 2, 3, 4])
 def test_any_number_of_buffers_carries_the_same(buffers: int, folder: str) -> None:
     layout, filed, kept, _ = pair_of(StateFile(folder))
-    filed.store = PieceStore(layout, filed.store.file, buffers)
+    filed.home.store = PieceStore(layout, filed.home.store.file, buffers)
     for held in (filed, kept):
         held.hold(every(layout.blocks))
         for step in range(2):
@@ -227,7 +254,7 @@ def test_a_pass_that_is_given_up_harms_no_later_one(folder: str) -> None:
     for held in (filed, kept):
         held.hold(every(layout.blocks))
         held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
-    abandoned = filed.stream(filed.runs)
+    abandoned = filed.home.stream(filed.runs)
     next(abandoned)
     for held in (filed, kept):
         held.apply(WholeValues(layout, gradients(layout, 1)), 1.0)
@@ -244,9 +271,9 @@ def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str, mo
         held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
     wholes = {
         stretch: {key: value.clone() for key, value in state.items()}
-        for stretch, state in kept.states(every(layout.blocks)).items()
+        for stretch, state in kept.home.states(every(layout.blocks)).items()
     }
-    assert len(filed.store.pieces) > len(wholes)
+    assert len(filed.home.store.pieces) > len(wholes)
     odd = Runs.of(number for numbers in layout.numbers for number in numbers[1::2])
     for held in (filed, kept):
         held.take(wholes)
@@ -262,7 +289,7 @@ def test_nothing_of_a_piece_stays_with_the_optimizer_after_its_update(folder: st
     filed.hold(every(layout.blocks))
     for step in range(2):
         filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
-    assert not filed._twin.state
+    assert not filed.segments.twin.state
 
 
 def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str) -> None:
@@ -270,9 +297,9 @@ def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str
     for held in (filed, kept):
         held.hold(every(layout.blocks))
         held.apply(WholeValues(layout, gradients(layout, 0)), 1.0)
-    assert filed.state_bytes() == 0
+    assert filed.home.state_bytes() == 0
     for held in (filed, kept):
-        held._user.param_groups[0]["momentum"] = 0.9
+        held.segments.user.param_groups[0]["momentum"] = 0.9
         for step in (1, 2):
             held.apply(WholeValues(layout, gradients(layout, step)), 1.0)
     assert_equal(filed, kept)
@@ -288,12 +315,12 @@ def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str
     "A step",
     broken_by=[
         Edit(
-            "shoal.offload.filed_blocks",
-            "        self._join_where(lie_together)\n        self._reserve()\n",
-            "        self._join_where(lie_together)\n",
+            "shoal.offload.state_in_file",
+            "        segments.join_neighbours()\n        self._reserve()\n",
+            "        segments.join_neighbours()\n",
         ),
         Edit(
-            "shoal.offload.filed_blocks",
+            "shoal.offload.state_in_file",
             "sum(value.dtype.itemsize for value in state.values() if value.dim())",
             "0 * len(state)",
         ),
@@ -304,14 +331,14 @@ def test_space_is_reserved_before_the_first_update_and_for_what_is_to_be_filled(
     first = every(layout.blocks).first(6)
     filed.hold(first)
     block = 2 * 4 * layout.block_elements
-    assert filed.store.file.reserved_bytes == len(first) * block
-    assert os.fstat(filed.store.file._fd).st_blocks * 512 >= len(first) * block
+    assert filed.home.store.file.reserved_bytes == len(first) * block
+    assert os.fstat(filed.home.store.file._fd).st_blocks * 512 >= len(first) * block
     filed.expect(every(layout.blocks) - first)
-    reserved = filed.store.file.reserved_bytes
+    reserved = filed.home.store.file.reserved_bytes
     assert reserved == layout.blocks * block
     for step in range(2):
         filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
-    assert filed.store.file.reserved_bytes == reserved
+    assert filed.home.store.file.reserved_bytes == reserved
 
 
 @holds("The space for all that")
@@ -370,15 +397,15 @@ def test_where_direct_transfers_are_refused_buffered_ones_do_and_say_why(
 def test_a_slow_disk_is_named_once_with_its_speed(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.offload.filed_blocks.TELLING_BYTES", 1)
-    monkeypatch.setattr("shoal.offload.filed_blocks.SLOW_BYTES_PER_SECOND", 1e15)
+    monkeypatch.setattr("shoal.offload.state_in_file.TELLING_BYTES", 1)
+    monkeypatch.setattr("shoal.offload.state_in_file.SLOW_BYTES_PER_SECOND", 1e15)
     layout, filed, _, _ = pair_of(StateFile(folder))
     filed.hold(every(layout.blocks))
     for step in range(3):
         filed.apply(WholeValues(layout, gradients(layout, step)), 1.0)
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     [line] = [line for line in lines if line["event"] == "offload_is_slow"]
-    assert filed.bytes_per_second > 0 and line["bytes_per_second"] > 0
+    assert filed.home.bytes_per_second > 0 and line["bytes_per_second"] > 0
     assert "waits" in line["means"] and "MB/s; expected" in line["means"]
 
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from fills import fill, pair
 from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
-from shoal.blocks.held import SEGMENTS_PER_BUCKET, HeldBlocks
+from shoal.blocks.held import HeldBlocks
+from shoal.blocks.segments import SEGMENTS_PER_BUCKET
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.exchange.fill_slices import receive_slice, send_slice
 from shoal.exchange.packing import FramedSend
 from shoal.exchange.traffic import FILLED
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -25,7 +27,7 @@ def holders(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple
     users = optimizer(model.parameters())  # type: ignore[call-arg]
     layout, parameters = lay_out_model(trainable(model, users))
     flats = adopt(layout, parameters)
-    source, target = (HeldBlocks(layout, users, WholeValues(layout, flats), {}) for _ in range(2))
+    source, target = (held_blocks(StatePlace(), layout, users, WholeValues(layout, flats), {}) for _ in range(2))
     source.hold(every(layout.blocks))
     gradients = [torch.randn_like(flat) for flat in empty_flats(layout)]
     source.apply(WholeValues(layout, gradients), 1.0)
@@ -33,7 +35,7 @@ def holders(optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple
 
 
 def tensors(held: HeldBlocks, runs: Runs) -> list[Tensor]:
-    return [value for state in held.states(runs).values() for value in state.values() if value.dim()]
+    return [value for state in held.home.states(runs).values() for value in state.values() if value.dim()]
 
 
 def largest(layout: Layout) -> Bucket:
@@ -62,7 +64,7 @@ def test_a_slice_leaves_from_the_memory_of_the_one_and_lands_in_that_of_the_othe
     head = 2  # messages: a length and the head
     assert sent[head:] == [place(value) for value in tensors(source, moving)]
     assert landed[head:] == [place(value) for value in tensors(target, moving)]
-    assert taken == target.state_bytes()
+    assert taken == target.home.state_bytes()
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Rprop, torch.optim.SGD])
@@ -76,11 +78,11 @@ def test_what_slices_have_brought_is_one_segment_per_stretch_and_updates_alike(
     while left:
         fill(source, target, left.first(3))
         left -= left.first(3)
-    assert list(target.states(moving)) == layout.stretches(moving)
-    assert len(target._segments) == len(layout.buckets)
+    assert list(target.home.states(moving)) == layout.stretches(moving)
+    assert len(target.segments.in_order) == len(layout.buckets)
     for held in (source, target):
         held.apply(WholeValues(layout, [gradient.clone() for gradient in gradients]), 1.0)
-    for mine, theirs in zip(target.states(moving).values(), source.states(moving).values(), strict=True):
+    for mine, theirs in zip(target.home.states(moving).values(), source.home.states(moving).values(), strict=True):
         assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
@@ -93,7 +95,7 @@ def test_stretches_that_were_cut_are_joined_by_a_copy_only_where_there_are_many(
         block = Runs.of([number])
         fill(source, target, block, expected=block)  # each in memory of its own, as fills of many changes are
         target.join()
-        assert len(target._segments) == (count if count <= most else 1)
+        assert len(target.segments.in_order) == (count if count <= most else 1)
 
 
 def test_a_state_of_another_step_is_not_joined() -> None:
@@ -103,7 +105,7 @@ def test_a_state_of_another_step_is_not_joined() -> None:
     source.apply(WholeValues(layout, [gradient.clone() for gradient in gradients]), 1.0)
     fill(source, target, first)
     bucket, position = layout.places[0]
-    assert Stretch(bucket, position, position + 1) in target.states(every(layout.blocks))
+    assert Stretch(bucket, position, position + 1) in target.home.states(every(layout.blocks))
 
 
 def test_a_fill_brings_blocks_without_state_beside_those_that_have_some() -> None:
@@ -113,12 +115,12 @@ def test_a_fill_brings_blocks_without_state_beside_those_that_have_some() -> Non
     optimizer = torch.optim.SGD([*groups, {"params": model[2].parameters()}], lr=0.1)
     layout, parameters = lay_out_model(trainable(model, optimizer))
     flats = adopt(layout, parameters)
-    source, target = (HeldBlocks(layout, optimizer, WholeValues(layout, flats), {}) for _ in range(2))
+    source, target = (held_blocks(StatePlace(), layout, optimizer, WholeValues(layout, flats), {}) for _ in range(2))
     source.hold(every(layout.blocks))
     source.apply(WholeValues(layout, empty_flats(layout)), 1.0)
     fill(source, target, every(layout.blocks), expected=every(layout.blocks))
-    assert target.runs == layout.runs(target.states(target.runs)) == every(layout.blocks)
-    assert {len(state) for state in target.states(target.runs).values()} == {0, 1}
+    assert target.runs == layout.runs(target.home.states(target.runs)) == every(layout.blocks)
+    assert {len(state) for state in target.home.states(target.runs).values()} == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -103,18 +103,13 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
     "back as the type that it was",
     "A step",
     broken_by=[
-        Edit("shoal.blocks.held", "        give_back_own_values(self._twin, self._user)\n", ""),
-        Edit(
-            "shoal.offload.host_blocks",
-            "        give_back_own_values(self._twin, self._user)\n",
-            "",
-        ),
+        Edit("shoal.blocks.held", "        give_back_own_values(mine, users)\n", ""),
         Edit(
             "shoal.blocks.optimizer_step",
             "with_no_empty_group(twin) if stands_in else nullcontext()",
             "nullcontext()",
         ),
-        Edit("shoal.blocks.held", "given_back(own, numbers)", "own"),
+        Edit("shoal.blocks.segments", "given_back(own, numbers)", "own"),
         Edit(
             "shoal.optim.twin",
             "KINDS.get(one.dtype, numbers[key])",

@@ -22,12 +22,12 @@ from late_device import LateDevice
 from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
+from shoal.blocks import update_place
 from shoal.blocks.optimizer_step import Segment
+from shoal.blocks.state_home import InMemory
+from shoal.blocks.update_place import OnTheHost
 from shoal.exchange.unit_fetch import UnitFetch
 from shoal.group.group import SoloGroup
-from shoal.offload import host_blocks
-from shoal.offload.host_blocks import HostBlocks
-from shoal.offload.state_place import HostParameterBlocks
 from shoal.process.device import HOST, Device, DeviceCopy
 from shoal.training import activation_checkpointing
 from shoal.training.engine import Engine
@@ -136,16 +136,11 @@ def test_fills_that_take_several_steps_change_no_bit() -> None:
     "Devices",
     broken_by=[
         Edit(
-            "shoal.offload.filed_device_blocks",
-            "        for copy in coming.copies:\n            copy.wait()\n",
-            "        assert coming.copies\n",
+            "shoal.blocks.update_place",
+            "            for copy in one.copies:\n                copy.wait()\n",
+            "            assert one.copies\n",
         ),
-        Edit(
-            "shoal.offload.host_blocks",
-            "            for copy in copies:\n                copy.wait()\n        self",
-            "            assert copies\n        self",
-        ),
-        Edit("shoal.offload.updated_parameters", "    copy.join()\n", ""),
+        Edit("shoal.blocks.update_place", "    copy.join()\n", ""),
     ],
 )
 @pytest.mark.parametrize(
@@ -156,7 +151,7 @@ def test_state_in_host_memory_has_the_same_bits(stage: int, precision: dict[str,
     through_a_loss_and_a_join(task)
     engine_state = []
     undisturbed(replace(task, prepare=lambda engine: engine_state.append(engine.context.state.held)))
-    assert [type(held) for held in engine_state] == [HostBlocks]
+    assert [(type(held.home), type(held.segments.place)) for held in engine_state] == [(InMemory, OnTheHost)]
 
 
 PARAMETERS_TOO: dict[str, Any] = {"stage": 3, "offload": "cpu", "offload_param": True}
@@ -184,8 +179,8 @@ PARAMETERS_TOO: dict[str, Any] = {"stage": 3, "offload": "cpu", "offload_param":
 def test_parameters_in_host_memory_have_the_same_bits(precision: dict[str, Any]) -> None:
     def look(engine: Engine) -> None:
         state = engine.context.state
-        assert isinstance(state.held, HostParameterBlocks)
-        for segment in state.held.segments:
+        assert isinstance(state.held.home, InMemory)
+        for segment in state.held.segments.in_order:
             assert segment.weights is not None and state.device.is_pinned(segment.weights)
 
     through_a_loss_and_a_join(late({**PARAMETERS_TOO, "precision": precision}, in_loop=look))
@@ -204,17 +199,17 @@ def test_a_death_within_an_update_on_the_host_changes_no_bit(
     more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its first segment has gone up; nobody asks it for anything any more."""
-    task, died, bring_up = late({"mirrors": 1, **more}), list[int](), host_blocks.bring_up
+    task, died, bring_up = late({"mirrors": 1, **more}), list[int](), update_place.bring_up
     with Crew("abc", task) as crew:
 
         def fail(device: Device, segment: Segment, place: Tensor) -> DeviceCopy | None:
             state = crew.workers["b"].engine.context.state
-            if state.step == 2 and any(segment is later for later in state.held.segments[1:]):
-                died.append(len(state.held.segments))
+            if state.step == 2 and any(segment is later for later in state.held.segments.in_order[1:]):
+                died.append(len(state.held.segments.in_order))
                 raise Killed
             return bring_up(device, segment, place)
 
-        monkeypatch.setattr(host_blocks, "bring_up", fail)
+        monkeypatch.setattr(update_place, "bring_up", fail)
         crew.train_to(4)
         assert died and died[0] > 1 and "b" not in [worker.name for worker in crew.members()]
         crew.add("d")

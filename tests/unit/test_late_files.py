@@ -13,10 +13,10 @@ import torch
 from crew import Crew, Killed, Task, undisturbed
 from late_device import LateDevice
 from rule import holds
-from shoal.blocks.state_home import WEIGHTS
-from shoal.offload.filed_device_blocks import FiledDeviceBlocks
+from shoal.blocks.loaded_state import WEIGHTS
+from shoal.blocks.update_place import OnTheHost
 from shoal.offload.held_piece import HeldPiece
-from shoal.offload.state_place import FiledHostParameterBlocks
+from shoal.offload.state_in_file import InFile
 from shoal.offload.transfers import Buffer
 from shoal.process.device import HOST
 from shoal.training.engine import Engine
@@ -48,16 +48,15 @@ def late(folder: Path, stage: int, **more: Any) -> Task:
 
 def look(engine: Engine) -> None:
     held = engine.context.state.held
-    assert isinstance(held, FiledDeviceBlocks)
-    assert not held.runs or engine.global_step < 1 or held.bytes_by_place()["state_files"] > 0
-    assert not any(held._twin.state.values()), "what an update has left there is never given back"
+    assert isinstance(held.home, InFile) and isinstance(held.segments.place, OnTheHost)
+    assert not held.runs or engine.global_step < 1 or held.home.bytes_by_place()["state_files"] > 0
+    assert not any(held.segments.twin.state.values()), "what an update has left there is never given back"
 
 
 def look_at_parameters(engine: Engine) -> None:
     look(engine)
     state = engine.context.state
-    assert isinstance(state.held, FiledHostParameterBlocks)
-    for segment in state.held.segments:
+    for segment in state.held.segments.in_order:
         assert segment.weights is not None and state.device.is_pinned(segment.weights)
 
 
@@ -127,18 +126,18 @@ def test_a_death_within_the_update_changes_no_bit(
 ) -> None:
     """After some pieces of it: what lies in the file then is of two steps, and nobody ever reads it."""
     task, died = late(tmp_path, **more), list[int]()
-    apply = FiledDeviceBlocks._apply_to_piece
+    update = InFile._update_piece
 
     with Crew("abc", task) as crew:
 
-        def fail(self: FiledDeviceBlocks, piece: HeldPiece, *rest: Any) -> None:
+        def fail(self: InFile, piece: HeldPiece, *rest: Any) -> None:
             state = crew.workers["b"].engine.context.state if "b" in crew.workers else None
-            if state is not None and self is state.held and state.step == 2 and piece is self.store.pieces[0]:
+            if state is not None and self is state.held.home and state.step == 2 and piece is self.store.pieces[0]:
                 died.append(len(self.store.pieces))
                 raise Killed
-            apply(self, piece, *rest)
+            update(self, piece, *rest)
 
-        monkeypatch.setattr(FiledDeviceBlocks, "_apply_to_piece", fail)
+        monkeypatch.setattr(InFile, "_update_piece", fail)
         crew.train_to(4)
         assert died and died[0] > 3 and "b" not in [worker.name for worker in crew.members()]
         assert crew.finish() == right(task)

@@ -13,8 +13,8 @@ from crew import Crew, Killed, Task, Worker, undisturbed
 from crew_saves import saved
 from matrices import shortened
 from reference import reference
-from shoal.offload.filed_blocks import FiledBlocks
 from shoal.offload.state_file import StateFile
+from shoal.offload.state_in_file import InFile
 from shoal_protos.acts import DrainWorker
 from tiers import check
 
@@ -34,10 +34,10 @@ def options(**more: Any) -> dict[str, Any]:
     return {"max_steps": STEPS, "stage": 1, "mirrors": 1, **more}
 
 
-def filed(worker: Worker) -> FiledBlocks:
-    held = worker.engine.context.state.held
-    assert isinstance(held, FiledBlocks)
-    return held
+def filed(worker: Worker) -> InFile:
+    home = worker.engine.context.state.held.home
+    assert isinstance(home, InFile)
+    return home
 
 
 @pytest.mark.parametrize(

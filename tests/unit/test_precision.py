@@ -132,7 +132,7 @@ def test_masters_begin_with_the_scripts_own_values_and_parameters_are_these_roun
             assert torch.equal(engine.module.get_parameter(name), exact.bfloat16())
         state = alone(Task(options(BF16))).context.state
     assert state.originals is None
-    for stretch, held in state.held.states(state.held.runs).items():
+    for stretch, held in state.held.home.states(state.held.runs).items():
         assert held["master"].dtype == held["exp_avg"].dtype == torch.float32
         assert torch.equal(state.weights.of(stretch), held["master"].bfloat16())
         assert not torch.equal(state.weights.of(stretch).float(), held["master"])
@@ -228,7 +228,7 @@ def test_a_checkpoint_in_half_precision_goes_on_in_any_world_and_is_exported_exa
     with Crew("ab", Task(options(FP16, shoal=place))) as crew:
         assert crew.finish() == right
         state = crew.workers["a"].engine.context.state
-        masters = {s: held["master"].clone() for s, held in state.held.states(state.held.runs).items()}
+        masters = {s: held["master"].clone() for s, held in state.held.home.states(state.held.runs).items()}
     found = next(one for one in checkpoints(LocalStorage(tmp_path / "saves"), lambda _: None) if one.name.step == 4)
     for dtype, is_exact in ((torch.float32, True), (None, False)):
         export(found.reader(), tmp_path / "model.safetensors", dtype)
@@ -286,7 +286,7 @@ def test_the_names_that_configs_of_deepspeed_use_for_bf16_are_understood() -> No
 
 def without_masters(state: TrainingState) -> dict[Stretch, State]:
     """Of all blocks."""
-    found = state.held.states(state.everything)
+    found = state.held.home.states(state.everything)
     return {
         where: {key: value.clone() for key, value in one.items() if key != "master"} for where, one in found.items()
     }

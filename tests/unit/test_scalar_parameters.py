@@ -10,8 +10,8 @@ from crew import Crew, Task, undisturbed
 from integration.scripts import Model
 from rule import Edit, holds, rule
 from shoal.blocks.flat import adopt, lay_out_model, trainable
-from shoal.blocks.held import HeldBlocks
 from shoal.blocks.values import WholeValues
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal_protos.runs import every
 from torch import Tensor, nn
 
@@ -69,7 +69,9 @@ def test_state_that_an_optimizer_brings_along_goes_on_as_in_the_plain_optimizer(
     step(plain, theirs)
     layout, parameters = lay_out_model(pairs := trainable(model, optimizer))
     flats = adopt(layout, parameters)
-    held = HeldBlocks(layout, optimizer, WholeValues(layout, flats), {info.name: tensor for info, tensor in pairs})
+    held = held_blocks(
+        StatePlace(), layout, optimizer, WholeValues(layout, flats), {info.name: tensor for info, tensor in pairs}
+    )
     held.hold(every(layout.blocks))
     gradients = [torch.zeros_like(flat) for flat in flats]
     for bucket, flat in zip(layout.buckets, gradients, strict=True):

@@ -22,8 +22,9 @@ from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
-from shoal.blocks.state_home import WEIGHTS, BesideParameters
+from shoal.blocks.loaded_state import WEIGHTS
 from shoal.blocks.unit_flats import Presence
+from shoal.blocks.update_place import BesideParameters
 from shoal.core.layout import FROZEN, Trainable, lay_out
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters

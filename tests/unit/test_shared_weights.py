@@ -15,7 +15,6 @@ from crew import Crew
 from hard_units import and_train, of, task
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.blocks.held import HeldBlocks
 from shoal.blocks.mapped_flats import MappedFlats, Part
 from shoal.blocks.sharded_memory import ShardedMemory, TorchMemory
 from shoal.blocks.shared_weights import NO_KEY, SeenWeights, SharedWeights, can_lie_in_pages
@@ -23,6 +22,7 @@ from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Slot, Stretch, Trainable
 from shoal.exchange.unit_fetch import SeenUnits
 from shoal.group.group import GroupProgress, SoloGroup, WorldChanged
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.session.link_choice import has_peers_on_host_alone
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
@@ -88,13 +88,13 @@ def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> No
     broken_by=[
         Edit(
             "shoal.blocks.held",
-            "        self._begin_change()\n        take_over_hyper_parameters(self._twin, self._user)\n",
-            "        take_over_hyper_parameters(self._twin, self._user)\n",
+            "        self._begin_change()\n        take_over_hyper_parameters(mine, users)\n",
+            "        take_over_hyper_parameters(mine, users)\n",
         ),
         Edit(
             "shoal.blocks.held",
-            "        self._keep_only(self.runs - taken)\n",
-            "        self.keep_only(self.runs - taken)\n",
+            "        self._free_all_but(self.runs - self.layout.runs(states))\n",
+            "        self.keep_only(self.runs - self.layout.runs(states))\n",
         ),
         Edit(
             "shoal.exchange.unit_fetch", "            if not one.stand_at(self._key):\n", "            if rank < 0:\n"
@@ -123,9 +123,9 @@ def test_an_update_and_a_release_are_changes_and_a_fill_is_none() -> None:
     parameter = torch.nn.Parameter(torch.ones(5 * BLOCK))
     layout = layout_of(5)
     values = WholeValues(layout, [parameter.data])
-    held = HeldBlocks(layout, torch.optim.SGD([parameter], lr=0.5), values, {}, keeps_weights=True)
+    held = held_blocks(StatePlace(), layout, torch.optim.SGD([parameter], lr=0.5), values, {}, keeps_weights=True)
     shared = SharedWeights(layout)
-    held.shared = shared
+    held.segments.shared = shared
     held.hold(Runs([(0, 4)]))
     seen = SeenWeights(shared.address)
 

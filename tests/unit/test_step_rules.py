@@ -17,12 +17,12 @@ from crew import Crew, Task, Worker, undisturbed
 from integration.scripts import optimizer_of
 from rule import Edit, holds, rule
 from shoal.blocks.flat import TAKEN_BYTES, adopt, empty_flats, lay_out_model, trainable
-from shoal.blocks.held import HeldBlocks
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout
 from shoal.exchange.finite import subtree_sums
 from shoal.exchange.traffic import HANDED
 from shoal.group.group import GATHER_TAG
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.process.host_memory import tensor_bytes
 from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
@@ -150,7 +150,10 @@ def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole
     optimizer, plain = (torch.optim.AdamW(module.parameters(), fused=True) for module in (mine, theirs))
     layout, parameters = lay_out_model(trainable(mine, optimizer))
     flats, gradients = adopt(layout, parameters), empty_flats(layout)
-    holders = [HeldBlocks(layout, optimizer, WholeValues(layout, flats), {"weight": mine.weight}) for _ in range(2)]
+    holders = [
+        held_blocks(StatePlace(), layout, optimizer, WholeValues(layout, flats), {"weight": mine.weight})
+        for _ in range(2)
+    ]
     for rank, holder in enumerate(holders):
         holder.hold(Runs.of(range(rank, layout.blocks, 2)))
     for _ in range(20):
@@ -189,7 +192,7 @@ def everything(state: TrainingState) -> str:
     """Digest of all that a commit or a hand-out writes."""
     total = hashlib.sha256(str(state.step).encode())
     tensors = [*state.weights.flats, *state.buffers.committed.values()]
-    tensors += [value for _, kept in sorted(state.held.states(state.held.runs).items()) for value in kept.values()]
+    tensors += [value for _, kept in sorted(state.held.home.states(state.held.runs).items()) for value in kept.values()]
     for tensor in tensors:
         total.update(tensor_bytes(tensor))
     return total.hexdigest()

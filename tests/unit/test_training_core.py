@@ -14,13 +14,13 @@ from matrices import examples
 from rule import holds
 from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
-from shoal.blocks.held import HeldBlocks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
 from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.finite import subtree_sums
+from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.elementwise import ELEMENTWISE
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
@@ -180,7 +180,7 @@ def test_blocks_held_apart_and_moved_between_holders_get_the_bits_of_the_users_o
     layout, parameters = lay_out_model(trainable(model, optimizer))
     flats = adopt(layout, parameters)
     named = dict(model.named_parameters())
-    holders = [HeldBlocks(layout, optimizer, WholeValues(layout, flats), named) for _ in range(3)]
+    holders = [held_blocks(StatePlace(), layout, optimizer, WholeValues(layout, flats), named) for _ in range(3)]
     shares = [Runs.of(b for b in range(layout.blocks) if b % 3 == i) for i in range(3)]
     for holder, share in zip(holders, shares, strict=True):
         holder.hold(share)
@@ -220,12 +220,12 @@ class Counting(torch.optim.SGD):
 def test_a_large_update_is_made_in_parts_unless_the_optimizer_could_tell(
     kind: Callable[..., torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.blocks.held.PART_BYTES", 1)
+    monkeypatch.setattr("shoal.blocks.state_home.PART_BYTES", 1)
     model = nn.Sequential(*(nn.Linear(80, 80) for _ in range(4)))
     twin = copy.deepcopy(model)
     optimizer, plain = kind(model.parameters()), kind(twin.parameters())
     layout, parameters = lay_out_model(trainable(model, optimizer))
-    held = HeldBlocks(layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
+    held = held_blocks(StatePlace(), layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
     held.hold(every(layout.blocks))
     gradients, slots = Gradients(layout), {parameter: slot for slot, parameter in enumerate(parameters)}
     for _ in range(2):
@@ -245,12 +245,12 @@ def test_the_probed_state_size_is_what_a_block_takes() -> None:
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     layout, parameters = lay_out_model(trainable(model, optimizer))
-    held = HeldBlocks(layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
+    held = held_blocks(StatePlace(), layout, optimizer, WholeValues(layout, adopt(layout, parameters)), {})
     held.hold(Runs.of([1]))
     held.apply(WholeValues(layout, empty_flats(layout)), 1.0)
-    assert probe_state_bytes(layout, optimizer) == held.state_bytes() == 2 * 4 * layout.block_elements + 4
+    assert probe_state_bytes(layout, optimizer) == held.home.state_bytes() == 2 * 4 * layout.block_elements + 4
     held.keep_only(NO_BLOCKS)
-    assert held.state_bytes() == 0
+    assert held.home.state_bytes() == 0
 
 
 @holds("The first gradient of a lane is added")

@@ -73,11 +73,11 @@ def gan(stage: int, **options: Any) -> Task:
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
-            "shoal.blocks.held",
+            "shoal.blocks.state_home",
             "        if not bucket.is_frozen and turns[bucket.group]\n",
             "        if not bucket.is_frozen or turns is None\n",
         ),
-        Edit("shoal.offload.filed_blocks", " and turns[one.stretch.bucket]\n", "\n"),
+        Edit("shoal.offload.state_in_file", " and turns[one.stretch.bucket]\n", "\n"),
         Edit(
             "shoal.training.step", "        self._forget_gradients_without_a_turn()\n        return", "        return"
         ),

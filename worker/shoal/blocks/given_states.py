@@ -10,9 +10,7 @@ from collections.abc import Collection, Mapping
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.held import MASTER
-from shoal.blocks.loaded_state import State
-from shoal.blocks.state_home import WEIGHTS
+from shoal.blocks.loaded_state import MASTER, WEIGHTS, State
 from shoal.core.layout import Layout, Stretch
 
 

@@ -7,19 +7,19 @@ from bisect import bisect_right
 import torch
 from torch import Tensor
 
-from shoal.blocks.held import HeldBlocks, stretch_of
-from shoal.core.layout import Layout, Stretch
+from shoal.blocks.segments import Segments, stretch_of
+from shoal.core.layout import Stretch
 
 
 class HeldWeights:
-    """`BlockValues` of held blocks. From another thread than the training's under `held.lock`."""
+    """`BlockValues` of held blocks. From another thread than the training's under the segments' lock."""
 
-    def __init__(self, layout: Layout, held: HeldBlocks) -> None:
-        self._layout, self._held = layout, held
+    def __init__(self, segments: Segments) -> None:
+        self._layout, self._segments = segments.layout, segments
 
     def parts(self, stretch: Stretch) -> list[Tensor]:  # each (elements,); together the stretch's
         """Views, one for each segment that the stretch lies in."""
-        segments, found, at = self._held.segments, list[Tensor](), stretch.start
+        segments, found, at = self._segments.in_order, list[Tensor](), stretch.start
         first = bisect_right(segments, stretch, key=stretch_of) - 1
         for segment in segments[max(0, first) :]:
             where = segment.stretch
@@ -47,4 +47,4 @@ class HeldWeights:
     @property
     def bytes(self) -> int:
         """What they take."""
-        return sum(segment.weights.nbytes for segment in self._held.segments if segment.weights is not None)
+        return sum(segment.weights.nbytes for segment in self._segments.in_order if segment.weights is not None)

@@ -19,6 +19,10 @@ from shoal.optim.twin import carried, probing_twin_of, without_hooks_on_all
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
+MASTER = "master"
+"""The key of master weights."""
+WEIGHTS = "weights"
+"""The key of parameters, where a block's are with its state and nowhere else."""
 
 
 class GivenStates(Protocol):

@@ -1,52 +1,266 @@
-"""Where the state of blocks lies while it is held: what was read from a file, or came with a message, is brought there.
+"""The home of held blocks' state: where it lies between two updates, and how an update reaches it.
 
-Tensors lie beside the parameters, or on the host (offload); the numbers that all blocks of a stretch share where the
-optimizer itself has them: torch's own has some on the CPU, whatever the parameters are on. Called by held blocks.
+`InMemory` is the home beside the parameters, and on the host of a device; which of both, the segments' place says
+(update_place.py). A file is another home (offload/state_in_file.py). A home holds, frees, shows and updates what it is
+told to; which blocks those are, and what they begin with, is the affair of held blocks (held.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
+from shoal_protos.runs import NO_BLOCKS, Runs
+from torch import Tensor
 
-from shoal.blocks.loaded_state import State, probe_state
-from shoal.core.layout import Bucket, Layout
+from shoal.blocks.fill_memory import FillMemory
+from shoal.blocks.loaded_state import MASTER, WEIGHTS, LoadedState, State
+from shoal.blocks.optimizer_step import Segment
+from shoal.blocks.segments import Segments
+from shoal.blocks.update_place import Coming
+from shoal.blocks.values import BlockValues, StretchValues
+from shoal.core.layout import Layout, Stretch, overlaps
+from shoal.optim.hyper import has_turn
+from shoal.optim.twin import may_step_in_parts
 
-WEIGHTS = "weights"
-"""The key of parameters, where a block's are with its state and nowhere else."""
+PART_BYTES = 16 << 20
+"""Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
+
+OnUpdated = Callable[[int], None]
+"""Called with a bucket's number."""
 
 
-class BesideParameters:
-    """The home of state that is updated on the device."""
+def unheard(_: int) -> None:
+    """The `OnUpdated` of an update that nobody waits for."""
 
-    def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
-        self._device, self._user = layout.device, optimizer
-        self._known: dict[tuple[int, torch.dtype], dict[str, torch.device]] = {}
 
-    def bring(self, bucket: Bucket, state: State) -> State:  # each (elements of a stretch,), or ()
-        """The same, there."""
-        if self._device.type == "cpu":
-            return state
-        numbers, found = self._numbers_of(bucket), State()
-        for key, value in state.items():
-            found[key] = value.to(self._device if value.dim() else numbers.get(key, value.device))
+class FirstStates:
+    """What blocks have in step 0. `first`: the parameters' first values, in wide dtypes, where they are given; `kept`:
+    the parameters, where they are to be with the state.
+    """
+
+    def __init__(
+        self, layout: Layout, loaded: LoadedState, first: StretchValues | None, kept: StretchValues | None
+    ) -> None:
+        self._layout, self._loaded, self._first, self._kept = layout, loaded, first, kept
+
+    def of(self, stretch: Stretch) -> State:  # each (elements of the stretch,), or ()
+        """All of it."""
+        return {**self._loaded.of(stretch), **self.weights_of(stretch)}
+
+    def weights_of(self, stretch: Stretch) -> State:  # each (elements of the stretch,)
+        """What tells the parameters, where they are with the state: themselves, or their master weights."""
+        masters = self._masters_of(stretch)
+        if masters or self._kept is None:
+            return masters
+        return {WEIGHTS: self._kept.of(stretch).clone() if self._first is None else self._first.of(stretch)}
+
+    def part_of(self, _: Stretch, part: Stretch) -> State:  # each (elements of the part,), or ()
+        """Of some blocks of a stretch, all but the parameters."""
+        return {**self._loaded.of(part), **self._masters_of(part)}
+
+    def _masters_of(self, stretch: Stretch) -> State:  # each (elements of the stretch,)
+        if self._first is None or not self._layout.buckets[stretch.bucket].has_masters:
+            return {}
+        return {MASTER: self._first.of(stretch)}
+
+
+class ReceivedStates:
+    """What another holder had, or a checkpoint."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        states: Mapping[Stretch, State],  # each (elements of the stretch,), or ()
+    ) -> None:
+        self._layout, self._states = layout, states
+
+    def of(self, stretch: Stretch) -> State:  # each (elements of the stretch,), or ()
+        return self._states[stretch]
+
+    weights_of = of
+
+    def part_of(self, stretch: Stretch, part: Stretch) -> State:  # each (elements of the part,), or ()
+        size = self._layout.buckets[stretch.bucket].block_elements
+        first, stop = ((at - stretch.start) * size for at in (part.start, part.stop))
+        state = {key: value for key, value in self._states[stretch].items() if key != WEIGHTS}
+        return {key: value[first:stop] if value.dim() else value for key, value in state.items()}
+
+
+StateSource = FirstStates | ReceivedStates
+
+
+class StateHome(Protocol):
+    """Of the held blocks of one worker."""
+
+    segments: Segments
+    """What of it lies in memory."""
+    bytes_per_second: float
+    """At which the last update's state came from a file and went back; 0: none did."""
+
+    def expect(self, runs: Runs) -> None:
+        """A world fills these: `memory_for` is asked for them."""
+
+    def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype, /) -> Tensor:  # (elements,) of `dtype`
+        """Where a state of expected blocks is received; not their parameters."""
+        ...
+
+    def put(self, stretches: Sequence[Stretch], source: StateSource) -> None:
+        """The blocks of these are held from now on."""
+
+    def keep_only(self, runs: Runs) -> None:
+        """Frees every other block, of which there are some."""
+
+    def join(self) -> None:
+        """What was expected has come."""
+
+    def states(
+        self, runs: Runs, with_weights: bool = False
+    ) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
+        """The state of held blocks, stretch by stretch, as views of memory or as copies: what a digest reads.
+
+        `with_weights`: what a fill sends: parameters too, where they are kept with the state and no masters tell them.
+        """
+        ...
+
+    def outline(self, runs: Runs) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
+        """Keys, sizes and dtypes of what `stream` brings, and the numbers that blocks share; no other values."""
+        ...
+
+    def stream(self, runs: Runs) -> Iterator[tuple[Stretch, State]]:  # each (elements of its stretch,), or ()
+        """The state of held blocks, stretch by stretch: each is valid until the next is asked for."""
+        ...
+
+    def portions(self, stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+        """Parts of these stretches whose state may be in memory at one time, beside what is held."""
+        ...
+
+    def update(self, gradients: BlockValues, scale: float, on_updated: OnUpdated) -> None:
+        """See `HeldBlocks.apply`. The twin of the optimizer has the hyper-parameters."""
+
+    def state_bytes(self) -> int:
+        """Bytes of all state held, counted over tensors."""
+        ...
+
+    def bytes_by_place(self) -> dict[str, int]:
+        """What it takes between two steps: `state` is memory, `state_files` are bytes of files."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePart:
+    """Segments that are updated in one go."""
+
+    segments: list[Segment]
+    first_bucket: int
+    """All that is held of it and of those after it is updated then."""
+
+
+class InMemory:
+    """A `StateHome`: state lies with its segments."""
+
+    bytes_per_second = 0.0
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+        self.expect(NO_BLOCKS)
+
+    # ---- to hold
+
+    def expect(self, runs: Runs) -> None:
+        self._expected = FillMemory(self.segments.layout, runs, self.segments.place.memory)
+
+    def memory_for(self, stretch: Stretch, key: str, dtype: torch.dtype, /) -> Tensor:  # (elements,) of `dtype`
+        return self._expected.part(stretch, key, dtype)
+
+    def put(self, stretches: Sequence[Stretch], source: StateSource) -> None:
+        segments = self.segments
+        segments.add([segments.make(one, source.of(one)) for one in stretches], segments.layout.runs(stretches))
+
+    def keep_only(self, runs: Runs) -> None:
+        self.segments.keep_only(runs)
+
+    def join(self) -> None:
+        self.expect(NO_BLOCKS)
+
+    # ---- to read
+
+    def states(
+        self, runs: Runs, with_weights: bool = False
+    ) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
+        found: dict[Stretch, State] = {}
+        wanted = self.segments.layout.stretches(runs)
+        for segment in self.segments.in_order:
+            left_out = () if with_weights and not segment.has_master else (WEIGHTS,)
+            for stretch in overlaps(wanted, segment.stretch):
+                state = self.segments.part_of(segment, stretch)
+                found[stretch] = {key: value for key, value in state.items() if key not in left_out}
         return found
 
-    def _numbers_of(self, bucket: Bucket) -> dict[str, torch.device]:
-        if bucket.is_frozen:  # no optimizer has seen it
-            return {}
-        kind = bucket.group, bucket.wide_dtype
-        if kind not in self._known:
-            state = probe_state(self._user, bucket, 2, self._device)
-            self._known[kind] = {key: value.device for key, value in state.items() if not value.dim()}
-        return self._known[kind]
+    def outline(self, runs: Runs) -> dict[Stretch, State]:  # each (elements of its stretch,), or ()
+        return self.states(runs)
+
+    def stream(self, runs: Runs) -> Iterator[tuple[Stretch, State]]:  # each (elements of its stretch,), or ()
+        yield from self.states(runs).items()
+
+    def portions(self, stretches: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+        yield list(stretches)
+
+    # ---- the update
+
+    def update(self, gradients: BlockValues, scale: float, on_updated: OnUpdated) -> None:
+        """Part by part, so that the next part comes to the place while one is updated there."""
+        segments, place = self.segments, self.segments.place
+        place.begin_update()
+        trained = trained_segments(segments.in_order, segments.layout, segments.twin)
+        parts = parts_of(trained, may_step_in_parts(segments.user))
+        coming = self._bring_down(parts[0].segments, gradients)
+        for index, part in enumerate(parts):
+            following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []
+            place.update(segments.optimizer_step, part.segments, coming, scale)
+            coming = following
+            on_updated(part.first_bucket)
+
+    def _bring_down(self, segments: Sequence[Segment], gradients: BlockValues) -> list[Coming]:
+        place, parameters_of = self.segments.place, self.segments.parameters_of
+        return [
+            place.bring_down(gradients.of(one.stretch), parameters_of(one), None if one.has_master else one.parameter)
+            for one in segments
+        ]
+
+    # ---- what it takes
+
+    def state_bytes(self) -> int:
+        states = map(self.segments.state_of, self.segments.in_order)
+        return sum(value.nbytes for state in states for key, value in state.items() if key != WEIGHTS)
+
+    def bytes_by_place(self) -> dict[str, int]:
+        """With the copies of parameters that the host updates; those that lie with the state are counted as weights."""
+        own = [one for one in self.segments.in_order if not one.has_master]
+        copied = [one for one in own if one.parameter.data_ptr() != self.segments.parameters_of(one).data_ptr()]
+        return {"state": self.state_bytes() + sum(one.parameter.nbytes for one in copied)}
 
 
-class OnTheHost:
-    """The home of state that is updated on the CPU; parameters are on `weights`."""
+def trained_segments(segments: list[Segment], layout: Layout, twin: torch.optim.Optimizer) -> list[Segment]:
+    """Those that are not frozen, of groups whose turn it is."""
+    buckets, turns = layout.buckets, [has_turn(group) for group in twin.param_groups]
+    return [
+        segment
+        for segment, bucket in ((segment, buckets[segment.stretch.bucket]) for segment in segments)
+        if not bucket.is_frozen and turns[bucket.group]
+    ]
 
-    def __init__(self, weights: torch.device) -> None:
-        self._weights = weights
 
-    def bring(self, _: Bucket, state: State) -> State:  # each (elements of a stretch,), or ()
-        """The same, there."""
-        return {key: value.to(self._weights if key == WEIGHTS else "cpu") for key, value in state.items()}
+def parts_of(segments: list[Segment], may_be_several: bool) -> list[UpdatePart]:
+    """From the last bucket to the first; a bucket is in one part, and its segments are in their order."""
+    parts, stop, size = list[UpdatePart](), len(segments), 0
+    if may_be_several:
+        for index in range(len(segments) - 1, 0, -1):
+            one, following = segments[index].stretch.bucket, segments[index - 1].stretch.bucket
+            size += segments[index].parameter.nbytes
+            if size >= PART_BYTES and following != one:
+                parts.append(UpdatePart(segments[index:stop], one))
+                stop, size = index, 0
+    return [*parts, UpdatePart(segments[:stop], 0)]

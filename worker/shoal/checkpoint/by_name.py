@@ -14,7 +14,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.held import MASTER
+from shoal.blocks.loaded_state import MASTER
 from shoal.checkpoint.layout_check import Match, match
 from shoal.checkpoint.manifest import StateEntry
 from shoal.checkpoint.named import Known, names, tied_names

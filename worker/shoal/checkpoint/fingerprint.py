@@ -57,7 +57,7 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
     """Each stretch of blocks with its parameters, then each state tensor, keys sorted: (blocks × block elements,)
     elements, or () for a number that all blocks share.
     """
-    for stretch, tensors in state.held.stream(blocks):
+    for stretch, tensors in state.held.home.stream(blocks):
         first, _ = state.held_layout.elements(stretch)
         gaps = state.held_layout.buckets[stretch.bucket].gaps
         yield (

@@ -25,8 +25,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
-from shoal.blocks.held import MASTER
-from shoal.blocks.state_home import WEIGHTS
+from shoal.blocks.loaded_state import MASTER, WEIGHTS
 from shoal.checkpoint.dcp_index import INDEX, LARGEST, Index, Place, Shape, read_index
 from shoal.checkpoint.dcp_tensors import FolderTensors
 from shoal.checkpoint.named import Known

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blocks.flat import views
-from shoal.blocks.held import MASTER
+from shoal.blocks.loaded_state import MASTER
 from shoal.blocks.values import WholeValues
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import Reader

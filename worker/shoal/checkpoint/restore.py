@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.given_states import check_masters
-from shoal.blocks.held import MASTER
-from shoal.blocks.state_home import WEIGHTS
+from shoal.blocks.loaded_state import MASTER, WEIGHTS
 from shoal.checkpoint.by_name import take_by_name
 from shoal.checkpoint.layout_check import Match, difference
 from shoal.checkpoint.manifest import Manifest
@@ -246,7 +245,7 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
     frozen = [one for one in stretches if one.bucket >= trained]
     if frozen:
         _load_frozen_blocks(reader, state, frozen)
-    for portion in state.held.portions([one for one in stretches if one.bucket < trained]):
+    for portion in state.held.home.portions([one for one in stretches if one.bucket < trained]):
         states = reader.states(portion)
         try:
             check_masters(state.layout, states)
@@ -274,7 +273,7 @@ def load_model(reader: Reader, state: TrainingState, allow: tuple[str, ...]) -> 
     taken.forget()
     state.originals.take(taken)
     if matched.has_optimizer:
-        state.held.begin_with(taken)
+        state.held.loaded.take(taken)
     state.buffers.refresh()
     return matched
 

@@ -152,7 +152,7 @@ def take_snapshot(
     layout: Layout, weights: BlockValues, held: HeldBlocks, owned: Runs, beside: Mapping[str, Tensor], arena: Arena
 ) -> Snapshot:
     """Copies the parameters and states of `owned`, and the tensors `beside` (by name: buffers and the like)."""
-    drafts = list(_pieces(weights, held.outline(owned)))
+    drafts = list(_pieces(weights, held.home.outline(owned)))
     regions = _regions(drafts, beside)
     by_name = {region.name: region for region in regions}
     pieces = tuple(
@@ -166,7 +166,7 @@ def take_snapshot(
     tensors = {name: by_name[name] for name in beside}
     data = arena.take(regions[-1].at + regions[-1].bytes if regions else 0)
     snapshot = Snapshot(layout.block_elements, pieces, tensors, regions, data)
-    _copy_states(snapshot, weights, held.stream(owned), arena)
+    _copy_states(snapshot, weights, held.home.stream(owned), arena)
     for name, tensor in beside.items():
         arena.copy(tensor, tensors[name].at)
     arena.settle()
@@ -265,7 +265,7 @@ class StreamedState:
 
     def contents(self) -> Iterator[tuple[Region, memoryview]]:
         pieces = {piece.stretch: piece for piece in self.pieces}
-        for stretch, state in self.held.stream(self.owned):
+        for stretch, state in self.held.home.stream(self.owned):
             piece = pieces[stretch]
             values = {PARAMETERS: self.weights.of(stretch), **state}
             for key, region in piece.regions.items():
@@ -288,7 +288,7 @@ def streamed_state(
     def add(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         regions.append(Region(name, dtype, shape, regions[-1].at + regions[-1].bytes if regions else 0))
 
-    for stretch, state in held.outline(owned).items():
+    for stretch, state in held.home.outline(owned).items():
         dtypes = {PARAMETERS: layout.buckets[stretch.bucket].dtype}
         dtypes |= {key: value.dtype for key, value in state.items() if value.dim()}
         of_stretch[stretch] = sorted(dtypes, key=lambda key: (-dtypes[key].itemsize, key))

@@ -35,7 +35,7 @@ def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[
     works: list[Work] = []
     for fill in fills:
         if fill.source == group.rank:
-            states = held.states(fill.blocks, with_weights=True)
+            states = held.home.states(fill.blocks, with_weights=True)
             works.append(FramedSend(group, fill.target, FILLED, head_of(states)))
             works += [group.send(value, fill.target, FILLED) for value in _large(states)]
     return works

@@ -28,13 +28,13 @@ from shoal.blocks.flat import (
     plain_parts,
     trainable,
 )
-from shoal.blocks.held import OnUpdated, unheard
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.originals import Originals
 from shoal.blocks.residency import EVERYTHING, Residency
 from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.sharded_memory import ShardedMemory
+from shoal.blocks.state_home import OnUpdated, unheard
 from shoal.blocks.values import WholeValues
 from shoal.config.training import TrainingConfig
 from shoal.core.layout import Layout
@@ -160,8 +160,8 @@ class TrainingState:
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
-        self.held.shared = self.sharded_memory.shared if self.sharded_memory is not None else None
-        self.weights = HeldWeights(self.held_layout, self.held) if sharded else self.flats
+        self.held.segments.shared = self.sharded_memory.shared if self.sharded_memory is not None else None
+        self.weights = HeldWeights(self.held.segments) if sharded else self.flats
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
         self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)

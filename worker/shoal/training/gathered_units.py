@@ -177,7 +177,7 @@ class GatheredUnits:
             if not 0 <= unit < len(self._units):
                 raise WorldChanged(f"rank {peer} asks for unit {unit} of {len(self._units)}")
             messages = traffic.messages(world.rank, peer, key[1])[unit]
-            with state.held.lock:
+            with state.held.segments.lock:
                 parts = [[self._weights.range(*extent) for extent in extents] for extents in messages]
             return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
 
@@ -218,7 +218,7 @@ class GatheredUnits:
         """Of a unit whose flats have memory, where in them goes what is held here, and where it lies."""
         context, traffic = self._context, self._traffic
         assert traffic is not None
-        as_of = min(context.boundaries, traffic.plan.boundaries), context.state.held.revision
+        as_of = min(context.boundaries, traffic.plan.boundaries), context.state.held.segments.revision
         if self._own_as_of != as_of:
             self._own_as_of, self._own = as_of, {}
             self._stretches = traffic.own(context.boundaries)

@@ -117,7 +117,7 @@ class HandedParameters(Parameters):
         state = self._context.state
         keys = self._keys
         known = [OF_A_FLAT + len(found) for found in self._by_bucket]
-        for segment in state.held.segments:
+        for segment in state.held.segments.in_order:
             known[segment.stretch.bucket] += storage_key(segment.parameter) == keys[segment.stretch.bucket]
         found = list(map(torch._C._storage_Use_Count, keys))
         return state.originals is not None or any(map(gt, found, known))

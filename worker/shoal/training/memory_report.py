@@ -63,7 +63,7 @@ class MemoryReport:
         by_parameter: float | None = state_bytes_of(type(state.optimizer).__name__, state.optimizer.defaults)
         if by_parameter is None:
             blocks = len(state.held_layout.trained_runs(state.held.runs))
-            by_parameter = state.held.state_bytes() / (blocks * state.layout.block_elements)
+            by_parameter = state.held.home.state_bytes() / (blocks * state.layout.block_elements)
         elif precision == "fp64":
             by_parameter *= PARAMETER_BYTES["fp64"] / PARAMETER_BYTES["fp32"]
         frozen = [*frozen_parameters(state).values(), *frozen_in_blocks(state).values()]

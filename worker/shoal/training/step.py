@@ -21,7 +21,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.plan import Fill
 from torch import Tensor
 
-from shoal.blocks.held import OnUpdated, unheard
+from shoal.blocks.state_home import OnUpdated, unheard
 from shoal.checkpoint.failure import result_of
 from shoal.config.out_of_memory import explain, naming, note_what
 from shoal.exchange.ballot import Ballot

@@ -107,7 +107,7 @@ class Meter:
             skipped_micro_batches=record.skipped_micro_batches if record else 0,
             not_finite_steps=record.not_finite_steps if record else 0,
             not_finite=self._not_finite,
-            state_file_bytes_per_second=round(state.held.bytes_per_second),
+            state_file_bytes_per_second=round(state.held.home.bytes_per_second),
         )
 
     def _memory_bytes(self, state: TrainingState) -> dict[str, int]:
@@ -123,7 +123,7 @@ def held_bytes(state: TrainingState) -> dict[str, int]:
     return {
         "parameters": state.weights.bytes + state.frozen_bytes,
         "gradients": state.sums.bytes,
-        **state.held.bytes_by_place(),
+        **state.held.home.bytes_by_place(),
     }
 
 
