@@ -113,6 +113,9 @@ class TrainingState:
     functions of `on_commit` have followed, and with them what it registers.
     """
 
+    guards: tuple[StepGuard, ...]
+    """What the steps of training tell each in turn: see guards/step_guard.py."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -168,8 +171,6 @@ class TrainingState:
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.given = GivenHyperParameters(optimizer, scheduler, self.held.effects.moved)
         self.modes, self.misses = ModuleModes(module), Misses(())
-        self.guards: tuple[StepGuard, ...]
-        """What the steps of training tell each in turn: see guards/step_guard.py."""
         self.guards = self.module_guard, self.set_in_time, self.modes, gradient_guard, self.comparisons
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in, self.followed = NO_STEP, limits.last_step, 0, 0
