@@ -60,10 +60,10 @@ def main() -> None:
         note(file, engine)
         goal = goal or engine.global_step + STEPS
         if engine.global_step == goal:
-            result["rest"] = counter.now - before + seen_bytes(engine.context.state.sharded_memory)
+            result["rest"] = counter.now - before + seen_bytes(engine.context.state.memory)
             counter.forget_most()
         elif engine.global_step == goal + STEPS:
-            most = counter.most - before + seen_bytes(engine.context.state.sharded_memory)
+            most = counter.most - before + seen_bytes(engine.context.state.memory)
             result |= {"most": most, "lanes": len(engine.lanes)}
             place = Path(f"{os.environ['BENCH_STEPS']}.{engine.rank}")
             Path(f"{place}.new").write_text(json.dumps(result))

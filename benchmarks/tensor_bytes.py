@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # it is for processes without Shoal too
-    from shoal.blocks.sharded_memory import ShardedMemory
+    from shoal.blocks.sharded_memory import ShardedMemory, WholeMemory
 
 MAPPING = re.compile("([0-9a-f]+)-[0-9a-f]+ ")
 """The first line that the kernel tells of a mapping, with its first address."""
@@ -37,9 +37,9 @@ def in_torchs_memory() -> None:
         del mmap.MADV_HUGEPAGE
 
 
-def seen_bytes(memory: ShardedMemory | None) -> int:
+def seen_bytes(memory: WholeMemory | ShardedMemory) -> int:
     """What a worker has taken besides: parameters of blocks that it holds, and units of which it has a copy now."""
-    if memory is None or memory.shared is None or memory.mapped is None:
+    if memory.shared is None or memory.mapped is None:
         return 0
     first, last = memory.mapped.addresses
     copies, is_within = 0, False

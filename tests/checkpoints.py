@@ -20,6 +20,7 @@ from shoal.checkpoint.writer import Author, Origin, States, commit, draft_of, wr
 from shoal.core.layout_entry import LayoutEntry
 from shoal.exchange.vote import Record
 from shoal.state.training_state import Limits, TrainingState, frozen_parameters
+from shoal.training.residency import residency_of
 from shoal_protos.runs import Runs, every
 from torch import nn
 
@@ -53,7 +54,7 @@ def fresh(seed: int = 0, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, 
     groups = [{"params": wide}, {"params": narrow, "lr": 0.1}]
     optimizer = kind(groups, lr=0.01)  # type: ignore[call-arg]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    state = TrainingState(model, optimizer, scheduler, Limits(lanes=4, clipping=0.0, last_step=50))
+    state = TrainingState(model, optimizer, scheduler, Limits(lanes=4, clipping=0.0, last_step=50), residency_of(0))
     state.begin_anew(every(state.layout.blocks))
     return state
 

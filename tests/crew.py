@@ -38,6 +38,7 @@ from shoal.state.training_state import NO_STEP, Limits, TrainingState
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending
+from shoal.training.residency import residency_of
 from shoal.training.start import _description
 from shoal_controller.core.machine import events
 from shoal_controller.core.machine.effects import AskPlanner, Note, Probe, Send
@@ -116,12 +117,11 @@ def engine_of(task: Task, link: Link, faults: Faults) -> Engine:
     torch.manual_seed(0)
     model = task.model()
     checkpoint_activations(model, settled)
-    optimizer = task.optimizer(model)
-    state = TrainingState(model, optimizer, task.scheduler(optimizer), limits, task.device())
+    optimizer, by_stage = task.optimizer(model), residency_of(settled.stage)
+    state = TrainingState(model, optimizer, task.scheduler(optimizer), limits, by_stage, task.device())
     fetcher = Fetcher(source, None, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)
-    description = _description(settled, state, optimizer, source.sampler.samples, are_others=not link.alone)
-    link.introduce(description, status)
+    link.introduce(_description(settled, state, optimizer, source.sampler.samples, are_others=not link.alone), status)
     take_over(optimizer, state.scheduler, lambda: state.step > NO_STEP)
     engine = Engine(settled, state, link, fetcher, faults)
     engine.parts.loading.begin(engine.parts.status.publish)

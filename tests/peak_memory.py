@@ -127,7 +127,7 @@ def in_training(peaks: Peaks, place: Path, stream: bool, device: Device = HOST, 
     options = {"max_steps": 5, "lanes": 1, "stage": 3, "mirrors": 0, "shoal": {"checkpoint": saves}}
     task = Task(options, model=Layers, optimizer=adamw, scheduler=lambda _: None, body=body, device=lambda: device)
     engine = engine_of(task, AloneLink(), Strikes([], at_save))
-    peaks.seen = lambda: seen_bytes(engine.context.state.sharded_memory)
+    peaks.seen = lambda: seen_bytes(engine.context.state.memory)
     train(engine, task, lambda: None)
     if not stream:
         peaks.of(f"fingerprint{ending}", engine.fingerprint)

@@ -13,6 +13,7 @@ from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.restore import fits, load_model, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.state.training_state import Limits, TrainingState
+from shoal.training.residency import residency_of
 from shoal_protos.errors import UserError
 from torch import nn
 
@@ -31,7 +32,7 @@ def state_of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.A
     if groups == 3:
         group_of["wide"] = 1
     made = [{"params": [p for name, p in trained if group_of[name] == number]} for number in range(groups)]
-    return TrainingState(model, kind(made, lr=0.01), None, Limits(4, 0.0, 50))  # type: ignore[call-arg]
+    return TrainingState(model, kind(made, lr=0.01), None, Limits(4, 0.0, 50), residency_of(0))  # type: ignore[call-arg]
 
 
 class Larger(Model):

@@ -16,6 +16,7 @@ from shoal.checkpoint.model_file import DcpFolder
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
 from shoal.state.training_state import Limits, TrainingState
+from shoal.training.residency import residency_of
 from shoal_protos.errors import UserError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_state_dict
@@ -100,7 +101,7 @@ def test_states_in_half_precision_become_what_the_jobs_optimizer_keeps(dtype: to
     optimizer.step()
     import_model(written(content_of("torchtitan", theirs, optimizer), tmp_path / "dcp"), LocalStorage(tmp_path / "c"))
     model = nn.Linear(9, 4)
-    state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, Limits(1, 0.0, 1))
+    state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, Limits(1, 0.0, 1), residency_of(0))
     load_model(found_in(tmp_path / "c").reader(), state, ())
     state.begin_anew(state.everything)
     ((_, kept),) = state.held.home.states(state.everything).items()
@@ -215,7 +216,7 @@ def test_states_that_a_jobs_optimizer_cannot_have_get_a_sentence_when_it_begins(
     import_model(written(content, tmp_path / "dcp"), LocalStorage(tmp_path / "c"))
     model = nn.Module()
     model.a, model.b = (nn.Parameter(torch.zeros(2)) for _ in range(2))
-    state = TrainingState(model, kind(model.parameters()), None, Limits(1, 0.0, 1))
+    state = TrainingState(model, kind(model.parameters()), None, Limits(1, 0.0, 1), residency_of(0))
     with pytest.raises(UserError) as refused:
         load_model(found_in(tmp_path / "c").reader(), state, ())
     assert str(refused.value) == sentence

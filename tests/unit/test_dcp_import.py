@@ -15,7 +15,6 @@ from allocated_bytes import most_bytes
 from checkpoints import fresh, save, trained
 from crew import Crew, Task, undisturbed
 from dcp_folders import changed, found_in, plain, written
-from shoal.blocks.residency import Residency
 from shoal.checkpoint import importing
 from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.dcp_index import INDEX
@@ -25,6 +24,7 @@ from shoal.checkpoint.model_file import DcpFolder
 from shoal.checkpoint.restore import load_model
 from shoal.checkpoint.storage import LocalStorage
 from shoal.state.training_state import Limits, TrainingState
+from shoal.training.residency import residency_of
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check
@@ -116,7 +116,11 @@ def test_what_two_processes_of_fsdp_wrote_is_taken_with_its_optimizer(tmp_path: 
         import_model(tmp_path / form, LocalStorage(tmp_path / f"{form}-c"))
         model = nn.Sequential(nn.Linear(12, 7), nn.Linear(7, 3))
         state = TrainingState(
-            model, torch.optim.AdamW(model.parameters()), None, Limits(lanes=1, clipping=0.0, last_step=1)
+            model,
+            torch.optim.AdamW(model.parameters()),
+            None,
+            Limits(lanes=1, clipping=0.0, last_step=1),
+            residency_of(0),
         )
         load_model(found_in(tmp_path / f"{form}-c").reader(), state, ())
         state.begin_anew(state.everything)
@@ -140,7 +144,7 @@ def test_neither_the_import_nor_a_worker_of_stage_3_has_more_in_memory_than_a_te
     folder = written({"model": model.state_dict(), "optimizer": {"state": kept}}, tmp_path / "dcp")
     assert most_bytes(lambda: import_model(folder, LocalStorage(tmp_path / "c"))) < 6 * tensor < 16 * tensor
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    state = TrainingState(model, optimizer, None, Limits(4, 0.0, 1, residency=Residency.of(3)))
+    state = TrainingState(model, optimizer, None, Limits(4, 0.0, 1), residency_of(3))
     keeps, found = Runs([(0, state.layout.blocks // 8)]), found_in(tmp_path / "c")
 
     def begin() -> None:
@@ -237,7 +241,9 @@ def test_another_optimizer_than_the_states_are_of_is_refused_and_the_model_alone
         import_model(folder, LocalStorage(place), model_only)
         model = nn.Module()
         model.w = nn.Parameter(torch.zeros(3, 2))
-        state = TrainingState(model, torch.optim.SGD(model.parameters(), momentum=0.9), None, Limits(1, 0.0, 1))
+        state = TrainingState(
+            model, torch.optim.SGD(model.parameters(), momentum=0.9), None, Limits(1, 0.0, 1), residency_of(0)
+        )
         if model_only:
             assert str(load_model(found_in(place).reader(), state, ())).endswith("with a fresh optimizer.")
             continue

@@ -21,7 +21,6 @@ from matrices import shortened
 from reference import reference
 from rule import Edit, rule
 from safetensors.torch import load_file, save_file
-from shoal.blocks.residency import Residency
 from shoal.checkpoint.catalogue import resolve
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.restore import load_model
@@ -30,6 +29,7 @@ from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.state.training_state import Limits, TrainingState
 from shoal.training.engine import Engine
+from shoal.training.residency import residency_of
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check
@@ -244,8 +244,8 @@ def test_a_worker_never_has_more_of_a_model_than_its_shards_and_one_unit(half: t
         with shoal.deferred():
             model = Wide()
         optimizer = torch.optim.AdamW(model.parameters())
-        limits = Limits(4, 0.0, 1, residency=Residency.of(3), half=half, peers_on_host=False)
-        state = TrainingState(model, optimizer, None, limits)
+        limits = Limits(4, 0.0, 1, half=half, peers_on_host=False)
+        state = TrainingState(model, optimizer, None, limits, residency_of(3))
         state.begin_anew(Runs([(0, state.layout.blocks // 4)]))
         kept.append(state.held.home.state_bytes() + state.weights.bytes)
 
@@ -333,8 +333,7 @@ def test_a_worker_reads_of_tensors_that_are_taken_by_name_what_it_keeps(tmp_path
     assert found is not None
     with shoal.deferred():
         model = Wide()
-    limits = Limits(4, 0.0, 1, residency=Residency.of(3))
-    state = TrainingState(model, torch.optim.SGD(model.parameters()), None, limits)
+    state = TrainingState(model, torch.optim.SGD(model.parameters()), None, Limits(4, 0.0, 1), residency_of(3))
     keeps = Runs([(0, state.layout.blocks // 4)])
 
     def begin() -> None:

@@ -22,13 +22,13 @@ from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
 from safetensors.torch import save_file
-from shoal.blocks.residency import Residency
 from shoal.core.units import unit_numbers
 from shoal.first_values.deferred_values import checksum_of, deferred_values
 from shoal.first_values.pretrained import Pretrained
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.state.training_state import Limits, TrainingState
+from shoal.training.residency import residency_of
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Runs
 from tiers import check
@@ -327,8 +327,8 @@ def test_what_one_call_fills_is_made_together_and_nothing_else_is() -> None:
     def begin() -> None:
         with shoal.deferred():
             model = Wide()
-        limits = Limits(4, 0.0, 1, residency=Residency.of(3), peers_on_host=False)
-        state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, limits)
+        limits = Limits(4, 0.0, 1, peers_on_host=False)
+        state = TrainingState(model, torch.optim.AdamW(model.parameters()), None, limits, residency_of(3))
         state.begin_anew(Runs([(0, state.layout.blocks // 4)]))
         kept.append(state.held.home.state_bytes() + state.weights.bytes)
 

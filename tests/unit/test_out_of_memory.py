@@ -31,6 +31,7 @@ from shoal.training import start as start_of_training
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
 from shoal.training.memory_report import memory_setting
+from shoal.training.residency import residency_of
 from torch import Tensor
 
 FULL = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
@@ -80,7 +81,9 @@ def smallest(**more: Any) -> dict[str, Any]:
 
 def setting_of(document: dict[str, Any], workers: int = 2, device: Device = HOST) -> Setting:
     """Of a model with units."""
-    return Setting(load_config(document), workers, device.on_host, has_units=True, steps_in_parts=True)
+    config = load_config(document)
+    advice = residency_of(config.stage).advice(config)
+    return Setting(config, advice, workers, device.on_host, has_units=True, steps_in_parts=True)
 
 
 def test_what_is_said_names_where_it_was_and_only_what_is_not_done_yet() -> None:
@@ -117,7 +120,7 @@ def start(document: dict[str, Any], device: Device) -> None:
     """As far as a worker refuses what its config says. Raises `UserError`."""
     config, model = load_config(document), Adapted(0.1, True)
     checkpoint_activations(model, config)
-    TrainingState(model, optimizer_of(model), None, Limits.of(config, 1), device)
+    TrainingState(model, optimizer_of(model), None, Limits.of(config, 1), residency_of(config.stage), device)
 
 
 @pytest.mark.parametrize("device", [HOST, LateDevice()], ids=["on the CPU", "on a device"])

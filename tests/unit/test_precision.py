@@ -60,9 +60,9 @@ def alone(task: Task) -> Engine:
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.training.resize",
-            "narrow, residency = state.one_micro_batch, state.residency\n",
-            "narrow, residency = True, state.residency\n",
+            "shoal.state.training_state",
+            "rank, self.held_layout, self._one_micro_batch)\n",
+            "rank, self.held_layout, True)\n",
         ),
         Edit("shoal.core.tree", "    return all(stop - start == 1 for start, stop in spans)\n", "    return True\n"),
     ],

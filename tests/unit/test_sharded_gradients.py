@@ -68,7 +68,7 @@ def test_a_loss_anywhere_in_a_step_costs_this_step_at_most_and_no_bit(point: str
     broken_by=[
         Edit(
             "shoal.training.resize",
-            "        keeps_lanes = at_same_step and context.state.residency.gradients\n",
+            "        keeps_lanes = at_same_step and self._step.reducing.keeps_lanes\n",
             "        keeps_lanes = at_same_step\n",
         ),
         Edit("shoal.training.resize", "        self._step.reducing.forget()\n", ""),

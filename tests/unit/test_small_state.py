@@ -15,6 +15,7 @@ from crew import Crew, Task, undisturbed
 from rule import Edit, holds, rule
 from shoal.state.small_state import FIELDS, pack, unpack
 from shoal.state.training_state import Limits, TrainingState
+from shoal.training.residency import residency_of
 from shoal_protos.errors import PeerError, UserError
 from torch import nn
 
@@ -120,5 +121,5 @@ def test_a_scheduler_that_no_joiner_can_be_given_is_refused_at_the_start() -> No
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     scheduler = Lambda(optimizer, lambda step: 1.0)
     with pytest.raises(UserError, match=r"^the scheduler's state\.schedule is a \S+Bomb, which cannot be saved"):
-        TrainingState(module, optimizer, scheduler, Limits(1, 0.0, 10))
+        TrainingState(module, optimizer, scheduler, Limits(1, 0.0, 10), residency_of(0))
     assert set(FIELDS) == set(CONTENT)

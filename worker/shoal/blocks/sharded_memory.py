@@ -1,14 +1,19 @@
-"""The memory of sharded parameters on one worker: of the flats that forwards compute with, and of what is held.
+"""The memory of parameters on one worker: whole and here all the time, or sharded.
 
-Where all workers are on one host's CPU, others see what is held, and flats show it. Else flats are found and freed by
-torch, and what is held lies with its state. Knows no unit and no group.
+Sharded: of the flats that forwards compute with, and of what is held. Where all workers are on one host's CPU, others
+see what is held, and flats show it. Else flats are found and freed by torch, and what is held lies with its state.
+Knows no unit and no group.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from shoal.blocks.flat import FlatMemory, Flats
+import torch
+from shoal_protos.runs import NO_BLOCKS, every
+from torch import nn
+
+from shoal.blocks.flat import FlatMemory, Flats, adopt, adopt_without_values
 from shoal.blocks.mapped_flats import MappedFlats
 from shoal.blocks.shared_weights import SharedWeights, can_lie_in_pages
 from shoal.core.layout import Layout
@@ -46,10 +51,29 @@ class TorchMemory:
             storage.resize_(size)
 
 
+class WholeMemory:
+    """Parameters are views of flats, whose values are here all the time."""
+
+    shared: SharedWeights | None = None
+    mapped: MappedFlats | None = None
+    fetched = NO_BLOCKS
+    """Blocks whose parameters are asked for where they are used: a step's are not handed out."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+    ) -> None:
+        self.flats = self.always_here = adopt(layout, parameters)
+        """Per bucket (elements,)."""
+
+
 class ShardedMemory:
     """`can_be_seen`: all workers are on this host's CPU. `is_empty`: flats have no values at first."""
 
     def __init__(self, layout: Layout, can_be_seen: bool, is_empty: bool) -> None:
+        self._layout, self._is_empty, self.fetched = layout, is_empty, every(layout.blocks)
+        self.always_here: Flats = []
         self.shared: SharedWeights | None = None
         """Where parameters of held blocks lie, if others can see them there."""
         self.mapped: MappedFlats | None = None
@@ -61,3 +85,18 @@ class ShardedMemory:
                 self.shared = None
                 log.info("weights_are_not_shared", why=str(error), means="workers of this host copy units")
         self.beneath: FlatMemory = TorchMemory(layout, is_empty) if self.mapped is None else self.mapped
+
+    @property
+    def flats(self) -> Flats:
+        """Per bucket (elements,)."""
+        return self.beneath.flats
+
+    def adopt(
+        self,
+        parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+    ) -> None:
+        """Make them views of the flats."""
+        if self._is_empty:
+            adopt_without_values(self._layout, parameters, self.beneath)
+        else:
+            adopt(self._layout, parameters, self.beneath.flats)

@@ -1,7 +1,7 @@
 """One value per element of the blocks that a worker keeps: parameters, or reduced gradients, read range by range.
 
-What a worker keeps of a block whole and what only of its own blocks depends on the stage (residency.py); update, norm,
-exchange, digests and saves read by range and need not know.
+What a worker keeps of a block whole and what only of its own blocks depends on the stage (training/residency.py);
+update, norm, exchange, digests and saves read by range and need not know.
 """
 
 from __future__ import annotations

@@ -25,10 +25,26 @@ ESTIMATE = "`shoal estimate`"
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """What needs less by the ZeRO stage of a config: ways that it does not go yet."""
+
+    stage_number: int
+    instead: str
+    """What there is more of where micro-batches are smaller."""
+    next_stage: str
+    one_micro_batch: str = ""
+    on_host: str = ""
+    """With parameters in host memory; empty where they are, or cannot be."""
+    has_mirrors: bool = False
+    """Whether mirrors cost memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """What decides which ways are open to a worker."""
 
     config: TrainingConfig
+    by_stage: Advice
     workers: int
     is_on_host: bool
     """Whether its model is on the CPU."""
@@ -89,7 +105,7 @@ def explain(error: BaseException, where: str, find: Callable[[], Setting]) -> No
     less = "\n".join(f"  - {way}" for way in ways(setting, isinstance(error, torch.OutOfMemoryError)))
     workers = f"{setting.workers} worker{'s' if setting.workers > 1 else ''}"
     error.add_note(
-        f"That was {where}, in ZeRO stage {setting.config.stage} with {workers}. "
+        f"That was {where}, in ZeRO stage {setting.by_stage.stage_number} with {workers}. "
         f"Less is needed with\n{less}\n{ESTIMATE} says how much a worker needs with each of them."
     )
 
@@ -99,49 +115,34 @@ def ways(setting: Setting, is_of_device: bool) -> Iterator[str]:
 
     `is_of_device`: an accelerator's own memory ran out, so that the host's may have some left.
     """
-    config = setting.config
-    yield from _by_batches(config)
+    config, by_stage = setting.config, setting.by_stage
+    if config.micro_batch_size > 1:
+        yield f"a smaller `train_micro_batch_size_per_gpu`, and {by_stage.instead};"
+    if by_stage.one_micro_batch:
+        yield by_stage.one_micro_batch
     if not config.activation_checkpointing and setting.has_units:
         yield '`shoal.activation_checkpointing: "units"`;'
-    yield from _by_stage(config)
+    yield by_stage.next_stage
     if config.precision.parameters is None and config.precision.autocast is None:
         yield "`bf16.enabled: true`, which halves activations;"
     if not setting.is_on_host:
-        yield from _by_host_memory(config) if is_of_device else ()
+        yield from _by_host_memory(setting) if is_of_device else ()
     elif config.state_folder is None and setting.steps_in_parts:
         yield 'optimizer state in a file, `zero_optimization.offload_optimizer: {"device": "nvme", "nvme_path": "…"}`;'
-    if config.mirrors > 0 and config.stage and setting.workers > 1:
+    if config.mirrors > 0 and by_stage.has_mirrors and setting.workers > 1:
         yield "fewer `shoal.mirrors`, and so fewer workers that may die at once;"
     yield "more workers, in every stage above 0."
 
 
-def _by_batches(config: TrainingConfig) -> Iterator[str]:
-    """Where gradients are sharded, several micro-batches make a lane's gradient whole: more lanes do not."""
-    is_sharded, is_one = config.stage >= 2, config.micro_batches_per_lane == 1
-    if config.micro_batch_size > 1:
-        more = "more lanes (`shoal.lanes`)" if is_sharded else "more of them in a lane (`shoal.micro_batches_per_lane`)"
-        yield f"a smaller `train_micro_batch_size_per_gpu`, and {more};"
-    if is_sharded and not is_one:
-        yield "one micro-batch in a lane, and more lanes (`shoal.lanes`): between several its gradient is whole;"
-
-
-def _by_stage(config: TrainingConfig) -> Iterator[str]:
-    if config.stage == 3:
-        yield "smaller units (`shoal.units`);"
-    elif config.stage == 1 and config.micro_batches_per_lane > 1:
-        yield "`zero_optimization.stage: 2`, with one micro-batch in a lane, and more lanes (`shoal.lanes`);"
-    else:
-        yield f"`zero_optimization.stage: {config.stage + 1}`;"
-
-
-def _by_host_memory(config: TrainingConfig) -> Iterator[str]:
+def _by_host_memory(setting: Setting) -> Iterator[str]:
     """Of a model on an accelerator."""
+    config = setting.config
     if config.activation_checkpointing and not config.cpu_checkpointing:
         yield "`activation_checkpointing.cpu_checkpointing: true`;"
     if not config.updates_on_host:
         yield '`zero_optimization.offload_optimizer: {"device": "cpu"}`;'
-    elif config.stage == 3 and not config.parameters_on_host:
-        yield '`zero_optimization.offload_param: {"device": "cpu"}`;'
+    elif setting.by_stage.on_host:
+        yield setting.by_stage.on_host
 
 
 def place_of(names: Sequence[str]) -> str:

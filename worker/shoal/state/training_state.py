@@ -9,47 +9,39 @@ import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import Inventory
+from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.flat import (
-    Flats,
-    adopt,
-    adopt_without_values,
-    frozen,
-    give_memory,
-    lay_out_model,
-    plain_parts,
-    trainable,
-)
+from shoal.blocks.flat import give_memory, lay_out_model, plain_parts, trainable
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.originals import Originals
-from shoal.blocks.residency import EVERYTHING, Residency
+from shoal.blocks.segments import Segments
 from shoal.blocks.shard_sums import ShardSums
-from shoal.blocks.sharded_memory import ShardedMemory
+from shoal.blocks.sharded_memory import ShardedMemory, WholeMemory
 from shoal.blocks.state_home import OnUpdated, unheard
 from shoal.blocks.values import WholeValues
 from shoal.config.training import TrainingConfig
-from shoal.core.layout import Layout
+from shoal.core.layout import Layout, Trainable
 from shoal.core.lineage import Branch, Lineage
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.misses import Misses, every_one
 from shoal.core.stream_position import StreamPositions
 from shoal.core.units import named_parameters, unit_numbers
 from shoal.exchange.module_buffers import ModuleBuffers, persistent_buffers
+from shoal.exchange.traffic import Traffic
 from shoal.exchange.vote import Record
 from shoal.first_values.building import meant_device
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
 from shoal.guards.agreed_hyper import SetInTime
 from shoal.guards.comparisons import Comparisons
-from shoal.guards.gradient_guards import GradientGuard, TakenGradientGuard
 from shoal.guards.module_modes import ModuleModes
 from shoal.guards.parameter_guards import ModuleGuard
 from shoal.guards.step_guard import StepGuard
@@ -78,8 +70,6 @@ class Limits:
     """0: where the script ends."""
     units: tuple[str, ...] = ()
     """Classes of the modules that are units of the layout; none: by rule (core/units.py)."""
-    residency: Residency = EVERYTHING
-    """What of a block every worker keeps."""
     one_micro_batch: bool = True
     """Whether a lane is one micro-batch."""
     half: torch.dtype | None = None
@@ -100,12 +90,55 @@ class Limits:
     def of(cls, config: TrainingConfig, last_step: int, peers_on_host: bool = True) -> Limits:
         """`last_step`: where the dataset or `max_steps` ends the job."""
         precision = config.precision
-        one, residency = config.micro_batches_per_lane == 1, Residency.of(config.stage)
+        one = config.micro_batches_per_lane == 1
         return cls(
-            config.lanes, config.gradient_clipping, last_step, config.units, residency, one, half_dtype(precision),
+            config.lanes, config.gradient_clipping, last_step, config.units, one, half_dtype(precision),
             precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
             peers_on_host,
         )  # fmt: skip
+
+
+class ByStage(Protocol):
+    """What makes the parts of a state that differ by ZeRO's stage: a residency (training/residency.py)."""
+
+    keeps_weights: bool
+    """Whether parameters are with the state of the blocks that a worker holds, and nowhere else."""
+
+    def parameters_in_blocks(
+        self, module: nn.Module, units: Collection[str], /
+    ) -> list[tuple[Trainable, nn.Parameter]]:
+        """Return those that are in blocks besides the trained ones."""
+        ...
+
+    def memory(
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+        can_be_seen: bool,
+        is_empty: bool,
+        /,
+    ) -> WholeMemory | ShardedMemory:
+        """Make the parameters views of flats. `can_be_seen`, `is_empty`: as for `ShardedMemory`."""
+        ...
+
+    def gradients(
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
+        limits: Limits,
+        comparisons: Comparisons,
+        /,
+    ) -> tuple[LaneSums | ShardSums, StepGuard]:
+        """Return what adds up the gradients of trained parameters, and their guard."""
+        ...
+
+    def weights(self, segments: Segments, values: WholeValues, /) -> WholeValues | HeldWeights:
+        """Return the parameters of the blocks that are held, at least. `values`: what forwards compute with."""
+        ...
+
+    def traffic(self, plan: Plan, rank: int, layout: Layout, leaves_are_narrow: bool) -> Traffic:
+        """Return what a member exchanges in a world."""
+        ...
 
 
 class TrainingState:
@@ -122,52 +155,44 @@ class TrainingState:
         optimizer: torch.optim.Optimizer,
         scheduler: LRScheduler | None,
         limits: Limits,
+        by_stage: ByStage,
         device: Device | None = None,
     ) -> None:
         """`device`: None: that of the module."""
         self.device = device if device is not None else device_of(_named_tensors(module))
-        self.residency, self.one_micro_batch = limits.residency, limits.one_micro_batch
+        self._by_stage, self._one_micro_batch = by_stage, limits.one_micro_batch
         deferred = deferred_values(module, limits.seed, unit_numbers(module, limits.units), self.device.kind)
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
-        sharded = not limits.residency.parameters
-        pairs += frozen(module, limits.units) if sharded else []
+        pairs += by_stage.parameters_in_blocks(module, limits.units)
         self.held_layout: Layout
         """Of all that is in blocks; where parameters are sharded, frozen ones too."""
         self.held_layout, self.placed = lay_out_model(pairs, self.device.kind)
         self.layout = self.held_layout.trained  # the same in every stage
         self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
         """The trained ones, in the order of the slots; `placed`: all that are in blocks."""
-        self.comes_later = sharded and deferred is not None
+        self.comes_later = by_stage.keeps_weights and deferred is not None
         """Whether parameters have no values before they are gathered for the first time."""
         if self.comes_later:
             before = {info.name: parameter.data for info, parameter in pairs} | before
-        of_units = self.held_layout, limits.peers_on_host and self.device.on_host, self.comes_later
-        self.sharded_memory = ShardedMemory(*of_units) if sharded else None
-        """None: parameters are here all the time."""
-        self.flats = WholeValues(self.held_layout, self._lay_flats())
+        can_be_seen = limits.peers_on_host and self.device.on_host
+        self.memory = by_stage.memory(self.held_layout, self.placed, can_be_seen, self.comes_later)
+        self.flats = WholeValues(self.held_layout, self.memory.flats)
         """What forwards compute with."""
         self.originals: Originals | None = Originals(self.held_layout, self.placed, before, deferred)
         """Until something but the script has made this process's state: till then it could begin at step 0."""
         self._put_first_values(deferred)
         self.comparisons = Comparisons(at_once=self.device.on_host)
-        gradient_guard: StepGuard
-        whole = limits.residency.gradients
-        self.sums: LaneSums | ShardSums
-        self.sums = LaneSums(self.layout, limits.lanes) if whole else ShardSums(self.layout, limits.one_micro_batch)
-        if isinstance(self.sums, ShardSums) or self.sums.live.has_halves:
-            gradient_guard = TakenGradientGuard(self.parameters)
-        else:
-            gradient_guard = GradientGuard(self.sums, self.parameters, self.comparisons)
+        self.sums, gradient_guard = by_stage.gradients(self.layout, self.parameters, limits, self.comparisons)
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
-        self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, sharded)
-        self.held.segments.shared = self.sharded_memory.shared if self.sharded_memory is not None else None
-        self.weights = HeldWeights(self.held.segments) if sharded else self.flats
+        self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, by_stage.keeps_weights)
+        self.held.segments.shared = self.memory.shared
+        self.weights = by_stage.weights(self.held.segments, self.flats)
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
-        self.module_guard = ModuleGuard(module, self._named(), [] if sharded else self.flats.flats, self.comparisons)
+        self.module_guard = ModuleGuard(module, self._named(), self.memory.always_here, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.given = GivenHyperParameters(optimizer, scheduler, self.held.effects.moved)
         self.modes, self.misses = ModuleModes(module), Misses(())
@@ -186,16 +211,6 @@ class TrainingState:
         self.stream_positions = StreamPositions()
         self.registered: dict[str, Any] = {}
         """The user's own objects with `state_dict` and `load_state_dict`, by name."""
-
-    def _lay_flats(self) -> Flats:  # per bucket (elements,) of its dtype
-        """The parameters become views of them."""
-        if self.sharded_memory is None:
-            return adopt(self.held_layout, self.placed)
-        beneath = self.sharded_memory.beneath
-        if not self.comes_later:
-            return adopt(self.held_layout, self.placed, beneath.flats)
-        adopt_without_values(self.held_layout, self.placed, beneath)
-        return beneath.flats
 
     def _put_first_values(self, deferred: DeferredValues | None) -> None:
         """Of a model that was built without memory: frozen parameters, and all that are whole on every worker."""
@@ -217,6 +232,10 @@ class TrainingState:
     def name_of(self, parameter: nn.Parameter) -> str:
         """One that is in blocks, as it was called at `shoal.initialize`: a module may have lost it since."""
         return next(name for name, one in self._named().items() if one is parameter)
+
+    def traffic(self, plan: Plan, rank: int) -> Traffic:
+        """Return what a member exchanges in a world of this plan."""
+        return self._by_stage.traffic(plan, rank, self.held_layout, self._one_micro_batch)
 
     @property
     def everything(self) -> Runs:
@@ -276,8 +295,13 @@ class TrainingState:
         self.misses = self.misses.after(self.layout, unused, turns)
 
     def _current(self, mine: Runs) -> Runs:
-        """Where parameters are sharded none is handed out: who needs one asks for it."""
-        return mine if self.residency.parameters or not self.frozen_in_place else self.everything
+        return mine | self.memory.fetched if self.frozen_in_place else mine
+
+    def on_frozen(self) -> None:
+        """The job's frozen parameters have come."""
+        self.frozen_in_place = True
+        if self.current or self.memory.fetched:
+            self.current = self.everything
 
     def _clip(self, norm: float | None) -> float:
         if norm is None or not self.clipping:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.mapped_flats import Part
 from shoal.blocks.released import OnTouch
+from shoal.blocks.sharded_memory import ShardedMemory
 from shoal.blocks.shared_weights import Key, SeenWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
 from shoal.config.out_of_memory import note_what, place_of
@@ -82,8 +83,8 @@ class GatheredUnits:
 
     def __init__(self, context: TrainingContext, weights: HeldWeights, on_touch: OnTouch) -> None:
         self._context, self._weights, self._on_touch = context, weights, on_touch
-        state, memory = context.state, context.state.sharded_memory
-        assert memory is not None
+        state, memory = context.state, context.state.memory
+        assert isinstance(memory, ShardedMemory)
         self._memory = memory
         self._units = units_of(state.held_layout, state.flats.flats, state.placed, memory.beneath)
         self.have_frozen = any(unit.has_frozen for unit in self._units)

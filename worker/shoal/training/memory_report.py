@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from shoal_protos.memory_estimate import PARAMETER_BYTES, MemorySetup, Offload, Precision, estimate, state_bytes_of
 
-from shoal.config.out_of_memory import Setting
+from shoal.config.out_of_memory import Advice, Setting
 from shoal.config.training import TrainingConfig
 from shoal.exchange.world import World
 from shoal.optim.twin import may_step_in_parts
@@ -20,6 +20,7 @@ from shoal.process.logs import get_logger
 from shoal.state.training_state import TrainingState, frozen_in_blocks, frozen_parameters
 from shoal.training.activation_checkpointing import finds_units
 from shoal.training.context import TrainingContext
+from shoal.training.residency import residency_of
 from shoal.training.telemetry import held_bytes
 
 PRECISIONS: dict[torch.dtype, Precision] = {
@@ -75,7 +76,7 @@ class MemoryReport:
             frozen=elements,
             frozen_width=sum(one.numel() * one.element_size() for one in frozen) / elements if elements else 0,
             workers=workers,
-            stage=config.stage,
+            stage=_advice(config).stage_number,
             lanes=config.lanes,
             micro_batches=config.micro_batches_per_lane,
             mirrors=min(config.mirrors, workers - 1),
@@ -97,8 +98,13 @@ def memory_setting(context: TrainingContext) -> Setting:
     config, state = context.config, context.state
     return Setting(
         config=config,
+        by_stage=_advice(config),
         workers=context.world.plan.world_size if context.world is not None else 1,
         is_on_host=state.device.on_host,
         has_units=finds_units(state.module, config),
         steps_in_parts=may_step_in_parts(state.optimizer),
     )
+
+
+def _advice(config: TrainingConfig) -> Advice:
+    return residency_of(config.stage).advice(config)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.blocks.held_weights import HeldWeights
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
-from shoal.training.handed_parameters import HandedParameters
-from shoal.training.parameters import Parameters
 from shoal.training.requests import Requests
+from shoal.training.residency import residency_of
 from shoal.training.resize import Resize
-from shoal.training.sharded_parameters import ShardedParameters
 from shoal.training.status import StatusReport
 from shoal.training.step import Step, Update, Voting
 
@@ -47,12 +44,8 @@ class Parts:
 
         corruption = CorruptionWatch(context)
         loading = CheckpointLoading(context)
-        weights = context.state.weights
-        parameters: Parameters
-        if isinstance(weights, HeldWeights):
-            parameters = ShardedParameters(context, weights, take_part)
-        else:
-            parameters = HandedParameters(context, take_part, on_all_here)
+        residency = residency_of(context.config.stage)
+        parameters = residency.parameters(context, take_part, on_all_here)
         saving = CheckpointSaving(context, corruption, loading, parameters)
         evaluation = Evaluation(context)
         evaluation.after_telling = saving.states.retake
@@ -63,5 +56,6 @@ class Parts:
         update = Update(context, evaluation)
         voting = Voting(context, corruption, saving, evaluation, requests)
         step = Step(context, voting, update, boundary, evaluation, parameters)
+        step.reducing = residency.reducing(context, step.on_reduced, parameters.on_gradients)
         resize = Resize(context, step, boundary, loading, requests, status)
         return cls(corruption, loading, saving, evaluation, requests, status, boundary, update, step, resize)

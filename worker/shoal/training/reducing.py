@@ -25,6 +25,9 @@ from shoal.training.context import TrainingContext
 class Reducing(Protocol):
     """The reduction of the step at hand, as the loop drives it."""
 
+    keeps_lanes: bool
+    """Whether lanes that are done stay done when the world breaks."""
+
     @property
     def fill_times(self) -> FillTimes | None:
         """What of it the vote of a step carries: the same kind on all members."""
@@ -55,22 +58,10 @@ class Reducing(Protocol):
         """Another world begins."""
 
 
-def reducing_of(
-    context: TrainingContext, on_reduced: Callable[[], None], on_gradients: Callable[[int], None]
-) -> Reducing:
-    """`on_reduced`: called for each piece, before it is mirrored. `on_gradients`: with each bucket whose gradients a
-    backward has made, where they leave with every lane.
-    """
-    sums = context.state.sums
-    if isinstance(sums, LaneSums):
-        return WholeReducing(context, sums, on_reduced)
-    return ShardReducing(context, sums, on_reduced, on_gradients)
-
-
 class WholeReducing:
     """All gradients are here until the step's last backward."""
 
-    fill_times = None
+    keeps_lanes, fill_times = True, None
 
     def __init__(self, context: TrainingContext, sums: LaneSums, on_reduced: Callable[[], None]) -> None:
         self._context, self._sums, self._on_reduced = context, sums, on_reduced
@@ -123,6 +114,8 @@ class WholeReducing:
 
 class ShardReducing:
     """A lane's gradient leaves bucket by bucket with the lane's last backward."""
+
+    keeps_lanes = False
 
     def __init__(
         self,

@@ -195,6 +195,4 @@ class Requests:
         if world.rank in (world.plan.builder, request.rank):
             share_frozen(world.group, state, world.plan.builder, [request.rank])
         if world.rank == request.rank:
-            state.frozen_in_place = True
-            if state.current or not state.residency.parameters:
-                state.current = state.everything
+            state.on_frozen()

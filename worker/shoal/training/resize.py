@@ -19,7 +19,7 @@ from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.exchange.ballot import Request
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.packing import FramedSend, receive_framed
-from shoal.exchange.traffic import FIRST_MESSAGE, STARTED, Traffic
+from shoal.exchange.traffic import FIRST_MESSAGE, STARTED
 from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import Group, WorldChanged
@@ -273,7 +273,7 @@ class Resize:
     def _trains_at_once(self) -> bool:
         """Whether a joiner has lanes in its first world, and so needs the frozen parameters before it."""
         state = self._context.state
-        return not state.residency.parameters and bool(frozen_parameters(state))
+        return bool(state.memory.fetched and frozen_parameters(state))
 
     def _give_frozen(self, world: World, rank: int) -> None:
         """To a joiner that says its own differ."""
@@ -291,7 +291,7 @@ class Resize:
             world.group.send(lacks, builder, STARTED).wait()
             if not state.frozen_in_place:
                 share_frozen(world.group, state, builder, [world.rank])
-                state.frozen_in_place, state.current = True, state.everything
+                state.on_frozen()
 
     # ---- entering, leaving
 
@@ -299,10 +299,7 @@ class Resize:
         link = self._context.link
         rank = plan.rank_of(link.worker, link.incarnation)
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
-        state = self._context.state
-        narrow, residency = state.one_micro_batch, state.residency
-        traffic = Traffic(plan, rank, state.held_layout, narrow, not residency.gradients, residency.parameters)
-        return World(plan, rank, group, traffic)
+        return World(plan, rank, group, self._context.state.traffic(plan, rank))
 
     def _enter(self, world: World) -> None:
         """The world begins here: it replaces the old one whole."""
@@ -317,7 +314,7 @@ class Resize:
         self._step.parameters.on_world(world)
         context.state.held.expect(plan.filled(world.rank, plan.boundaries))
         world.group.progress.begin_boundary(0)
-        keeps_lanes = at_same_step and context.state.residency.gradients
+        keeps_lanes = at_same_step and self._step.reducing.keeps_lanes
         if not (keeps_lanes and context.loop.continue_with(world.first_lanes)):
             context.state.forget_gradients()
             context.loop.begin_step(world.first_lanes)

@@ -16,13 +16,11 @@ from shoal_protos.all_at_once import Refusals
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
-from shoal_protos.plan import EVERYONE
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.loaded_state import probe_state_bytes
-from shoal.blocks.residency import Residency
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.place_marks import leave_mark
 from shoal.config.load import Beside, load_config
@@ -55,6 +53,7 @@ from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
 from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence, trace_crashes
 from shoal.training.monitoring import check_monitoring, show
+from shoal.training.residency import residency_of
 
 log = get_logger("shoal")
 
@@ -169,7 +168,7 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     if given.micro_batches is not None and scheduler is not None:
         check_total(scheduler, given.micro_batches, sampler.steps_per_epoch, limits.last_step)
     lay_out_once(model)
-    state = TrainingState(model, optimizer, scheduler, limits)
+    state = TrainingState(model, optimizer, scheduler, limits, residency_of(settled.stage))
     check_joiners_can_be_given(state)
     # data workers are forked before the session has threads and connections
     fetcher = Fetcher(source, given.collate_fn, settled.seed, state.device.kind, given.reading)
@@ -222,7 +221,7 @@ def _description(
     config: TrainingConfig, state: TrainingState, optimizer: Optimizer, samples: int, are_others: bool
 ) -> Description:
     """`are_others`: whether other workers save to the same place. Raises `StorageFailed` where that cannot be used."""
-    place = config.checkpoint.path
+    place, residency = config.checkpoint.path, residency_of(config.stage)
     trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
     parameters = tuple(
         Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)
@@ -232,9 +231,9 @@ def _description(
         lanes=config.lanes,
         blocks=state.held_layout.blocks,
         block_elements=state.layout.block_elements,
-        state_bytes=probe_state_bytes(state.held_layout, optimizer, not state.residency.parameters),
-        mirrors=EVERYONE if Residency.of(config.stage).state else config.mirrors,
-        stage=config.stage,
+        state_bytes=probe_state_bytes(state.held_layout, optimizer, residency.keeps_weights),
+        mirrors=residency.mirrors(config),
+        stage=residency.number,
         mirror_partners=config.mirror_partners,
         fill_bytes_per_step=config.fill_bytes_per_step,
         max_steps=state.last_step,

@@ -47,12 +47,15 @@ from shoal.training.evaluation import Evaluation
 from shoal.training.lane_loop import LaneTotals
 from shoal.training.memory_report import MemoryReport, memory_setting
 from shoal.training.parameters import Parameters
-from shoal.training.reducing import reducing_of
+from shoal.training.reducing import Reducing
 from shoal.training.requests import Requests
 
 
 class Step:
     """The steps of one worker. `number` is the current step."""
+
+    reducing: Reducing
+    """Calls `on_reduced`; set by parts.py."""
 
     def __init__(
         self,
@@ -66,7 +69,6 @@ class Step:
         self._context, self._voting, self.update, self._boundary = context, voting, update, boundary
         self._evaluation = evaluation
         self.parameters = parameters
-        self.reducing = reducing_of(context, self._on_reduced, self.parameters.on_gradients)
         self._memory = MemoryReport(context)
         self.faults = context.faults
         self.number = 0
@@ -128,7 +130,7 @@ class Step:
         reduction.finish()
 
     @fault_point("mirror")
-    def _on_reduced(self) -> None:
+    def on_reduced(self) -> None:
         """A piece's reduced gradient is here, and not yet with its mirrors."""
 
     def _receive_fills(self, fills: tuple[Fill, ...]) -> None:
