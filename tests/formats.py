@@ -170,7 +170,7 @@ def _message(message: Any) -> Iterator[str]:
 
 
 def _peers() -> Iterator[str]:
-    from shoal.blocks import mapped_flats, shared_weights
+    from shoal.blocks import shared_weights
     from shoal.checkpoint import fingerprint
     from shoal.core.stream_position import Bookmark
     from shoal.exchange import ballot, traffic, vote
@@ -197,7 +197,7 @@ def _peers() -> Iterator[str]:
     yield f"small state {small_state.LENGTH.format}: {', '.join(sorted(small_state.FIELDS))}"
     yield f"place in a stream {Bookmark(1, 2, 3, 4, 5, 'state').to_text()}"
     yield f"rendezvous {entry('key', b'value').hex()}"
-    for struct in (unnamed_memory.ADDRESS, host_peers.PLACE, shared_weights.KEY, mapped_flats.PAGE):
+    for struct in (unnamed_memory.ADDRESS, host_peers.PLACE, shared_weights.KEY, shared_weights.PAGE):
         yield f"memory {struct.format}"
     yield f"order of posts: {ordered.NUMBERS} numbers, tags {ordered.POSTED_TAG}, {ordered.CARRY_TAG}"
 

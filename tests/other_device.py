@@ -21,8 +21,8 @@ from crew import Crew, Task
 from crew import _model as model_of_the_crew
 from shoal.blocks.originals import Originals
 from shoal.blocks.released import ON_TOUCH, Released
-from shoal.blocks.taken_gradients import TakenGradients
 from shoal.checkpoint.snapshot import Arena, take_snapshot
+from shoal.guards.gradient_guards import TakenGradients
 from shoal.process.device import HostDevice
 from shoal.training.corruption_watch import block_checksums
 from shoal.training.engine import Engine

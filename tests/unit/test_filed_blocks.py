@@ -22,8 +22,7 @@ from matrices import examples
 from rule import Edit, holds, rule
 from shoal.blocks.flat import Flats, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.held_weights import HeldWeights
-from shoal.blocks.segments import Segments
+from shoal.blocks.segments import HeldWeights, Segments
 from shoal.blocks.update_place import BesideParameters
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout

@@ -15,7 +15,6 @@ from over_gloo import over_gloo
 from planning import World
 from random_modules import RandomModel, optimizer_of
 from rule import Edit, rule
-from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
@@ -26,6 +25,7 @@ from shoal.exchange.pieces import NEVER, ExchangePiece, FillTimes, PieceOrder, P
 from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.traffic import RoundsTraffic, Traffic
 from shoal.group.group import Group, SoloGroup
+from shoal.training.reducing import BucketHooks
 from shoal_controller.core.planning.planner import Terms
 from small_pieces import limits_of
 from torch import Tensor, nn

@@ -16,8 +16,8 @@ from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
 from shoal.blocks.shard_sums import Leaves, ShardSums
-from shoal.blocks.taken_gradients import TakenGradient
 from shoal.core.layout import Trainable, lay_out
+from shoal.guards.gradient_guards import TakenGradient
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
@@ -341,7 +341,7 @@ def hook_on(model: torch.nn.Module) -> torch.nn.Module:
     broken_by=[
         Edit("shoal.blocks.flat", "        refuse_hooks(name, parameter, own=0)\n", ""),
         Edit(
-            "shoal.blocks.bucket_hooks",
+            "shoal.training.reducing",
             "            refuse_hooks(self._names[number], parameter, OWN_HOOKS)\n",
             "            pass\n",
         ),

@@ -18,7 +18,7 @@ from shoal.exchange.evaluation_round import EvaluationRound, _Stream
 from shoal.exchange.world import World
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
-from shoal.training import measured, requests
+from shoal.training import evaluation, requests
 from shoal.training.engine import Engine
 from shoal_protos.errors import PeerError, UserError
 from shoal_protos.messages import MemberState
@@ -204,7 +204,7 @@ def test_a_step_without_an_evaluation_waits_for_no_word_of_it_by_itself(
     broken_by=[
         Edit("shoal.training.resize", "        self._boundary.agree_on_evaluations(world)\n", ""),
         Edit(
-            "shoal.training.measured",
+            "shoal.training.evaluation",
             "            self._delivered = rows[recovery.counted.index(True)][1]\n",
             "            self._delivered = 0\n",
             by="test_who_is_given_states_is_told_no_more_than_they_know",
@@ -304,8 +304,8 @@ def test_who_is_given_states_is_told_no_more_than_they_know(monkeypatch: pytest.
     rows, numbers = torch.tensor([[2, 1], [2, 2], [0, 0]]), [{"seen": 1.0}, {"seen": 2.0}]
     group = SimpleNamespace(all_gather=lambda _: rows)
     plan = SimpleNamespace(recovery=SimpleNamespace(counted=(True, True, False)))
-    monkeypatch.setattr(measured, "receive_framed", lambda *_: json.dumps(numbers).encode())
-    newcomer, heard_of = measured.Measured(), list[dict[str, float]]()
+    monkeypatch.setattr(evaluation, "receive_framed", lambda *_: json.dumps(numbers).encode())
+    newcomer, heard_of = evaluation.Measured(), list[dict[str, float]]()
     newcomer.add_listener(heard_of.append)
     newcomer.agree(cast(World, SimpleNamespace(plan=plan, rank=2, group=group)))
     newcomer.tell(is_first=False)

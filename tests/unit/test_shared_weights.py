@@ -15,9 +15,8 @@ from crew import Crew
 from hard_units import and_train, of, task
 from reference import reference
 from rule import Edit, holds, rule
-from shoal.blocks.mapped_flats import MappedFlats, Part
 from shoal.blocks.sharded_memory import ShardedMemory, TorchMemory
-from shoal.blocks.shared_weights import NO_KEY, SeenWeights, SharedWeights, can_lie_in_pages
+from shoal.blocks.shared_weights import NO_KEY, MappedFlats, Part, SeenWeights, SharedWeights, can_lie_in_pages
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Bucket, Layout, Slot, Stretch, Trainable
 from shoal.exchange.unit_fetch import SeenUnits
@@ -100,7 +99,7 @@ def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> No
             "shoal.exchange.unit_fetch", "            if not one.stand_at(self._key):\n", "            if rank < 0:\n"
         ),
         Edit(
-            "shoal.blocks.mapped_flats",
+            "shoal.blocks.shared_weights",
             "        flags = mmap.MAP_PRIVATE | MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)\n",
             "        flags = MAP_FIXED | (mmap.MAP_SHARED if descriptor is not None else mmap.MAP_PRIVATE | "
             "mmap.MAP_ANONYMOUS)\n",
@@ -202,10 +201,10 @@ def test_where_there_are_too_many_mappings_or_no_look_at_pages_units_are_copied(
 ) -> None:
     mapped = MappedFlats(LAYOUT)
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.blocks.mapped_flats.MOST_PARTS", 2)
+        patch.setattr("shoal.blocks.shared_weights.MOST_PARTS", 2)
         assert not mapped.see(parts_of(*shared))
     with monkeypatch.context() as patch:
-        patch.setattr("shoal.blocks.mapped_flats.PAGES", Path("/proc/self/nothing"))
+        patch.setattr("shoal.blocks.shared_weights.PAGES", Path("/proc/self/nothing"))
         assert not mapped.see(parts_of(*shared))
     assert not any(mapped.is_shown(bucket) for bucket in (0, 1))
     assert mapped.see(parts_of(*shared))

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from rule import holds
-from shoal.blocks.bucket_hooks import BucketHooks
 from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trainable
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.loaded_state import probe_state_bytes
@@ -22,6 +21,7 @@ from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.finite import subtree_sums
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.elementwise import ELEMENTWISE
+from shoal.training.reducing import BucketHooks
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 from torch import nn

@@ -164,7 +164,7 @@ CASES = [("1", name) for name in OPTIMIZERS] + [(form, "AdamW") for form in FORM
         ),
         Edit("shoal.blocks.optimizer_step", "    return value - missed if", "    return value if"),
         Edit("shoal.blocks.optimizer_step", "                if not missed.is_new:\n", "                if True:\n"),
-        Edit("shoal.blocks.bucket_hooks", "            self._note_used()\n", ""),
+        Edit("shoal.training.reducing", "            self._note_used()\n", ""),
     ],
 )
 @pytest.mark.parametrize(

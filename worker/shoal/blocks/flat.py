@@ -163,6 +163,13 @@ def all_views(
     return [view for bucket, flat in zip(layout.buckets, flats, strict=True) for view in views(bucket, flat)]
 
 
+def storage_key(
+    tensor: Tensor,  # of any shape
+) -> int:
+    """The same for all views of one memory, whether there is any or not."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def adopt(
     layout: Layout,
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
@@ -282,7 +289,7 @@ class Gradients(WholeValues):
     """One copy of all gradients: flats, and the views that become the parameters' `.grad`.
 
     To a gradient that is there autograd adds by itself. Before a lane only small ones are cleared: the first of a large
-    one is taken from its parameter as backward makes it (bucket_hooks.py), and all of those in half precision are.
+    one is taken from its parameter as backward makes it (training/reducing.py), and all of those in half precision are.
     """
 
     def __init__(self, layout: Layout) -> None:

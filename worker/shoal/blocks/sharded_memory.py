@@ -14,8 +14,7 @@ from shoal_protos.runs import NO_BLOCKS, every
 from torch import nn
 
 from shoal.blocks.flat import FlatMemory, Flats, adopt, adopt_without_values
-from shoal.blocks.mapped_flats import MappedFlats
-from shoal.blocks.shared_weights import SharedWeights, can_lie_in_pages
+from shoal.blocks.shared_weights import MappedFlats, SharedWeights, can_lie_in_pages
 from shoal.core.layout import Layout
 from shoal.process.logs import get_logger
 

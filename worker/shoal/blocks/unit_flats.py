@@ -2,7 +2,7 @@
 
 The parameters stay views of their flats; what comes and goes is the memory beneath them. So tensors that autograd has
 saved see the values again when the unit is gathered again. Knows no group: exchange/unit_fetch.py brings the values, or
-the memory is that of others (mapped_flats.py).
+the memory is that of others (shared_weights.py).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from enum import Enum
 from itertools import count
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shoal.blocks.flat import FlatMemory, Flats
-from shoal.blocks.mapped_flats import MappedFlats
+from shoal.blocks.flat import FlatMemory, Flats, storage_key
 from shoal.blocks.released import OnTouch, release, restore
+from shoal.blocks.shared_weights import MappedFlats
 from shoal.core.layout import Layout
 
 POISON = False
@@ -120,13 +120,6 @@ class Unit:
     def storages(self) -> list[int]:
         """Keys of its flats' storages: those of a tensor that lies in them."""
         return [storage_key(flat) for flat in self._flats]
-
-
-def storage_key(
-    tensor: Tensor,  # of any shape
-) -> int:
-    """The same for all views of one memory, whether there is any or not."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def units_of(

@@ -29,8 +29,7 @@ from shoal.blocks.values import BlockValues
 from shoal.core.layout import Bucket, Layout
 from shoal.core.loss_scale import LossScale, after
 from shoal.core.tree import subtrees
-from shoal.exchange.copies import Findings
-from shoal.exchange.vote import Record
+from shoal.exchange.vote import Findings, Record
 from shoal.process.logs import get_logger
 
 MOST_NAME = 200

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
-from shoal.blocks.mapped_flats import MappedFlats
 from shoal.blocks.originals import Originals
-from shoal.blocks.shared_weights import NO_KEY, Key, SeenWeights
+from shoal.blocks.shared_weights import NO_KEY, Key, MappedFlats, SeenWeights
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
 from shoal.exchange.packing import PackedReceive

@@ -11,12 +11,16 @@ have voted, this worker's row goes to one of them, which then passes the vote; t
 passed it and must roll forward. A row is on its way once the kernel has it. A killed worker may be known as dead, and
 the world stopped, before that member has read it; a frozen one is not, so a test that needs a torn vote freezes the
 worker first.
+
+In a vote the copies of some blocks are compared (`compare`): a column per block, a row per member: the checksum of its
+copy, or 0 where it has none. Who holds what need not be known there, so a row has the size of the sample and no more.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
@@ -34,7 +38,6 @@ from shoal.core.misses import parameters_in
 from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import add, fold_numbers, total
 from shoal.exchange.ballot import HALT, Ballot, Request
-from shoal.exchange.copies import Comparison, compare
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.pieces import FillTimes
 from shoal.exchange.traffic import Traffic
@@ -49,6 +52,9 @@ REQUESTS_BYTES = 800
 """What one worker may ask for at once."""
 SUBTREE_BYTES = 8 * (1 + MOST_NAMES)
 """The numbers of one more subtree of lanes: a loss and all reports."""
+MOST_REPORTED = 8
+"""Blocks that one record names; what differs beyond is reported when it is compared again."""
+NO_COPY = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,3 +354,56 @@ def _torn(
     for work in [group.send(row, peer, GATHER_TAG) for peer in others[1:]]:
         work.wait()
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Blocks that one vote compares. The same on all members but for `checksums`."""
+
+    blocks: Tensor  # (blocks compared,) int64: their numbers
+    checksums: Tensor  # (blocks compared,) int64: of this member's copies; NO_COPY where it has none
+    first_step: int
+    """At which each of them was compared before, or the job's first."""
+    step: int
+    """The step as of which the copies are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a comparison came to."""
+
+    corrupt: tuple[CorruptBlock, ...] = ()
+    single: int = 0
+    """Blocks with fewer than two copies: nothing can be said of them."""
+
+
+def compare(
+    comparison: Comparison,
+    rows: Tensor,  # (members, blocks compared) int64: everybody's checksums, by rank
+    workers: Sequence[str],
+) -> Findings:
+    """What everybody's checksums come to."""
+    held = rows != NO_COPY
+    least = torch.where(held, rows, torch.iinfo(torch.int64).max).amin(0)
+    most = torch.where(held, rows, torch.iinfo(torch.int64).min).amax(0)
+    copies = held.sum(0)
+    differ = ((least != most) & (copies > 1)).nonzero().flatten().tolist()
+    return Findings(
+        tuple(
+            CorruptBlock(
+                int(comparison.blocks[column]),
+                comparison.first_step,
+                comparison.step,
+                _whose({workers[rank]: value for rank, value in enumerate(rows[:, column].tolist()) if value}),
+            )
+            for column in differ[:MOST_REPORTED]
+        ),
+        int((copies < 2).sum()),
+    )
+
+
+def _whose(values: dict[str, int]) -> tuple[str, ...]:
+    """Where more than half of the copies agree it is the others', else nobody can tell."""
+    (value, count), *_ = Counter(values.values()).most_common(1)
+    agree = value if 2 * count > len(values) else None
+    return tuple(worker for worker, own in values.items() if own != agree)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.blocks import unit_flats
 from shoal.blocks.flat import Flats
-from shoal.blocks.mapped_flats import MappedFlats
+from shoal.blocks.shared_weights import MappedFlats
 from shoal.core.layout import Layout
 from shoal.guards.comparisons import Checksum, Comparisons
 from shoal.guards.parameter_guards import CHANGED, Windows

@@ -16,10 +16,9 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
-from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.loaded_state import MASTER, WEIGHTS, State, probe_state
 from shoal.blocks.optimizer_step import Segment
-from shoal.blocks.segments import Segments
+from shoal.blocks.segments import HeldWeights, Segments
 from shoal.blocks.state_home import OnUpdated, StateSource
 from shoal.blocks.update_place import Coming
 from shoal.blocks.values import BlockValues

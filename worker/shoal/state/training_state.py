@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.flat import give_memory, lay_out_model, plain_parts, trainable
-from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.originals import Originals
-from shoal.blocks.segments import Segments
+from shoal.blocks.segments import HeldWeights, Segments
 from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.sharded_memory import ShardedMemory, WholeMemory
 from shoal.blocks.state_home import OnUpdated, unheard

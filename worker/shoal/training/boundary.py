@@ -32,9 +32,8 @@ from shoal_protos.plan import Plan
 from torch import Tensor
 
 from shoal.data.seeds import RandomState, seed_everything
-from shoal.exchange.copies import Findings
 from shoal.exchange.traffic import CALLED
-from shoal.exchange.vote import Record
+from shoal.exchange.vote import Findings, Record
 from shoal.exchange.world import World
 from shoal.group.group import Group, Waiting, Work, WorldChanged
 from shoal.training.checkpoint_saving import CheckpointSaving

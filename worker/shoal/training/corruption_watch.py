@@ -27,8 +27,7 @@ from shoal.blocks.flat import in_order
 from shoal.checkpoint.fingerprint import contents
 from shoal.core.layout import Stretch
 from shoal.core.sampled_blocks import losing_a_copy, sampled
-from shoal.exchange.copies import NO_COPY, Comparison, Findings, compare
-from shoal.exchange.vote import Record
+from shoal.exchange.vote import NO_COPY, Comparison, Findings, Record, compare
 from shoal.exchange.world import World
 from shoal.process.logs import get_logger
 from shoal.state.training_state import TrainingState

@@ -1,14 +1,19 @@
 """Evaluation between two micro-batches: each member over the lanes it holds.
 
 Right after a step, or after the loop, it is over when its `with` ends: members with lanes exchange their sums there
-(exchange/evaluation_round.py), and what comes of them is told (measured.py). Anywhere else it waits for nobody, and the
+(exchange/evaluation_round.py), and what comes of them is told (`Measured`). Anywhere else it waits for nobody, and the
 sums travel with the next vote that passes. Nothing that training reads is changed: modes, random state and buffers are
 put back.
+
+`Measured` is what evaluations right after the last step have come to, told once, in order. All members get the same
+numbers: by the exchange itself, or, if the world broke in it, in a recovery (boundary.py) from a survivor that has
+them, before the new world opens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +26,17 @@ from torch.utils.data import DataLoader
 from shoal.core.tree import add
 from shoal.data.seeds import RandomState, seed_everything
 from shoal.exchange.evaluation_round import EvaluationRound, LoopPart, Sums
+from shoal.exchange.packing import FramedSend, receive_framed
+from shoal.exchange.traffic import EVALUATED
 from shoal.exchange.vote import check_names, mean_over_lanes
 from shoal.exchange.world import World
 from shoal.group.group import Work
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import GatheredRows
-from shoal.training.measured import Measured
+
+Numbers = dict[str, float]
+"""Means over the lanes that arrived, by name."""
+Listener = Callable[[Numbers], None]
 
 
 @contextmanager
@@ -313,3 +323,69 @@ def _take_in(sums: Sums, name: str, count: float, parts: list[float]) -> None:
     for part in parts:
         add(sum_of, part)
     sums[name] = [known + count, *sum_of]
+
+
+class Measured:
+    """`numbers`: those of each evaluation since the last step."""
+
+    def __init__(self) -> None:
+        self.numbers: list[Numbers] = []
+        self._delivered = self._shown = 0
+        """How many of them listeners have heard of here, and observers."""
+        self._everywhere: list[Listener] = []
+        self._on_first: list[Listener] = []
+
+    def add_listener(self, listener: Listener) -> None:
+        """Called on every member, standbys too."""
+        self._everywhere.append(listener)
+
+    def add_observer(self, observer: Listener) -> None:
+        """Called on rank 0, and on the next one again where that has died: it knows what was written."""
+        self._on_first.append(observer)
+
+    def begin_step(self) -> None:
+        """A step is committed, or training goes on elsewhere: what came before is over."""
+        self.numbers, self._delivered, self._shown = [], 0, 0
+
+    def is_news(self, is_first: bool) -> bool:
+        """Whether any listener here has not heard all."""
+        reached = min(self._delivered, self._shown) if is_first else self._delivered
+        return reached < len(self.numbers)
+
+    def tell(self, is_first: bool) -> None:
+        """`is_first`: whether this worker is rank 0."""
+        while is_first and self._shown < len(self.numbers):
+            self._shown += 1
+            _call(self._on_first, self.numbers[self._shown - 1])
+        while self._delivered < len(self.numbers):
+            self._delivered += 1
+            _call(self._everywhere, self.numbers[self._delivered - 1])
+
+    def agree(self, world: World) -> None:
+        """In a recovery, at its step: who lacks numbers gets them from one that has them all. What was told is known of
+        oneself, or with the states that a member has been given. Raises `WorldChanged`.
+        """
+        recovery = world.plan.recovery
+        assert recovery is not None
+        counts = recovery.counted[world.rank]
+        if not counts:
+            self.begin_step()
+        mine = torch.tensor([len(self.numbers), self._delivered], dtype=torch.int64, device="cpu")
+        rows = world.group.all_gather(mine).tolist()
+        most = max(known for known, _ in rows)
+        giver = next(rank for rank, (known, _) in enumerate(rows) if known == most)
+        if world.rank == giver:
+            content = json.dumps(self.numbers).encode()
+            lacking = [rank for rank, (known, _) in enumerate(rows) if known < most]
+            for send in [FramedSend(world.group, rank, EVALUATED, content) for rank in lacking]:
+                send.wait()
+        elif rows[world.rank][0] < most:
+            self.numbers = json.loads(receive_framed(world.group, giver, EVALUATED))
+        if not counts:
+            self._delivered = rows[recovery.counted.index(True)][1]
+
+
+def _call(listeners: Sequence[Listener], numbers: Numbers) -> None:
+    """An evaluation without numbers is nobody's news."""
+    for listener in listeners if numbers else ():
+        listener(numbers)

@@ -16,11 +16,10 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
-from shoal.blocks.held_weights import HeldWeights
-from shoal.blocks.mapped_flats import Part
 from shoal.blocks.released import OnTouch
+from shoal.blocks.segments import HeldWeights
 from shoal.blocks.sharded_memory import ShardedMemory
-from shoal.blocks.shared_weights import Key, SeenWeights
+from shoal.blocks.shared_weights import Key, Part, SeenWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
 from shoal.config.out_of_memory import note_what, place_of
 from shoal.core.layout import Stretch

@@ -24,9 +24,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shoal.blocks.flat import by_bucket
+from shoal.blocks.flat import by_bucket, storage_key
 from shoal.blocks.released import Arriving, release, restore, touch
-from shoal.blocks.unit_flats import storage_key
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged

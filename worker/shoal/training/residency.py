@@ -17,9 +17,8 @@ from shoal_protos.plan import EVERYONE, Plan
 from torch import nn
 
 from shoal.blocks.flat import frozen
-from shoal.blocks.held_weights import HeldWeights
 from shoal.blocks.lane_sums import LaneSums
-from shoal.blocks.segments import Segments
+from shoal.blocks.segments import HeldWeights, Segments
 from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.sharded_memory import ShardedMemory, WholeMemory
 from shoal.blocks.values import WholeValues

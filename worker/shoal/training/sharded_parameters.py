@@ -3,23 +3,30 @@
 The next one comes beside it. Backward gathers a unit again for whatever autograd has saved of it, and frees it when its
 gradients are in. So nothing need be known of a model beforehand: what is touched out of turn is gathered then, and
 stays until it cannot be needed any more. Follows Rajbhandari et al. (2020), stage 3.
+
+`listen` tells of calls: every module that has parameters, or holds modules that do, gets a `forward` of its instance
+around its own. The first call that is made while no other is under way is the outermost one; if the world changes in
+it, it is run again there. As in activation_checkpointing.py, what is put on a module is a function of this file, so
+that copies and pickled modules go on with their class's own `forward`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, groupby
+from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.blocks.held_weights import HeldWeights
+from shoal.blocks.segments import HeldWeights
 from shoal.blocks.unit_flats import Presence, Unit
 from shoal.data.seeds import RandomState
 from shoal.exchange.world import World
@@ -28,10 +35,15 @@ from shoal.process.compiler import uncompiled, uncompiled_frame
 from shoal.process.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
-from shoal.training.module_calls import listen
 from shoal.training.parameters import Parameters
 
 log = get_logger("shoal")
+
+OWN_FORWARD = "_forward_before_units"
+"""Where a module keeps a `forward` that it had besides its class's."""
+_MADE: WeakKeyDictionary[type[nn.Module], Callable[..., Any]] = WeakKeyDictionary()
+_LISTENERS: WeakKeyDictionary[nn.Module, ReferenceType[ShardedParameters]] = WeakKeyDictionary()
+"""A listener keeps its modules, so it is not kept for them: else none of both would ever go."""
 
 
 def _advice(use: str) -> str:
@@ -115,7 +127,7 @@ class ShardedParameters(Parameters):
 
     @uncompiled_frame
     def around(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """A `CallListener`."""
+        """A call of `module`: `forward()` is its own. Returns the call's result."""
         if self._are_all_here or not self.units.come_and_go:
             return forward()
         if self._is_called or self._is_backward:
@@ -372,3 +384,40 @@ def _needs(model: nn.Module, units: GatheredUnits) -> dict[nn.Module, list[Unit]
         if lying:
             found[module] = list(dict.fromkeys(lying))
     return found
+
+
+# ---- calls of modules
+
+
+def listen(modules: list[nn.Module], listener: ShardedParameters) -> None:
+    """From now on `listener` is around every call of these modules."""
+    for module in modules:
+        _LISTENERS[module] = ref(listener)
+        before = vars(module).get("forward")
+        if getattr(before, "_shoal_is_around", False):
+            continue
+        if before is not None:
+            vars(module)[OWN_FORWARD] = before
+        vars(module)["forward"] = MethodType(_around(type(module)), module)
+
+
+def _around(kind: type[nn.Module]) -> Callable[..., Any]:
+    """One for each class: what reads the signature of a `forward` finds the class's."""
+    if kind not in _MADE:
+        _MADE[kind] = _make(kind)
+    return _MADE[kind]
+
+
+def _make(kind: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = vars(self).get(OWN_FORWARD)
+        bound = MethodType(kind.forward, self) if own is None else own
+        known = _LISTENERS.get(self)
+        listener = known() if known is not None else None
+        if listener is None:  # of a copy, or the engine has gone
+            return bound(*args, **kwargs)
+        return listener.around(self, functools.partial(bound, *args, **kwargs))
+
+    forward.__dict__["_shoal_is_around"] = True
+    return uncompiled_frame(forward)

@@ -26,13 +26,12 @@ from shoal.checkpoint.failure import result_of
 from shoal.config.out_of_memory import explain, naming, note_what
 from shoal.exchange.ballot import Ballot
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.copies import Findings
 from shoal.exchange.fill_slices import receive_slice, send_slice, wait_for
 from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scales, subtree_sums, warn
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import FillTimes
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.vote import Record, cast, gather_of, halts, unused_text
+from shoal.exchange.vote import Findings, Record, cast, gather_of, halts, unused_text
 from shoal.exchange.world import World
 from shoal.group.group import Work
 from shoal.guards.agreed_hyper import agreed_values, refuse_others, take_over_where_no_body_runs
