@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +39,9 @@ from shoal_controller.jobs.streams import Streams
 from shoal_controller.launchers.counted import CountedLauncher
 from shoal_controller.launchers.kubernetes.request_outcomes import Asked
 from shoal_controller.launchers.kubernetes.section import ClusterOptions, PodOptions
-from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.launchers.local import LocalLauncher, WorkerEnvironment
 from shoal_controller.launchers.ownership import Claim, claim
+from shoal_controller.launchers.registry import LAUNCHERS, LauncherMeans, Made
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.leadership.election import ControllerPlace, Election
 from shoal_controller.leadership.introductions import introductions
@@ -115,7 +115,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
     check_address_space("a controller", NEEDED_MEBIBYTES)
     check_open_files("a controller")
     logs.configure(settings.log_level)
-    if "local" in settings.allowed_launchers:
+    if _starts_here(settings):
         _check_folders(settings)
     stopped: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
@@ -161,12 +161,13 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
         claimed = await _claimed(settings, found if alone else WorkerPort(found.port), ends)  # or they find others
         launcher = LocalLauncher(settings.folder, environment, controller.report, claimed, settings.log_folder)
-        launchers: dict[str, Launcher] = {"local": launcher} if "local" in settings.allowed_launchers else {}
-        resources: Resources | None = None
-        if "kubernetes" in settings.allowed_launchers:
-            pods = await ends.enter_async_context(_pods(settings, controller, worker_tokens, metrics.own.asked))
-            launchers["kubernetes"], resources = pods
-        launchers = {name: CountedLauncher(one, metrics.own.launches(name)) for name, one in launchers.items()}
+        parts = _launcher_means(settings, launcher, controller, worker_tokens, metrics.own.asked)
+        made = {
+            kind: await ends.enter_async_context(one.make(parts))
+            for kind, one in LAUNCHERS.items() if kind in settings.allowed_launchers
+        }  # fmt: skip
+        launchers = {kind: CountedLauncher(one.launcher, metrics.own.launches(kind)) for kind, one in made.items()}
+        resources = _resources(made.values())
         means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail, resources)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
@@ -175,6 +176,11 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         await sessions.serve()
         http = join_address(http_host, web.port)
         yield Server(http, grpc, settings.http_scheme, controller, launcher, counted, settings.page)
+
+
+def _starts_here(settings: Settings) -> bool:
+    """Whether a launcher that jobs may use starts processes of this machine."""
+    return any(one.is_here for kind, one in LAUNCHERS.items() if kind in settings.allowed_launchers)
 
 
 def _check_folders(settings: Settings) -> None:
@@ -190,7 +196,7 @@ async def _claimed(settings: Settings, port: WorkerPort, ends: AsyncExitStack) -
     kind, _, rest = settings.store.partition(":")
     owner = Owner.of_folder(Path(rest)) if kind == "embedded" else Owner(str(parsed_etcd_url(settings.store)))
     found = Claim(owner)
-    if "local" in settings.allowed_launchers:
+    if _starts_here(settings):
         try:
             found = await asyncio.to_thread(
                 claim, settings.folder, settings.log_folder, owner, settings.adopt, port.lost
@@ -257,24 +263,26 @@ def _listed(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-@asynccontextmanager
-async def _pods(
-    settings: Settings, controller: ControllerState, tokens: WorkerTokens | None, asked: Asked
-) -> AsyncIterator[tuple[Launcher, Resources]]:
-    """The launcher of pods, and what makes jobs from resources. What they are made of is imported where it is used: the
-    client of a cluster takes a second.
-    """
-    from shoal_controller.elastic_jobs.reconciler import reconciling
-    from shoal_controller.launchers.kubernetes.pod_launcher import connected, kubernetes_launcher
-
+def _launcher_means(
+    settings: Settings,
+    local: LocalLauncher,
+    controller: ControllerState,
+    tokens: WorkerTokens | None,
+    asked: Asked,
+) -> LauncherMeans:
     given, taints = _listed(settings.kubernetes_controllers), _listed(settings.kubernetes_taints)
     pods = PodOptions(lambda: given or controller.places(), tokens)
     cluster = ClusterOptions(settings.kubeconfig, settings.kubernetes_namespace, settings.kubernetes_nodes, taints)
-    async with (
-        connected(cluster, asked) as api,
-        kubernetes_launcher(api, pods, cluster, controller.report) as launcher,
-    ):
-        yield launcher, partial(reconciling, api)
+    return LauncherMeans(local, pods, cluster, asked, controller.report)
+
+
+def _resources(launchers: Iterable[Made]) -> Resources | None:
+    """Return what makes jobs from the resources of a launcher's cluster, imported where there is one; None: nothing."""
+    for cluster in (one.cluster for one in launchers if one.cluster is not None):
+        from shoal_controller.elastic_jobs.reconciler import reconciling
+
+        return partial(reconciling, cluster)
+    return None
 
 
 def _why_it_stopped(stopped: asyncio.Future[BaseException]) -> StoreError:

@@ -18,6 +18,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.validation import every_sentence
 
 from shoal_controller.access.proxies import Proxies
+from shoal_controller.core.machine.launcher_traits import TRAITS
 from shoal_controller.store.etcd_store import EtcdAccess
 
 DEFAULT_WORKERS = 2
@@ -128,8 +129,10 @@ class Settings(BaseSettings):
     @classmethod
     def _launchers_that_exist(cls, launchers: str) -> str:
         for name in launchers.split(","):
-            if name.strip() not in ("kubernetes", "local", "none"):
-                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected kubernetes, local or none")
+            if name.strip() not in TRAITS:
+                *others, last = sorted(TRAITS)
+                known = f"{', '.join(others)} or {last}"
+                raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected {known}")
         return launchers
 
     @field_validator("proxies")

@@ -344,9 +344,7 @@ def test_that_its_node_is_gone_confirms_a_death_while_most_are_silent() -> None:
             "turn.world is None or turn.durable.committed_in < turn.world.generation:",
             "turn.world is None:",
         ),
-        Edit(
-            "shoal_controller.core.machine.phases.scaling", '    if turn.spec.launcher != "kubernetes" or ', "    if "
-        ),
+        Edit("shoal_controller.core.machine.phases.scaling", "    if turn.spec.traits.readmits or ", "    if "),
     ],
 )
 def test_the_pod_of_an_evicted_worker_is_deleted_once_a_world_without_it_has_committed_a_step() -> None:

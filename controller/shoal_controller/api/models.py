@@ -6,10 +6,9 @@ wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from shoal_protos.acts import Act, DrainWorker, OperatorRequest, Scale
@@ -17,13 +16,13 @@ from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
 from shoal_controller.api.strict import surrogate_faults
+from shoal_controller.core.machine.launcher_traits import NO_LAUNCHER, Kind, traits_of
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.launchers.launcher import SET_BY_SHOAL
+from shoal_controller.launchers.registry import LAUNCHERS
 
 MOST_WORKERS = 4096
-POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
-"""Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 LEAST_SECONDS = 0.01
 LONGEST_SECONDS = 7 * 24 * 3600.0
 HIDDEN = "***"
@@ -69,7 +68,7 @@ class JobBody(Body):
     """Name of the job: at most 63 letters, digits, `.`, `_` and `-`, a letter or digit first."""
     workers: WorkersBody = WorkersBody()
     """Numbers of workers."""
-    launcher: Literal["none", "local", "kubernetes"] = "none"
+    launcher: Kind = NO_LAUNCHER
     """Launcher that starts the workers. Default: `none`; they join by themselves (`shoal worker`)."""
     command: Annotated[list[str], Field(max_length=1000)] = []
     """Program and arguments that a launched worker runs."""
@@ -117,7 +116,7 @@ class JobBody(Body):
 
     @model_validator(mode="after")
     def _what_fits_together(self) -> Self:
-        raise_all((*self._size_faults(), *self._launcher_faults(), *self._kubernetes_faults()))
+        raise_all((*self._size_faults(), *self._launcher_faults(), *self._section_faults()))
         return self
 
     def _size_faults(self) -> Iterator[str]:
@@ -136,28 +135,24 @@ class JobBody(Body):
             )
 
     def _launcher_faults(self) -> Iterator[str]:
-        if self.launcher != "none" and not self.command:
+        starts = traits_of(self.launcher).starts
+        if starts and not self.command:
             yield (
                 f"`command` is missing; launcher {self.launcher} needs the command of each worker, such as "
                 "[python, train.py]"
             )
-        if self.launcher == "none" and (self.command or self.env):
+        if not starts and (self.command or self.env):
             given = "command" if self.command else "env"
-            yield f"`{given}` is given, but `launcher` is none and starts nothing; set `launcher` to local"
+            yield f"`{given}` is given, but `launcher` is {self.launcher} and starts nothing; set `launcher` to local"
 
-    def _kubernetes_faults(self) -> Iterator[str]:
-        """What launcher `kubernetes` needs, and nothing else takes."""
-        if self.launcher != "kubernetes":
-            if self.kubernetes is not None:
-                yield f"`kubernetes` is given, but `launcher` is {self.launcher}; leave the section out"
-            return
-        if self.kubernetes is None:
-            yield "`kubernetes` is missing; launcher kubernetes needs a section with an image"
-        if not re.fullmatch(POD_NAME, self.job):
-            yield (
-                f"`job` is {self.job!r}; pods are named after their job: expected at most 52 small letters, digits and "
-                "`-`, a letter or digit first and last"
-            )
+    def _section_faults(self) -> Iterator[str]:
+        """What the job's launcher needs, and sections that only another one takes."""
+        for kind, launcher in LAUNCHERS.items():
+            section = getattr(self, kind, None)
+            if kind == self.launcher:
+                yield from launcher.faults(self.job, section)
+            elif section is not None:
+                yield f"`{kind}` is given, but `launcher` is {self.launcher}; leave the section out"
 
     def spec(self, default_wanted: int) -> JobSpec:
         """The specification with its defaults filled in."""

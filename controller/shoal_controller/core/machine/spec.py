@@ -11,6 +11,7 @@ from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.plan import Plan
 
 from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.launcher_traits import NO_LAUNCHER, LauncherTraits, traits_of
 from shoal_controller.core.machine.pending import PendingReason
 
 
@@ -64,8 +65,8 @@ class JobSpec:
     """None: what the training config says, else 1."""
     max_workers: int | None = None
     """None: what the training config says, else the job's lanes."""
-    launcher: str = "none"
-    """none | local | kubernetes."""
+    launcher: str = NO_LAUNCHER
+    """A kind of `launcher_traits.py`."""
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     lanes: int | None = None
@@ -93,6 +94,11 @@ class JobSpec:
     def least_workers(self) -> int:
         """Fewest workers to train with, while the training config is not known."""
         return self.min_workers or 1
+
+    @property
+    def traits(self) -> LauncherTraits:
+        """Of its launcher."""
+        return traits_of(self.launcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ class JobView:
     """URL of its checkpoints; empty where it saves none; None until a worker has described the job."""
     pending: Mapping[PendingReason, int] = field(default_factory=dict)
     """How many workers wait to start, by reason."""
-    launcher: str = "none"
+    launcher: str = NO_LAUNCHER
     paused: bool = False
     """An operator, or Shoal itself, has paused it."""
     stopping: bool = False
@@ -159,6 +165,11 @@ class JobView:
     """Between which numbers `wanted` may be where nobody says so: what the training config says."""
     deepest_inbox: int = 0
     """Most events that stood in line at a time, in the last minute. The shell knows it."""
+
+    @property
+    def traits(self) -> LauncherTraits:
+        """Of its launcher."""
+        return traits_of(self.launcher)
 
 
 @dataclass(frozen=True, slots=True)

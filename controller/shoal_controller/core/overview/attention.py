@@ -93,7 +93,7 @@ def _failed(view: JobView, now: float) -> str:
 def _is_deserted(view: JobView) -> bool:
     """Whether it waits, and has nobody, and nobody is started for it."""
     gone = all(worker.state in (State.LOST, State.LEFT) for worker in view.workers)
-    return view.phase is Phase.WAITING and view.launcher == "none" and gone
+    return view.phase is Phase.WAITING and not view.traits.starts and gone
 
 
 def _suspected(view: JobView) -> str:

@@ -77,7 +77,7 @@ def _loss_sentence(before: JobView, after: JobView, worker: WorkerId) -> str:
     if back is not None:
         where = f"all go back to the checkpoint of step {back}"
     else:
-        where = "the job fails" if before.launcher == "none" else "the job starts again from step 0"
+        where = "the job starts again from step 0" if before.traits.starts else "the job fails"
     return f"{plural(len(lost), 'block')} {'has' if len(lost) == 1 else 'have'} no other copy: {where}"
 
 
@@ -146,7 +146,7 @@ def _scale(_: Scale, before: JobView, after: JobView) -> str:
     if started := _new_workers(before, after):
         are = "is" if len(started) == 1 else "are"
         return f"{change}: {listed(started)} {are} started, while training goes on"
-    if before.launcher == "none" and missing > 0:
+    if not before.traits.starts and missing > 0:
         return f"{change}: {plural(missing, 'worker')} may join (`shoal worker`); training goes on meanwhile"
     return f"{change}: training goes on meanwhile"
 

@@ -7,13 +7,17 @@ is, and the API server checks it; what a pod of ours must have (`pod_manifest.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shoal_controller.launchers.launcher import SET_IN_PODS, JoinTokens
+
+POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
+"""Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 
 Json = dict[str, Any]
 Many = Annotated[list[Json], Field(max_length=100)]
@@ -147,6 +151,17 @@ def _misshapen(patch: Json) -> str:
                 return f"spec.{kind}[{index}].env` is {variables!r}; expected a list of variables"
     wrong = [key for key, value in found.items() if value is not None and not isinstance(value, dict)]
     return f"{wrong[0]}` is {found[wrong[0]]!r}; expected an object" if wrong else ""
+
+
+def pod_faults(job: str, section: KubernetesSection | None) -> Iterator[str]:
+    """Yield a sentence for each reason why a job's name and section make no pods."""
+    if section is None:
+        yield "`kubernetes` is missing; launcher kubernetes needs a section with an image"
+    if not re.fullmatch(POD_NAME, job):
+        yield (
+            f"`job` is {job!r}; pods are named after their job: expected at most 52 small letters, digits and `-`, a "
+            "letter or digit first and last"
+        )
 
 
 @dataclass(frozen=True, slots=True)

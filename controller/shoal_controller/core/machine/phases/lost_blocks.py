@@ -64,7 +64,7 @@ def give_up(turn: Turn, attempt: Attempt) -> bool:
         turn.keep(reason=why)
         return True
     start_anew(turn, why)
-    if turn.spec.launcher == "none" and not turn.durable.phase.is_over:
+    if not turn.spec.traits.starts and not turn.durable.phase.is_over:
         turn.keep(anew=Anew(turn.now, why))
     return False
 
@@ -141,7 +141,7 @@ def start_anew(turn: Turn, why: str) -> None:
     )
     checkpoints.on_return(turn, step)
     turn.change(attempt=None, goal=None, ready_since=None)
-    when = " when workers come" if turn.spec.launcher == "none" else ""
+    when = "" if turn.spec.traits.starts else " when workers come"
     turn.note(
         EventKind.ANEW,
         f"{why}; starting again from step {step}{when}, losing {plural(lost_steps, 'step')}",

@@ -44,7 +44,7 @@ def on_scale(turn: Turn, event: Scale) -> None:
         turn.keep(wanted=size.wanted, scaled_up=size.wanted > before.wanted)
         sentence = f"the job is scaled from {before.wanted} to {plural(size.wanted, 'worker')}"
         turn.note(EventKind.SCALED, sentence, workers=size.wanted)
-    if size != before and not scaling.has_launcher(turn):
+    if size != before and not turn.spec.traits.starts:
         room = size.top if size.wanted == before.wanted else size.wanted
         for record in reversed(scaling.staying_workers(turn)[room:] if room is not None else ()):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)

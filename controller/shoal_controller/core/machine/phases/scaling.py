@@ -1,7 +1,7 @@
 """How many workers there are: starting them, replacing them, letting them go.
 
 The launcher fills up to `wanted`. A drain never changes `wanted`, so a drained worker is replaced; what is too many
-goes, the youngest first. With launcher `none` workers come by themselves and only leaving is decided here.
+goes, the youngest first. Without a launcher workers come by themselves and only leaving is decided here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ LINGER_SECONDS = 60.0
 SCALE_DOWN_GRACE = 30.0
 
 
-def has_launcher(turn: Turn) -> bool:
-    return turn.spec.launcher != "none"
-
-
 def staying_workers(turn: Turn) -> list[WorkerRecord]:
     """The workers that count towards `wanted`, oldest first: alive as far as is known, and not on their way out."""
     serving = (record for record in turn.durable.roster.values() if record.serves and not record.leaving)
@@ -38,7 +34,7 @@ def staying_workers(turn: Turn) -> list[WorkerRecord]:
 
 def settle(turn: Turn) -> None:
     """Bring the number of processes to `wanted`, where a launcher does it."""
-    if not has_launcher(turn) or turn.durable.phase.is_over or turn.durable.stopping:
+    if not turn.spec.traits.starts or turn.durable.phase.is_over or turn.durable.stopping:
         return
     here = staying_workers(turn)
     wanted = turn.durable.wanted + _spares(turn, here)
@@ -77,7 +73,7 @@ def _end_the_evicted(turn: Turn) -> None:
     """● A silent worker of a cluster is ended once a world without it has committed a step, never before: until then
     its blocks may be the only ones. On a machine of ours it may thaw and join again; a pod holds what another needs.
     """
-    if turn.spec.launcher != "kubernetes" or turn.world is None or turn.durable.committed_in < turn.world.generation:
+    if turn.spec.traits.readmits or turn.world is None or turn.durable.committed_in < turn.world.generation:
         return
     for record in tuple(turn.durable.roster.values()):
         evicted = record.standing is Standing.LOST and record.launched and record.ending is None
@@ -117,7 +113,7 @@ def on_restart(turn: Turn) -> None:
             turn.mark(record.worker, leaves_at=min(record.leaves_at, turn.now + record.grace_seconds))
         if record.ending_since is not None:
             turn.mark(record.worker, ending_since=min(record.ending_since, turn.now))
-    if has_launcher(turn):
+    if turn.spec.traits.starts:
         turn.do(Adopt((*(record.worker for record in launched), *turn.durable.ending_since)))
 
 

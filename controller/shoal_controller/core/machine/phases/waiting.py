@@ -119,7 +119,7 @@ def _lost(durable: Durable) -> str:
 
 def how_to_start(durable: Durable) -> str:
     """What starts more workers where nobody but people does, as the end of a sentence."""
-    if durable.spec.launcher != "none":
+    if durable.spec.traits.starts:
         return ""
     command = f"shoal worker --controller HOST:PORT --job {durable.spec.job} -- COMMAND"
     return f'; launcher is none: start workers with "{command}"'

@@ -1,0 +1,18 @@
+"""The two tables of launchers: what the core knows of each kind, and how each is made."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from shoal_controller.core.machine.launcher_traits import TRAITS, Kind, traits_of
+from shoal_controller.launchers.registry import LAUNCHERS
+
+
+def test_every_kind_has_traits_and_is_made_by_the_registry_if_it_starts_workers() -> None:
+    assert list(TRAITS) == list(get_args(Kind))
+    assert LAUNCHERS.keys() == {kind for kind, traits in TRAITS.items() if traits.starts}
+
+
+def test_a_kind_that_only_a_newer_shoal_knows_starts_workers_and_lets_them_come_back() -> None:
+    traits = traits_of("slurm")
+    assert traits.starts and traits.readmits
