@@ -156,7 +156,7 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         election = Election(store, me, neighbours.term_of)
         alone = settings.store.startswith("embedded:")
         controller.join(store, election, await introductions(store, me.id, patient=not alone))
-        curves = Curves(settings.folder, lambda: controller.jobs() if controller.term else None)
+        curves = Curves(settings.folder)
         ends.push_async_callback(end_task, guarded("curves", curves.run(), only_logged))
         environment = _worker_environment(grpc, controller, worker_tokens, settings.devices)
         claimed = await _claimed(settings, found if alone else WorkerPort(found.port), ends)  # or they find others
@@ -168,7 +168,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         }  # fmt: skip
         launchers = {kind: CountedLauncher(one.launcher, metrics.own.launches(kind)) for kind, one in made.items()}
         resources = _resources(made.values())
-        means = Means(store, streams, controller, launchers, settings.forget_after_seconds, fail, resources)
+        means = Means(
+            store, streams, controller, launchers, curves.keep, settings.forget_after_seconds, fail, resources
+        )
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
         ends.callback(controller.end)

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from shoal_controller.cli.display import seconds_left, time_left
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.plot import place_of, plot, reported, throughput
-from shoal_controller.core.machine.spec import JobView, Phase
-from shoal_controller.observe.curves import COLUMNS, LOOK_SECONDS, MOST_LINES, Curves, curve_file, read_curve
+from shoal_controller.core.machine.sample import Sample
+from shoal_controller.observe.curves import COLUMNS, LOOK_SECONDS, MOST_LINES, Curves, Points, curve_file, read_curve
 from shoal_protos.errors import NotFound
 
 
-def view(step: int, active: int = 2, run: str = "r1", job: str = "mlp") -> JobView:
-    return JobView(
-        job, Phase.RUNNING, 1, wanted=2, active=active, min_workers=1, max_workers=None, lanes=4, step=step,
-        max_steps=100, loss=1 / (step + 1), last_checkpoint_step=None, reason="", run=run, samples=8 * step,
-    )  # fmt: skip
-
-
-def curves(folder: Path) -> Curves:
-    return Curves(folder, lambda: None)
+def points(step: int, active: int = 2, run: str = "r1", reports: Mapping[str, float] | None = None) -> Points:
+    return {("mlp", run): Sample(step, 1 / (step + 1), None, 8 * step, 0.0, active, 2, reports or {})}
 
 
 def test_a_curve_has_a_line_for_each_look_at_which_step_or_world_is_another(tmp_path: Path) -> None:
-    kept = curves(tmp_path)
+    kept = Curves(tmp_path)
     for now, (step, active) in enumerate([(1, 2), (1, 2), (3, 2), (3, 1), (2, 1)]):
-        kept.look([view(step, active)], float(now))
+        kept.write(points(step, active), float(now))
     path = curve_file(tmp_path, "mlp")
     assert path is not None
     assert [(row["time"], row["step"], row["world_size"]) for row in read_curve(path)] == [
         (0, 1, 2), (2, 3, 2), (3, 3, 1), (4, 2, 1),
     ]  # fmt: skip
-    curves(tmp_path).look([view(4)], 9.0)
+    Curves(tmp_path).write(points(4), 9.0)
     assert [row["step"] for row in read_curve(path)] == [1, 3, 3, 2, 4], "the next controller goes on with it"
 
 
 def test_numbers_that_a_script_reports_are_columns_and_panels(tmp_path: Path) -> None:
-    kept, steps = curves(tmp_path), iter(range(1, 9))
+    kept, steps = Curves(tmp_path), iter(range(1, 9))
     for reports in ({}, {"a,b": 0.5}, {"a,b": 0.5, "seen": 3.0}, {"seen": 4.0}):
-        kept.look([replace(view(step := next(steps)), reports=reports)], float(step))
-    curves(tmp_path).look([replace(view(5), reports={"seen": 5.0})], 5.0)
+        kept.write(points(step := next(steps), reports=reports), float(step))
+    Curves(tmp_path).write(points(5, reports={"seen": 5.0}), 5.0)
     read = read_curve(curve_file(tmp_path, "mlp"))  # type: ignore[arg-type]
     assert [(row.get("a,b"), row.get("seen")) for row in read] == [
         (None, None), (0.5, None), (0.5, 3.0), (None, 4.0), (None, 5.0),
@@ -51,37 +44,37 @@ def test_numbers_that_a_script_reports_are_columns_and_panels(tmp_path: Path) ->
     assert reported(read) == ["a,b", "seen"]
     plot("mlp", tmp_path / "mlp.png", tmp_path)
     assert struct.unpack(">II", (tmp_path / "mlp.png").read_bytes()[16:24])[1] > 770, "each has a panel of its own"
-    kept.look([replace(view(6), reports=dict.fromkeys(map(str, range(99)), 1.0))], 6.0)
+    kept.write(points(6, reports=dict.fromkeys(map(str, range(99)), 1.0)), 6.0)
     assert len(read_curve(curve_file(tmp_path, "mlp"))[-1]) == len(COLUMNS) + 30  # type: ignore[arg-type]
 
 
 def test_a_full_curve_loses_every_second_line_and_comes_half_as_often(tmp_path: Path) -> None:
-    kept = curves(tmp_path)
+    kept = Curves(tmp_path)
     path = tmp_path / "curves" / "mlp" / "r1.csv"
     path.parent.mkdir(parents=True)
     lines = [f"{step},{8 * step},{step}.0,2,0.5" for step in range(1, MOST_LINES + 1)]
     path.write_text("\n".join(["step,samples,time,world_size,loss", *lines, ""]))
-    kept.look([view(MOST_LINES + 1)], float(MOST_LINES + 1))
+    kept.write(points(MOST_LINES + 1), float(MOST_LINES + 1))
     assert [row["step"] for row in read_curve(path)] == list(range(2, MOST_LINES + 1, 2))
-    kept.look([view(MOST_LINES + 2)], MOST_LINES + 1 + LOOK_SECONDS / 2)
-    kept.look([view(MOST_LINES + 3)], MOST_LINES + 1 + LOOK_SECONDS)
+    kept.write(points(MOST_LINES + 2), MOST_LINES + 1 + LOOK_SECONDS / 2)
+    kept.write(points(MOST_LINES + 3), MOST_LINES + 1 + LOOK_SECONDS)
     assert [row["step"] for row in read_curve(path)][-2:] == [MOST_LINES, MOST_LINES + 3]
 
 
 def test_files_of_replaced_runs_and_forgotten_jobs_go(tmp_path: Path) -> None:
-    kept = curves(tmp_path)
-    kept.look([view(1)], 0.0)
-    kept.look([view(1, run="r2")], 1.0)
+    kept = Curves(tmp_path)
+    kept.write(points(1), 0.0)
+    kept.write(points(1, run="r2"), 1.0)
     assert [file.name for file in (tmp_path / "curves" / "mlp").iterdir()] == ["r2.csv"]
-    kept.look([], 2.0)
+    kept.write({}, 2.0)
     assert not (tmp_path / "curves" / "mlp").exists()
 
 
 def test_a_curve_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "curves").write_text("")
-    kept = curves(tmp_path)
+    kept = Curves(tmp_path)
     for step in (1, 2):
-        kept.look([view(step)], float(step))
+        kept.write(points(step), float(step))
     assert "".join(capsys.readouterr()).count("a job's curve cannot be written") == 1
 
 
@@ -89,9 +82,9 @@ def test_a_picture_is_drawn_of_a_job_and_of_a_file_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    kept = curves(tmp_path)
+    kept = Curves(tmp_path)
     for step in range(1, 20):
-        kept.look([view(step, active=1 + step % 3)], 3.0 * step)
+        kept.write(points(step, active=1 + step % 3), 3.0 * step)
     plot("mlp", None, tmp_path)
     assert capsys.readouterr().out == "mlp.png: steps 1 to 19 of mlp\n"
     written = (tmp_path / "mlp.png").read_bytes()

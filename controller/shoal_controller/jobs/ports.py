@@ -20,6 +20,7 @@ from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.jobs.probes import ProbeResult, probe
 from shoal_controller.jobs.streams import Streams
 from shoal_controller.launchers.launcher import Launcher
+from shoal_controller.observe.curves import Points
 
 Step = Callable[[Job, Sequence[Event], float], tuple[Job, Sequence[Effect]]]
 """What a batch of events makes of a job at a time (`machine.step`). A `UserError` refuses an operator's request, and
@@ -33,6 +34,10 @@ Begun = Callable[[], object]
 """Called when a question's turn has come, before it is answered."""
 Planner = Callable[[Question, Begun], Awaitable[Answer]]
 """Answers a question as `planning.question.answer` does, perhaps in another process; raises where it cannot."""
+
+
+Record = Callable[[Points, float], None]
+"""Hears of every look at all jobs (`observe/curves.py`)."""
 
 
 class SizeWriter(Protocol):
@@ -55,3 +60,4 @@ class Outside:
     """What a connection to an address meets where a process of that incarnation should be."""
     controllers: Callable[[], tuple[str, ...]] = tuple
     """Where workers reach the controllers of this store, the one that leads first."""
+    record: Record = lambda _points, _now: None

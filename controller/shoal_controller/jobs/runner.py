@@ -40,7 +40,7 @@ from shoal_controller.core.machine.events import Connected, Event, Started, firs
 from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
 from shoal_controller.core.machine.phases.rest import CALM_TICKS, rests_until
-from shoal_controller.core.machine.sample import sample
+from shoal_controller.core.machine.sample import Sample, sample
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.core.machine.view import copies_wanted
 from shoal_controller.jobs.audit import Create, audit_entry
@@ -251,12 +251,15 @@ class Runner:
         self._ticked_at = now
         self._inbox.put_tick()
 
-    def record(self) -> None:
-        """Look at the job for its series; at one that is over, that they are not kept for ever."""
+    def record(self) -> Sample:
+        """Put the job as it is now into its series, and return that; where it is over, the old goes, nothing comes."""
+        now = self._life.clock()
+        point = sample(self._carried_out, now)
         if self.is_over:
-            self.series.forget_the_old(self._life.clock())
+            self.series.forget_the_old(now)
         else:
-            self.series.record(sample(self._carried_out, self._life.clock()), self._life.clock())
+            self.series.record(point, now)
+        return point
 
     async def _run(self) -> None:
         if not (self._broken or self._unserved):

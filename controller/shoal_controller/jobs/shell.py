@@ -35,7 +35,7 @@ from shoal_controller.jobs.only_if import OnlyIf, is_repeated, version_of
 from shoal_controller.jobs.ports import Outside, Step, View
 from shoal_controller.jobs.records import JobEvent
 from shoal_controller.jobs.runner import Life, Runner
-from shoal_controller.observe.job_series import record_series
+from shoal_controller.observe.curves import record_curves
 from shoal_controller.process.tasks import NamedLocks, end_task, guarded
 from shoal_controller.store.store import Fenced, Put, Store, made_once
 
@@ -117,6 +117,7 @@ class Shell:
 
     async def start(self) -> None:
         """Restore every job and go on with it."""
+        assert self._outside is not None, "connect comes before start"
         self._cluster = await ensure_cluster_id(self._store)
         self.since = self.clock()
         for half_forgotten in await self.look():
@@ -128,7 +129,7 @@ class Shell:
             guarded("ticks", self._tick(), self.give_up),
             guarded("forgetting", self._forget_the_old(), self.give_up),
             guarded("events", self._bound_events(), self.give_up),
-            guarded("series", record_series(self._runners.values), self.give_up),
+            guarded("curves", record_curves(self._runners.values, self.clock, self._outside.record), self.give_up),
         ]
 
     async def look(self) -> list[JobRepository]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shoal_protos.errors import StoreError
 
 from shoal_controller.jobs.planner_process import PlannerProcess
-from shoal_controller.jobs.ports import Outside, SizeWriter
+from shoal_controller.jobs.ports import Outside, Record, SizeWriter
 from shoal_controller.jobs.shell import Shell
 from shoal_controller.jobs.streams import Streams
 from shoal_controller.launchers.launcher import Launcher
@@ -47,6 +47,7 @@ class Means:
     controller: ControllerState
     launchers: Mapping[str, Launcher]
     """Those that jobs may use. Each lets go of everything when a term ends."""
+    record: Record
     forget_after_seconds: float
     fail: Callable[[BaseException], None]
     """Hears what ends the whole controller, and not this term alone."""
@@ -64,7 +65,8 @@ async def leading(means: Means, leadership: Leadership) -> AsyncIterator[None]:
             ends.push_async_callback(launcher.release)
         planner = PlannerProcess()
         ends.push_async_callback(planner.stop)
-        shell.connect(Outside(means.streams, means.launchers, planner.answer, controllers=means.controller.places))
+        places = means.controller.places
+        shell.connect(Outside(means.streams, means.launchers, planner.answer, controllers=places, record=means.record))
         shell.stopped.add_done_callback(lambda stopped: _on_stopped(stopped.result(), leadership, means.fail))
         ends.push_async_callback(shell.stop)
         await shell.start()

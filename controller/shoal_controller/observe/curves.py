@@ -1,9 +1,9 @@
-"""Curves: step, samples, loss and world of each job over time, as files that `shoal plot` draws.
+"""The recorder of curves: each job is looked at once a second, for the page's series and for the files of `shoal plot`.
 
-One file for each run of a job, `FOLDER/curves/JOB/RUN.csv`, in the columns of `shoal.callbacks.CSV`, those of the
-numbers that the script reports last. It is bounded:
-when it is full every second line goes, and lines come half as often. Each controller keeps what it saw while it led.
-Made by `server.py`.
+`record_curves` is the shell's loop while it leads. Its points go into the rings of `job_series.py`, and every two
+seconds into files: one for each run of a job, `FOLDER/curves/JOB/RUN.csv`, in the columns of `shoal.callbacks.CSV`,
+those of the numbers that the script reports last. A file is bounded: when it is full every second line goes, and lines
+come half as often. Each controller keeps what it saw while it led. `server.py` makes the `Curves` that write.
 """
 
 from __future__ import annotations
@@ -12,21 +12,61 @@ import asyncio
 import csv
 import io
 import shutil
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 from shoal_protos.messages import MOST_REPORTS
 
-from shoal_controller.core.machine.spec import JobView
+from shoal_controller.core.machine.sample import Sample
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.process.private_files import for_this_user, make_private_folder, write_private
 
+EVERY_SECONDS = 1.0
+"""From one look at all jobs to the next."""
+AT_A_TIME = 25
+"""Jobs that are looked at before others have their turn."""
 LOOK_SECONDS = 2.0
+"""From one look at the newest points to the next, for the files."""
 MOST_LINES = 4096
 COLUMNS = ("step", "samples", "time", "world_size", "loss")
 
 log = structlog.get_logger("shoal.curves")
+
+Points = Mapping[tuple[str, str], Sample | None]
+"""One look at all jobs, by job and run; None: a job that cannot be looked at."""
+
+
+class Recorded(Protocol):
+    """A job that can be looked at."""
+
+    spec: JobSpec
+
+    def record(self) -> Sample:
+        """Put a point into its series, and return it."""
+
+
+async def record_curves(
+    jobs: Callable[[], Iterable[Recorded]], clock: Callable[[], float], keep: Callable[[Points, float], None]
+) -> None:
+    """Look at all jobs, for ever. One that cannot be looked at (a bug) has no curves any more; it goes on itself."""
+    unseen: set[Recorded] = set()
+    while True:
+        await asyncio.sleep(EVERY_SECONDS)
+        points: dict[tuple[str, str], Sample | None] = {}
+        for number, job in enumerate(list(jobs())):
+            if number % AT_A_TIME == 0:
+                await asyncio.sleep(0)
+            name = (job.spec.job, job.spec.run)
+            points[name] = None
+            try:
+                if job not in unseen:
+                    points[name] = job.record()
+            except Exception as error:
+                unseen.add(job)
+                log.error("a job's curves have ended", job=job.spec.job, error=str(error), exc_info=error)
+        keep(points, clock())
 
 
 class Curve:
@@ -43,18 +83,18 @@ class Curve:
         self._last: tuple[float, int, int] | None = None
         """When the last line was written, its step and its world."""
 
-    def see(self, view: JobView, now: float) -> None:
-        """Adds a line where the job has come on, or its world is another. Raises `OSError`."""
-        step, world = view.step, view.active
-        if view.samples is None or view.loss is None or (self._last is not None and self._last[1:] == (step, world)):
+    def see(self, point: Sample, now: float) -> None:
+        """Add a line where the job has come on, or its world is another. Raises `OSError`."""
+        step, world = point.step, point.active
+        if point.samples is None or point.loss is None or (self._last is not None and self._last[1:] == (step, world)):
             return
         if self._last is not None and self._last[2] == world and now - self._last[0] < self._seconds:
             return
         self._last = now, step, world
-        new = [name for name in view.reports if name not in self._reports][: MOST_REPORTS - len(self._reports)]
+        new = [name for name in point.reports if name not in self._reports][: MOST_REPORTS - len(self._reports)]
         self._reports += new
-        reports = (view.reports.get(name, "") for name in self._reports)
-        self._lines.append(_line([step, view.samples, f"{now:.3f}", world, view.loss, *reports]))
+        reports = (point.reports.get(name, "") for name in self._reports)
+        self._lines.append(_line([step, point.samples, f"{now:.3f}", world, point.loss, *reports]))
         if not new and len(self._lines) <= MOST_LINES and self._path.exists():
             with open(self._path, "a", opener=for_this_user) as file:
                 file.write(self._lines[-1])
@@ -69,40 +109,48 @@ class Curve:
 
 
 class Curves:
-    """`run` as a task. `jobs`: those of the controller that leads; None: this one does not."""
+    """The files of all jobs. `run` as a task, for as long as a controller lives; `keep` while it leads."""
 
-    def __init__(self, folder: Path, jobs: Callable[[], Sequence[JobView] | None]) -> None:
-        self._folder, self._jobs = folder / "curves", jobs
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "curves"
+        self._newest: tuple[Points, float] | None = None
+        """What was seen last, and when; None: it is written, or this controller does not lead."""
         self._curves: dict[tuple[str, str], Curve] = {}
         self._trouble = ""
 
+    def keep(self, points: Points, now: float) -> None:
+        """Write them soon, unless newer ones come before."""
+        self._newest = points, now
+
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Until it is cancelled. Writes in a thread: a slow disk delays no look at the jobs."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            jobs = self._jobs()
-            if jobs is not None:
-                await asyncio.to_thread(self.look, jobs, time.time())
+            newest, self._newest = self._newest, None
+            if newest is not None:
+                await asyncio.to_thread(self.write, *newest)
 
-    def look(self, jobs: Sequence[JobView], now: float) -> None:
-        """All jobs as they are now. A file that cannot be written is said once, and tried again."""
+    def write(self, points: Points, now: float) -> None:
+        """Write all jobs as they are now. A file that cannot be written is said once, and tried again."""
         try:
-            self._forget({view.job: view.run for view in jobs})
-            for view in jobs:
-                if (view.job, view.run) not in self._curves:
-                    self._curves[view.job, view.run] = Curve(self._folder / view.job / f"{view.run or 'run'}.csv")
-                self._curves[view.job, view.run].see(view, now)
+            self._forget(points)
+            for (job, run), point in points.items():
+                if (job, run) not in self._curves:
+                    self._curves[job, run] = Curve(self._folder / job / f"{run or 'run'}.csv")
+                if point is not None:
+                    self._curves[job, run].see(point, now)
             self._trouble = ""
         except OSError as error:
             if str(error) != self._trouble:
                 log.warning("a job's curve cannot be written", error=str(error))
             self._trouble = str(error)
 
-    def _forget(self, runs: dict[str, str]) -> None:
-        """Files of runs that were replaced, and of jobs that were forgotten."""
-        for job, run in [key for key in self._curves if runs.get(key[0]) != key[1]]:
+    def _forget(self, points: Points) -> None:
+        """Remove the files of runs that were replaced, and of jobs that were forgotten."""
+        jobs = {job for job, _ in points}
+        for job, run in self._curves.keys() - points.keys():
             del self._curves[job, run]
-            if job in runs:
+            if job in jobs:
                 (self._folder / job / f"{run or 'run'}.csv").unlink(missing_ok=True)
             else:
                 shutil.rmtree(self._folder / job, ignore_errors=True)

@@ -1,25 +1,22 @@
 """The series of a job: its last hour and day, and the lanes of its last worlds, in memory and bounded.
 
-A job's `Runner` owns one and feeds it with what it knows anyway; REST reads it. The next leader begins anew, and
+A job's `Runner` owns one, `curves.py` has it fed once a second, and REST reads it. The next leader begins anew, and
 `since_sentence` says so. Times are the shell's, in seconds since the epoch. A `Ring` holds columns of numbers whose
-oldest points make room; time only grows, and a gap in the measurements stays a gap. All of that is pure;
-`record_series` is the shell's loop while it leads, which looks at every job once a second.
+oldest points make room; time only grows, and a gap in the measurements stays a gap. Pure.
 """
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from math import isfinite, nan
-from typing import Any, Protocol
+from typing import Any
 
-import structlog
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.sample import Sample
@@ -48,9 +45,6 @@ HIGHEST: Mapping[str, int] = {"H": (1 << 16) - 1, "I": (1 << 32) - 1, "q": (1 <<
 
 Value = float | int | None
 Point = Mapping[str, Value]
-
-
-log = structlog.get_logger("shoal.series")
 
 
 class Ring:
@@ -289,36 +283,6 @@ class JobSeries:
 def short(value: float | None) -> float | None:
     """Without digits that are noise."""
     return None if value is None else float(f"{value:.{DIGITS}g}")
-
-
-EVERY_SECONDS = 1.0
-"""From one point of every job's series to the next."""
-
-AT_A_TIME = 25
-"""Jobs that are looked at before others have their turn."""
-
-
-class Recorded(Protocol):
-    """A job that can be looked at."""
-
-    def record(self) -> None:
-        """Put a point into its series."""
-
-
-async def record_series(jobs: Callable[[], Iterable[Recorded]]) -> None:
-    """Look at them all, for ever. A job that cannot be looked at (a bug) has no series any more; it goes on itself."""
-    unseen: set[Recorded] = set()
-    while True:
-        await asyncio.sleep(EVERY_SECONDS)
-        for number, job in enumerate(list(jobs())):
-            if number % AT_A_TIME == 0:
-                await asyncio.sleep(0)
-            try:
-                if job not in unseen:
-                    job.record()
-            except Exception as error:
-                unseen.add(job)
-                log.error("a job's series have ended", error=str(error), exc_info=error)
 
 
 def since_sentence(since: float | None) -> str:

@@ -1,11 +1,12 @@
-"""What a job's series keep of it once a second: a few figures, made without a look at every worker's row. Pure."""
+"""What a job's curves keep of it once a second: a few figures, made without a look at every worker's row. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shoal_controller.core.machine.job import Job
-from shoal_controller.core.machine.phases.progress import shown_loss, step_seconds_median
+from shoal_controller.core.machine.phases.progress import shown_loss, shown_reports, step_seconds_median
 from shoal_controller.core.machine.view import active_members, goodput, samples_read
 
 
@@ -22,6 +23,8 @@ class Sample:
     goodput_ratio: float
     active: int
     wanted: int
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """The last number that the script has reported under each name."""
 
 
 def sample(job: Job, now: float) -> Sample:
@@ -34,4 +37,5 @@ def sample(job: Job, now: float) -> Sample:
         goodput_ratio=goodput(job, now),
         active=len(active_members(job)),
         wanted=job.durable.wanted,
+        reports=shown_reports(job),
     )
