@@ -38,7 +38,7 @@ from shoal_controller.core.machine.phases import (
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
-from shoal_controller.jobs import record_set
+from shoal_controller.jobs import records
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan
@@ -232,7 +232,7 @@ def _counts_cuts(turn: Turn) -> None:
     turn.change(listening=Listening(turn.job.listening.running, turn.job.listening.running))
 
 
-RECORDS_OF = record_set.records_of
+RECORDS_OF = records.records_of
 
 
 def _believes_every_part(job: str, entries: Mapping[str, bytes], number: int, since: int) -> Any:
@@ -240,7 +240,7 @@ def _believes_every_part(job: str, entries: Mapping[str, bytes], number: int, si
 
 
 MUTATIONS: dict[str, list[Patch]] = {
-    "a change is true when its last part is stored": [(record_set, "records_of", _believes_every_part)],
+    "a change is true when its last part is stored": [(records, "records_of", _believes_every_part)],
     "only a step above the one of a failure forgives it": [(failures, "forgive", _forgives_by_any_step)],
     "all failures within one generation count once": [(failures, "_is_new", lambda turn, record: True)],
     "a claim is checked before it is believed": [(claims, "false_claim", lambda turn, worker, message: "")],

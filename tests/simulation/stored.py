@@ -11,7 +11,7 @@ from functools import partial
 
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
-from shoal_controller.jobs import record_set
+from shoal_controller.jobs import records
 from shoal_controller.store.store import Operation, Put
 
 HEAD = "head"
@@ -24,7 +24,7 @@ class StoredJob:
         self.room = room
         """How many operations a transaction with the head may have."""
         self.keys: dict[str, bytes] = {}
-        self._records = record_set.RecordSet("job")
+        self._records = records.RecordSet("job")
         self._durable: Durable | None = None
 
     def write(self, durable: Durable) -> list[Callable[[], None]]:
@@ -42,8 +42,8 @@ class StoredJob:
     def read(self) -> Durable:
         """What another life of the controller finds."""
         head = json.loads(self.keys[HEAD])
-        records = {key: value for key, value in self.keys.items() if key != HEAD}
-        self._records, values = record_set.records_of("job", records, head["number"], 0)
+        stored = {key: value for key, value in self.keys.items() if key != HEAD}
+        self._records, values = records.records_of("job", stored, head["number"], 0)
         self._durable = durable_from(head["state"], {name: value.decode() for name, value in values.items()})
         return self._durable
 

@@ -20,7 +20,7 @@ from shoal_controller.elastic_jobs.owned_job import (
     DeletionStep,
     next_step,
 )
-from shoal_controller.elastic_jobs.resource_status import columns, patch_between, span, tells_news
+from shoal_controller.elastic_jobs.resource_forms import columns, patch_between, span, tells_news
 from shoal_controller.elastic_jobs.resource_writer import ClusterEvent, EventBursts
 
 # ---- events

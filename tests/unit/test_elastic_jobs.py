@@ -278,7 +278,7 @@ async def test_a_definition_without_status_is_named_and_its_jobs_run(tmp_path: P
             "        return STATUS_SECONDS",
         ),
         Edit(
-            "shoal_controller.elastic_jobs.resource_status",
+            "shoal_controller.elastic_jobs.resource_forms",
             '    return SECONDS.sub("", json.dumps(status, sort_keys=True))',
             "    return json.dumps(status, sort_keys=True)",
         ),

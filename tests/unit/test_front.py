@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from asynchronous import asynchronous
 from rule import Edit, holds, rule
+from shoal_controller.process.worker_port import listen
 from shoal_controller.sessions import front, passage
 from shoal_controller.sessions.front import Front, Guest, Stage
-from shoal_controller.sessions.listening import listen
 from shoal_controller.sessions.private_port import PrivatePort
 from shoal_protos.errors import UserError
 

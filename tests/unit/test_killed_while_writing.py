@@ -82,7 +82,7 @@ async def killed_after(directory, transactions, act):
 @asynchronous
 async def test_a_controller_that_is_killed_between_the_parts_of_a_change_leaves_what_was_before(tmp_path, monkeypatch):
     monkeypatch.setattr("shoal_controller.jobs.runner.STOP_SECONDS", 0.01)
-    monkeypatch.setattr("shoal_controller.jobs.record_set.RECORD_BYTES", 1000)
+    monkeypatch.setattr("shoal_controller.jobs.records.RECORD_BYTES", 1000)
     filler = filled(monkeypatch, 3_000)
     async with running(tmp_path) as world:
         await world.shell.create(SPEC)

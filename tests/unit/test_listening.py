@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 
 import pytest
-from shoal_controller.sessions.listening import listen
+from shoal_controller.process.worker_port import listen
 from shoal_protos.errors import UserError
 
 

@@ -15,12 +15,11 @@ from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.sample import Sample, sample
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 from shoal_controller.core.machine.view import copies_wanted, missing_copies, view
-from shoal_controller.core.overview.activities import activity_sentence
 from shoal_controller.core.overview.amounts import duration, listed, size
 from shoal_controller.core.overview.attention import Level, attention, by_attention
 from shoal_controller.core.overview.holdings import holdings
 from shoal_controller.core.overview.previews import lanes_among, preview
-from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
+from shoal_controller.core.overview.shown_sentences import activity_sentence, changes_of, last_telling, resize_sentence
 from shoal_controller.observe.job_series import JobSeries, Span
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, OperatorRequest, Pause, Resume, Scale

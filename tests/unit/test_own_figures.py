@@ -21,7 +21,7 @@ from shoal_controller.launchers.counted import CALLS, CountedLauncher
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi
 from shoal_controller.launchers.kubernetes.request_outcomes import ALL_VERBS, OUTCOMES
 from shoal_controller.observe.own_figures import LoopLag
-from shoal_controller.observe.recent_most import RecentMost
+from shoal_controller.observe.recent import RecentMost
 from shoal_controller.sessions.stream_counts import TooManyStreams
 from shoal_protos.errors import Conflict, NotFound, Refused, StoreError, UserError
 

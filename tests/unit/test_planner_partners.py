@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from planning import partners_of, transfers
 from rule import Edit, holds, rule
-from shoal_controller.core.planning.partners import PartnerTerms, choose_partners
+from shoal_controller.core.planning.mirrors import PartnerTerms, choose_partners
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_recovery, plan_start
 from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import every, union
@@ -70,7 +70,7 @@ def partners(plan: Plan) -> dict[str, set[str]]:
     "who die at once lose blocks",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.core.planning.partners",
+        "shoal_controller.core.planning.mirrors",
         "        choice.keep(keeper, before.get(keeper, ()))\n",
         "        choice.keep(keeper, before.get(keeper, ())[:1])\n",
     ),

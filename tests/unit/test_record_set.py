@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal_controller.jobs import record_set
-from shoal_controller.jobs.record_set import RecordSet, Write, records_of
-from shoal_controller.jobs.records import Unreadable, record_key
+from shoal_controller.jobs import records
+from shoal_controller.jobs.records import RecordSet, Unreadable, Write, record_key, records_of
 from shoal_controller.store.store import MAX_OPERATIONS, Operation, Put, check_transaction
 
 NAMES = st.sampled_from(["spec", "workers/w1", "workers/w1-a", "workers/w10", "plans/7"])
@@ -59,14 +58,14 @@ class Store:
     "with a higher number than the head's do not count, and are removed before the next change",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.jobs.record_set", "        if at > number:\n", "        if at > 1 << 60:\n"),
+        Edit("shoal_controller.jobs.records", "        if at > number:\n", "        if at > 1 << 60:\n"),
         Edit(
-            "shoal_controller.jobs.record_set",
+            "shoal_controller.jobs.records",
             "_batches([*map(Delete, self.undone), *ahead], room)",
             "_batches(ahead, room)",
         ),
         Edit(
-            "shoal_controller.jobs.record_set",
+            "shoal_controller.jobs.records",
             "        hidden = self._leftovers_of(removed)\n",
             "        hidden: set[str] = set()\n",
         ),
@@ -78,7 +77,7 @@ class Store:
 @given(ACTS)
 def test_wherever_a_change_is_cut_off_the_next_life_finds_what_was_before_or_after(acts: list[Act]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record_set, "RECORD_BYTES", 4)
+        patch.setattr(records, "RECORD_BYTES", 4)
         live(acts)
 
 
@@ -143,7 +142,7 @@ def test_a_change_that_fits_is_one_transaction_and_leaves_nothing_behind() -> No
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit("shoal_controller.jobs.job_repository", "EVENT_BYTES = 256 << 10", "EVENT_BYTES = 256 << 20"),
-        Edit("shoal_controller.jobs.record_set", "RECORD_BYTES = 512 << 10", "RECORD_BYTES = 512 << 20"),
+        Edit("shoal_controller.jobs.records", "RECORD_BYTES = 512 << 10", "RECORD_BYTES = 512 << 20"),
     ],
 )
 def test_no_transaction_of_a_change_is_larger_than_a_store_takes() -> None:

@@ -10,7 +10,7 @@ from shoal_controller.core.machine.durable import Leaving, Place, Standing
 from shoal_controller.core.machine.effects import Kill, Note, Persist, Send
 from shoal_controller.core.machine.events import Spawned
 from shoal_controller.core.machine.spec import JobSpec, Phase, State
-from shoal_controller.elastic_jobs.job_from_resource import size_change
+from shoal_controller.elastic_jobs.resource_forms import size_change
 from shoal_protos.acts import DrainWorker, Scale
 from shoal_protos.messages import (
     NO_CONTROLLER,

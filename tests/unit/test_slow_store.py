@@ -34,7 +34,7 @@ class Slow:
 )
 @asynchronous
 async def test_a_write_that_takes_long_is_in_the_reason_until_one_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal_controller.observe.write_speed.SLOW_SECONDS", SLOW_SECONDS)
+    monkeypatch.setattr("shoal_controller.observe.recent.SLOW_SECONDS", SLOW_SECONDS)
     store = Slow(await open_store(f"embedded:{tmp_path}"))
     store.may_write.set()
     world = World(store)

@@ -168,7 +168,7 @@ def bytes_on_disk(directory) -> int:
     broken_by=[
         Edit("shoal_controller.store.database", "PRAGMA auto_vacuum=FULL", "PRAGMA auto_vacuum=NONE"),
         Edit(
-            "shoal_controller.jobs.record_set",
+            "shoal_controller.jobs.records",
             "        swept = leftovers[: room - len(last)]\n",
             "        swept = leftovers[:0]\n",
         ),

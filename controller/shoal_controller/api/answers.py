@@ -11,7 +11,7 @@ from shoal_protos.error_codes import ErrorCode
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
-from shoal_controller.core.overview.activities import activity_sentence
+from shoal_controller.core.overview.shown_sentences import activity_sentence
 from shoal_controller.jobs.only_if import version_of
 from shoal_controller.jobs.records import JobEvent
 

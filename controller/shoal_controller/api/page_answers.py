@@ -18,7 +18,7 @@ from shoal_controller.core.machine.spec import JobView, ResizeView
 from shoal_controller.core.overview.amounts import duration
 from shoal_controller.core.overview.attention import Attention, Level, seconds_left
 from shoal_controller.core.overview.holdings import holdings
-from shoal_controller.core.overview.resize_sentences import changes_of, last_telling, resize_sentence
+from shoal_controller.core.overview.shown_sentences import changes_of, last_telling, resize_sentence
 from shoal_controller.observe.job_series import JobSeries, Span
 
 

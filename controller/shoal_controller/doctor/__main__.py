@@ -4,8 +4,7 @@ import sys
 
 from shoal_protos.finding import main_of
 
-from shoal_controller.doctor.controller_checks import CHECKS as OF_CONTROLLER
-from shoal_controller.doctor.machine_checks import CHECKS as OF_MACHINE
+from shoal_controller.doctor.checks import CHECKS
 
 if __name__ == "__main__":
-    sys.exit(main_of({**OF_MACHINE, **OF_CONTROLLER}, sys.argv[1:]))
+    sys.exit(main_of(CHECKS, sys.argv[1:]))

@@ -26,17 +26,19 @@ from shoal_protos.errors import NotFound, UserError
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.figures import series_key
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
-from shoal_controller.elastic_jobs.job_from_resource import job_spec_of, size_change, why_not_followed
-from shoal_controller.elastic_jobs.resource_status import (
+from shoal_controller.elastic_jobs.resource_forms import (
     ACCEPTED,
     SETTLING,
     Acceptance,
     Seen,
     dropped_keys,
+    job_spec_of,
     patch_between,
     says_over,
+    size_change,
     status_of,
     tells_news,
+    why_not_followed,
 )
 from shoal_controller.elastic_jobs.resource_writer import (
     KINDS,

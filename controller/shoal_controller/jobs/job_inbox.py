@@ -32,7 +32,7 @@ from shoal_controller.core.machine.events import (
     first_batch,
 )
 from shoal_controller.jobs.only_if import OnlyIf
-from shoal_controller.observe.recent_most import RecentMost
+from shoal_controller.observe.recent import RecentMost
 
 INBOX = 1024
 """Events that may wait for one job; whoever brings more waits too."""

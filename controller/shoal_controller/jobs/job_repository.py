@@ -1,4 +1,4 @@
-"""A job's keys in the store (`records.py`, `record_set.py`). Only the shell reads and writes them.
+"""A job's keys in the store (`records.py`). Only the shell reads and writes them.
 
 Every transaction is guarded by the revision at which this controller wrote the head last. If another one has written
 since, this one has lost its job: `Fenced`, and the shell stops. A transaction is bounded in bytes and operations:
@@ -21,10 +21,10 @@ from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
-from shoal_controller.jobs.record_set import RecordSet, records_of
 from shoal_controller.jobs.records import (
     Head,
     JobEvent,
+    RecordSet,
     Unreadable,
     audit_key,
     audit_prefix,
@@ -34,9 +34,10 @@ from shoal_controller.jobs.records import (
     head_key,
     packed,
     record_prefix,
+    records_of,
     unpacked,
 )
-from shoal_controller.observe.write_speed import WriteSpeed
+from shoal_controller.observe.recent import WriteSpeed
 from shoal_controller.store.store import MAX_OPERATIONS, Compare, Delete, Entry, Fenced, Operation, Put, Store, Unfit
 
 EVENTS_PER_TRANSACTION = 50

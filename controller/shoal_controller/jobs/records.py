@@ -1,4 +1,4 @@
-"""What a job's keys in the store are, and which of their values can be read.
+"""A job's records in the store: what its keys are, which values can be read, and in which transactions they change.
 
     /jobs/NAME                            the head: the small state, which events are kept; in every transaction
     /records/NAME/workers/w7/NUMBER/PART  a record (`stored_form.py`), as the change of that number wrote it
@@ -6,17 +6,22 @@
     /audit/NAME/0000000000000043          an event that is kept longest: numbered with the others
 
 [Note: the state is last] The head has the number of the last change, and that alone makes a change true: a record with
-a higher number was never written as far as anyone knows, and of those that count the highest is the record
-(`record_set.py`). A record that this version cannot read is left as it is: nothing of it is guessed, dropped or written
-again.
+a higher number was never written as far as anyone knows, and of those that count the highest is the record. A
+record that this version cannot read is left as it is: nothing of it is guessed, dropped or written again.
+
+A change that fits is one transaction: new records, the deletion of those that they replace, and the head. One that does
+not is written ahead of its head under keys of its own, so that nothing is overwritten; a record that is to go gets an
+empty one in its place. Whoever is killed on the way has written what nobody believes. `job_repository.py` carries the
+transactions out; no I/O here.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby
 from typing import Any
 
 from shoal_protos.errors import StoreError
@@ -24,6 +29,7 @@ from shoal_protos.release import RELEASE
 from shoal_protos.text import of_shoal
 
 from shoal_controller.core.machine.event_kind import EventKind
+from shoal_controller.store.store import Delete, Operation, Put
 
 FORMAT = 6
 """Format of the records that this code writes: a higher one than any before it that reads them otherwise."""
@@ -207,3 +213,118 @@ def unpacked(name: str, value: bytes) -> str:
         return zlib.decompress(value).decode()
     except (zlib.error, UnicodeDecodeError) as error:
         raise Unreadable(f"its record {name} in the store is damaged ({len(value)} bytes: {error})") from error
+
+
+RECORD_BYTES = 512 << 10
+"""Most bytes of a key's value, and of the records in one transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A change as transactions: those `ahead`, one after the other, then `last` together with the head."""
+
+    number: int
+    ahead: tuple[tuple[Operation, ...], ...]
+    last: tuple[Operation, ...]
+    begun: RecordSet
+    """What may lie there from the first transaction on, until the head does."""
+    done: RecordSet
+    """What lies there then."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSet:
+    """The records of one job. Replaced whole by every change."""
+
+    job: str
+    number: int = 0
+    """The highest number that any change, or attempt at one, was given."""
+    keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of every record that counts: the keys of its parts, by its name."""
+    undone: tuple[str, ...] = ()
+    """Keys that a change has written which never came true. They go before the next one does, or they would be its."""
+    leftovers: tuple[str, ...] = ()
+    """Keys that do not count, and go when there is room: the oldest first, for an empty record hides an older one."""
+
+    def renewed(self) -> RecordSet:
+        """For a new run of the job. No earlier record counts once its head is there."""
+        counted = [key for keys in self.keys.values() for key in keys]
+        return replace(self, keys={}, undone=(), leftovers=(*self.leftovers, *self.undone, *counted))
+
+    def write(self, changed: Mapping[str, bytes | None], room: int) -> Write:
+        """Write these records, and remove those that are None. `room`: most operations of a transaction."""
+        number = self.number + 1
+        puts = {name: self._puts(name, number, value) for name, value in changed.items() if value is not None}
+        written = [put for several in puts.values() for put in several]
+        replaced = [key for name in changed for key in self.keys.get(name, ())]
+        removed = [name for name, value in changed.items() if value is None and name in self.keys]
+        hidden = self._leftovers_of(removed)
+        last: list[Operation] = []
+        ahead: list[Operation] = []
+        if len(written) + len(replaced) + len(hidden) <= room and _size(written) <= RECORD_BYTES:
+            last += [*written, *map(Delete, [*replaced, *hidden])]
+            leftovers = tuple(key for key in self.leftovers if key not in hidden)
+        else:
+            empty = [Put(record_key(self.job, name, number), b"") for name in removed]
+            ahead += [*written, *empty]
+            leftovers = (*self.leftovers, *replaced, *(put.key for put in empty))
+        swept = leftovers[: room - len(last)]
+        kept = {name: keys for name, keys in self.keys.items() if name not in removed}
+        keys = {**kept, **{name: tuple(put.key for put in several) for name, several in puts.items()}}
+        return Write(
+            number,
+            tuple(_batches([*map(Delete, self.undone), *ahead], room)),
+            (*last, *map(Delete, swept)),
+            begun=replace(self, number=number, undone=(*self.undone, *(operation.key for operation in ahead))),
+            done=RecordSet(self.job, number, keys, (), leftovers[len(swept) :]),
+        )
+
+    def _leftovers_of(self, removed: Iterable[str]) -> set[str]:
+        """Older records of these, which would count again if nothing took their place."""
+        names = set(removed)
+        return {key for key in self.leftovers if names and parsed_key(self.job, key)[0] in names}
+
+    def _puts(self, name: str, number: int, value: bytes) -> list[Put]:
+        parts = range(0, len(value), RECORD_BYTES)
+        return [
+            Put(record_key(self.job, name, number, part), value[begin : begin + RECORD_BYTES])
+            for part, begin in enumerate(parts)
+        ]
+
+
+def records_of(job: str, entries: Mapping[str, bytes], number: int, since: int) -> tuple[RecordSet, dict[str, bytes]]:
+    """What lies there under a head with these numbers, and the records that count. Raises `Unreadable`."""
+    keys: dict[str, tuple[str, ...]] = {}
+    undone: list[str] = []
+    leftovers: list[str] = []
+    highest = number
+    for (name, at), several in groupby(sorted(entries), lambda key: parsed_key(job, key)):
+        highest = max(highest, at)
+        if at > number:
+            undone += several
+        elif at < since:
+            leftovers += several
+        else:
+            leftovers += keys.get(name, ())
+            keys[name] = tuple(several)
+    values = {name: b"".join(entries[key] for key in several) for name, several in keys.items()}
+    leftovers += [key for name, value in values.items() if not value for key in keys[name]]
+    counted = {name: several for name, several in keys.items() if values[name]}
+    found = RecordSet(job, highest, counted, tuple(undone), tuple(leftovers))
+    return found, {name: value for name, value in values.items() if value}
+
+
+def _size(puts: Iterable[Operation]) -> int:
+    return sum(len(put.value) for put in puts if isinstance(put, Put))
+
+
+def _batches(operations: Iterable[Operation], room: int) -> Iterator[tuple[Operation, ...]]:
+    """What fits into a transaction, in order."""
+    batch: list[Operation] = []
+    for operation in operations:
+        if batch and (len(batch) == room or _size([*batch, operation]) > RECORD_BYTES):
+            yield tuple(batch)
+            batch = []
+        batch.append(operation)
+    if batch:
+        yield tuple(batch)

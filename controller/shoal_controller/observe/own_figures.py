@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from shoal_controller.launchers.counted import CALLS, OUTCOMES, Counted
 from shoal_controller.launchers.kubernetes.request_outcomes import ALL_VERBS
 from shoal_controller.launchers.kubernetes.request_outcomes import OUTCOMES as CLUSTER_OUTCOMES
-from shoal_controller.observe.recent_most import RecentMost
+from shoal_controller.observe.recent import RecentMost
 
 STORE_SECONDS = (0.003, 0.01, 0.05, 0.5, 5)
 """Upper bounds of buckets. A quantile over half a second is an alert, so that is one of them."""

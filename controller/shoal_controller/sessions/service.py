@@ -35,8 +35,8 @@ from shoal_controller.jobs.dialogue import Dialogue
 from shoal_controller.jobs.streams import Context, Stream, Streams
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.process.tasks import end_task, guarded, only_logged
+from shoal_controller.process.worker_port import listen
 from shoal_controller.sessions.front import Front
-from shoal_controller.sessions.listening import listen
 from shoal_controller.sessions.private_port import PrivatePort
 from shoal_controller.sessions.settings import SessionSettings
 from shoal_controller.sessions.stream_counts import StreamCounts

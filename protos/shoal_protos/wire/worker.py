@@ -31,16 +31,18 @@ from shoal_protos.messages import (
 )
 from shoal_protos.runs import Runs
 from shoal_protos.wire import bounds
-from shoal_protos.wire.activity import read_activity, write_activity
-from shoal_protos.wire.checkpoint import (
+from shoal_protos.wire.worker_parts import (
+    read_activity,
     read_checkpoint_ref,
+    read_description,
     read_save_report,
     read_unreadable,
+    write_activity,
     write_checkpoint_ref,
+    write_description,
     write_save_report,
     write_unreadable,
 )
-from shoal_protos.wire.description import read_description, write_description
 
 STATES = {
     pb.MEMBER_STATE_WARMING_UP: MemberState.WARMING_UP,

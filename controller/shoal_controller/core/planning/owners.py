@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from shoal_controller.core.planning.block_groups import NOBODY, BlockGroup, cut
 from shoal_controller.core.planning.flow import place_evenly
-from shoal_controller.core.planning.partners import Partners
+from shoal_controller.core.planning.mirrors import Partners
 from shoal_controller.core.planning.placement import ALONE, Capacity, Demand
 
 

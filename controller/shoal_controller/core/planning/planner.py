@@ -18,9 +18,16 @@ from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 from shoal_controller.core.planning.block_groups import BlockGroup, gather
 from shoal_controller.core.planning.fills import KeptBlocks, name_fills
 from shoal_controller.core.planning.lanes import Lanes, share_lanes, share_rounds
-from shoal_controller.core.planning.mirrors import leave_mirrors, let_mirrors_wait, mirror_everywhere, share_mirrors
+from shoal_controller.core.planning.mirrors import (
+    Partners,
+    PartnerTerms,
+    choose_partners,
+    leave_mirrors,
+    let_mirrors_wait,
+    mirror_everywhere,
+    share_mirrors,
+)
 from shoal_controller.core.planning.owners import share_owners, share_pairs
-from shoal_controller.core.planning.partners import Partners, PartnerTerms, choose_partners
 from shoal_controller.core.planning.placement import is_small
 
 

@@ -1,12 +1,44 @@
-"""How long the writes of one job take: a store that is slow, and does not fail, is told of. Used by the repository."""
+"""What was seen lately: the greatest value of the last minute, and how long the writes of one job take.
+
+`RecentMost` is what a gauge shows of what is over in milliseconds, cheap enough for every batch of events
+(`job_inbox.py`, `own_figures.py`). By `WriteSpeed` a store that is slow, and does not fail, is told of
+(`job_repository.py`).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
+
+SECONDS = 60.0
+PARTS = 6
+"""It forgets in so many steps."""
+
+
+class RecentMost:
+    """See `most`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._parts: dict[int, float] = {}
+        """The greatest value of each sixth of a minute."""
+
+    def see(self, value: float) -> None:
+        part = int(self._clock() * PARTS / SECONDS)
+        if part not in self._parts:
+            self._parts = {known: most for known, most in self._parts.items() if known > part - PARTS}
+        self._parts[part] = max(value, self._parts.get(part, value))
+
+    @property
+    def most(self) -> float:
+        """Of the last minute; 0 where nothing was seen."""
+        now = int(self._clock() * PARTS / SECONDS)
+        return max((most for part, most in self._parts.items() if part > now - PARTS), default=0.0)
+
 
 SLOW_SECONDS = 1.0
 """A write that takes longer is told of."""
