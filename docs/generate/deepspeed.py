@@ -114,8 +114,9 @@ waits for the save. `tag` and `client_state` (plain values and tensors) are save
 
 A job resumes from its newest checkpoint without a call (`shoal.checkpoint.resume`), also in the middle of an epoch.
 `engine.load_checkpoint(folder)`, called before the loop, returns that checkpoint's path and its `client_state`, or
-`(None, {})`. After the call, the first pass over `loader` is the epoch of that checkpoint, for a script that counts its
-epochs on from there; without the call the passes count from the first epoch.
+`(None, {})`. After the call, `engine.global_steps` is that checkpoint's step until the loop begins, and the first pass
+over `loader` is its epoch: a script counts its epochs on from there, also on a worker that joins. Without the call it
+is 0 until then, and the passes count from the first epoch.
 
 `python zero_to_fp32.py . OUTPUT`, run in the folder of the checkpoints, writes the newest one's weights as float32 to
 `OUTPUT/model.safetensors`, as `shoal export` does; `--tag TAG` takes the newest that the script has saved as `TAG`.

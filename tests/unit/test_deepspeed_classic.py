@@ -11,6 +11,7 @@ import pytest
 import shoal.deepspeed as deepspeed
 import torch
 from crew import Crew, Task
+from crew_saves import saved
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
@@ -219,6 +220,7 @@ def test_a_script_that_goes_on_from_its_end_and_passes_over_its_loops_ends_its_j
 ) -> None:
     def from_its_counter(elastic: Engine, before: Callable[[], None]) -> None:
         engine = over(elastic)
+        engine.load_checkpoint(tmp_path)
         for _ in range(engine.global_steps * EPOCHS // STEPS, EPOCHS):
             for batch in engine.training_dataloader:
                 before()
@@ -231,6 +233,36 @@ def test_a_script_that_goes_on_from_its_end_and_passes_over_its_loops_ends_its_j
         with Crew(names, Task({**OPEN, "shoal": place}, script=from_its_counter)) as crew:
             assert crew.finish() == reference(Task(OPTIONS))
             assert crew.job.durable.step == STEPS
+
+
+@holds("A pass over the loader")
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_script_that_counts_its_epochs_on_comes_to_the_jobs_end_where_it_joins_and_where_it_is_started_again(
+    loads: bool, tmp_path: Path
+) -> None:
+    """Its counter and its first pass begin at the same step, whatever the job has come to by then."""
+
+    def count_on(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = over(elastic)
+        if loads:
+            engine.load_checkpoint(tmp_path)
+        for _ in range(engine.global_steps * EPOCHS // STEPS, EPOCHS):
+            for batch in engine.training_dataloader:
+                before()
+                engine.backward(engine(**batch))
+                engine.step()
+
+    task = Task({**OPEN, "shoal": {"checkpoint": {"path": str(tmp_path), "every_steps": 6}}}, script=count_on)
+    with Crew("a", task) as crew:
+        crew.train_to(6)
+        saved(crew, 6)
+        crew.train_to(11)
+        crew.add("b")
+        assert crew.finish() == reference(Task(OPTIONS))
+    assert {12} <= {int(folder.name[5:17]) for folder in tmp_path.glob("step-*")} <= {6, 12}
+    with Crew("a", task) as crew:
+        assert crew.finish() == reference(Task(OPTIONS))
+        assert crew.job.durable.step == STEPS
 
 
 # ---- sizes

@@ -59,9 +59,8 @@ class EngineFacts:
 
     @property
     def global_steps(self) -> int:
-        """Steps that the job has committed."""
-        self.training_dataloader.on_asked()
-        return self.elastic.global_step
+        """Steps that the job has committed; before the loop those of the checkpoint that was loaded."""
+        return self.training_dataloader.asked_steps()
 
     @property
     def global_samples(self) -> int:

@@ -53,9 +53,13 @@ class ElasticLoader:
         """The next pass is the epoch of the step after this one."""
         self._passes, self._begins_at = 0, step
 
-    def on_asked(self) -> None:
-        """The script reads how many steps the job has made."""
+    def asked_steps(self) -> int:
+        """How many steps the job has made, as the script reads it. Before the first pass those at which the passes
+        begin: a script counts its epochs on from there.
+        """
         self._asked_at = self._engine.global_step
+        begins_here = not self._passes and self._engine.context.world is None
+        return self._begins_at if begins_here else self._asked_at
 
     def check_goes_on(self) -> None:
         """Before a micro-batch is trained. Raises `UserError` after a pass that the script has left."""

@@ -36,7 +36,8 @@ ENGINE: Mapping[str, str] = {
     "step()": "Ends the batch; with the last one of a step it updates.",
     "is_gradient_accumulation_boundary()": "Whether the current batch is this worker's last one of its step.",
     "was_step_applied()": "Whether the last call of `step()` updated the model.",
-    "global_steps": "Steps that the job has committed.",
+    "global_steps": "Steps that the job has committed; before the loop those of the checkpoint that `load_checkpoint` "
+    "has returned.",
     "global_samples": "Samples of these steps.",
     "micro_steps": "Micro-batches of these steps, of one lane.",
     "train_batch_size()": "Samples of a step.",
