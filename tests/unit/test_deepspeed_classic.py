@@ -265,6 +265,28 @@ def test_a_script_that_counts_its_epochs_on_comes_to_the_jobs_end_where_it_joins
         assert crew.job.durable.step == STEPS
 
 
+@pytest.mark.parametrize("place", ["in the body", "between epochs"])
+def test_an_error_that_ends_a_script_is_said_though_the_script_destroys_its_engine_in_the_end(place: str) -> None:
+    def fail(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = over(elastic)
+        try:
+            for _ in range(EPOCHS):
+                for batch in engine.training_dataloader:
+                    before()
+                    if place == "in the body" and engine.global_steps == 6:
+                        raise ValueError("a torn sample")
+                    engine.backward(engine(**batch))
+                    engine.step()
+                if place == "between epochs":
+                    raise ValueError("a torn sample")
+        finally:
+            engine.destroy()
+
+    with Crew("ab", Task(OPEN, script=whole), odd={"b": Task(OPEN, script=fail)}) as crew:
+        assert crew.finish() == reference(Task(OPTIONS))
+        assert "ValueError: a torn sample" in crew.story()
+
+
 # ---- sizes
 
 

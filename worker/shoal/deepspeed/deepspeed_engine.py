@@ -9,6 +9,7 @@ DeepSpeed's names for the loss scale: its class gets those that it lacks, and th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -189,6 +190,8 @@ class DeepSpeedEngine(EngineFacts):
         self._own_loaders: OwnLoaders | None = None
         self._client_state = ClientState()
         self._applied = False
+        self._handled = sys.exception()
+        """What the script was at when it made the engine: `except ImportError: main()`."""
         elastic.register_state(NAME, self._client_state)
         say_scale(elastic.context.state)
         _ENGINES.append(ref(self))
@@ -269,8 +272,11 @@ class DeepSpeedEngine(EngineFacts):
 
     def destroy(self) -> None:
         """The script trains no more. Where nothing but it says at which step the job ends, this waits until all workers
-        have come to the same end. Raises `UserError` where it cannot be theirs.
+        have come to the same end. Raises `UserError` where it cannot be theirs. In the way of an error that ends the
+        script, `finally: engine.destroy()`, it does nothing: the error is what is to be said.
         """
+        if sys.exception() is not self._handled:
+            return
         self.elastic.script_end.reach()
         if self.elastic.context.left_at:
             raise UserError(self.elastic.context.left_at)
