@@ -23,6 +23,7 @@ from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.saver import Saver, SaveResult, SaveTask
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.checkpoint_errors import StorageFailed
+from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
@@ -105,6 +106,12 @@ def all_done(crew: Crew) -> bool:
             "return not self.busy",
         ),
         Edit("shoal.checkpoint.failure", "JobFailed | ExportFailed | SaveFailed", "JobFailed | ExportFailed"),
+        Edit(
+            "shoal.training.training_loop",
+            "            patience.check()\n            self.vote()\n        self._parts",
+            "            self.vote()\n        self._parts",
+            by="test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place",
+        ),
     ],
 )
 def test_a_save_that_was_due_with_a_dead_member_is_made_though_its_first_try_outlasts_the_last_step(
@@ -322,13 +329,31 @@ def test_a_save_that_is_asked_for_after_the_loop_and_fails_in_every_worker_fails
 
 
 @holds("A job that has succeeded has the last checkpoint")
-@pytest.mark.parametrize("hangs", ["a", "b"])
+@pytest.mark.parametrize(
+    ("hangs", "asks"),
+    [("a", "by steps"), ("b", "by steps"), ("a", "after the loop"), ("b", "where nothing else says the end")],
+)
 def test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place(
-    hangs: str, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hangs: str, asks: str, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.training.save_patience.LEAST_SECONDS", 0.2)
     monkeypatch.setattr("shoal.checkpoint.saver.PATIENCE_SECONDS", 0.2)
-    with Crew("ab", saving(tmp_path)) as crew:
+
+    def epoch(engine: Engine, before: Any) -> None:
+        mine = DeepSpeedEngine(engine)
+        for batch in mine.training_dataloader:
+            before()
+            mine.backward(mine(**batch))
+            mine.step()
+        mine.save_checkpoint(tmp_path)
+
+    place = {"shoal": {"checkpoint": {"path": str(tmp_path)}}}
+    task = {
+        "by steps": saving(tmp_path),
+        "after the loop": Task({"max_steps": STEPS, **place}, script=_save_at_the_end),
+        "where nothing else says the end": Task({"max_steps": None, **place}, script=epoch),
+    }[asks]
+    with Crew("ab", task) as crew:
         crew.until("both", lambda: len(crew.members()) == 2)
         without_patience(crew)
         disk.dies[crew.workers[hangs].link.worker] = disk.free.is_set
@@ -338,7 +363,7 @@ def test_a_last_save_that_hangs_fails_the_job_and_names_the_worker_and_the_place
         for worker in crew.workers.values():
             worker.engine.parts.saving.close()
     assert ending.startswith(f"failed: worker {crew.workers[hangs].link.worker}: all steps are done, but a checkpoint")
-    assert f"a write to {tmp_path}/step-000000000003" in ending
+    assert f"a write to {tmp_path}/step-00000000000{3 if asks == 'by steps' else STEPS}" in ending
 
 
 @rule(

@@ -343,7 +343,10 @@ class TrainingLoop:
 
     def _settle_requests(self) -> None:
         """After the last step: waits until what this worker's script has asked for is carried out."""
+        patience = self._parts.saving.patience
+        patience.begin()
         while self._parts.requests.has_awaited:
+            patience.check()
             self.vote()
         self._parts.requests.forget_scripts()
 
