@@ -137,8 +137,8 @@ def undisturbed(task: Task) -> tuple[str, str]:
         Edit("shoal.training.boundary", "        seed_everything(", "        str("),
         Edit(
             "shoal.training.boundary",
-            "        record = self._complete(record)\n        self._keep()\n        passed",
-            "        record = self._complete(record)\n        passed",
+            "        if not self._keep():\n            return\n        passed",
+            "        passed",
         ),
         Edit(
             "shoal.state.training_state",

@@ -167,7 +167,8 @@ class Boundary:
             self.bring_parameters()  # a state of the user's may be one of parameters
             self._lagging.after_a_body()
         record = self._complete(record)
-        self._keep()
+        if not self._keep():
+            return
         self._carry_out(record, stepped=True)
         self._call_back(record)
         if looks:
@@ -188,7 +189,11 @@ class Boundary:
         else:
             self._carry_out(record, stepped=False)
 
-    def _keep(self) -> None:
+    def _keep(self) -> bool:
+        """Whether what follows is to be done here: where the world has changed under a keeper, in a forward of sharded
+        parameters, the new one has settled this boundary.
+        """
+        world = self._context.world
         self.commits.call()
         if self._keepers:
             self.bring_parameters()
@@ -197,6 +202,7 @@ class Boundary:
                     keeper()
         for watcher in self._watchers:
             watcher()
+        return self._context.world is world
 
     def _carry_out(self, record: Record, stepped: bool) -> None:
         context = self._context
@@ -305,7 +311,8 @@ class Boundary:
     def _settle(self, record: Record) -> None:
         """The vote's record, with what the step's own asked for: its asker may be gone. (Ranks in it are gone too.)"""
         record = self._complete(record)
-        self._keep()
+        if not self._keep():
+            return
         passed = self._context.state.record
         asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
