@@ -75,6 +75,12 @@ def assert_same(mine: Any, theirs: Any) -> None:
             "                Outputs(self._of_others(",
         ),
         Edit(
+            "shoal.integrations.transformers.shared_evaluation",
+            '            seed_everything(seed, step, 0, 0, purpose="evaluation")\n',
+            "",
+            by="test_an_evaluation_that_draws_random_numbers_has_the_same_ones_in_every_world",
+        ),
+        Edit(
             "shoal.training.boundary",
             "        return self._context.world is world\n",
             "        return True\n",
@@ -144,15 +150,19 @@ def test_a_worker_that_evaluates_something_else_or_nothing_keeps_no_other_waitin
             assert_same(trainer, original)
 
 
-def test_an_evaluation_that_draws_random_numbers_has_the_same_ones_in_every_world(tmp_path: Path) -> None:
+@holds("Each worker of a Trainer evaluates")
+@pytest.mark.parametrize("more", [{}, {"include_for_metrics": ["inputs"]}], ids=["shared", "whole"])
+def test_an_evaluation_that_draws_random_numbers_has_the_same_ones_in_every_world(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
     def masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         batch = padded(samples)
         hidden = torch.rand(batch["labels"].shape) < 0.2
         return {**batch, "labels": batch["labels"].masked_fill(hidden, -100)}
 
     given = {"data_collator": masked}
-    right, kept = script(tmp_path / "right", given=given).alone(), list[Any]()
-    with Crew("ab", script(tmp_path / "crew", given=given).task(kept)) as crew:
+    right, kept = script(tmp_path / "right", given=given, **more).alone(), list[Any]()
+    with Crew("ab", script(tmp_path / "crew", given=given, **more).task(kept)) as crew:
         crew.finish()
     for trainer in kept:
         assert_same(trainer, right)

@@ -123,12 +123,14 @@ class SharedEvaluations:
         `name`: of this evaluation.
         """
         trainer, context = self._trainer, self._engine.context
+        seed, step = context.config.seed, context.state.step
         reason = self._whole_because(loader)
         if reason:
             self._say_once(reason)
+            seed_everything(seed, step, 0, 0, purpose="evaluation")
             yield loader
             return
-        batches, outputs = SeededBatches(loader, context.config.seed, context.state.step), Outputs()
+        batches, outputs = SeededBatches(loader, seed, step), Outputs()
         predict, look = trainer.prediction_step, trainer.preprocess_logits_for_metrics
 
         def compute(numbers: Sequence[int]) -> None:
