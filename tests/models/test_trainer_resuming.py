@@ -123,6 +123,23 @@ def test_how_often_a_resumed_job_logs_and_saves_is_as_its_arguments_say_and_warn
     assert first.state.max_steps == 8
 
 
+class Long(Unhurried):
+    """As if it had trained for a thousand seconds before each save."""
+
+    def _save_checkpoint(self, *more: Any) -> None:
+        self._run.kept.start_time -= 1000  # type: ignore[attr-defined]
+        super()._save_checkpoint(*more)  # type: ignore[misc]
+
+
+def test_a_resumed_jobs_figures_per_second_are_of_the_time_in_which_all_of_its_steps_were_made(tmp_path: Path) -> None:
+    Script(tmp_path, FIRST, mixin=Long).alone()
+    more = {"num_train_epochs": 3, "save_steps": 100, "include_num_input_tokens_seen": "all"}
+    again = Script(tmp_path, {**FIRST, **more}, resume=str(tmp_path / FOLDER)).alone()
+    assert 1000 < column(again, "train_runtime")[-1] < 2000
+    assert column(again, "train_steps_per_second")[-1] == pytest.approx(STEPS / 1000, rel=0.5)
+    assert column(again, "train_tokens_per_second")[-1] < 10
+
+
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])
 def test_a_job_resumed_for_longer_has_the_same_bits_in_worlds_of_1_to_4(names: str, tmp_path: Path) -> None:
     Script(tmp_path, FIRST).alone()

@@ -41,7 +41,6 @@ class ElasticRun:
     def __init__(self, trainer: Any, engine: Engine, reader: StepReader, ignored_keys: list[str] | None) -> None:
         self._trainer, self.engine, self.reader, self._ignored_keys = trainer, engine, reader, ignored_keys
         self.kept, self.evaluations = KeptState(trainer, self._rate), SharedEvaluations(trainer, engine)
-        self.start_time = time.time()
         self._begun = False
         self._lane_step = -1
         """The step whose first micro-batch this worker has begun."""
@@ -185,7 +184,7 @@ class ElasticRun:
         trainer = self._trainer
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss, norm, self.engine.module, None, trainer.state.epoch, self._ignored_keys,
-            self.start_time, learning_rate=self.kept.next_rate,
+            self.kept.start_time, learning_rate=self.kept.next_rate,
         )  # fmt: skip
 
     def _heed_control(self) -> None:
@@ -229,6 +228,8 @@ class KeptState:
         """The learning rate of the step at hand."""
         self.saved: list[int] = []
         """Steps whose model was saved."""
+        self.start_time = time.time()
+        """From which figures per second count: what was trained before this worker was there took its time, too."""
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -242,6 +243,7 @@ class KeptState:
             "last_logged": int(trainer._globalstep_last_logged),
             "operations": float(trainer.current_flos),
             "saved": list(self.saved),
+            "seconds": time.time() - self.start_time,
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
@@ -255,6 +257,7 @@ class KeptState:
         trainer._globalstep_last_logged = kept["last_logged"]
         trainer.current_flos = kept["operations"]
         self.next_rate, self.saved = self._rate(), list(kept["saved"])
+        self.start_time = time.time() - kept.get("seconds", 0.0)
         take_over(trainer, self._given, json.loads(kept.get("given", "{}")))
 
 

@@ -252,7 +252,7 @@ class ElasticTraining:
         if not self.is_world_process_zero():
             self.args.save_total_limit = None  # rank 0 deletes what is too many
         try:
-            return self._finalize_training(None, samples, run.start_time)  # type: ignore[attr-defined]
+            return self._finalize_training(None, samples, run.kept.start_time)  # type: ignore[attr-defined]
         finally:
             self.args.save_total_limit = limit
 
