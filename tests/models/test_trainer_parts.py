@@ -337,6 +337,17 @@ def test_a_deepspeed_section_keeps_it_in_bfloat16_with_float32_masters(
         assert crew.finish() == elastic.fingerprint
 
 
+def test_half_precision_by_the_arguments_holds_beside_a_deepspeed_configuration_without_such_a_section(
+    tmp_path: Path,
+) -> None:
+    arguments = {"bf16": True, "num_train_epochs": 1}
+    beside = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}
+    right = Script(tmp_path / "right", arguments).alone()
+    elastic = Script(tmp_path / "mine", {**arguments, "deepspeed": beside}).alone()
+    assert elastic.fingerprint == right.fingerprint
+    assert elastic.fingerprint != Script(tmp_path / "float32", {"num_train_epochs": 1}).alone().fingerprint
+
+
 # ---- DeepSpeed
 
 DS_CONFIG = {

@@ -110,14 +110,14 @@ def config_of(
     A section whose object is given beside it is left as it is: what is "auto" there is as the object has it.
     """
     shoal = section_shoal(args, shoal)
-    document = deepspeed_config(args)
+    document, bf16 = deepspeed_config(args), args.bf16 or (job.mixes_halves and not args.fp16)
+    autocast = {
+        "bf16": {"enabled": bf16, "auto_cast": bf16},
+        "fp16": {"enabled": args.fp16, "auto_cast": args.fp16, "loss_scale_window": 2000, "hysteresis": 1},
+    }
     if document is None:
-        bf16 = args.bf16 or (job.mixes_halves and not args.fp16)
-        document = {
-            "bf16": {"enabled": bf16, "auto_cast": bf16},
-            "fp16": {"enabled": args.fp16, "auto_cast": args.fp16, "loss_scale_window": 2000, "hysteresis": 1},
-            "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else NO_CLIPPING,
-        }
+        clipping = args.max_grad_norm if args.max_grad_norm > 0 else NO_CLIPPING
+        document = {**autocast, "gradient_clipping": clipping}
     else:
         if is_on(document.get("elasticity")):
             raise UserError(
@@ -133,7 +133,7 @@ def config_of(
         faults = list(_differences(document, meanings))
         if faults:
             raise UserError("; ".join(faults) + '. Give each once, or write "auto" in the DeepSpeed configuration.')
-        document = _resolved(document, meanings)
+        document = {**autocast, **_resolved(document, meanings)}
         if job.mixes_halves and not any(is_on(document.get(name)) for name in ("bf16", "fp16")):
             document["bf16"] = {"enabled": True, "auto_cast": True}
         document.pop("gradient_accumulation_steps", None)
