@@ -116,7 +116,8 @@ A job resumes from its newest checkpoint without a call (`shoal.checkpoint.resum
 `engine.load_checkpoint(folder)`, called before the loop, returns that checkpoint's path and its `client_state`, or
 `(None, {})`. After the call, `engine.global_steps` is that checkpoint's step until the loop begins, and the first pass
 over `loader` is its epoch: a script counts its epochs on from there, also on a worker that joins. Without the call it
-is 0 until then, and the passes count from the first epoch.
+is 0 until then, and the passes count from the first epoch. A `tag` must be that of the checkpoint, unless the job is
+under way: a worker that joins goes on where the others are.
 
 `python zero_to_fp32.py . OUTPUT`, run in the folder of the checkpoints, writes the newest one's weights as float32 to
 `OUTPUT/model.safetensors`, as `shoal export` does; `--tag TAG` takes the newest that the script has saved as `TAG`.

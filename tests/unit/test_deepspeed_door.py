@@ -260,6 +260,32 @@ def test_a_checkpoint_elsewhere_or_of_another_tag_is_one_sentence(tmp_path: Path
     assert "client_state.of" in ask(lambda e: e._client_state.put(None, {"of": object()}))
 
 
+def test_a_worker_that_joins_goes_on_where_the_others_are_whatever_its_script_loads(tmp_path: Path) -> None:
+    tag: list[str | None] = [None]
+
+    def run(elastic: Engine, before: Callable[[], None]) -> None:
+        engine = over(elastic)
+        _, state = engine.load_checkpoint(tmp_path, tag=tag[0])
+        for epoch in range(state.get("epoch", -1) + 1, EPOCHS):
+            for batch in engine.training_dataloader:
+                before()
+                engine.backward(engine(**batch))
+                engine.step()
+            engine.save_checkpoint(tmp_path, tag=f"epoch{epoch}", client_state={"epoch": epoch})
+
+    task = Task({**OPTIONS, "shoal": {"checkpoint": {"path": str(tmp_path)}}}, script=run)
+    with Crew("a", task) as crew:
+        crew.train_to(5)
+        saved(crew, 5)
+    tag[0] = "epoch0"
+    with Crew("a", task) as crew:
+        crew.train_to(10)
+        saved(crew, 10)
+        crew.add("b")
+        assert crew.finish() == reference(Task(OPTIONS))
+        assert not crew.workers["b"].failure
+
+
 @pytest.mark.parametrize(
     ("folder", "path", "within"),
     [("runs/a", "runs", True), ("runs", "runs/", True), ("runs2", "runs", False), ("s3://b/x/1", "s3://b/x", True)],

@@ -309,8 +309,8 @@ class DeepSpeedEngine(EngineFacts):
         reference = self.elastic.parts.loading.known.reference
         if reference is None:
             return None, {}
-        saved = saved_in(reference.path)
-        if tag is not None and saved.tag != str(tag):
+        saved, is_under_way = saved_in(reference.path), bool(self.elastic.context.link.job.opened_generations)
+        if tag is not None and saved.tag != str(tag) and not is_under_way:
             raise UserError(
                 f'engine.load_checkpoint was to load "{tag}", and the job goes on from {reference.path}, which was '
                 f'saved as "{saved.tag}"; say which by `shoal.checkpoint.resume`.'
