@@ -92,6 +92,8 @@ class Script:
     kind: str = "Trainer"
     mixin: type = object
     """Overrides, before the Trainer's class."""
+    made: Callable[..., Any] = transformers.TrainingArguments
+    """What makes the arguments."""
     libraries: tuple[Any, Any] = (transformers, door)
     """Of the original, and of Shoal's."""
     after: Callable[[Any], None] = lambda _: None
@@ -104,7 +106,7 @@ class Script:
             "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
             "log_level": "error",
         }  # fmt: skip
-        args = transformers.TrainingArguments(**{**usual, **self.arguments})
+        args = self.made(**{**usual, **self.arguments})
         kinds = tuple(kind for kind in (mixin, self.mixin) if kind is not object)
         of = type("Mine", (*kinds, getattr(library, self.kind)), {})
         usual_given = {"train_dataset": Sequences(), "eval_dataset": Sequences(10), "data_collator": padded}

@@ -6,6 +6,7 @@ the micro-batches that a worker trains; here they become those of the step, the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any, NoReturn
 
@@ -65,18 +66,30 @@ class SFTTrainer(ElasticTraining, trl.SFTTrainer):  # type: ignore[misc]
     def training_step(self, *given: Any, **named: Any) -> Any:
         """As the library's; what it counts of the micro-batch is reported to the step."""
         loss = super().training_step(*given, **named)
-        counted = self._metrics["train"]
+        assert self.engine is not None and self._run is not None, "it trains"
+        slots = self._run.reader.order.micro_batches / self.current_gradient_accumulation_steps
+        self.engine.report(**{name: slots * value for name, value in self._counted("train").items()})
+        return loss
+
+    def _take_counts(self) -> dict[str, float]:
+        return self._counted("eval")
+
+    def _add_counts(self, counts: Mapping[str, float]) -> None:
+        for name, value in counts.items():
+            self._metrics["eval"][name].append(value)
+
+    def _counted(self, mode: str) -> dict[str, float]:
+        """Of the last micro-batch, once."""
+        counted = self._metrics[mode]
         counts = {name: counted[name][-1] for name in sorted(METRICS & counted.keys())}
         counted.clear()
-        assert self.engine is not None, "it trains"
-        self.engine.report(**counts)
-        return loss
+        return counts
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
         """As the library's, with the metrics of whole steps, or of the evaluation that is logged."""
-        is_evaluation = any(name.startswith("eval_") for name in logs)
-        found = self._metrics["eval"] if is_evaluation else self._steps.found
-        opening = "eval_" if is_evaluation else ""
+        is_training = not {"loss", "train_loss"}.isdisjoint(logs)
+        found = self._steps.found if is_training else self._metrics["eval"]
+        opening = "" if is_training else "eval_"
         logs.update({f"{opening}{name}": fmean(found[name]) for name in sorted(METRICS & found.keys())})
         found.clear()
         super().log(logs, *more, **named)

@@ -34,7 +34,7 @@ from shoal.training.engine import Engine
 NO_MORE = b""
 """The last word of a member at a boundary."""
 Outputs = dict[int, Any]
-"""What `prediction_step` gives, by the number of the batch."""
+"""By the number of the batch what `prediction_step` gives, and what the Trainer has counted beside it."""
 OUTPUTS = "what prediction_step gives"
 
 log = get_logger("shoal")
@@ -140,13 +140,17 @@ class SharedEvaluations:
                 loss, logits, labels = predict(trainer.model, inputs, loss_only, ignore_keys=ignored_keys)
                 if look is not None and logits is not None:
                     logits = look(logits, labels)
-                outputs[number] = send_to_device((loss, logits, labels), "cpu")
+                outputs[number] = send_to_device((loss, logits, labels), "cpu"), trainer._take_counts()
                 context.step_on()
+
+        def known_step(*_: Any, **__: Any) -> Any:
+            output, counts = outputs.pop(next(known))
+            trainer._add_counts(counts)
+            return send_to_device(output, trainer.args.device)
 
         self._gather(batches, name, outputs, compute)
         known = iter(range(len(batches)))
-        trainer.prediction_step = lambda *_, **__: send_to_device(outputs.pop(next(known)), trainer.args.device)
-        trainer.preprocess_logits_for_metrics = None
+        trainer.prediction_step, trainer.preprocess_logits_for_metrics = known_step, None
         try:
             sampler = loader.batch_sampler
             in_place = DataLoader(InPlace(loader.dataset), sampler.batch_size, drop_last=sampler.drop_last)

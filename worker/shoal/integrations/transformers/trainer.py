@@ -298,6 +298,13 @@ class ElasticTraining:
         self.callback_handler.eval_dataloader = dataloader
         return found
 
+    def _take_counts(self) -> dict[str, float]:
+        """What the last prediction has counted beside its outputs, once: another worker may go over them."""
+        return {}
+
+    def _add_counts(self, counts: Mapping[str, float]) -> None:
+        """As if the prediction that has counted this were made here and now."""
+
     def _predicting(self, loader: Any, *more: Any) -> AbstractContextManager[Any]:
         return nullcontext(loader) if self._run is None else self._run.evaluations.predicting(loader, *more)
 
