@@ -86,8 +86,8 @@ class ShardedMemory:
         self.beneath: FlatMemory = TorchMemory(layout, is_empty) if self.mapped is None else self.mapped
 
     @property
-    def flats(self) -> Flats:
-        """Per bucket (elements,)."""
+    def flats(self) -> Flats:  # per bucket (elements,)
+        """The memory of all parameters."""
         return self.beneath.flats
 
     def adopt(
