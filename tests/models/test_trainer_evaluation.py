@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from crew import Crew, Killed
-from models.trainer_scripts import STEPS_PER_EPOCH, Script, Sequences, padded, untimed_log
+from models.trainer_scripts import Script, Sequences, padded, untimed_log
 from rule import Edit, holds, rule
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,15 +99,16 @@ def test_all_predictions_come_to_all_workers_and_each_has_made_its_part(names: s
     assert sum(parts) == 2 * BATCHES and all(0 < part < 2 * BATCHES for part in parts[1:])
 
 
-def dies_at(batch: int, epoch: int = 1) -> type:
-    """Worker b is killed before it predicts a batch of its own."""
+def dies_at(batch: int) -> type:
+    """Worker b is killed before it predicts a batch of its own, and the others know of it before their first one."""
 
     class Dies(Looks):
         def prediction_step(self, *more: Any, **named: Any) -> Any:
-            engine = self.engine  # type: ignore[attr-defined]
-            is_due = engine.global_step == epoch * STEPS_PER_EPOCH and len(self.predicted) == batch
-            if engine.context.link.worker == "b" and is_due:
+            link, number = self.engine.context.link, len(self.predicted)  # type: ignore[attr-defined]
+            if link.worker == "b" and number == batch:
                 raise Killed
+            while link.worker != "b" and not (number or link.stopping):
+                link.pause(0.1)
             return super().prediction_step(*more, **named)
 
     return Dies
