@@ -257,6 +257,7 @@ def test_a_script_that_counts_its_epochs_on_comes_to_the_jobs_end_where_it_joins
         crew.train_to(6)
         saved(crew, 6)
         crew.train_to(11)
+        crew.beat(2)  # the job's step is shown once a second
         crew.add("b")
         assert crew.finish() == reference(Task(OPTIONS))
     assert {12} <= {int(folder.name[5:17]) for folder in tmp_path.glob("step-*")} <= {6, 12}
