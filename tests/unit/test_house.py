@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import gc
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,6 +95,13 @@ NAMED_AFTER_OTHERS = ("cli", "wire")
 
 EMPTY_NAMES = {"heard", "said", "things", "told", "what"}
 """Names that say nothing of what they stand for."""
+
+STAGE = re.compile(r"(.+\.)?(stage|residency)|Residency")
+KNOW_STAGES = ("worker/shoal/config/", "worker/shoal/deepspeed/", "worker/shoal/integrations/", "worker/shoal/doctor/")
+"""Rooms that read or print what a user asks for; `residency.py` builds what differs by it."""
+VERB = re.compile(r"\bConfirmLost\b|\bAct\.LOST\b|\bconfirm_lost\b|/lost\b|\blost\s*[:=].*(workers|label)")
+"""One verb of an operator, as its request, act, path and button spell it."""
+LAUNCHER = re.compile(r"launcher.*[\"'](none|local|kubernetes)[\"']|[\"'](none|local|kubernetes)[\"'].*launcher")
 
 READ_SHARES = (
     "protos/shoal_protos/plan.py",
@@ -254,6 +262,41 @@ def test_no_name_leaves_open_what_it_names() -> None:
         for file, node in named
         if getattr(node, fields[type(node)]).strip("_").removeprefix("on_") in EMPTY_NAMES
     ] == []
+
+
+def test_zeros_stage_is_asked_for_where_its_parts_are_built() -> None:
+    asked = [
+        f"{file}:{node.lineno}"
+        for file, inside in nodes().items()
+        if str(file).startswith("worker/") and not str(file).startswith(KNOW_STAGES) and file.name != "residency.py"
+        for node in inside
+        if isinstance(node, ast.Attribute | ast.Name) and STAGE.fullmatch(ast.unparse(node))
+        if not (isinstance(node, ast.Name) and node.id != "Residency")
+    ]
+    assert len(asked) <= 4, asked
+
+
+def test_a_verb_of_an_operator_is_spelled_in_few_files() -> None:
+    page = [file for file in (ROOT / "controller").rglob("*.js") if "uPlot" not in file.name]
+    product = [ROOT / file for file in sources() if file.parts[0] in PACKAGES.values()]
+    spelled = [str(file.relative_to(ROOT)) for file in (*product, *page) if VERB.search(file.read_text())]
+    assert 0 < len(spelled) <= 5, spelled
+
+
+def test_the_controller_asks_for_a_launchers_traits_not_for_its_name() -> None:
+    named = [
+        f"{file}:{number}"
+        for file in sources()
+        if file.parts[0] == "controller" and not {"launchers", "cli"} & set(file.parts)
+        for number, line in enumerate((ROOT / file).read_text().splitlines(), 1)
+        if LAUNCHER.search(line)
+    ]
+    assert len(named) <= 2 and not [one for one in named if "/core/" in one], named
+
+
+def test_files_are_neither_slices_nor_heaps() -> None:
+    lines = [len((ROOT / file).read_text().splitlines()) for file in sources() if file.parts[0] in PACKAGES.values()]
+    assert 110 <= statistics.median(lines) <= 200
 
 
 def test_the_shares_of_a_plan_are_read_by_the_plan_and_the_planner_all_others_ask() -> None:
