@@ -1,5 +1,7 @@
 """The plan: who is in a world, which lanes each trains, which blocks each owns and mirrors, what is still to be filled.
 
+A lane is trained by one process, which runs the whole model; others ask the plan for the trainer of a lane.
+
 Made by the controller's planner, carried out by the workers; nothing else knows how to resize. Pure: standard library
 only. `check_plan` holds the invariants; it runs where the planner returns, where a worker receives a plan, and after
 every event of a simulation. Ranks index every per-member tuple.

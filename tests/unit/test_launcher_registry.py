@@ -14,5 +14,5 @@ def test_every_kind_has_traits_and_is_made_by_the_registry_if_it_starts_workers(
 
 
 def test_a_kind_that_only_a_newer_shoal_knows_starts_workers_and_lets_them_come_back() -> None:
-    traits = traits_of("slurm")
+    traits = traits_of("newer")
     assert traits.starts and traits.readmits

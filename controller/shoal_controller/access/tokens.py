@@ -1,7 +1,8 @@
 """The operators' token of this machine: `shoal run` and `shoal demo` keep it in a file, where commands
 look for it (`shoal_protos.bearer`).
 
-Also how tokens are compared. Those of workers are made in `worker_tokens.py`, named ones in `token_register.py`.
+Also how tokens are compared. Tokens of workers are made in `worker_tokens.py`, named ones in `token_register.py`. Those
+that come are checked in `api/guard.py` for REST and in `sessions/service.py` for workers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The launcher protocol for what starts and ends workers, and the environment variables that Shoal sets itself.
 
-The shell knows launchers only by this protocol (`background.py` calls them); `server.py` says which there are. A job
+The shell knows launchers only by this protocol (`background.py` calls them); `registry.py` says which there are. A job
 may not set these variables.
 """
 

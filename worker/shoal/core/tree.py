@@ -1,4 +1,4 @@
-"""The one fixed binary tree over numbers (lanes, or blocks): what a subtree is, and in which order sums are taken.
+"""The one fixed binary tree over numbers (lanes, or blocks), which decides the order of every sum of gradients.
 
 Level by level, neighbours `2i` and `2i + 1` are added; an odd node at the end passes up unchanged. A node is named by
 the half-open span of leaves below it. A holder of a whole subtree adds it up alone and passes on one partial sum; so

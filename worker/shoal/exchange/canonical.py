@@ -1,4 +1,4 @@
-"""The canonical reduction: every block's mean gradient at its owner, then at its mirrors, with the same bits anywhere.
+"""The canonical reduction (stages 0 and 1): each block's mean gradient at its owner, then at its mirrors, bit by bit.
 
 Piece by piece, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message, or first
 to the member that adds up what their host has for that peer (host_sums.py); the owner finishes the one fixed tree over

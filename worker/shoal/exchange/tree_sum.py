@@ -1,7 +1,7 @@
-"""Sums over the one tree: in which order the partial sums of several members are added, and the additions themselves.
+"""Sums over the one tree: adds the partial sums of several members, in the order that `core/tree.py` decides.
 
-Whoever holds which subtree, the same pairs are added in the order of the one tree over lanes, so a sum has the same
-bits in every world. In place: the memory of a message, and of this worker's own sums, is the reduction's to write.
+Whichever member holds which subtree, the same pairs are added, so a sum has the same bits in every world. In place: the
+memory of a message, and of this worker's own sums, is the reduction's to write.
 """
 
 from __future__ import annotations

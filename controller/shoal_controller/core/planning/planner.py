@@ -2,7 +2,8 @@
 
 Lanes, then owners, then mirrors, then fills. Ownership changes only by promotion: a plan makes owners and mirrors of
 those who hold a block already, and names fills towards its target; when they are done, the next plan promotes the
-filled. So it never needs to know why the world changes. Called by the job machine; docs/architecture.md, "Plans".
+filled. So it never needs to know why the world changes. Called by `question.answer`; the job machine
+asks by an effect. docs/architecture.md, "Plans".
 """
 
 from __future__ import annotations
