@@ -16,6 +16,8 @@ from shoal_protos.corruption import OnCorruption
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
 
 HIGHEST_STAGE = 3
+ROUNDS_FROM_STAGE = 2
+"""From this stage of ZeRO on, lanes are shared out and added up in rounds."""
 ANSWER = "Start it with the job's script and config."
 GIVEN_FIELDS = ("lanes", "mirrors", "max_steps")
 """What must agree whatever the model is, besides the optimizer."""
@@ -87,7 +89,7 @@ class Description:
     @property
     def adds_by_rounds(self) -> bool:
         """Whether a lane's gradient goes to the owners at once, who add up round by round."""
-        return self.stage >= 2
+        return self.stage >= ROUNDS_FROM_STAGE
 
     @property
     def shards_parameters(self) -> bool:

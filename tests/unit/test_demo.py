@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rule import Edit, rule
-from shoal_controller.cli import acts, demo, verdict
+from shoal_controller.cli import demo, demo_acts, verdict
 from shoal_controller.cli.client import IsOver, NotNow
 from shoal_controller.cli.display import Lines, watch
 from shoal_controller.cli.tables import display_console
@@ -85,14 +85,14 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     client = Pretended()
-    monkeypatch.setattr(acts.os, "kill", client.kill)
-    monkeypatch.setattr(acts, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(demo_acts.os, "kill", client.kill)
+    monkeypatch.setattr(demo_acts, "LOOK_SECONDS", 0.0)
     return client
 
 
 def played(client: Pretended) -> list[str]:
     lines: list[str] = []
-    asyncio.run(acts.play(acts.DisturbedJob(client, "disturbed", lines.append)))  # type: ignore[arg-type]
+    asyncio.run(demo_acts.play(demo_acts.DisturbedJob(client, "disturbed", lines.append)))  # type: ignore[arg-type]
     return lines
 
 
@@ -111,8 +111,12 @@ def test_the_acts_are_a_kill_a_growth_a_drain_and_a_shrinking(pretended: Pretend
 def test_each_act_waits_until_the_last_one_shows(pretended: Pretended) -> None:
     pretended.later += [lambda: None] * 50
     shown: list[tuple[str, list[str]]] = []
-    disturbed = acts.DisturbedJob(pretended, "disturbed", lambda line: shown.append((line, pretended.world())))  # type: ignore[arg-type]
-    asyncio.run(acts.play(disturbed))
+
+    def note(line: str) -> None:
+        shown.append((line, pretended.world()))
+
+    disturbed = demo_acts.DisturbedJob(pretended, "disturbed", note)  # type: ignore[arg-type]
+    asyncio.run(demo_acts.play(disturbed))
     assert [world for _, world in shown] == [
         ["w0", "w1", "w2"],
         ["w0", "w2"],
@@ -124,13 +128,13 @@ def test_each_act_waits_until_the_last_one_shows(pretended: Pretended) -> None:
 @pytest.mark.parametrize("steps", [1, 3, 5, 7])
 def test_running_out_of_steps_is_a_failure_that_says_in_which_act(pretended: Pretended, steps: int) -> None:
     pretended.max_steps = steps
-    with pytest.raises(acts.OutOfSteps, match=f"job disturbed succeeded at step {steps} before "):
+    with pytest.raises(demo_acts.OutOfSteps, match=f"job disturbed succeeded at step {steps} before "):
         played(pretended)
 
 
 def test_an_act_that_never_shows_is_a_failure(pretended: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acts, "PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(acts.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(demo_acts, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(demo_acts.os, "kill", lambda pid, number: None)
     pretended.max_steps = 10**9
     with pytest.raises(JobFailed, match="waited 0 s for w1 is evicted; job disturbed is running"):
         played(pretended)

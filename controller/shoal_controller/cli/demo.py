@@ -112,7 +112,7 @@ async def both(client: Client, command: list[str]) -> tuple[Json, Json]:
     """The job that is acted upon, then the same one left alone in a world of one."""
     import asyncio
 
-    from shoal_controller.cli.acts import DisturbedJob, play
+    from shoal_controller.cli.demo_acts import DisturbedJob, play
     from shoal_controller.cli.display import display, watch
 
     with display() as shown:

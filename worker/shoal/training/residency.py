@@ -3,7 +3,8 @@
 What differs by stage is built here: the memory of parameters, the sums of gradients and their guard, the traffic of a
 world, what drives reductions and what looks after parameters. Each stage is the one before with one thing more that
 owner and mirrors alone keep. Called where a state is made and described (start.py), where the parts are put together
-(parts.py), and where memory is reported (memory_report.py); everything else uses what was built, and no stage.
+(parts.py), and where memory is reported (memory_report.py); all else in a worker uses what was built, and no stage. The
+controller's half: `Description.adds_by_rounds` and `shards_parameters`.
 
 Source of the stages: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
 """

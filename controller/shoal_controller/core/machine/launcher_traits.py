@@ -1,7 +1,8 @@
 """Traits of launchers by kind: the core asks a job for a trait of its launcher (`JobSpec.traits`), never for its name.
 
 A new launcher is a kind and a line of `TRAITS` here, a line of `launchers/registry.py`, and its module there; if it has
-settings, they are in `settings.py`, and a section of a job's body is in `api/models.py` and `spec.py`. Pure.
+settings, they are in `settings.py` and come by `LauncherMeans`, which `server.py` fills; a section of a job's body is
+in `api/models.py` and `spec.py`. Pure.
 """
 
 from __future__ import annotations

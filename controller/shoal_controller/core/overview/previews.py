@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import singledispatch
 
 from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, OperatorRequest, Pause, Resume, Save, Scale
+from shoal_protos.description import ROUNDS_FROM_STAGE
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import Runs
 from shoal_protos.text import at_step, plural
@@ -19,9 +20,6 @@ from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import duration, listed
 from shoal_controller.core.overview.holdings import exposed_blocks
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, share_rounds
-
-ROUNDS_FROM_STAGE = 2
-"""From this stage of ZeRO on lanes are shared out in rounds."""
 
 
 @singledispatch
