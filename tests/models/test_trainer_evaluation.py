@@ -82,8 +82,8 @@ def assert_same(mine: Any, theirs: Any) -> None:
         ),
         Edit(
             "shoal.training.boundary",
-            "        return self._context.world is world\n",
-            "        return True\n",
+            "        if self._context.world is not world:\n            return False\n",
+            "",
             by="test_a_worker_that_dies_in_an_evaluation_changes_no_number",
         ),
     ],

@@ -68,7 +68,7 @@ ENGINE: Mapping[str, str] = {
     "save_16bit_model(folder, name)": "Writes the model's weights as safetensors, on rank 0.",
     "stop()": "Ends the job after this step, on all workers alike.",
     "destroy()": "Ends this script's training; a job without `max_steps` or `epochs` then waits for the other scripts. "
-    "In a `finally` that an error goes through it does nothing.",
+    "While an error is handled (`except`, `finally`) it does nothing: call it after that.",
     "deepspeed_io(dataset, …)": "The loader of the training's dataset, where `initialize` got none.",
     "elastic": "Shoal's own engine ([the script](api.md)): `report`, `on_step`, `evaluating`, `shard`, `gathered`, …",
 }

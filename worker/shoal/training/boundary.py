@@ -190,8 +190,8 @@ class Boundary:
             self._carry_out(record, stepped=False)
 
     def _keep(self) -> bool:
-        """Whether what follows is to be done here: where the world has changed under a keeper, in a forward of sharded
-        parameters, the new one has settled this boundary.
+        """Tell commits, keepers and watchers; return whether what follows is to be done here. Where the world has
+        changed under one of them, in a forward of sharded parameters, the new one has settled this boundary.
         """
         world = self._context.world
         self.commits.call()
@@ -199,10 +199,13 @@ class Boundary:
             self.bring_parameters()
             with self._evaluation.anywhere():
                 for keeper in self._keepers:
-                    keeper()
+                    if self._context.world is world:
+                        keeper()
+        if self._context.world is not world:
+            return False
         for watcher in self._watchers:
             watcher()
-        return self._context.world is world
+        return True
 
     def _carry_out(self, record: Record, stepped: bool) -> None:
         context = self._context

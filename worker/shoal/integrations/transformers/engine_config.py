@@ -133,7 +133,9 @@ def config_of(
         faults = list(_differences(document, meanings))
         if faults:
             raise UserError("; ".join(faults) + '. Give each once, or write "auto" in the DeepSpeed configuration.')
-        document = {**autocast, **_resolved(document, meanings)}
+        document = _resolved(document, meanings)
+        if not any(is_on(document.get(name)) for name in autocast):
+            document = {**autocast, **document}
         if job.mixes_halves and not any(is_on(document.get(name)) for name in ("bf16", "fp16")):
             document["bf16"] = {"enabled": True, "auto_cast": True}
         document.pop("gradient_accumulation_steps", None)
