@@ -159,14 +159,16 @@ def problem_in(answer: httpx.Response) -> RestProblem | NoController:
     """Return the error that an answer means. One that is no problem comes from something else than a controller."""
     try:
         problem = answer.json()
+        is_a_problem = answer.headers.get("content-type", "").startswith("application/problem+json")
+        code = str(problem.get("code") or "" if is_a_problem else problem["code"])
         sentence = str(problem.get("detail") or problem["title"])
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return NoController(
             f"{answer.request.url} answered with status {answer.status_code} and no reason; is it a Shoal controller? "
             f"This is {of_shoal(RELEASE)}"
         )
     version = answer.headers.get("etag", "").strip('"')
-    return RestProblem(sentence, str(problem.get("code") or ""), answer.status_code, version)
+    return RestProblem(sentence, code, answer.status_code, version)
 
 
 def reason_of(error: httpx.TransportError) -> str:

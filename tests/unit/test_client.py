@@ -282,7 +282,9 @@ def test_nothing_is_asked_again_beyond_the_time_for_it(moody: str) -> None:
             shoal.get_job("j")
 
 
-@pytest.mark.parametrize("answer", [(502, {}, {"message": "bad gateway"}), (200, {}, [1]), (200, {}, {})])
+@pytest.mark.parametrize(
+    "answer", [(502, {}, {"message": "bad gateway"}), (404, {}, {"detail": "Not Found"}), (200, {}, [1]), (200, {}, {})]
+)
 def test_what_is_no_controller_is_said_so(moody: str, answer: Any) -> None:
     Moody.answers = [answer]
     with Client(moody) as shoal, pytest.raises(NoController, match="is it a Shoal controller"):
