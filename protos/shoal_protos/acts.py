@@ -18,6 +18,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 from shoal_protos.path_part import path_part
 from shoal_protos.text import plural
 
+GRACE_SECONDS = 30.0
+"""In which a drained worker's blocks may be copied elsewhere, where nothing else is said."""
+
 # ---- the requests. Their docstrings are REST's descriptions.
 
 
@@ -54,7 +57,7 @@ class DrainWorker(OperatorRequest):
     """Drain a worker: copy its blocks elsewhere, then let it go."""
 
     worker: str
-    grace_seconds: float = 30.0
+    grace_seconds: float = GRACE_SECONDS
     why: str = ""
     """As the operator puts it, for the history."""
 

@@ -27,7 +27,10 @@ def read_pem(setting: str, path: Path) -> bytes:
 
 
 def believed(authorities: Path | None) -> ssl.SSLContext:
-    """Return what a client trusts: the authorities in the file of SHOAL_CA; None: those of this system."""
+    """Return what a client trusts: the authorities in the file of SHOAL_CA; None: those of this system.
+
+    Raises `UserError`.
+    """
     try:
         return ssl.create_default_context(cafile=authorities)
     except (ssl.SSLError, OSError) as error:

@@ -92,8 +92,8 @@ def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> No
         ),
         Edit(
             "shoal.blocks.held",
-            "        self._free_all_but(self.runs - self.layout.runs(states))\n",
-            "        self.keep_only(self.runs - self.layout.runs(states))\n",
+            "        if kept != self.runs:\n            self.home.keep_only(kept)\n",
+            "        self.keep_only(kept)\n",
         ),
         Edit(
             "shoal.exchange.unit_fetch", "            if not one.stand_at(self._key):\n", "            if rank < 0:\n"

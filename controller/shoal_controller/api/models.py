@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from shoal_protos.acts import Act, DrainWorker, OperatorRequest, Scale
+from shoal_protos.acts import GRACE_SECONDS, Act, DrainWorker, OperatorRequest, Scale
 from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
@@ -218,7 +218,7 @@ class ScaleBody(Body):
 class DrainBody(Body):
     """The body of `POST /v1/jobs/{job}/workers/{worker}/drain`."""
 
-    grace_seconds: Annotated[float, Field(ge=0, le=LONGEST_SECONDS, allow_inf_nan=False)] = 30.0
+    grace_seconds: Annotated[float, Field(ge=0, le=LONGEST_SECONDS, allow_inf_nan=False)] = GRACE_SECONDS
     """Time in which the worker's blocks may be copied elsewhere. Default: 30."""
     why: Annotated[str, Field(max_length=200)] = ""
     """Reason for the drain, shown in the job's history. Default: none."""

@@ -45,6 +45,13 @@ TIMEX_BYTES = 512
 """More than the kernel's structure has."""
 NOT_SYNCHRONIZED = 5
 """What adjtimex returns where no time service keeps the clock."""
+STORE_BYTES = 1 << 30
+ETCD_SECONDS = 5.0
+PROBE_SECONDS = 2.0
+MOST_BYTES = 4096
+SKEW_SECONDS = 5.0
+"""More of it between two clocks is more than a request under way explains."""
+REMOTE = "another store, such as etcd"
 
 
 def python(_: Given) -> Finding:
@@ -120,15 +127,6 @@ def open_files(_: Given) -> Finding:
 
 
 # ---- what a controller needs
-
-
-STORE_BYTES = 1 << 30
-ETCD_SECONDS = 5.0
-PROBE_SECONDS = 2.0
-MOST_BYTES = 4096
-SKEW_SECONDS = 5.0
-"""More of it between two clocks is more than a request under way explains."""
-REMOTE = "another store, such as etcd"
 
 
 def ports(given: Given) -> Finding:

@@ -36,6 +36,12 @@ SIZE = ("min_workers", "max_workers")
 """Those that a running job follows (`size_change`), with `wanted`."""
 COMPUTED_BY = ("env", "kubernetes.env", "kubernetes.image", "kubernetes.pod_template")
 """Keys that decide what a worker computes: another value for those that start later would be another computation."""
+SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
+REFUSED = "refused"
+"""Phase of a resource that no job was made from."""
+LONGEST_REASON = 1024
+LONGEST_MESSAGE = 4096
+OVER = frozenset(phase.value for phase in Phase if phase.is_over)
 
 
 def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
@@ -85,14 +91,6 @@ def changed_keys(job: JobSpec, asked: JobSpec) -> list[str]:
     before, after = (json.loads(spec.kubernetes or "{}") for spec in (job, asked))
     inner = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return [*changed, *(f"kubernetes.{key}" for key in inner)]
-
-
-SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
-REFUSED = "refused"
-"""Phase of a resource that no job was made from."""
-LONGEST_REASON = 1024
-LONGEST_MESSAGE = 4096
-OVER = frozenset(phase.value for phase in Phase if phase.is_over)
 
 
 @dataclass(frozen=True, slots=True)

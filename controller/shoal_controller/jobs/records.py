@@ -36,6 +36,8 @@ FORMAT = 6
 
 OLDEST_FORMAT = 5
 """Of those that it reads: every one from here to `FORMAT`."""
+RECORD_BYTES = 512 << 10
+"""Most bytes of a key's value, and of the records in one transaction."""
 
 LATEST = 253_402_300_800.0
 """The year 10000, in seconds since the epoch."""
@@ -213,10 +215,6 @@ def unpacked(name: str, value: bytes) -> str:
         return zlib.decompress(value).decode()
     except (zlib.error, UnicodeDecodeError) as error:
         raise Unreadable(f"its record {name} in the store is damaged ({len(value)} bytes: {error})") from error
-
-
-RECORD_BYTES = 512 << 10
-"""Most bytes of a key's value, and of the records in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)

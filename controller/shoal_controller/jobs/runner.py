@@ -252,7 +252,7 @@ class Runner:
         self._inbox.put_tick()
 
     def record(self) -> Sample:
-        """Put the job as it is now into its series, and return that; where it is over, the old goes, nothing comes."""
+        """Put the job as it is now into its series and return it; where it is over, only forget old points."""
         now = self._life.clock()
         point = sample(self._carried_out, now)
         if self.is_over:

@@ -114,7 +114,7 @@ class Curves:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "curves"
         self._newest: tuple[Points, float] | None = None
-        """What was seen last, and when; None: it is written, or this controller does not lead."""
+        """What was seen last, and when; None: it is written. The last look of a term is written after its end."""
         self._curves: dict[tuple[str, str], Curve] = {}
         self._trouble = ""
 

@@ -17,6 +17,10 @@ import structlog
 SECONDS = 60.0
 PARTS = 6
 """It forgets in so many steps."""
+SLOW_SECONDS = 1.0
+"""A write that takes longer is told of."""
+
+log = structlog.get_logger("shoal.write_speed")
 
 
 class RecentMost:
@@ -38,12 +42,6 @@ class RecentMost:
         """Of the last minute; 0 where nothing was seen."""
         now = int(self._clock() * PARTS / SECONDS)
         return max((most for part, most in self._parts.items() if part > now - PARTS), default=0.0)
-
-
-SLOW_SECONDS = 1.0
-"""A write that takes longer is told of."""
-
-log = structlog.get_logger("shoal.write_speed")
 
 
 class WriteSpeed:

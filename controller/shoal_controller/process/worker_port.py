@@ -26,6 +26,9 @@ from shoal_controller.process.private_files import for_this_user, make_private_f
 BACKLOG = 4096
 """Connections that wait in the kernel, for as long as the jobs are restored, say; it may allow fewer."""
 Place = tuple[socket.AddressFamily, str]
+FILE = "worker-port"
+
+log = structlog.get_logger("shoal.worker_port")
 
 EVERYWHERE: tuple[Place, ...] = ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0"))
 """Where all of a machine's addresses are listened at: at the first that can be, which may be open to IPv4 too."""
@@ -80,11 +83,6 @@ def _refusal(address: str, faults: list[OSError]) -> str:
     taken = any(fault.errno == EADDRINUSE for fault in faults)
     why = "it is in use" if taken else f"{faults[0].strerror or faults[0]}"
     return f"cannot listen for workers on {address}: {why}; give another --grpc HOST:PORT"
-
-
-FILE = "worker-port"
-
-log = structlog.get_logger("shoal.worker_port")
 
 
 @dataclass(frozen=True, slots=True)

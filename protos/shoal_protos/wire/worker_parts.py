@@ -17,6 +17,20 @@ from shoal_protos.wire import bounds
 
 LAST_PHASE = max(StepPhase)
 
+OUTCOMES = {
+    pb.SAVE_OUTCOME_DONE: SaveOutcome.DONE,
+    pb.SAVE_OUTCOME_FAILED: SaveOutcome.FAILED,
+    pb.SAVE_OUTCOME_SKIPPED: SaveOutcome.SKIPPED,
+}
+OUTCOME_NUMBERS = {outcome: number for number, outcome in OUTCOMES.items()}
+
+ON_CORRUPTION = {
+    pb.ON_CORRUPTION_RESTORE: OnCorruption.RESTORE,
+    pb.ON_CORRUPTION_PAUSE: OnCorruption.PAUSE,
+    pb.ON_CORRUPTION_CONTINUE: OnCorruption.CONTINUE,
+}
+ON_CORRUPTION_NUMBERS = {policy: number for number, policy in ON_CORRUPTION.items()}
+
 
 def write_activity(activity: Activity) -> pb.Activity:
     return pb.Activity(
@@ -44,14 +58,6 @@ def read_activity(message: pb.Activity) -> Activity:
         bounds.seconds("activity.seconds", message.seconds),
         bounds.seconds("activity.slowest_piece_seconds", message.slowest_piece_seconds),
     )
-
-
-OUTCOMES = {
-    pb.SAVE_OUTCOME_DONE: SaveOutcome.DONE,
-    pb.SAVE_OUTCOME_FAILED: SaveOutcome.FAILED,
-    pb.SAVE_OUTCOME_SKIPPED: SaveOutcome.SKIPPED,
-}
-OUTCOME_NUMBERS = {outcome: number for number, outcome in OUTCOMES.items()}
 
 
 def write_checkpoint_ref(ref: CheckpointRef) -> pb.CheckpointRef:
@@ -113,14 +119,6 @@ def read_save_report(message: pb.SaveReport) -> SaveReport:
         commit_seconds=bounds.seconds("saved.commit_seconds", message.commit_seconds),
         why=bounds.text("saved.why", message.why),
     )
-
-
-ON_CORRUPTION = {
-    pb.ON_CORRUPTION_RESTORE: OnCorruption.RESTORE,
-    pb.ON_CORRUPTION_PAUSE: OnCorruption.PAUSE,
-    pb.ON_CORRUPTION_CONTINUE: OnCorruption.CONTINUE,
-}
-ON_CORRUPTION_NUMBERS = {policy: number for number, policy in ON_CORRUPTION.items()}
 
 
 def write_description(description: Description) -> pb.Description:

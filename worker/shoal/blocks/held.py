@@ -78,7 +78,9 @@ class HeldBlocks:
 
         What is held already is replaced: a plan may fill again what the one before had filled and it releases.
         """
-        self._free_all_but(self.runs - self.layout.runs(states))
+        kept = self.runs - self.layout.runs(states)
+        if kept != self.runs:
+            self.home.keep_only(kept)
         self.home.put(list(states), ReceivedStates(self.layout, states))
         self.segments.join_neighbours()
 
@@ -86,11 +88,6 @@ class HeldBlocks:
         """Frees every other block."""
         if not self.runs <= runs:
             self._begin_change()
-            self._free_all_but(runs)
-
-    def _free_all_but(self, runs: Runs) -> None:
-        """What nobody reads here goes."""
-        if not self.runs <= runs:
             self.home.keep_only(runs)
 
     def _begin_change(self) -> None:

@@ -4,7 +4,7 @@ The twin is a shallow one of the user's object: its hyper-parameters are read fr
 "parameter" is a view of the parameters, or, where these are in half precision, the segment's master weights, which are
 a part of its state. Right for every optimizer that works element by element; segments are cut at block boundaries only,
 because fused kernels give the bits of the whole tensor on no other slices. Called by held blocks and by the home of
-their state; knows no gradient.
+their state; knows no gradient. `HeldWeights` reads parameters that lie with their state, for hand-outs and fetches.
 """
 
 from __future__ import annotations

@@ -170,8 +170,9 @@ class LaneLoop:
         check_loss(loss)
         if more and self._micro_batches == 1:
             refuse_more_in_half_precision(state.layout)
+        where = self._where(state)
         for guard in state.guards:
-            guard.before_backward(self._where(state), self._order.awaits_more)
+            guard.before_backward(where, self._order.awaits_more)
         if self._order.awaits_more:
             drop_gradients(state.parameters)
         self._more = more

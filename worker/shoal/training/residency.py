@@ -198,5 +198,5 @@ RESIDENCIES = (Residency(), StateSharded(), GradientsSharded(), AllSharded())
 
 
 def residency_of(stage: int) -> Residency:
-    """`stage`: 0 to 3."""
+    """Return the residency of a stage, 0 to 3."""
     return RESIDENCIES[stage]

@@ -23,9 +23,9 @@ from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, sh
 
 
 @singledispatch
-def preview(request: OperatorRequest, before: JobView, after: JobView) -> str:
-    """`before`, `after`: the job as it is, and as it would be at once. One function for each kind of request."""
-    raise AssertionError(f"{type(request).__name__} has no preview: {before.job}, {after.job}")
+def preview(request: OperatorRequest, _before: JobView, _after: JobView, /) -> str:
+    """Return what a request would do. The views: of the job as it is, and as it would be at once."""
+    raise AssertionError(f"{type(request).__name__} has no preview")
 
 
 # ---- one worker

@@ -17,6 +17,8 @@ from shoal_controller.core.overview.amounts import duration, listed, size
 
 TOLD_SECONDS = 1.0
 """What is shorter than this is not told."""
+AT_ONCE_SECONDS = 0.1
+"""What was noticed sooner than this was noticed at once."""
 
 DOES = {
     StepPhase.BUILDING: "builds the group of generation {generation}",
@@ -61,10 +63,6 @@ def activity_sentence(worker: WorkerView) -> str:
 def _since(activity: Activity, age: float) -> str:
     seconds = activity.seconds + age
     return f" ({duration(seconds)})" if seconds >= TOLD_SECONDS else ""
-
-
-LONG_SECONDS = 0.1
-"""What was noticed sooner than this was noticed at once."""
 
 
 def resize_sentence(resize: ResizeView, gone: Collection[WorkerId] = (), came: Collection[WorkerId] = ()) -> str:
@@ -121,7 +119,7 @@ def _start(resize: ResizeView, world: str) -> str:
 def _noticed(resize: ResizeView) -> str:
     """How long nobody knew: it is not in the pause, but who waited for a frozen worker stood still meanwhile."""
     seconds = resize.phases.get("detect", 0.0)
-    return f", noticed after {duration(seconds)}" if seconds >= LONG_SECONDS else ""
+    return f", noticed after {duration(seconds)}" if seconds >= AT_ONCE_SECONDS else ""
 
 
 def _was(workers: Collection[WorkerId]) -> str:

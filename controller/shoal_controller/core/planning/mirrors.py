@@ -2,12 +2,13 @@
 
 Two workers lost at once lose blocks only where one was the other's partner, so sets of partners are small, and mutual
 where they can be. They change only when a partner is gone: a joiner chooses its own and is chosen when others miss one.
-Partners lie in other failure domains, and the workers of a domain choose from the same few. Called by planner.py before
-owners.py.
+Partners lie in other failure domains, and the workers of a domain choose from the same few.
 
 Copies lie in as many failure domains as there are; those of one owner are spread over its partners, even to one block,
-so that after its loss each of them promotes its share. Within that, copies stay where they are. Called by planner.py
-after owners.py, which has placed the mirror already where there is to be only one. Pure.
+so that after its loss each of them promotes its share. Within that, copies stay where they are.
+
+Called by planner.py: partners are chosen before owners.py, and copies are placed after it, which has placed the mirror
+already where there is to be only one. Pure.
 """
 
 from __future__ import annotations
