@@ -13,7 +13,7 @@ from shoal_controller.cli import demo, demo_acts, verdict
 from shoal_controller.cli.client import IsOver, NotNow
 from shoal_controller.cli.display import Lines, watch
 from shoal_controller.cli.tables import display_console
-from shoal_protos.errors import JobFailed, NoController
+from shoal_protos.errors import Conflict, JobFailed, NoController
 from shoal_protos.rest import Json
 
 
@@ -129,6 +129,19 @@ def test_each_act_waits_until_the_last_one_shows(pretended: Pretended) -> None:
 def test_running_out_of_steps_is_a_failure_that_says_in_which_act(pretended: Pretended, steps: int) -> None:
     pretended.max_steps = steps
     with pytest.raises(demo_acts.OutOfSteps, match=f"job disturbed succeeded at step {steps} before "):
+        played(pretended)
+
+
+@pytest.mark.parametrize("request_of_it", ["scale_job", "drain_worker"])
+def test_a_job_that_ends_before_a_request_reaches_it_has_run_out_of_steps(
+    pretended: Pretended, monkeypatch: pytest.MonkeyPatch, request_of_it: str
+) -> None:
+    async def end(*_: object) -> None:
+        pretended.max_steps = pretended.step
+        raise Conflict("job disturbed is over (succeeded)")
+
+    monkeypatch.setattr(pretended, request_of_it, end)
+    with pytest.raises(demo_acts.OutOfSteps, match=r"job disturbed succeeded at step \d+ before "):
         played(pretended)
 
 

@@ -9,9 +9,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from shoal_protos.errors import JobFailed
+from shoal_protos.errors import Conflict, JobFailed
 from shoal_protos.rest import OVER, Json
 
 from shoal_controller.cli.client import Client
@@ -52,6 +52,14 @@ class DisturbedJob:
         raise JobFailed(
             f"waited {PATIENCE_SECONDS:.0f} s for {goal}; job {self.job} is {job['phase']}: {job['reason']}"
         )
+
+    async def ask(self, goal: str, request: Awaitable[object]) -> None:
+        """Send the request of an act. Raises `OutOfSteps` where the job has ended since it was looked at."""
+        try:
+            await request
+        except Conflict:
+            await self.until(goal, lambda job, _: job["phase"] not in OVER)
+            raise
 
     async def members(self, count: int) -> tuple[Json, dict[str, Json]]:
         return await self.until(f"{count} workers train", lambda job, _: _training(job, count))
@@ -98,7 +106,7 @@ async def kill_in_mid_step(disturbed: DisturbedJob) -> None:
 async def scale(disturbed: DisturbedJob, workers: int) -> None:
     """POST …/scale."""
     disturbed.tell(f'▶ POST /v1/jobs/{disturbed.job}/scale {{"workers": {workers}}}')
-    await disturbed.client.scale_job(disturbed.job, workers)
+    await disturbed.ask(f"it is scaled to {workers}", disturbed.client.scale_job(disturbed.job, workers))
     await disturbed.members(workers)
 
 
@@ -109,6 +117,6 @@ async def drain(disturbed: DisturbedJob) -> None:
     )
     leaving = _ranked(workers, 0)["worker"]
     disturbed.tell(f"▶ POST /v1/jobs/{disturbed.job}/workers/{leaving}/drain")
-    await disturbed.client.drain_worker(disturbed.job, leaving)
+    await disturbed.ask(f"{leaving} is drained", disturbed.client.drain_worker(disturbed.job, leaving))
     await disturbed.until(f"{leaving} is let go", lambda _, workers: workers[leaving]["state"] == "left")
     await disturbed.members(job["workers"]["wanted"])
