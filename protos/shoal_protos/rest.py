@@ -1,16 +1,14 @@
 """The common part of the two clients of a controller's REST API: `shoal.client`, and that of the `shoal` command.
 
-It makes requests, reads answers, makes errors of problems, and decides which request is sent again after how long. Each
-client sends by a driver of its own (`shoal/client/sending.py` over httpx.Client, `cli/client.py` over
-httpx.AsyncClient): nothing is sent, waited for or read from files here. The acts of an operator are in `acts.py`.
+It makes requests, reads answers and makes errors of problems. Each client sends by a driver of its own
+(`shoal/client/sending.py` over httpx.Client, `cli/client.py` over httpx.AsyncClient): nothing is sent, waited for or
+read from files here. The acts of an operator are in `acts.py`.
 """
 
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -173,50 +171,6 @@ def problem_in(answer: httpx.Response) -> RestProblem | NoController:
 
 def reason_of(error: httpx.TransportError) -> str:
     return str(error) or type(error).__name__
-
-
-# ---- repeats
-
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
-NOT_NOW = (429, 503)
-"""Statuses with `Retry-After`: nothing was done."""
-NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-
-
-@dataclass(slots=True)
-class Repeats:
-    """The pauses of one request that is sent again; its last failure is raised."""
-
-    address: RestAddress
-    is_repeatable: bool
-    """It does nothing more if it is sent again."""
-    until: float
-    """By the clock of `now`."""
-    pause: float = FIRST_PAUSE_SECONDS
-
-    def after_silence(self, error: httpx.TransportError, now: float) -> float:
-        """Return the seconds to wait where nothing was answered."""
-        if not (self.is_repeatable or isinstance(error, NOT_SENT)):
-            raise NoController(
-                f"the controller at {self.address.url} went away before it answered ({reason_of(error)}); the request "
-                "may have been carried out: look before you send it again",
-                may_be_done=True,
-            )
-        failure = self.address.no_answer(error, "give another url (SHOAL_URL)")
-        about_tls = any(isinstance(cause, ssl.SSLError) for cause in causes(error))  # another attempt would be, too
-        return self._wait(failure, not about_tls, self.pause, now)
-
-    def after_problem(self, answer: httpx.Response, now: float) -> float:
-        """Return the seconds to wait where the controller has not done it; its own, where it says some."""
-        failure, given = problem_in(answer), answer.headers.get("retry-after", "")
-        again = answer.status_code in NOT_NOW and (self.is_repeatable or not failure.may_be_done)
-        return self._wait(failure, again, float(given) if given.isdecimal() else self.pause, now)
-
-    def _wait(self, failure: NoController | RestProblem, again: bool, seconds: float, now: float) -> float:
-        if not again or now + seconds > self.until:
-            raise failure
-        self.pause = min(2 * self.pause, LONGEST_PAUSE_SECONDS)
-        return seconds
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -2,26 +2,79 @@
 
 A request is sent again until `retry_seconds` have passed: where no connection came about, where the controller says
 that it cannot now (429, 503; it waits `Retry-After`), and, of what may be repeated, where the answer was lost
-(`shoal_protos.rest.Repeats`). Called by `rest_client.py`; which controllers there are says `controllers.py`.
+(`Repeats`). Called by `rest_client.py`; which controllers there are says `controllers.py`.
 """
 
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import httpx
 from shoal_protos.bearer import shown_token
+from shoal_protos.errors import NoController
 from shoal_protos.pem import believed
-from shoal_protos.rest import AnswerObject, Json, Repeats, RestAddress, request_of, stream_of
+from shoal_protos.rest import (
+    AnswerObject,
+    Json,
+    RestAddress,
+    RestProblem,
+    causes,
+    problem_in,
+    reason_of,
+    request_of,
+    stream_of,
+)
 
 PAGE = 500
 """Entries of a list that are asked for at a time."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
+NOT_NOW = (429, 503)
+"""Statuses with `Retry-After`: nothing was done."""
+NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+@dataclass(slots=True)
+class Repeats:
+    """The pauses of one request that is sent again; its last failure is raised."""
+
+    address: RestAddress
+    is_repeatable: bool
+    """It does nothing more if it is sent again."""
+    until: float
+    """By the clock of `now`."""
+    pause: float = FIRST_PAUSE_SECONDS
+
+    def after_silence(self, error: httpx.TransportError, now: float) -> float:
+        """Return the seconds to wait where nothing was answered."""
+        if not (self.is_repeatable or isinstance(error, NOT_SENT)):
+            raise NoController(
+                f"the controller at {self.address.url} went away before it answered ({reason_of(error)}); the request "
+                "may have been carried out: look before you send it again",
+                may_be_done=True,
+            )
+        failure = self.address.no_answer(error, "give another url (SHOAL_URL)")
+        about_tls = any(isinstance(cause, ssl.SSLError) for cause in causes(error))  # another attempt would be, too
+        return self._wait(failure, not about_tls, self.pause, now)
+
+    def after_problem(self, answer: httpx.Response, now: float) -> float:
+        """Return the seconds to wait where the controller has not done it; its own, where it says some."""
+        failure, given = problem_in(answer), answer.headers.get("retry-after", "")
+        again = answer.status_code in NOT_NOW and (self.is_repeatable or not failure.may_be_done)
+        return self._wait(failure, again, float(given) if given.isdecimal() else self.pause, now)
+
+    def _wait(self, failure: NoController | RestProblem, again: bool, seconds: float, now: float) -> float:
+        if not again or now + seconds > self.until:
+            raise failure
+        self.pause = min(2 * self.pause, LONGEST_PAUSE_SECONDS)
+        return seconds
 
 
 class RestSender:
@@ -70,7 +123,7 @@ class RestSender:
             try:
                 yield from answer.iter_lines()
             except httpx.TransportError:
-                return  # whoever follows comes again, and hears then why not
+                return  # the caller asks again, and gets the reason then
 
     def _sent(self, request: httpx.Request, is_repeatable: bool, stream: bool = False) -> httpx.Response:
         repeats = Repeats(self.address, is_repeatable, time.monotonic() + self._retry_seconds)
