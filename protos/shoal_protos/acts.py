@@ -10,6 +10,7 @@ preview's query (`api/act_requests.py`). Pure: nothing is sent here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -140,7 +141,7 @@ class Act(StrEnum):
 Answer = TypeVar("Answer", covariant=True)
 
 
-class ActCalls(Generic[Answer]):
+class ActCalls(ABC, Generic[Answer]):
     """Part of a client of REST: a call for each act. `Answer`: the client's form of the job that is answered.
 
     `if_version`: the version that the job must still have (its `version`); None: any.
@@ -153,11 +154,11 @@ class ActCalls(Generic[Answer]):
         headers = {} if if_version is None else {"If-Match": f'"{if_version}"'}
         return self._changed(job, act.method, act.path_of(job, worker), given, headers)
 
+    @abstractmethod
     def _changed(
         self, job: str, method: str, path: str, body: dict[str, Any] | None, headers: Mapping[str, str]
     ) -> Answer:
         """Send a request that changes the job."""
-        raise NotImplementedError
 
     def scale_job(
         self, job: str, workers: int | None = None, *, min: int | None = None, max: int | None = None,
