@@ -280,11 +280,12 @@ def _launcher_means(
 
 def _resources(launchers: Iterable[Made]) -> Resources | None:
     """Return what makes jobs from the resources of a launcher's cluster, imported where there is one; None: nothing."""
-    for cluster in (one.cluster for one in launchers if one.cluster is not None):
-        from shoal_controller.elastic_jobs.reconciler import reconciling
+    cluster = next((one.cluster for one in launchers if one.cluster is not None), None)
+    if cluster is None:
+        return None
+    from shoal_controller.elastic_jobs.reconciler import reconciling
 
-        return partial(reconciling, cluster)
-    return None
+    return partial(reconciling, cluster)
 
 
 def _why_it_stopped(stopped: asyncio.Future[BaseException]) -> StoreError:
