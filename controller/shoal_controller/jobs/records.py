@@ -11,8 +11,8 @@ record that this version cannot read is left as it is: nothing of it is guessed,
 
 A change that fits is one transaction: new records, the deletion of those that they replace, and the head. One that does
 not is written ahead of its head under keys of its own, so that nothing is overwritten; a record that is to go gets an
-empty one in its place. Whoever is killed on the way has written what nobody believes. `job_repository.py` carries the
-transactions out; no I/O here.
+empty one in its place. A controller that is killed on the way has written records that no reader believes.
+`job_repository.py` carries the transactions out; no I/O here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts of a worker's messages on the wire: what it does, what it knows of checkpoints, and the job that it describes.
 
-`worker.py` writes and reads the messages. Reading raises `UserError` for whatever is out of bounds.
+`worker.py` writes and reads the messages. Reading raises `UserError` for a value that is out of bounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write_activity(activity: Activity) -> pb.Activity:
 
 
 def read_activity(message: pb.Activity) -> Activity:
-    """Raises `UserError` for whatever is out of bounds."""
+    """Decode an activity. Raises `UserError` for a value that is out of bounds."""
     return Activity(
         bounds.whole("activity.generation", message.generation),
         bounds.whole("activity.boundary", message.boundary),

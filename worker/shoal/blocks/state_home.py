@@ -33,7 +33,7 @@ OnUpdated = Callable[[int], None]
 
 
 def unheard(_: int) -> None:
-    """The `OnUpdated` of an update that nobody waits for."""
+    """The `OnUpdated` of an update whose pieces are not waited for."""
 
 
 class FirstStates:

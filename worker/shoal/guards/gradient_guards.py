@@ -135,7 +135,7 @@ class TakenGradientGuard(StepGuard):
             self.before_step()
 
     def after_backward(self, _: Iterable[Extent], /) -> None:
-        """Whatever the script does with a gradient from now on is refused."""
+        """Refuse each use of a gradient by the script from now on."""
         self._taken.put_in_place(self._parameters)
 
     def before_step(self) -> None:

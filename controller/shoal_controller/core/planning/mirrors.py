@@ -100,7 +100,7 @@ class _Choice:
             yield from self._members[domain]
 
     def complete(self, owner: int) -> None:
-        """Adds partners until the set is full, or nobody is left who would be a good one."""
+        """Add partners until the set is full or no good one is left."""
         while len(self.chosen[owner]) < self._terms.count and (partner := self._next(owner)) is not None:
             self._add(owner, partner)
             heappush(self._heaps[self._domains[partner]], (len(self._chosen_by[partner]), partner))
@@ -133,7 +133,7 @@ class _Choice:
         return None
 
     def _nearest(self, owner: int, barred: set[int], free: bool) -> int | None:
-        """Whoever is in the fewest sets, of the nearest domain on the ring that has somebody."""
+        """Return the worker in the fewest sets, of the nearest domain on the ring that has a worker."""
         places: Sequence[int] = self._free_places if free else range(len(self._ring))
         used_up: list[int] = []
         found = None
@@ -148,7 +148,7 @@ class _Choice:
         return found
 
     def _best_of(self, owner: int, domain: int, free: bool = False) -> int | None:
-        """Whoever of a domain is in the fewest sets and may become this owner's partner."""
+        """Return the worker of a domain that is in the fewest sets and may become this owner's partner."""
         heap, passed, found = self._heaps[domain], [], None
         while heap and found is None:
             sets, member = heappop(heap)
