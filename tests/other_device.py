@@ -22,7 +22,7 @@ from crew import _model as model_of_the_crew
 from shoal.blocks.originals import Originals
 from shoal.blocks.released import ON_TOUCH, Released
 from shoal.checkpoint.snapshot import Arena, take_snapshot
-from shoal.guards.gradient_guards import TakenGradients
+from shoal.guards.gradient_guards import TakenGradientGuard
 from shoal.process.device import HostDevice
 from shoal.training.corruption_watch import block_checksums
 from shoal.training.engine import Engine
@@ -104,8 +104,8 @@ def do_without_addresses() -> None:
             floating = {n: one for n, one in part._buffers.items() if one is not None and one.is_floating_point()}
             part._buffers |= {name: one.to(dtype) for name, one in floating.items()}
 
-    def put(taken: TakenGradients, parameters: list[nn.Parameter]) -> None:
-        taken._all = [torch.empty_like(one) for one in parameters]  # not sparse
+    def guard(self: TakenGradientGuard, parameters: list[nn.Parameter]) -> None:
+        self._parameters, self._taken = parameters, [torch.empty_like(one) for one in parameters]  # not sparse
 
     def put_back(originals: Originals) -> None:
         with torch.no_grad():
@@ -120,7 +120,7 @@ def do_without_addresses() -> None:
     shoal.blocks.unit_flats.restore = restore
     Released.__torch_dispatch__ = FakeTensor.__torch_dispatch__
     shoal.blocks.flat._refuse_shared_storage = lambda _: None
-    TakenGradients.__init__ = put  # type: ignore[method-assign, assignment]
+    TakenGradientGuard.__init__ = guard  # type: ignore[method-assign, assignment]
     Originals.put_back = put_back  # type: ignore[method-assign]
     nn.Module.to = to  # type: ignore[method-assign, assignment]
 

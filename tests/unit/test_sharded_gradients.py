@@ -284,12 +284,12 @@ def in_between(action: Callable[[Engine, torch.Tensor], object]) -> Callable[[En
     broken_by=[
         Edit(
             "shoal.guards.gradient_guards",
-            "        self._taken.put_in_place(self._parameters)\n",
-            "        assert self._parameters\n",
+            "            parameter.grad = taken\n",
+            "            assert taken is not None\n",
         ),
         Edit(
             "shoal.guards.gradient_guards",
-            "        if not self._taken.are_in_place(self._parameters):\n",
+            "        if not all(parameter.grad is None or parameter.grad is taken for parameter, taken in pairs):\n",
             "        if not self._parameters:\n",
         ),
     ],

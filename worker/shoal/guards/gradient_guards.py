@@ -97,27 +97,6 @@ def _is_compiling() -> bool:
     return torch._guards.TracingContext.try_get() is not None or torch.compiler.is_compiling()
 
 
-class TakenGradients:
-    """Those of all parameters that a worker trains."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._all = [Tensor._make_subclass(TakenGradient, _without_values(parameter)) for parameter in parameters]
-
-    @looks_at_no_value
-    def put_in_place(self, parameters: Sequence[nn.Parameter]) -> None:
-        """`engine.backward` has come to its end."""
-        for parameter, taken in zip(parameters, self._all, strict=True):
-            parameter.grad = taken
-
-    @looks_at_no_value
-    def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether no parameter has another gradient than these; None counts as in place."""
-        return all(
-            parameter.grad is None or parameter.grad is taken
-            for parameter, taken in zip(parameters, self._all, strict=True)
-        )
-
-
 def _without_values(
     parameter: nn.Parameter,  # of its own shape
 ) -> Tensor:  # of the same shape
@@ -128,17 +107,22 @@ class TakenGradientGuard(StepGuard):
     """Where gradients are taken from their parameters: the script can use none, and must put none there."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters, self._taken = parameters, TakenGradients(parameters)
+        self._parameters = parameters
+        self._taken = [Tensor._make_subclass(TakenGradient, _without_values(parameter)) for parameter in parameters]
 
     def before_backward(self, _: str, is_continued: bool, /) -> None:
         if is_continued:
             self.before_step()
 
+    @looks_at_no_value
     def after_backward(self, _: Iterable[Extent], /) -> None:
         """Refuse each use of a gradient by the script from now on."""
-        self._taken.put_in_place(self._parameters)
+        for parameter, taken in zip(self._parameters, self._taken, strict=True):
+            parameter.grad = taken
 
+    @looks_at_no_value
     def before_step(self) -> None:
-        """Raises `UserError` where the script has given a parameter a gradient."""
-        if not self._taken.are_in_place(self._parameters):
+        """Raises `UserError` where the script has given a parameter a gradient; None is none."""
+        pairs = zip(self._parameters, self._taken, strict=True)
+        if not all(parameter.grad is None or parameter.grad is taken for parameter, taken in pairs):
             raise UserError(GRADIENTS_CHANGED)
