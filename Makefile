@@ -20,7 +20,7 @@
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make quickstart type what the quick start says, in a fresh clone, up to a killed worker, and time it
 #   make images     build both images and run the demo's job from them (root, Debian): buildah in a chroot, over a base by debootstrap
-#   make versions   run the tests of make test with the oldest and the newest Python and PyTorch that the package allows, each pair in an
+#   make versions   run the tests of make test with pairs of Python and PyTorch, from the oldest allowed to the newest tried, each in an
 #                   environment of its own; VERSIONS="3.12-2.14" takes some. With CUDA builds of PyTorch they take 6 GB each
 #   make same-as    compare fingerprints, transcripts and frozen lists with those of an older commit: COMMIT=…; ARGS=--measure
 #                   compares steps and recoveries too

@@ -43,6 +43,8 @@ class Job:
 
     size: str = "10M"
     workers: int = 4
+    processes: int = 1
+    """Of a cell: workers that fill none are spares."""
     lanes: int = 4
     mirrors: int = 1
     workers_per_host: int = 1
@@ -212,7 +214,7 @@ class Cluster:
     def settle(self, members: int | None = None, steps: int = 3) -> list[str]:
         """Until so many train evenly, all copies of all blocks are in place, and some steps are done.
 
-        Returns the members.
+        Returns those that train.
         """
         members = members or self.job.workers
         found = until("a settled world", lambda: self._settled(members), pause=10 * POLL_SECONDS)
@@ -238,15 +240,22 @@ class Cluster:
 
     def _settled(self, members: int) -> list[str]:
         job, workers = self.ask("GET", ""), self.workers()
-        active = [w for w in workers.values() if w["state"] == "active" and w["lanes"]]
-        if job["phase"] != "running" or len(active) != members or job["workers"]["active"] != members:
+        active = [w for w in workers.values() if w["state"] == "active"]
+        training, lanes = zip(*[(w["worker"], len(w["lanes"])) for w in active if w["lanes"]] or [((), 0)], strict=True)
+        everybody = members == len(active) == job["workers"]["active"]
+        if job["phase"] != "running" or not everybody or len(training) != members - members % self.job.processes:
             return []
-        copies = min(self.job.mirrors, members - 1)
-        owned, mirrored = ([w[kind] for w in active] for kind in ("blocks", "mirrored_blocks"))
-        whole = sum(mirrored) == copies * sum(owned) and max(owned) - min(owned) <= 1
-        lanes = [len(w["lanes"]) for w in active]
-        even = max(lanes) - min(lanes) <= 1
-        return [w["worker"] for w in active] if whole and even else []
+        mates: dict[str, list[Json]] = {}
+        for worker in active:
+            mates.setdefault(str(worker.get("coordinate")), []).append(worker)
+        whole = all(self._have_all_copies(those) for those in mates.values())
+        return list(training) if whole and max(lanes) - min(lanes) <= 1 else []
+
+    def _have_all_copies(self, mates: list[Json]) -> bool:
+        """Of the blocks that these workers own in equal parts."""
+        owned, mirrored = ([worker[kind] for worker in mates] for kind in ("blocks", "mirrored_blocks"))
+        copies = min(self.job.mirrors, len(mates) - 1)
+        return sum(mirrored) == copies * sum(owned) and max(owned) - min(owned) <= 1
 
 
 def end_cleanly() -> None:

@@ -18,7 +18,7 @@ import os
 import pickle
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -205,12 +205,12 @@ def planner(workers: int, blocks: int) -> list[str]:
     lost, terms = min(RACK, workers // 10), Terms(workers, blocks, 1, 4, fill_blocks_per_step=4)
     begun = [_candidate(n, lost) for n in range(workers)]
     world = plan_start(PlanRequest(terms, 1, Reason.START), begun)
-    held = _filled(world, begun)
+    held = filled(world, begun)
     left = [replace(one, current=every(blocks)) for one in (*held[:lost], *held[2 * lost :])]
     asked = RecoveryQuestion(PlanRequest(terms, 2, Reason.KILL), tuple(left), world, 7, b"")
     loss, after = _seconds(lambda: plan_recovery(asked.request, asked.candidates, world, 7, b""))
     beside = _loop_seconds(asked, after)
-    ready, joining = _filled(after, left), [*held, _candidate(workers, lost)]
+    ready, joining = filled(after, left), [*held, _candidate(workers, lost)]
     change, _ = _seconds(lambda: plan_change(PlanRequest(terms, 3, Reason.BALANCE), ready, after))
     join, _ = _seconds(lambda: plan_change(PlanRequest(terms, 2, Reason.JOIN), joining, world))
     target = PLANNER_SECONDS.get((workers, blocks))
@@ -224,7 +224,7 @@ def _candidate(n: int, rack: int) -> Candidate:
     return Candidate(Member(f"w{n}", f"i{n:013}", f"10.0.{n >> 8}.{n & 255}:{30000 + n % 9999}"), f"rack{n // rack}", n)
 
 
-def _filled(world: Plan, members: list[Candidate]) -> list[Candidate]:
+def filled(world: Plan, members: Sequence[Candidate]) -> list[Candidate]:
     """Those of the world, with all that it keeps for them and fills."""
     known = {one.member: one for one in members}
     holds = [*map(world.kept_by, world.ranks)]

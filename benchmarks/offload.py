@@ -24,9 +24,9 @@ from shoal.blocks.state_home import InMemory
 from shoal.blocks.update_place import BesideParameters
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Stretch
-from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import IN_MEMORY, StateFile, folder_type
-from shoal.offload.state_in_file import InFile
+from shoal.offload.state_pieces import PieceStore
+from shoal.offload.state_place import InFile
 from shoal.offload.transfers import Transfers
 from shoal_protos.runs import every
 from tables import show, spread, verdict

@@ -54,6 +54,8 @@ class Trial:
     phases: dict[str, float]
     suspected: float = 0.0
     """From SIGSTOP to the suspicion, from which everything else counts."""
+    undisturbed: float = 0.0
+    """A step of the old world."""
 
     @property
     def excess(self) -> float:
@@ -68,11 +70,13 @@ class Trial:
         )
 
 
-def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float) -> Trial:
-    """Take a worker away when this part of a step has passed, and put a fresh one in its place."""
-    settled = cluster.settle(WORKERS)
+def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float, trainers: int = WORKERS - 1) -> Trial:
+    """Take a worker away when this part of a step has passed, and put a fresh one in its place. `trainers`: how many
+    train then.
+    """
+    settled = cluster.settle()
     generation = cluster.ask("GET", "")["generation"]
-    rhythm = normal_step(done(cluster.steps.look(), generation, WORKERS)[-STEPS_AFTER:])
+    rhythm = normal_step(done(cluster.steps.look(), generation, len(settled))[-STEPS_AFTER:])
     cluster.steps.next_of(worker)
     time.sleep(part * rhythm)
     began = lost = cluster.signal(worker, number)
@@ -81,7 +85,7 @@ def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float) -> 
     prepare, opened = (cluster.events.wait(kind, since=lost) for kind in ("prepare", "open"))
     times = cluster.steps.until(
         f"{STEPS_AFTER} steps of the new world",
-        lambda steps: (found := done(steps, opened["generation"], WORKERS - 1))[STEPS_AFTER:] and found,
+        lambda steps: (found := done(steps, opened["generation"], trainers))[STEPS_AFTER:] and found,
     )
     resized = cluster.events.wait("resized", since=lost)["data"]
     cluster.signal(worker, signal.SIGKILL)
@@ -89,7 +93,7 @@ def lose(cluster: Cluster, worker: str, number: signal.Signals, part: float) -> 
     assert worker in settled
     return Trial(
         times[0] - lost, normal_step(times), prepare["time"] - lost, opened["time"] - lost, resized["pause_seconds"],
-        resized["phases"], lost - began,
+        resized["phases"], lost - began, rhythm,
     )  # fmt: skip
 
 

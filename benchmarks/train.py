@@ -67,7 +67,11 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
-    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage)
+    train(initialize(given.size, given.lanes, given.mirrors, stage=given.stage))
+
+
+def train(engine: shoal.Engine) -> None:
+    """The loop."""
     file = os.open(os.environ["BENCH_STEPS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     noted = 0
     for batch in engine:

@@ -17,7 +17,7 @@ from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, Origin, States, commit, draft_of, write_content
-from shoal.core.layout_entry import LayoutEntry
+from shoal.core.manifest_parts import LayoutEntry
 from shoal.exchange.vote import Record
 from shoal.state.training_state import Limits, TrainingState, frozen_parameters
 from shoal.training.residency import residency_of

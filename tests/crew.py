@@ -302,7 +302,7 @@ class Crew:
         """The first assertion that failed on a worker's thread; the test fails of it."""
         self.allowed = 0
         """Steps that may be trained."""
-        self.now, self.beats, self.rounds = 0.0, 0, 0
+        self.now, self.beats, self.rounds, self.group_on = 0.0, 0, 0, group_on
         self.job: Job = new_job(JobSpec("job", wanted=len(names)), 0.0)
         self._links: dict[int, CrewLink] = {}
         self._connections = 0
@@ -486,7 +486,7 @@ class Crew:
                     assert link is not None
                     worker = next(w for w in self.workers.values() if w.link is link)
                     device = worker.engine.context.state.device
-                    link.on_built(plan, group_on(device, MemoryGroup(wire, rank, worker.wait)))
+                    link.on_built(plan, self.group_on(device, MemoryGroup(wire, rank, worker.wait)))
                 return True
         return False
 

@@ -49,6 +49,8 @@ class CrewLink:
         self.muted = False
         """Nothing of it is heard."""
         self.closed = False
+        self.coordinate = 0
+        """Where it sits in a cell, before it says hello."""
         self._items: deque[Item] = deque()
         self._lives = 1
 
@@ -68,7 +70,7 @@ class CrewLink:
 
     def introduce(self, description: Description, status: Status) -> None:
         domain = self.crew.domains.get(self.worker, f"domain of {self.worker}")
-        process = ProcessInfo("job", f"host of {self.worker}", 1, domain, self.address)
+        process = ProcessInfo("job", f"host of {self.worker}", 1, domain, self.address, coordinate=self.coordinate)
         self.dialogue = Dialogue(self.own, process, description, status)
         self.crew.connect(self)
         self._wait(lambda: self.dialogue.welcomed or self.dialogue.ending is not None)

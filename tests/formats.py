@@ -107,7 +107,7 @@ def formats() -> list[Format]:
     """All formats, as the code has them. What they are made of is imported here: that takes torch."""
     from shoal.checkpoint import manifest
     from shoal.core import layout
-    from shoal.exchange.form import PEER_FORM
+    from shoal.exchange.world import PEER_FORM
     from shoal_controller.jobs import records
     from shoal_protos.messages import PROTOCOL_VERSION
 
@@ -117,7 +117,7 @@ def formats() -> list[Format]:
             "PROTOCOL_VERSION in protos/shoal_protos/messages.py", tuple(_session()),
         ),
         Format(
-            "peers", "what workers send each other", PEER_FORM, "PEER_FORM in worker/shoal/exchange/form.py",
+            "peers", "what workers send each other", PEER_FORM, "PEER_FORM in worker/shoal/exchange/world.py",
             tuple(_peers()),
         ),
         Format(
@@ -140,7 +140,7 @@ def formats() -> list[Format]:
 
 def _session() -> Iterator[str]:
     from shoal_controller.access.worker_tokens import WorkerTokens
-    from shoal_controller.core.machine.proof import Proof
+    from shoal_controller.core.machine.events import Proof
     from shoal_controller.launchers.launcher import SET_IN_PODS
     from shoal_protos import channel, session_pb2
 
@@ -174,7 +174,8 @@ def _peers() -> Iterator[str]:
     from shoal.checkpoint import fingerprint
     from shoal.core.stream_position import Bookmark
     from shoal.exchange import ballot, traffic, vote
-    from shoal.group import group, host_peers, ordered, unnamed_memory
+    from shoal.group import asked_order, group, host_peers, sequencer
+    from shoal.process import unnamed_memory
     from shoal.state import small_state
     from shoal_protos.rendezvous import entry
 
@@ -199,7 +200,7 @@ def _peers() -> Iterator[str]:
     yield f"rendezvous {entry('key', b'value').hex()}"
     for struct in (unnamed_memory.ADDRESS, host_peers.PLACE, shared_weights.KEY, shared_weights.PAGE):
         yield f"memory {struct.format}"
-    yield f"order of posts: {ordered.NUMBERS} numbers, tags {ordered.POSTED_TAG}, {ordered.CARRY_TAG}"
+    yield f"order of posts: {sequencer.NUMBERS} numbers, tags {asked_order.POSTED_TAG}, {asked_order.CARRY_TAG}"
 
 
 def _hex(content: bytes) -> str:
@@ -265,6 +266,7 @@ def _checkpoint() -> Iterator[str]:
     from shoal.exchange.vote import Record
 
     yield f"folder {SaveName.of(12, 3, 1, 'a1', 'run').folder}, file {manifest.MANIFEST}"
+    yield f"buffers {manifest.buffer_tensor('mean')}, {manifest.buffer_tensor('mean', 1)}"
     yield f"seal {manifest.sealed(b'{' + b' ' * 79).decode()}"
     yield f"checksum {manifest.checksum(b'content').hex()}"
     values = {"a": (1, 2.5, float("inf")), 3: {b"b"}, "d": {"e": None, "f": [True, "text"]}}
@@ -280,7 +282,7 @@ def _checkpoint() -> Iterator[str]:
 
 def _layout() -> Iterator[str]:
     import torch
-    from shoal.checkpoint.fingerprint import digests_of, total_of
+    from shoal.checkpoint.fingerprint import digest_of_buffers, digests_of, total_of
     from shoal.core.layout import FROZEN, Trainable, lay_out
     from shoal.core.misses import Misses
 
@@ -300,7 +302,8 @@ def _layout() -> Iterator[str]:
         values = (torch.arange(bucket.elements) % 7).to(bucket.dtype)
         state = (torch.arange(bucket.elements) % 5).float(), torch.tensor(2.0)
         digests.update(digests_of(layout.trained, layout.trained.whole(bucket), (values, *state)))
-    yield f"fingerprint {total_of(3, layout.trained, digests, {'mean': torch.ones(2)}, Misses(()))}"
+    buffers = digest_of_buffers({"mean": torch.ones(2)})
+    yield f"fingerprint {total_of(3, layout.trained, digests, [buffers], Misses(()))}"
 
 
 # ---- classes as lines

@@ -10,11 +10,12 @@ import contextlib
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from shoal.group.build import gather
 from shoal.group.device_group import StagedGroup
-from shoal.group.group import Group, GroupProgress, WorldChanged
+from shoal.group.group import AnyOrder, Group, GroupProgress, MessageOrder, WorldChanged
 from shoal.process.device import Device
 from torch import Tensor
 
@@ -108,6 +109,8 @@ class Together:
 class MemoryGroup:
     """A `Group`: one member's end of a wire."""
 
+    order: MessageOrder = AnyOrder()
+
     def __init__(self, wire: Wire, rank: int, wait: Wait) -> None:
         self.wire, self.rank, self.size, self.progress = wire, rank, wire.size, GroupProgress()
         self._wait = wait
@@ -178,6 +181,7 @@ def group_on(device: Device, group: MemoryGroup) -> Group:
 
 def wire_of(group: Group) -> Wire:
     """What is on its way in it."""
-    below = group.below if isinstance(group, StagedGroup) else group
-    assert isinstance(below, MemoryGroup)
+    below: Any = group
+    while not isinstance(below, MemoryGroup):
+        below = below.below
     return below.wire

@@ -10,10 +10,11 @@ from over_gloo import over_gloos
 from shoal.group.device_group import StagedGroup
 from shoal.group.gloo import GlooGroup
 from shoal.group.group import Group, Work
-from shoal.group.ordered import CarriedMessage, OrderedGroup
+from shoal.group.learnt_order import Bulk
+from shoal.group.ordered import CarriedMessage, OrderedGroup, Trust
 
 ONE_TAG = 0
-BULK = frozenset({0, 1, 2, 5, 8})
+BULK = Bulk(frozenset({0, 1, 2, 5, 8}), answers=8)
 """Of the messages that tests send, those that go by the wire."""
 
 
@@ -47,7 +48,7 @@ def ordered_over_gloo(size: int, act: Callable[[Group], object]) -> None:
         assert isinstance(host, GlooGroup)
         device = LateDevice(host.rank)
         staged = StagedGroup(host, device, posts_beside=True)
-        group = OrderedGroup(staged, host, GlooWire(other), device, BULK)
+        group = OrderedGroup(staged, host, GlooWire(other), device, BULK, Trust())
         try:
             act(group)
             group.all_gather(torch.zeros(1, dtype=torch.uint8))  # nobody leaves before all are done

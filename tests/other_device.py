@@ -22,7 +22,7 @@ from crew import _model as model_of_the_crew
 from shoal.blocks.originals import Originals
 from shoal.blocks.released import ON_TOUCH, Released
 from shoal.checkpoint.snapshot import Arena, take_snapshot
-from shoal.guards.gradient_guards import TakenGradientGuard
+from shoal.guards.write_guards import TakenGradientGuard
 from shoal.process.device import HostDevice
 from shoal.training.corruption_watch import block_checksums
 from shoal.training.engine import Engine

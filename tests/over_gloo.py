@@ -9,7 +9,7 @@ import torch
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group
-from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.rendezvous import RendezvousServer
 
 
 def over_gloo(size: int, act: Callable[[Group], object]) -> None:

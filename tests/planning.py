@@ -28,8 +28,8 @@ MOST_PLANS = 3
 """So many plans after the last disturbance, at most, the world is at rest: fill, promote, and one for good measure."""
 
 
-def candidate(worker: str, holds: Runs = NO_BLOCKS, domain: str = "") -> Candidate:
-    member = Member(worker, f"{worker}.1", f"127.0.0.1:{1000 + ord(worker)}")
+def candidate(worker: str, holds: Runs = NO_BLOCKS, domain: str = "", coordinate: int = 0) -> Candidate:
+    member = Member(worker, f"{worker}.1", f"127.0.0.1:{1000 + ord(worker)}", coordinate)
     return Candidate(member, domain or f"host of {worker}", ord(worker), holds=holds)
 
 
@@ -40,15 +40,27 @@ def transfers(plan: Plan) -> int:
 
 def partners_of(plan: Plan, rank: int) -> tuple[int, ...]:
     """Who may mirror an owner's blocks in the end."""
-    return plan.shares[rank].partners or tuple(other for other in range(plan.world_size) if other != rank)
+    return plan.shares[rank].partners or tuple(other for other in peers_of(plan, rank) if other != rank)
+
+
+def peers_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Its coordinate's ranks, its own too."""
+    return tuple(r for r, member in enumerate(plan.members) if member.coordinate == plan.members[rank].coordinate)
 
 
 class World:
     """Candidates by letter, and the plan that is in force."""
 
-    def __init__(self, terms: Terms, workers: str, domains: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        workers: str,
+        domains: Mapping[str, str] | None = None,
+        coordinates: Mapping[str, int] | None = None,
+    ) -> None:
         self.terms = terms
         self.domains = domains or {}
+        self.coordinates = coordinates or {}
         self.here = {worker: self._joiner(worker) for worker in workers}
         self.plans: list[Plan] = []
         self.asked: list[list[Candidate]] = []
@@ -62,7 +74,7 @@ class World:
         return self.plans[-1]
 
     def _joiner(self, worker: str) -> Candidate:
-        return candidate(worker, domain=self.domains.get(worker, ""))
+        return candidate(worker, domain=self.domains.get(worker, ""), coordinate=self.coordinates.get(worker, 0))
 
     def _request(self, reason: Reason) -> PlanRequest:
         return PlanRequest(self.terms, len(self.plans) + 1, reason)
@@ -84,11 +96,21 @@ class World:
             self.here[worker] = replace(self.here[worker], leaving=True)
         return self._change(Reason.DRAIN)
 
-    def kill(self, *workers: str, lanes: Mapping[str, int] | None = None) -> Plan:
-        """Survivors hold what the plan keeps for them or has filled. `lanes` are in flight."""
+    def kill(
+        self, *workers: str, lanes: Mapping[str, int] | None = None, current: Mapping[str, Runs] | None = None
+    ) -> Plan:
+        """Survivors hold what the plan keeps for them or has filled. `lanes` are in flight. `current`: the blocks whose
+        parameters are right, of those who do not have all.
+        """
+        everything = every(self.terms.blocks)
         left = {worker: known for worker, known in self.here.items() if worker not in workers}
         stopped = [
-            replace(known, can_train=True, current=every(self.terms.blocks), lane=(lanes or {}).get(worker, -1))
+            replace(
+                known,
+                can_train=True,
+                current=(current or {}).get(worker, everything),
+                lane=(lanes or {}).get(worker, -1),
+            )
             for worker, known in left.items()
         ]
         plan = plan_recovery(self._request(Reason.KILL), stopped, self.plan, step=7, record=b"")
@@ -125,17 +147,18 @@ class World:
         """Checks a plan against what was known when it was made; then it is in force."""
         check_plan(plan)
         known = {candidate.member: candidate for candidate in asked}
-        nobody_stays = not any(candidate.can_train and not candidate.leaving for candidate in asked)
+        somebody_stays = {known.member.coordinate for known in asked if known.can_train and not known.leaving}
         for member, share in zip(plan.members, plan.shares, strict=True):
             assert share.keeps <= known[member].holds, "owners and mirrors have valid bits"
             assert not share.lanes or known[member].can_train, "who has not all parameters trains nothing"
-            if known[member].leaving and not nobody_stays:
+            if known[member].leaving and member.coordinate in somebody_stays:
                 assert not share.lanes, "who leaves trains nothing"
                 assert share.keeps, "who leaves and keeps nothing is left out"
         for fill in plan.fills:
             target = known[plan.members[fill.target]]
             assert target.can_train, "who has not all parameters is not filled"
-            assert nobody_stays or not target.leaving, "who leaves is not filled"
+            stays = target.member.coordinate not in somebody_stays or not target.leaving
+            assert stays, "who leaves is not filled"
         self.plans.append(plan)
         self.asked.append(asked)
         self.here = {member.worker: self.here[member.worker] for member in plan.members}
@@ -155,13 +178,15 @@ class World:
     def check_at_rest(self) -> None:
         """All that a plan without fills must have reached."""
         plan = self.plan
-        owned = [len(share.owned) for share in plan.shares]
-        assert max(owned) - min(owned) <= 1, f"owners are even to one block: {owned}"
         domains = [self.here[member.worker].domain for member in plan.members]
-        wanted = min(self.mirrors + 1, len(set(domains)))
         for block in range(plan.blocks):
             copies = [rank for rank, share in enumerate(plan.shares) if block in share.keeps]
-            assert len(copies) == self.mirrors + 1, f"block {block} has {len(copies) - 1} mirrors"
+            peers = peers_of(plan, copies[0])
+            owned = [len(plan.shares[peer].owned) for peer in peers]
+            assert max(owned) - min(owned) <= 1, f"owners are even to one block: {owned}"
+            mirrors = min(self.terms.mirrors, len(peers) - 1)
+            wanted = min(mirrors + 1, len({domains[peer] for peer in peers}))
+            assert len(copies) == mirrors + 1, f"block {block} has {len(copies) - 1} mirrors"
             assert len({domains[rank] for rank in copies}) == wanted, f"block {block} is in too few domains"
 
             for owner, share in enumerate(plan.shares):

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {"shoal": "worker", "shoal_controller": "controller", "shoal_protos": "protos"}
 SECTIONS = (
     "Arithmetic and layout", "A step", "Groups", "Devices", "A change of the world",
-    "Not marked in the design, but needed as much", "Data, evaluations and the doors",
+    "Cells", "Not marked in the design, but needed as much", "Data, evaluations and the doors",
 )  # fmt: skip
 Test = TypeVar("Test")
 

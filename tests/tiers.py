@@ -18,6 +18,7 @@ FOLDERS = ("tests/integration/", "tests/charts/", "tests/models/")
 
 PROMISES = {
     "a worker is killed": "no step is lost, in every stage, and the bits are those of an undisturbed run",
+    "a cell loses a process": "its other processes go on with a spare, and the bits are those of any number of cells",
     "a worker freezes": "others go on without it, and it changes nothing when it thaws",
     "a worker joins": "the job is scaled up while it trains",
     "a worker is drained": "it hands over and goes; SIGTERM is such a wish",

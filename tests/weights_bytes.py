@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.group.unnamed_memory import WEIGHTS
+from shoal.process.unnamed_memory import WEIGHTS
 
 
 def taken_bytes() -> int:

@@ -18,7 +18,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.validation import every_sentence
 
 from shoal_controller.access.proxies import Proxies
-from shoal_controller.core.machine.launcher_traits import TRAITS
+from shoal_controller.core.machine.spec import LAUNCHER_TRAITS
+from shoal_controller.process.devices import cuda_devices
 from shoal_controller.store.etcd_store import EtcdAccess
 
 DEFAULT_WORKERS = 2
@@ -129,8 +130,8 @@ class Settings(BaseSettings):
     @classmethod
     def _launchers_that_exist(cls, launchers: str) -> str:
         for name in launchers.split(","):
-            if name.strip() not in TRAITS:
-                *others, last = sorted(TRAITS)
+            if name.strip() not in LAUNCHER_TRAITS:
+                *others, last = sorted(LAUNCHER_TRAITS)
                 known = f"{', '.join(others)} or {last}"
                 raise ValueError(f"SHOAL_LAUNCHERS names {name.strip()!r}; expected {known}")
         return launchers
@@ -196,10 +197,7 @@ class Settings(BaseSettings):
     @property
     def devices(self) -> tuple[str, ...]:
         """CUDA devices that local workers can use, as CUDA_VISIBLE_DEVICES names them."""
-        if self.visible_devices is not None:
-            named = (device.strip() for device in self.visible_devices.split(","))
-            return tuple(device for device in named if device not in ("", "-1"))
-        return tuple(map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*"))))))
+        return cuda_devices(self.visible_devices)
 
 
 def _variable(field: str | int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from shoal_controller.api.models import JobBody, WorkersBody
+from shoal_controller.api.models import CellBody, JobBody, WorkersBody
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.observe.metrics import Metrics, Sources
 from shoal_controller.settings import Settings
@@ -89,6 +89,9 @@ def fields(model: type[BaseModel], above: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if field.annotation is WorkersBody:
             yield from fields(WorkersBody, f"{above}{name}.")
+        elif field.annotation == CellBody | None:
+            yield row(f"`{above}{name}`", default(field), meaning(field))
+            yield from fields(CellBody, f"{above}{name}.")
         elif field.annotation == KubernetesSection | None:
             yield from fields(KubernetesSection, f"{above}{name}.")
         else:

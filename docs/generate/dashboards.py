@@ -123,10 +123,16 @@ CHANGES = [
          {"{{source}}": growth("shoal_repartition_bytes_total", "source", function="rate")}, "Bps"),
     View("Copies missing", "Blocks with fewer copies than wanted, and blocks whose copies differed.",
          {"missing": most("shoal_blocks_unmirrored"), "corrupt": most("shoal_corrupt_blocks_total")}),
-    View("Lost steps", "Committed steps that were lost by going back, and blocks that a mirror took over.",
-         {"lost steps": most("shoal_job_lost_steps_total"), "promoted": most("shoal_blocks_promoted_total")}),
+    View("Lost work", "Committed steps lost by going back, lanes of cells trained again, blocks a mirror took over.",
+         {"lost steps": most("shoal_job_lost_steps_total"), "void lanes": most("shoal_void_lanes_total"),
+          "promoted": most("shoal_blocks_promoted_total")}),
 ]  # fmt: skip
 WORKERS = [
+    View("Cells", "Cells that train and that are wanted, and the members at each coordinate, where a cell has several.",
+         {"{{state}}": most("shoal_job_cells", "state"),
+          "coordinate {{coordinate}}": most("shoal_job_coordinate_members", "coordinate")}),
+    View("Waiting within cells", "Share of its time that a worker waits in collectives of its cell.",
+         {"{{worker}}": growth("shoal_worker_cell_wait_seconds_total", "worker", function="rate")}, "percentunit"),
     View("Time per lane", "A worker's step time by its lanes: who is far above the others is a straggler.",
          {"{{worker}}": f"{WORKER_STEP} / ({most('shoal_worker_lanes', 'worker')} > 0)"}, "s"),
     View("Waited for", "Time that the others have been waiting for a worker.",

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from shoal_controller.api.models import JobBody
 from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, GROUP, KIND, PLURAL, VERSION
+from shoal_protos.shape import DIMENSIONS
 
 FILE = Path(__file__).resolve().parents[2] / "helm" / "shoal" / "crd" / "elasticjobs.yaml"
 OPENING = "# Written by `make docs` from docs/generate/elasticjob.py; do not edit.\n"
@@ -38,7 +39,7 @@ NAME_RULE = rule(
 )
 WORKERS_RULES = [
     rule(
-        "!has(self.wanted) || self.min <= self.wanted",
+        "!has(self.wanted) || !has(self.min) || self.min <= self.wanted",
         "spec.workers.wanted must be at least spec.workers.min",
         ".wanted",
     ),
@@ -47,20 +48,50 @@ WORKERS_RULES = [
         "spec.workers.wanted must be at most spec.workers.max",
         ".wanted",
     ),
-    rule("!has(self.max) || self.min <= self.max", "spec.workers.min must be at most spec.workers.max", ".min"),
+    rule(
+        "!has(self.max) || !has(self.min) || self.min <= self.max",
+        "spec.workers.min must be at most spec.workers.max",
+        ".min",
+    ),
 ]
+IN_A_CELL = f"(has(self.cell) ? {' * '.join(f'self.cell.{dimension}' for dimension in DIMENSIONS)} : 1)"
+IN_A_POD = "(has(self.kubernetes.processes_per_pod) ? self.kubernetes.processes_per_pod : 1)"
+WHOLES = {
+    IN_A_CELL: "the processes of a cell (spec.cell)",
+    IN_A_POD: "the processes of a pod (spec.kubernetes.processes_per_pod)",
+}
 SPEC_RULES = [
     rule(
-        f"!has(self.lanes) || !has(self.workers.{name}) || self.workers.{name} <= self.lanes",
-        f"spec.workers.{name} must be at most spec.lanes: every worker trains at least one lane",
+        f"!has(self.lanes) || !has(self.workers.{name}) || self.workers.{name} <= self.lanes * {IN_A_CELL}",
+        f"spec.workers.{name} must be at most spec.lanes, times the processes of a cell: every worker or cell trains "
+        "at least one lane",
         f".workers.{name}",
     )
     for name in ("min", "wanted", "max")
-] + [
+]
+SPEC_RULES += [
     rule(
-        "has(self.lanes) == has(oldSelf.lanes) && (!has(self.lanes) || self.lanes == oldSelf.lanes)",
-        "spec.lanes cannot be changed; delete the resource and create it anew",
-    ),
+        f"!has(self.workers.{name}) || self.workers.{name} % {processes} == 0",
+        f"spec.workers.{name} must be a multiple of {whole}",
+        f".workers.{name}",
+    )
+    for processes, whole in WHOLES.items()
+    for name in ("min", "max")
+]
+SPEC_RULES += [
+    rule(
+        f"!has(self.workers.wanted) || self.workers.wanted >= {processes}",
+        f"spec.workers.wanted must be at least {whole}",
+        ".workers.wanted",
+    )
+    for processes, whole in WHOLES.items()
+]
+SPEC_RULES += [
+    rule(
+        f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})",
+        f"spec.{name} cannot be changed; delete the resource and create it anew",
+    )
+    for name in ("lanes", "cell")
 ]
 FIELD_RULES = {
     name: rule("self == oldSelf", f"spec.{name} cannot be changed; delete the resource and create it anew")
@@ -139,10 +170,15 @@ def spec() -> Schema:
     fields["command"] |= {"minItems": 1}
     fields["resume"]["x-kubernetes-preserve-unknown-fields"] = True  # true, a number or a text: no one type
     fields["workers"] |= {"default": {}, "x-kubernetes-validations": WORKERS_RULES}
-    fields["workers"]["properties"]["min"]["default"] = 1
-    fields["workers"]["properties"]["wanted"]["description"] = (
+    sizes = fields["workers"]["properties"]
+    sizes["min"]["description"] = (
+        "Fewest workers to train with. Default: one cell, in whole pods: 1 where neither has more."
+    )
+    sizes["wanted"]["description"] = (
         "Number of workers; `kubectl scale` and autoscalers set it. Default: `min`, until somebody scales."
     )
+    for dimension in DIMENSIONS:
+        fields["cell"]["properties"][dimension]["default"] = 1
     for name, found in FIELD_RULES.items():
         fields[name]["x-kubernetes-validations"] = [found]
     return {
@@ -208,6 +244,11 @@ def status() -> Schema:
         return {"type": "integer", "format": "int64", "description": about}
 
     counts = {name: number(f"Workers: {name}.") for name in ("active", "wanted", "min", "max")}
+    cells = {
+        "full": number("Cells that train."),
+        "wanted": number("Cells that the wanted workers make."),
+        "processes": number("Processes of a cell."),
+    }
     shown = {
         "workers": text("Active and wanted workers: `3/4`.", 64),
         "step": text("Committed steps of those wanted: `12,000/50,000`.", 64),
@@ -228,6 +269,11 @@ def status() -> Schema:
         "maxSteps": number("Step at which the job ends."),
         "selector": text("Selector of the job's pods, for autoscalers."),
         "workers": {"type": "object", "description": "Numbers of workers.", "properties": counts},
+        "cells": {
+            "type": "object",
+            "description": "Numbers of cells, where they have several processes.",
+            "properties": cells,
+        },
         "shown": {"type": "object", "description": "The columns of `kubectl get`.", "properties": shown},
         "conditions": conditions(),
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal_controller.core.machine import machine
 from shoal_controller.core.machine.phases import worker_messages
 from shoal_controller.core.machine.spec import Phase
-from shoal_controller.core.machine.transitions import ALLOWED, LIVING
+from shoal_controller.core.machine.turn import ALLOWED, LIVING
 
 PAGE = Path(__file__).resolve().parents[1] / "phases.md"
 
@@ -21,7 +21,7 @@ OPENING = """\
 
 Read here how the job machine handles each event. The function in the table records the event; then the phase's own
 function derives the consequences from the whole state. The arrows are the entries of
-`controller/shoal_controller/core/machine/transitions.py`; the machine allows no others. `paused`, and `waiting` with a
+`controller/shoal_controller/core/machine/turn.py`; the machine allows no others. `paused`, and `waiting` with a
 world that is too small to step, are shown for a `running` world that commits no steps.
 """
 

@@ -2,10 +2,10 @@
 
 A verb is a subclass of `OperatorRequest`, which is the event that the job machine hears, a line of `Act`, and a call of
 `ActCalls`, which both clients have. The machine carries it out in `phases/operator_requests.py`, and
-`core/overview/previews.py` says beforehand what that does; a command in `cli/jobs.py` or `cli/workers.py` and the
-page's `acts.js` and `job_view.js` ask for it. The routes (`api/routes.py`) and the entries of `jobs/audit.py` follow
-from here. A verb with a body also has a model and a line of `WITH_BODIES` in `api/models.py`, and its fields in a
-preview's query (`api/act_requests.py`). Pure: nothing is sent here.
+`core/overview/previews.py` says beforehand what that does; a command in `cli/jobs.py` and the page's `acts.js` and
+`job_view.js` ask for it. The routes (`api/routes.py`) and the entries of `jobs/audit.py` follow from here. A verb with
+a body also has a model and a line of `WITH_BODIES` in `api/models.py`, and its fields in a preview's query
+(`api/act_requests.py`). Pure: nothing is sent here.
 """
 
 from __future__ import annotations

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from shoal_protos.corruption import OnCorruption
-from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
+from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS, OMITTED
+from shoal_protos.runs import Runs
+from shoal_protos.shape import ONE, Shape
 
 HIGHEST_STAGE = 3
 ROUNDS_FROM_STAGE = 2
@@ -21,7 +23,7 @@ ROUNDS_FROM_STAGE = 2
 ANSWER = "Start it with the job's script and config."
 GIVEN_FIELDS = ("lanes", "mirrors", "max_steps")
 """What must agree whatever the model is, besides the optimizer."""
-MODEL_FIELDS = ("block_elements", "blocks", "state_bytes")
+MODEL_FIELDS = ("block_elements", "blocks", "state_bytes", "homes", "models")
 """What follows from the model: where parameters are not known to agree, the first one that differs says more."""
 
 
@@ -85,6 +87,18 @@ class Description:
     """Fewest workers that the config is for (`elasticity`); 0: it does not say. What the first worker says holds."""
     max_workers: int = 0
     """Most workers, likewise."""
+    cell: Shape = field(default=ONE, metadata=OMITTED)
+    """What a cell of the job is: how many processes train a lane together."""
+    homes: tuple[Runs, ...] = field(default=(), metadata=OMITTED)
+    """By coordinate, the blocks that only its members own and mirror; empty where a cell is one process."""
+    models: tuple[Runs, ...] = field(default=(), metadata=OMITTED)
+    """By coordinate, the blocks whose parameters its model has: its home, and those that it has in common with others,
+    wherever they are at home. Empty where a cell is one process."""
+
+    @property
+    def most_members(self) -> int:
+        """So many workers can train at once."""
+        return self.cell.most_members(self.lanes)
 
     @property
     def adds_by_rounds(self) -> bool:
@@ -129,7 +143,8 @@ def first_difference(worker: str, theirs: Description, jobs: Description) -> str
     """
     untold = theirs.is_brief and theirs.parameters_digest != jobs.parameters_digest
     return (
-        (None if theirs.is_brief else _parameters_differ(worker, theirs, jobs))
+        shapes_differ(worker, theirs.cell, jobs.cell)  # another model follows from it
+        or (None if theirs.is_brief else _parameters_differ(worker, theirs, jobs))
         or _fields_differ(worker, theirs, jobs, ("optimizer",))  # what its groups are given follows from it
         or _texts_differ(worker, "another config", theirs.config, jobs.config)
         or _fields_differ(worker, theirs, jobs, GIVEN_FIELDS if untold else (*GIVEN_FIELDS, *MODEL_FIELDS))
@@ -143,6 +158,13 @@ def numerics_differ(worker: str, theirs: Description, jobs: Description) -> str 
     return _texts_differ(worker, "another numeric identity", *kinds) or _texts_differ(
         worker, "another numeric identity", theirs.numerics, jobs.numerics
     )
+
+
+def shapes_differ(worker: str, theirs: Shape, jobs: Shape) -> str | None:
+    """The sentence that refuses a worker whose cells are not the job's, or None where they are."""
+    if theirs == jobs:
+        return None
+    return f"worker {worker} joined with cells of another shape: {theirs}; the job's is {jobs}. {ANSWER}"
 
 
 def _parameters_differ(worker: str, theirs: Description, jobs: Description) -> str | None:
@@ -176,8 +198,8 @@ def _texts_differ(worker: str, difference: str, theirs: Mapping[str, str], jobs:
 
 
 def _fields_differ(worker: str, theirs: Description, jobs: Description, fields: Iterable[str]) -> str | None:
-    for field in fields:
-        found, expected = getattr(theirs, field), getattr(jobs, field)
+    for name in fields:
+        found, expected = getattr(theirs, name), getattr(jobs, name)
         if found != expected:
-            return f"worker {worker} joined with another job: {field} is {found}, the job's is {expected}. {ANSWER}"
+            return f"worker {worker} joined with another job: {name} is {found}, the job's is {expected}. {ANSWER}"
     return None

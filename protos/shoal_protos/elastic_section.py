@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shoal_protos.config_file import whole
+from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
 from shoal_protos.validation import Allowed, raise_all, wrong_value
 
 MOST_BATCH = 10**9
@@ -59,7 +61,7 @@ class Elasticity(BaseModel):
     num_gpus_per_node: Annotated[Count, Allowed(COUNT)] = 1
     """Workers that come and go together, for version 0.2. Shoal does not need whole nodes."""
     model_parallel_size: Annotated[Count, Allowed(COUNT)] = 1
-    """1: every lane runs the whole model."""
+    """1, or the number of processes of a cell (`shoal.cell`)."""
     min_time: Annotated[Minutes, Allowed("a whole number of at least 0")] = 0
     """Means nothing here."""
     ignore_non_elastic_batch_info: Annotated[bool, Allowed(SWITCH)] = False
@@ -75,3 +77,24 @@ class Elasticity(BaseModel):
             yield wrong_value("elasticity.micro_batch_sizes", list(self.micro_batch_sizes), MICRO_BATCHES)
         if self.min_gpus > self.max_gpus:
             yield wrong_value("elasticity.max_gpus", self.max_gpus, f"`elasticity.min_gpus` {self.min_gpus} or more")
+
+
+def counted_in_cells(section: Elasticity, shape: Shape) -> Elasticity:
+    """`elasticity` with cells in the place of workers: a batch is divided among those who train different samples.
+    Raises `UserError`.
+    """
+    processes, parallel = shape.processes, section.model_parallel_size
+    if parallel not in (1, processes):
+        raise UserError(
+            f"`elasticity.model_parallel_size` is {parallel}, and the cells of `shoal.cell` are of "
+            f"{shape}; make them agree, or leave it out."
+        )
+    for key in ("min_gpus", "max_gpus"):
+        if key in section.model_fields_set and (count := getattr(section, key)) % processes:
+            raise UserError(
+                f"`elasticity.{key}` is {count}; expected a multiple of {processes}, the processes of a cell "
+                f"(`shoal.cell`: {shape})."
+            )
+    keys = ("min_gpus", "max_gpus", "num_gpus_per_node")
+    counts = {key: max(1, getattr(section, key) // processes) for key in keys}
+    return section.model_copy(update={**counts, "model_parallel_size": 1})

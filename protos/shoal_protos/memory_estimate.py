@@ -20,6 +20,7 @@ MOST_LANES = 65_536
 """Of a job."""
 STAGES = (0, 1, 2, 3)
 BUILT_STAGES = (0, 1, 2, 3)
+BUILT_IN_CELLS = (0, 1)
 BUILT_PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 BUILT_OFFLOADS: tuple[Offload, ...] = ("none", "host", "file")
 
@@ -55,8 +56,9 @@ class MemorySetup:
     """What decides how much a worker holds. The caller has checked it: counts of at least 1, mirrors below workers."""
 
     parameters: int
-    """Trained ones."""
+    """Trained ones; of a cell's process, those of its part of the model."""
     workers: int
+    """Of cells of several processes: their number, for a block has all of its copies at one coordinate."""
     stage: int
     lanes: int
     mirrors: int = 1
@@ -79,6 +81,15 @@ class MemorySetup:
     """Elements of the largest trained one, which is in one bucket whatever its size; 0: it is no larger than a bucket.
     Only stages 2 and 3 ask.
     """
+    tensor: int = 1
+    """Processes of a cell."""
+    common: int = 0
+    """Trained parameters that all processes of a cell have: each keeps the state of an equal part of them."""
+
+    @property
+    def kept(self) -> int:
+        """Trained parameters whose state lies at this process's place in a cell."""
+        return self.parameters - self.common + -(-self.common // self.tensor)
 
     @property
     def copies(self) -> float:
@@ -113,10 +124,18 @@ class MemoryEstimate:
         return sum(item.bytes for item in self.items if item.location == location)
 
     @property
+    def partial_sum_bytes(self) -> int:
+        """Of the sum that a cell makes of a lane's gradients which each of its processes has a part of, at most: those
+        of all parameters that its processes have in common.
+        """
+        return SUM_BYTES[self.setup.precision] * self.setup.common if self.setup.tensor > 1 else 0
+
+    @property
     def built(self) -> bool:
         """Whether this version trains so."""
         setup = self.setup
         is_built = setup.stage in BUILT_STAGES and setup.precision in BUILT_PRECISIONS
+        is_built &= setup.tensor == 1 or setup.stage in BUILT_IN_CELLS
         has_place = not setup.offload_parameters or (setup.stage == 3 and setup.offload != "none")
         return is_built and setup.offload in BUILT_OFFLOADS and has_place
 
@@ -159,7 +178,7 @@ def _gradients(setup: MemorySetup) -> list[MemoryItem]:
 
 
 def _state(setup: MemorySetup) -> list[MemoryItem]:
-    held = setup.parameters * setup.copies
+    held = setup.kept * setup.copies
     location: Location = "device" if setup.offload == "none" else setup.offload
     masters = MASTER_BYTES[setup.precision]
     are_there = masters or setup.offload_parameters

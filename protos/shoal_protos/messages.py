@@ -16,6 +16,7 @@ from shoal_protos.corruption import CorruptBlock
 from shoal_protos.description import Description
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.shape import Shape
 
 PROTOCOL_VERSION = 2
 """Of what workers and the controller say to each other (CONTRIBUTING.md, "Numbers of formats"). Each side refuses the
@@ -100,6 +101,10 @@ class Telemetry:
     """At which the last update read and wrote optimizer state that lies in a file; 0: none does."""
     reports: Mapping[str, float] = field(default_factory=dict)
     """The last number that the script has reported under each name, evaluations included; at most `MOST_REPORTS`."""
+    void_lanes: int = 0
+    """Lanes that this process had begun in a cell and that counted no more, in its life."""
+    cell_wait_seconds: float = 0.0
+    """For which it has waited in collectives of its cells."""
 
 
 GRACE_SECONDS = 30.0
@@ -188,6 +193,28 @@ class Hello:
     """The run that it belongs to: named by its launcher or by its first welcome. Empty: it has been in none yet."""
     release: str = ""
     """The release of Shoal that it runs; empty: one from before releases were named."""
+    coordinate: int = 0
+    """Its place in a cell, for as long as the process lives: its seat, where it has asked for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskSeat:
+    """Before a process builds its part of a model: which coordinate is it to have? Asked again while no answer comes; a
+    hello follows when the part is built.
+    """
+
+    job: str
+    worker: WorkerId
+    """Empty: the controller gives one."""
+    incarnation: str
+    host: str
+    pid: int
+    cell: Shape
+    """What its script says that a cell is."""
+    run: str = ""
+    """The run that it belongs to, as its launcher named it; empty: not known yet."""
+    wish: int = -1
+    """The coordinate of a process whose place it takes; -1: it takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +308,7 @@ class Result:
     """The world that it is said in; 0: none, or nothing depends on it."""
 
 
-ToController = Hello | Heartbeat | Ready | Inventory | Request | Result
+ToController = AskSeat | Hello | Heartbeat | Ready | Inventory | Request | Result
 
 
 # ---- controller → worker
@@ -290,6 +317,14 @@ ToController = Hello | Heartbeat | Ready | Inventory | Request | Result
 @dataclass(frozen=True, slots=True)
 class Describe:
     """The controller does not know the parameters that the hello has named: say it again with their text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The answer to `AskSeat`: the hello that follows names both."""
+
+    worker: WorkerId
+    coordinate: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,5 +487,6 @@ class Refusal:
 
 
 ToWorker = (
-    Describe | Welcome | Alive | SessionToken | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown | Refusal
-)
+    Describe | Seat | Welcome | Alive | SessionToken | Ping | Prepare | PlanMessage | Open | Ask | Drain | Shutdown
+    | Refusal
+)  # fmt: skip

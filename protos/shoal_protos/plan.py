@@ -1,6 +1,8 @@
 """The plan: who is in a world, which lanes each trains, which blocks each owns and mirrors, what is still to be filled.
 
-A lane is trained by one process, which runs the whole model; others ask the plan for the trainer of a lane.
+A lane is trained by a *cell*: one process at each *coordinate* of the job's *shape*. A shape of one process is the
+usual one: then the process runs the whole model, and nothing of cells is in the plan. Others ask the plan for the
+trainers of a lane.
 
 Made by the controller's planner, carried out by the workers; nothing else knows how to resize. Pure: standard library
 only. `check_plan` holds the invariants; it runs where the planner returns, where a worker receives a plan, and after
@@ -11,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 
 from shoal_protos.errors import PeerError
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
@@ -26,6 +29,9 @@ EVERYONE = 1 << 30
 
 DEFAULT_MIRROR_PARTNERS = 4
 """Among how many others the mirrors of one owner's blocks are spread where the job's config says nothing."""
+
+OMITTED = MappingProxyType({"omitted": True})
+"""Metadata of a field that no text or message has where it is its default: so what a job without it writes stays."""
 
 
 class Reason(StrEnum):
@@ -50,6 +56,8 @@ class Member:
     """Random, one per process: tells a worker from another process with its id."""
     address: str
     """`HOST:PORT` of the rendezvous server that this process opened at its start."""
+    coordinate: int = field(default=0, metadata=OMITTED)
+    """Its place in a cell, for as long as the process lives; 0 where the shape is one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +65,12 @@ class Share:
     """What a plan gives to one member."""
 
     lanes: tuple[int, ...] = ()
-    """Ascending. A member without lanes is a standby."""
+    """Ascending. A member without lanes is a standby. The members of a cell have the same."""
     owned: Runs = NO_BLOCKS
     mirrored: Runs = NO_BLOCKS
     partners: tuple[int, ...] = ()
-    """Ranks of the members who are to mirror its blocks in the end; empty: all others. Only the planner asks: so that
-    the next plan keeps them."""
+    """Ranks of the members who are to mirror its blocks in the end; empty: all others at its coordinate. Only the
+    planner asks: so that the next plan keeps them."""
     awaited: Runs = NO_BLOCKS
     """Blocks that it is to own once they are filled. Only the planner asks: so that the next plan promotes it."""
 
@@ -120,15 +128,26 @@ class Plan:
     builder: int
     """Rank of the member whose rendezvous server the group is built over."""
     steps: bool
-    """Whether optimizer steps run (not while paused or below `min`)."""
+    """Whether optimizer steps run (not while paused, below `min`, or without a full cell)."""
     recovery: Recovery | None = None
     hosts: tuple[int, ...] = ()
     """By rank: members with equal numbers share a host (a failure domain) and add up what they send to other hosts.
     Empty: no two do, or all."""
+    homes: tuple[Runs, ...] = field(default=(), metadata=OMITTED)
+    """By coordinate, the blocks that its members own, mirror and are filled with: a constant of the job. Empty where
+    the shape is one process, whose home are all blocks."""
+    cells: tuple[tuple[int, ...], ...] = field(default=(), metadata=OMITTED)
+    """The cells with lanes, each as the ranks of its members by coordinate. Members in none are spare: standbys, which
+    keep blocks. Empty where no cell is full, and where the shape is one process: there each trainer is one."""
 
     @property
     def world_size(self) -> int:
         return len(self.members)
+
+    @property
+    def coordinates(self) -> int:
+        """How many processes a cell has."""
+        return len(self.homes) or 1
 
     def rank_of(self, worker: WorkerId, incarnation: str) -> int | None:
         """The rank of this very process, None where the plan leaves it out."""
@@ -158,19 +177,29 @@ class Plan:
         """The lanes that a member trains while steps run, ascending; empty for a standby."""
         return self.shares[rank].lanes
 
-    def trainer_of(self, lane: int) -> int:
-        """The rank of the member that trains a lane."""
-        return next(rank for rank in self.ranks if lane in self.lanes_of(rank))
+    def trainers_of(self, lane: int) -> tuple[int, ...]:
+        """The ranks of the members that train a lane together, by coordinate; empty where no cell is full."""
+        cells = self.cells if self.homes else ((rank,) for rank in self.ranks)
+        return next((cell for cell in cells if lane in self.lanes_of(cell[0])), ())
 
-    @property
+    def trainer_of(self, lane: int, coordinate: int = 0) -> int:
+        """The rank of the member at a coordinate that trains a lane; somebody has to (`trainers_of`)."""
+        return self.trainers_of(lane)[coordinate]
+
+    @cached_property
     def trainers(self) -> tuple[int, ...]:
-        """The ranks of the members with lanes; all others are standbys."""
+        """The ranks of the members with lanes, whatever their coordinates; all others are standbys."""
         return tuple(filter(self.lanes_of, self.ranks))
 
     @property
     def lanes_by_worker(self) -> dict[WorkerId, tuple[int, ...]]:
         """The lanes of every member; standbys have none."""
         return {member.worker: self.lanes_of(rank) for rank, member in enumerate(self.members)}
+
+    @property
+    def workers_of_cells(self) -> list[tuple[WorkerId, ...]]:
+        """Of each cell, the ids of its members by coordinate."""
+        return [tuple(self.members[rank].worker for rank in cell) for cell in self.cells]
 
     # ---- who has which blocks
 
@@ -265,16 +294,39 @@ def _broken(plan: Plan) -> Iterator[str]:
         yield f"it replaces generation {plan.base}"
     if (plan.base == 0) != (plan.recovery is not None):
         yield "a plan has either a base or a recovery"
+    yield from _broken_homes(plan)
     yield from _broken_maps(plan)
+    yield from _broken_cells(plan)
     yield from _broken_fills(plan)
     if plan.recovery is not None:
         yield from _broken_recovery(plan, plan.recovery)
 
 
+def _broken_homes(plan: Plan) -> Iterator[str]:
+    for member in plan.members:
+        if not 0 <= member.coordinate < plan.coordinates:
+            yield f"{member.worker} is at coordinate {member.coordinate}, its cells have {plan.coordinates}"
+    if not plan.homes:
+        return
+    if len(plan.homes) == 1:
+        yield "it names a home, though its cells are of one process"
+    if homeless := every(plan.blocks) - union(plan.homes):
+        yield f"{homeless} have no home"
+    if sum(map(len, plan.homes)) != plan.blocks:
+        yield f"its homes have {sum(map(len, plan.homes))} blocks, the job has {plan.blocks}"
+    for rank, (member, share) in enumerate(zip(plan.members, plan.shares, strict=True)):
+        if foreign := share.keeps - plan.homes[member.coordinate]:
+            yield f"rank {rank} keeps {foreign}, whose home is not coordinate {member.coordinate}"
+
+
 def _broken_maps(plan: Plan) -> Iterator[str]:
-    lanes = Counter(lane for share in plan.shares for lane in share.lanes)
-    if sorted(lanes.elements()) != list(range(plan.lanes)):
-        yield f"its lanes are {sorted(lanes.elements())}, each of 0 to {plan.lanes - 1} must have exactly one trainer"
+    lanes: list[list[int]] = [[] for _ in range(plan.coordinates)]
+    for member, share in zip(plan.members, plan.shares, strict=True):
+        lanes[member.coordinate] += share.lanes
+    for coordinate, found in enumerate(lanes):
+        if sorted(found) != list(range(plan.lanes)) and (plan.cells or not plan.homes):
+            at = f" at coordinate {coordinate}" if plan.homes else ""
+            yield f"its lanes{at} are {sorted(found)}, each of 0 to {plan.lanes - 1} must have exactly one trainer"
     if any(list(share.lanes) != sorted(share.lanes) for share in plan.shares):
         yield "a member's lanes are not ascending"
     owned = union(share.owned for share in plan.shares)
@@ -290,6 +342,32 @@ def _broken_maps(plan: Plan) -> Iterator[str]:
             yield f"rank {rank} has the partners {share.partners} of {plan.world_size} members"
     if owned != everything:
         yield f"{everything - owned} have no owner (of {plan.blocks} blocks)"
+
+
+def _broken_cells(plan: Plan) -> Iterator[str]:
+    if plan.cells and not plan.homes:
+        yield "it has cells, though each is of one process"
+    if plan.steps and plan.homes and not plan.cells:
+        yield "steps run in it without a full cell"
+    for number, cell in enumerate(plan.cells):
+        if any(not 0 <= rank < plan.world_size for rank in cell):
+            yield f"cell {number} has the ranks {cell} of {plan.world_size} members"
+        if (found := [plan.members[rank].coordinate for rank in cell]) != list(range(plan.coordinates)):
+            yield f"cell {number} has members at coordinates {found}, it takes one at each of {plan.coordinates}"
+        if len({plan.lanes_of(rank) for rank in cell}) != 1:
+            yield f"the members of cell {number} have different lanes"
+        if not plan.lanes_of(cell[0]):
+            yield f"cell {number} has no lanes"
+    if not plan.homes:
+        return
+    seats = Counter(rank for cell in plan.cells for rank in cell)
+    for rank, (member, share) in enumerate(zip(plan.members, plan.shares, strict=True)):
+        if seats[rank] > 1:
+            yield f"rank {rank} is in {seats[rank]} cells"
+        if share.lanes and not seats[rank]:
+            yield f"rank {rank} trains lanes {share.lanes}, and is in no cell"
+        if strange := [other for other in share.partners if plan.members[other].coordinate != member.coordinate]:
+            yield f"rank {rank} has the partners {strange} at other coordinates"
 
 
 def _owned_twice(plan: Plan) -> Runs:
@@ -309,6 +387,8 @@ def _broken_fills(plan: Plan) -> Iterator[str]:
     for fill in plan.fills:
         if not (0 <= fill.source < plan.world_size and 0 <= fill.target < plan.world_size):
             yield f"a fill goes from rank {fill.source} to {fill.target} of {plan.world_size}"
+        elif plan.members[fill.source].coordinate != plan.members[fill.target].coordinate:
+            yield f"a fill goes from rank {fill.source} to {fill.target}, which is at another coordinate"
         elif not fill.blocks:
             yield f"rank {fill.source} sends {fill.blocks} without keeping them"
         else:

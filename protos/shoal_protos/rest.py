@@ -1,8 +1,8 @@
 """The common part of the two clients of a controller's REST API: `shoal.client`, and that of the `shoal` command.
 
-It makes requests, reads answers and makes errors of problems. Each client sends by a driver of its own
-(`shoal/client/sending.py` over httpx.Client, `cli/client.py` over httpx.AsyncClient): nothing is sent, waited for or
-read from files here. The acts of an operator are in `acts.py`.
+It reads the URL of a controller, makes requests, reads answers and makes errors of problems. Each client sends by a
+driver of its own (`shoal/client/sending.py` over httpx.Client, `cli/client.py` over httpx.AsyncClient): nothing is
+sent, waited for or read from files here. The acts of an operator are in `acts.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
 from shoal_protos.addresses import is_here
 from shoal_protos.bearer import is_sendable
-from shoal_protos.controller_url import split_url
 from shoal_protos.errors import NoController, ShoalError, UserError
 from shoal_protos.path_part import NOT_FINITE, NOT_TEXT, path_part
 from shoal_protos.release import RELEASE, RELEASE_HEADER
@@ -48,7 +48,7 @@ class RestAddress:
     def __init__(self, url: str) -> None:
         """Raises `UserError` for a wrong URL."""
         self.url = url.rstrip("/")
-        parts, host = split_url(self.url)
+        parts, host = _split_url(self.url)
         self.is_here = is_here(host)
         self.is_tls = parts.scheme == "https"
 
@@ -87,6 +87,21 @@ class RestAddress:
         """Return the error where none answers. `otherwise`: the other remedy than to start a controller."""
         why = f"no controller answers at {self.url} ({reason_of(error)})"
         return NoController(f"{why}; start one with `shoal controller`, or {otherwise}")
+
+
+def _split_url(url: str) -> tuple[SplitResult, str]:
+    """Return the parts of a URL, and its host. Raises `UserError`, which does not repeat a password."""
+    if "@" in url:
+        raise UserError("the controller's URL has a user or a password in it; set SHOAL_TOKEN instead")
+    expected = "expected something like http://127.0.0.1:7070"
+    try:
+        parts, _ = urlsplit(url), httpx.URL(url).host  # each refuses what the other takes
+        _ = parts.port  # which is looked at only now
+    except (ValueError, httpx.InvalidURL) as error:
+        raise UserError(f"the controller's URL is {url!r} ({error}); {expected}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"the controller's URL is {url!r}; {expected}")
+    return parts, parts.hostname
 
 
 def request_of(

@@ -188,6 +188,7 @@ class WorkerMessage(_message.Message):
     INVENTORY_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    ASK_SEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -200,6 +201,8 @@ class WorkerMessage(_message.Message):
     def request(self) -> Global___Request: ...
     @_builtins.property
     def result(self) -> Global___Result: ...
+    @_builtins.property
+    def ask_seat(self) -> Global___AskSeat: ...
     def __init__(
         self,
         *,
@@ -209,12 +212,13 @@ class WorkerMessage(_message.Message):
         inventory: Global___Inventory | None = ...,
         request: Global___Request | None = ...,
         result: Global___Result | None = ...,
+        ask_seat: Global___AskSeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "ready", b"ready", "request", b"request", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask_seat", b"ask_seat", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "ready", b"ready", "request", b"request", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "ready", b"ready", "request", b"request", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask_seat", b"ask_seat", "body", b"body", "heartbeat", b"heartbeat", "hello", b"hello", "inventory", b"inventory", "ready", b"ready", "request", b"request", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "inventory", "request", "result"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "heartbeat", "ready", "inventory", "request", "result", "ask_seat"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -237,6 +241,7 @@ class Hello(_message.Message):
     NEXT_GENERATION_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    COORDINATE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """What a hello of another protocol is told by keeps its number and type in every version: version, job, worker,
     incarnation, host, pid, run and release.
@@ -251,6 +256,7 @@ class Hello(_message.Message):
     next_generation: _builtins.int
     run: _builtins.str
     release: _builtins.str
+    coordinate: _builtins.int
     @_builtins.property
     def description(self) -> Global___Description: ...
     @_builtins.property
@@ -271,14 +277,90 @@ class Hello(_message.Message):
         next_generation: _builtins.int = ...,
         run: _builtins.str = ...,
         release: _builtins.str = ...,
+        coordinate: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "description", b"description", "domain", b"domain", "host", b"host", "incarnation", b"incarnation", "job", b"job", "next_generation", b"next_generation", "pid", b"pid", "release", b"release", "run", b"run", "status", b"status", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "coordinate", b"coordinate", "description", b"description", "domain", b"domain", "host", b"host", "incarnation", b"incarnation", "job", b"job", "next_generation", b"next_generation", "pid", b"pid", "release", b"release", "run", b"run", "status", b"status", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class AskSeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    CELL_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    WISH_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    worker: _builtins.str
+    incarnation: _builtins.str
+    host: _builtins.str
+    pid: _builtins.int
+    run: _builtins.str
+    wish: _builtins.int
+    @_builtins.property
+    def cell(self) -> Global___Shape: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        worker: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        host: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        cell: Global___Shape | None = ...,
+        run: _builtins.str = ...,
+        wish: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "host", b"host", "incarnation", b"incarnation", "job", b"job", "pid", b"pid", "run", b"run", "wish", b"wish", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AskSeat: _TypeAlias = AskSeat  # noqa: Y015
+
+@_typing.final
+class Shape(_message.Message):
+    """Sizes of dimensions; 0: 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_FIELD_NUMBER: _builtins.int
+    PIPELINE_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
+    EXPERT_FIELD_NUMBER: _builtins.int
+    TIGHT_FIELD_NUMBER: _builtins.int
+    tensor: _builtins.int
+    pipeline: _builtins.int
+    context: _builtins.int
+    expert: _builtins.int
+    @_builtins.property
+    def tight(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        tensor: _builtins.int = ...,
+        pipeline: _builtins.int = ...,
+        context: _builtins.int = ...,
+        expert: _builtins.int = ...,
+        tight: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "expert", b"expert", "pipeline", b"pipeline", "tensor", b"tensor", "tight", b"tight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shape: _TypeAlias = Shape  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -741,6 +823,8 @@ class Telemetry(_message.Message):
     STATE_FILE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     CHANGED_VALUES_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    VOID_LANES_FIELD_NUMBER: _builtins.int
+    CELL_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
     step_seconds: _builtins.float
     training_seconds: _builtins.float
@@ -752,6 +836,8 @@ class Telemetry(_message.Message):
     not_finite: _builtins.str
     state_file_bytes_per_second: _builtins.int
     changed_values: _builtins.str
+    void_lanes: _builtins.int
+    cell_wait_seconds: _builtins.float
     @_builtins.property
     def memory_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
@@ -778,10 +864,12 @@ class Telemetry(_message.Message):
         state_file_bytes_per_second: _builtins.int = ...,
         changed_values: _builtins.str = ...,
         reports: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        void_lanes: _builtins.int = ...,
+        cell_wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cell_wait_seconds", b"cell_wait_seconds", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds", "void_lanes", b"void_lanes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -959,6 +1047,9 @@ class Description(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     MIN_WORKERS_FIELD_NUMBER: _builtins.int
     MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    CELL_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     lanes: _builtins.int
     blocks: _builtins.int
     block_elements: _builtins.int
@@ -989,6 +1080,12 @@ class Description(_message.Message):
     def checkpoint_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def checkpoint_marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def cell(self) -> Global___Shape: ...
+    @_builtins.property
+    def homes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Blocks]: ...
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Blocks]: ...
     def __init__(
         self,
         *,
@@ -1017,10 +1114,13 @@ class Description(_message.Message):
         peers: _builtins.int = ...,
         min_workers: _builtins.int = ...,
         max_workers: _builtins.int = ...,
+        cell: Global___Shape | None = ...,
+        homes: _abc.Iterable[Global___Blocks] | None = ...,
+        models: _abc.Iterable[Global___Blocks] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "max_workers", b"max_workers", "min_workers", b"min_workers", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "cell", b"cell", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "homes", b"homes", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "max_workers", b"max_workers", "min_workers", b"min_workers", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "models", b"models", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1073,6 +1173,7 @@ class ControllerMessage(_message.Message):
     DESCRIBE_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
     SESSION_TOKEN_FIELD_NUMBER: _builtins.int
+    SEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1097,6 +1198,8 @@ class ControllerMessage(_message.Message):
     def alive(self) -> Global___Alive: ...
     @_builtins.property
     def session_token(self) -> Global___SessionToken: ...
+    @_builtins.property
+    def seat(self) -> Global___Seat: ...
     def __init__(
         self,
         *,
@@ -1112,16 +1215,39 @@ class ControllerMessage(_message.Message):
         describe: Global___Describe | None = ...,
         alive: Global___Alive | None = ...,
         session_token: Global___SessionToken | None = ...,
+        seat: Global___Seat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "session_token", b"session_token", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "seat", b"seat", "session_token", b"session_token", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "session_token", b"session_token", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "body", b"body", "describe", b"describe", "drain", b"drain", "error", b"error", "open", b"open", "ping", b"ping", "plan", b"plan", "prepare", b"prepare", "request", b"request", "seat", b"seat", "session_token", b"session_token", "shutdown", b"shutdown", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe", "alive", "session_token"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "ping", "prepare", "plan", "open", "request", "drain", "shutdown", "error", "describe", "alive", "session_token", "seat"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
 Global___ControllerMessage: _TypeAlias = ControllerMessage  # noqa: Y015
+
+@_typing.final
+class Seat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    COORDINATE_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    coordinate: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        coordinate: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinate", b"coordinate", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Seat: _TypeAlias = Seat  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -1428,6 +1554,8 @@ class Plan(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     HOSTS_FIELD_NUMBER: _builtins.int
+    HOMES_FIELD_NUMBER: _builtins.int
+    CELLS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     base: _builtins.int
     reason: Global___Reason.ValueType
@@ -1446,6 +1574,10 @@ class Plan(_message.Message):
     def recovery(self) -> Global___Recovery: ...
     @_builtins.property
     def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def homes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Blocks]: ...
+    @_builtins.property
+    def cells(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cell]: ...
     def __init__(
         self,
         *,
@@ -1462,10 +1594,12 @@ class Plan(_message.Message):
         steps: _builtins.bool = ...,
         recovery: Global___Recovery | None = ...,
         hosts: _abc.Iterable[_builtins.int] | None = ...,
+        homes: _abc.Iterable[Global___Blocks] | None = ...,
+        cells: _abc.Iterable[Global___Cell] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recovery", b"recovery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "blocks", b"blocks", "builder", b"builder", "fill_blocks_per_step", b"fill_blocks_per_step", "fills", b"fills", "generation", b"generation", "hosts", b"hosts", "lanes", b"lanes", "members", b"members", "reason", b"reason", "recovery", b"recovery", "shares", b"shares", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "blocks", b"blocks", "builder", b"builder", "cells", b"cells", "fill_blocks_per_step", b"fill_blocks_per_step", "fills", b"fills", "generation", b"generation", "homes", b"homes", "hosts", b"hosts", "lanes", b"lanes", "members", b"members", "reason", b"reason", "recovery", b"recovery", "shares", b"shares", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1478,23 +1612,46 @@ class Member(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    COORDINATE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.str
     address: _builtins.str
+    coordinate: _builtins.int
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         address: _builtins.str = ...,
+        coordinate: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "coordinate", b"coordinate", "incarnation", b"incarnation", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class Cell(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Cell: _TypeAlias = Cell  # noqa: Y015
 
 @_typing.final
 class Share(_message.Message):

@@ -2,7 +2,8 @@
 
 `shown` and `shown_name` cut what is long and escape what cannot be written. `printable` escapes what a terminal would
 obey (it clears itself, takes a new title, hides text or turns it around); all that commands print of names, reasons,
-exceptions, logs and files goes through it. Pure; standard library only.
+exceptions, logs and files goes through it. `passes_milestone` says which counts are reported: the 1st, the 10th, the
+100th …, so that what happens often fills no history. Pure; standard library only.
 """
 
 from __future__ import annotations
@@ -90,3 +91,8 @@ def duration(seconds: float) -> str:
             rest = f" {whole % size // part} {smaller}" if whole < EXACT * size else ""
             return f"{whole // size} {unit}{rest}"
     return f"{whole} s"
+
+
+def passes_milestone(before: int, now: int) -> bool:
+    """Whether a count that grows from `before` to `now` reaches 1, 10, 100, …"""
+    return now > before and (before == 0 or len(str(now)) > len(str(before)))

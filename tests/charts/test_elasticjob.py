@@ -25,7 +25,13 @@ SCHEMA: Json = VERSION["schema"]["openAPIV3Schema"]
 SPEC: Json = {"command": ["python", "train.py"], "lanes": 8, "workers": {"min": 1, "wanted": 4, "max": 8}}
 SPEC |= {"kubernetes": {"image": "trainer:1", "resources": {"limits": {"nvidia.com/gpu": 1}}}}
 
-PER_LANE = "every worker trains at least one lane"
+PER_LANE = "spec.lanes, times the processes of a cell: every worker or cell trains at least one lane"
+OF_A_CELL, OF_A_POD = (
+    "the processes of a cell (spec.cell)",
+    "the processes of a pod (spec.kubernetes.processes_per_pod)",
+)
+PAIRS: Json = {"cell": {"tensor": 2}}
+PODS: Json = {"kubernetes": {"image": "trainer:1", "processes_per_pod": 4}}
 IMMUTABLE = "cannot be changed; delete the resource and create it anew"
 WRONG_NAMES = ["Job", "a.b", "a_b", "-a", "a-", "", "a" * 53]
 RIGHT_NAMES = ["a", "0", "a-b", "a" * 52]
@@ -33,13 +39,21 @@ WRONG_SPECS: list[tuple[Json, str]] = [
     ({"workers": {"min": 5, "wanted": 4}}, "spec.workers.wanted must be at least spec.workers.min"),
     ({"workers": {"wanted": 4, "max": 3}}, "spec.workers.wanted must be at most spec.workers.max"),
     ({"workers": {"min": 4, "max": 3}}, "spec.workers.min must be at most spec.workers.max"),
-    ({"workers": {"wanted": 9}}, f"spec.workers.wanted must be at most spec.lanes: {PER_LANE}"),
-    ({"workers": {"min": 9}}, f"spec.workers.min must be at most spec.lanes: {PER_LANE}"),
-    ({"workers": {"max": 9}}, f"spec.workers.max must be at most spec.lanes: {PER_LANE}"),
+    ({"workers": {"wanted": 9}}, f"spec.workers.wanted must be at most {PER_LANE}"),
+    ({"workers": {"min": 9}}, f"spec.workers.min must be at most {PER_LANE}"),
+    ({"workers": {"max": 9}}, f"spec.workers.max must be at most {PER_LANE}"),
+    ({**PAIRS, "workers": {"max": 18}}, f"spec.workers.max must be at most {PER_LANE}"),
+    ({**PAIRS, "workers": {"min": 3}}, f"spec.workers.min must be a multiple of {OF_A_CELL}"),
+    ({**PAIRS, "workers": {"max": 7}}, f"spec.workers.max must be a multiple of {OF_A_CELL}"),
+    ({**PAIRS, "workers": {"wanted": 1}}, f"spec.workers.wanted must be at least {OF_A_CELL}"),
+    ({**PODS, "workers": {"min": 2}}, f"spec.workers.min must be a multiple of {OF_A_POD}"),
+    ({**PODS, "workers": {"max": 6}}, f"spec.workers.max must be a multiple of {OF_A_POD}"),
+    ({**PODS, "workers": {"wanted": 3}}, f"spec.workers.wanted must be at least {OF_A_POD}"),
 ]  # fmt: skip
 WRONG_CHANGES: list[tuple[Json, str]] = [
     ({"lanes": 16}, f"spec.lanes {IMMUTABLE}"),
     ({"lanes": None}, f"spec.lanes {IMMUTABLE}"),
+    ({**PAIRS, "workers": {"min": 2, "wanted": 4, "max": 8}}, f"spec.cell {IMMUTABLE}"),
     ({"command": ["python", "other.py"]}, f"spec.command {IMMUTABLE}"),
     ({"launcher": "none"}, f"spec.launcher {IMMUTABLE}"),
 ]
@@ -75,7 +89,8 @@ def test_its_specification_is_that_of_a_job_without_the_name() -> None:
 
 
 def test_a_right_resource_breaks_no_rule() -> None:
-    for right in (resource(), resource(lanes=None), resource(workers=None), resource(workers={"wanted": 1})):
+    pairs = resource(**PAIRS, **PODS, workers={"min": 4, "wanted": 7, "max": 16})
+    for right in (resource(), resource(lanes=None), resource(workers=None), resource(workers={"wanted": 1}), pairs):
         assert list(refusals(SCHEMA, right)) == []
         jsonschema.Draft4Validator(SCHEMA).validate(right)  # the draft that Kubernetes' schemas are of
 
@@ -92,7 +107,7 @@ def test_another_name_is_refused_in_one_sentence(name: str) -> None:
     assert sentence.startswith("metadata.name must be a DNS label of at most 52 characters")
 
 
-@pytest.mark.parametrize(("wrong", "sentence"), WRONG_SPECS, ids=[sentence for _, sentence in WRONG_SPECS])
+@pytest.mark.parametrize(("wrong", "sentence"), WRONG_SPECS, ids=[str(wrong) for wrong, _ in WRONG_SPECS])
 def test_numbers_that_do_not_fit_are_refused_in_one_sentence(wrong: Json, sentence: str) -> None:
     assert list(refusals(SCHEMA, resource(**wrong))) == [sentence]
 

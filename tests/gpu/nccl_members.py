@@ -21,7 +21,7 @@ from shoal.group.device_group import groups_of
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
 from shoal.group.ordered import OrderedGroup
-from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.rendezvous import RendezvousServer
 from shoal.process.device import Accelerator
 from shoal.session import link_choice
 

@@ -9,7 +9,7 @@ from pathlib import Path
 def save_for_ever(folder: str, keep: int) -> None:
     """A checkpoint of every step, and retention after each."""
     from checkpoints import save, train, trained
-    from shoal.checkpoint.retention import Keep, prune
+    from shoal.checkpoint.catalogue import Keep, prune
     from shoal.checkpoint.storage import LocalStorage
 
     storage, state = LocalStorage(Path(folder)), trained(1)

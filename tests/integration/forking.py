@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from integration.linked_workers import DESCRIPTION, NEW
 from integration.scripts import Samples, config, model_of, optimizer_of, scheduler_of
-from shoal.group.forks import Connections
-from shoal.group.rendezvous_server import RendezvousServer, reachable
+from shoal.group.rendezvous import RendezvousServer, reachable
+from shoal.process.forks import Connections
 from shoal.session.controller_link import ControllerLink
 from shoal.session.settings import SessionSettings
 

@@ -20,9 +20,8 @@ from shoal.group import host_peers
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
-from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.rendezvous_server import RendezvousServer
-from shoal.group.unnamed_memory import GROUP as NAME
+from shoal.group.rendezvous import RendezvousClient, RendezvousServer
+from shoal.process.unnamed_memory import GROUP as NAME
 
 MUCH = 128 << 20
 """Elements: so many that no machine has passed them on before the process that sends or takes them has frozen."""

@@ -32,6 +32,7 @@ class Proxy:
         finally:
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(PATIENCE_SECONDS)
+            assert not self._thread.is_alive(), "the proxy does not end"
 
     def hold(self) -> None:
         """From now on nothing gets through."""
@@ -60,13 +61,13 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        with contextlib.closing(writer):
+        with _cut_at_the_end(writer):
             await self._open.wait()
             try:
                 theirs, ours = await asyncio.open_connection("127.0.0.1", self._target)
             except OSError:
                 return
-            with contextlib.closing(ours):
+            with _cut_at_the_end(ours):
                 ways = [asyncio.create_task(self._carry(*way)) for way in ((reader, ours), (theirs, writer))]
                 try:
                     await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -81,3 +82,12 @@ class Proxy:
             await self._open.wait()
             target.write(data)
             await target.drain()
+
+
+@contextlib.contextmanager
+def _cut_at_the_end(writer: asyncio.StreamWriter) -> Iterator[None]:
+    """Drops what a peer has not taken: a plain `close` waits for it, and outlives the loop where the peer is gone."""
+    try:
+        yield
+    finally:
+        writer.transport.abort()

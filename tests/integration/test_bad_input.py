@@ -12,7 +12,7 @@ import torch
 from integration import scripts
 from integration.cluster import TRAIN, Cluster, alone
 from rule import Edit, rule
-from shoal.exchange.form import PEER_FORM
+from shoal.exchange.world import PEER_FORM
 from shoal.session import dialogue
 from shoal.training import start
 from shoal_protos.messages import PROTOCOL_VERSION, WRONG_USE

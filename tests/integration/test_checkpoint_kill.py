@@ -11,8 +11,8 @@ import pytest
 from integration.cluster import ended, fork, until
 from matrices import shortened
 from shoal.checkpoint.catalogue import checkpoints, resolve, saves
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 
 
 @pytest.mark.timeout(120)

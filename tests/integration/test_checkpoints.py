@@ -15,8 +15,8 @@ from matrices import shortened
 from object_store import object_store
 from rule import holds
 from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 from tiers import promise
 
 STEPS = 30

@@ -368,11 +368,12 @@ def test_a_signal_ends_a_command_that_still_waits_for_its_store(
 ) -> None:
     (tmp_path / "train.py").touch()
     port = free_port()
-    places = ["--http", f"127.0.0.1:{port}", "--grpc", "127.0.0.1:0", "--store", f"etcd://127.0.0.1:{free_port()}"]
+    store = f"etcd://127.0.0.1:{free_port()}/shoal"
+    places = ["--http", f"127.0.0.1:{port}", "--grpc", "127.0.0.1:0", "--store", store]
     name, *script = command
     with subprocess.Popen([SHOAL, name, *places, *script], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         try:
-            until("its health", lambda: answers(f"http://127.0.0.1:{port}/healthz"))
+            until("its health", lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/healthz"))
             process.send_signal(number)
             _, errors = process.communicate(timeout=60)
             assert process.returncode == code, errors

@@ -103,12 +103,12 @@ def established(process: psutil.Process) -> list[int]:
     "whose children live on is detected at once",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal.group.forks", "os.register_at_fork(after_in_child=_let_go)\n", ""),
-        Edit("shoal.group.rendezvous_server", "        let_go_in_children(self._sockets)\n", ""),
+        Edit("shoal.process.forks", "os.register_at_fork(after_in_child=_let_go)\n", ""),
+        Edit("shoal.group.rendezvous", "        let_go_in_children(self._sockets)\n", ""),
         Edit("shoal.group.gloo", "    let_go_in_children(_is_of_a_pair)\n", ""),
         Edit("shoal.session.thread", "        with self._connections:\n", "        if self._connections:\n"),
-        Edit("shoal.group.forks", "frozenset(_sockets().values()) - self._before\n", "None\n"),
-        Edit("shoal.group.forks", "    socket.setdefaulttimeout(None)  #", "    # "),
+        Edit("shoal.process.forks", "frozenset(_sockets().values()) - self._before\n", "None\n"),
+        Edit("shoal.process.forks", "    socket.setdefaulttimeout(None)  #", "    # "),
     ],
 )
 def test_children_let_go_of_shoals_sockets_alone_and_the_parent_keeps_all(tmp_path: Path) -> None:

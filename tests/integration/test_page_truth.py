@@ -63,16 +63,25 @@ def test_the_loss_of_an_evicted_worker_is_confirmed_and_the_job_resumed_while_it
         expect(seen.page.locator("tr[data-worker=w2]")).to_have_count(0)
 
 
+def in_a_cell(found: Json) -> Json:
+    """REST's workers, as of a job whose cells have two processes."""
+    return {**found, "workers": [{**one, "cell": 0, "coordinate": {"tensor": 1}} for one in found["workers"]]}
+
+
 def test_workers_are_shown_where_nobody_says_whether_a_lost_one_may_come_back() -> None:
     with training(workers=2) as cluster, browsed(cluster.url, allowed=REFUSED) as seen:
         cluster.wait_step(3)
         seen.page.route("**/preview?act=lost*", lambda route: route.fulfill(status=503, json={"detail": "no leader"}))
+        altered(seen.page, r"/jobs/job/workers$", in_a_cell)
         cluster.kill("w1")
         cluster.wait_world(1)
         with seen.page.expect_response("**/preview?act=lost*"):
             seen.open_job()
         expect(seen.page.locator("#section-workers .filters")).to_contain_text("1 worker here, 1 gone")
         expect(seen.page.locator("tr[data-worker=w0] .state")).to_have_text("active")
+        place = seen.page.locator("tr[data-worker=w0] .seat")
+        expect(place).to_have_text("0 · tensor 1")
+        expect(place).to_have_css("display", "table-cell")
 
 
 def test_a_job_whose_last_step_is_not_known_is_shown_as_open() -> None:

@@ -16,8 +16,7 @@ from pydantic import SecretStr
 from rule import Edit, holds, rule
 from shoal_controller.access import failed_logins
 from shoal_controller.access.worker_tokens import WorkerTokens
-from shoal_controller.core.machine.events import Connected, MessageReceived
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Connected, MessageReceived, Proof
 from shoal_controller.sessions import front, service
 from shoal_controller.sessions.service import MAX_HEADER_BYTES
 from shoal_controller.sessions.stream_counts import StreamLimits
@@ -92,6 +91,7 @@ def test_a_wrong_token_is_answered_later_than_the_one_before_and_a_right_one_at_
 )
 def test_wrong_tokens_side_by_side_are_refused_and_hold_up_no_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "MOST_OF_ADDRESS", 1)
+    monkeypatch.setattr(front, "STRANGER_SECONDS", AN_HOUR)
     delays(monkeypatch, free=0, seconds=AN_HOUR, waiting=2)
 
     async def scene(port: Port) -> None:

@@ -17,7 +17,7 @@ from integration.small_controller import SmallController
 from pydantic import SecretStr
 from rule import holds
 from shoal_controller.access.worker_tokens import WorkerTokens
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Proof
 from shoal_controller.jobs import streams
 from shoal_controller.server import Server, serve
 from shoal_controller.sessions import service

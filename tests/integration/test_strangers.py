@@ -58,11 +58,26 @@ BEGUN = PREFACE + frame(1, 0, 1, b"".join(header(*one) for one in HEADERS.items(
 GOES_ON = frame(9, 0, 1, b"".join(header(f"x{number:04}", "y" * 110) for number in range(134)))
 
 
+async def opened(port: int, context: ssl.SSLContext | None) -> asyncio.StreamWriter:
+    """A connection. One that is given up in its handshake is cut: asyncio would wait for the peer to agree, for longer
+    than its loop lives.
+    """
+    opening = asyncio.ensure_future(asyncio.open_connection("127.0.0.1", port, ssl=context))
+    try:
+        _, writer = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with suppress(OSError):
+            _, writer = await opening
+            writer.transport.abort()
+        raise
+    return writer
+
+
 async def flood(port: int, context: ssl.SSLContext | None, ended: Callable[[], None]) -> None:
     """One caller, which comes again when it was ended."""
     while True:
         with suppress(OSError):
-            _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            writer = await opened(port, context)
             try:
                 writer.write(BEGUN)
                 while True:

@@ -107,3 +107,8 @@ def test_a_warm_up_of_no_steps_that_the_file_asks_for_is_refused_by_its_own_name
         UserError, match=r"`scheduler.params.warmup_num_steps` is 0; expected a whole number of at least"
     ):
         Script(tmp_path, {"deepspeed": configured(scheduler=scheduler), "warmup_steps": 0}).alone()
+
+
+def test_cells_of_several_processes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the Trainer does not support cells of several processes \(tensor 2\) yet"):
+        Script(tmp_path, given={"shoal": {"cell": {"tensor": 2}}}).alone()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PHASES = {
     "": StepPhase.LANES,
+    "cell": StepPhase.LANES,
     "gather": StepPhase.LANES,
     "round": StepPhase.LANES,
     "reduce": StepPhase.REDUCTION,
@@ -61,7 +62,7 @@ def _expected(training: Training, world: World) -> list[tuple[int, Collection[Si
         stale = frozenset(recovery.stale[rank]) if recovery is not None else frozenset()
         there = training.box.get((world.plan.generation, "r", 0), {})
         return [(owner, there) for owner in range(world.size) if world.owned[owner] & stale]
-    if training.step_phase in ("gather", "round", "reduce"):
+    if training.step_phase in ("cell", "gather", "round", "reduce"):
         return training.lanes.expected()
     if training.step_phase == "vote":
         return [(member, training.got("v")) for member in range(world.size)]

@@ -33,6 +33,7 @@ from shoal_controller.core.machine.events import (
     MessageReceived,
     NeverStarted,
     Probed,
+    SeatAsked,
     Spawned,
     Started,
     Tick,
@@ -40,9 +41,9 @@ from shoal_controller.core.machine.events import (
 )
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.machine import new_job, restore, step
-from shoal_controller.core.machine.phases.rest import rests_until
+from shoal_controller.core.machine.phases.waiting import rests_until
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Refusal, Welcome
+from shoal_protos.messages import AskSeat, Refusal, Welcome
 
 from .clock import SetClock
 from .network import Stream
@@ -156,6 +157,9 @@ class ControllerHost:
     def connected(self, stream: Stream, hello: object) -> None:
         stream.worker.last_message_at = self.clock.now
         self.feed(Connected(stream.number, hello))  # type: ignore[arg-type]
+
+    def seat_asked(self, stream: Stream, ask: AskSeat) -> None:
+        self.feed(SeatAsked(stream.number, ask))
 
     def receive(self, stream: Stream, message: object) -> None:
         stream.worker.last_message_at = self.clock.now
@@ -339,11 +343,9 @@ class Launcher:
         """Tell what became of the processes that an earlier controller started."""
         if life != self._life:
             return
-        roster = self.simulation.host.stored.roster
         for worker, process in self.started.items():
-            if worker in roster:
-                lives = Spawned(worker, Place.of_process(process.pid, f"{worker}.log"))
-                self._tell(lives if process.alive else self._exit(worker, process))
+            lives = Spawned(worker, Place.of_process(process.pid, f"{worker}.log"))
+            self._tell(lives if process.alive else self._exit(worker, process))
         for worker in workers:
             if worker not in self.started:
                 self._tell(NeverStarted(worker))

@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from shoal_controller.core.machine.durable import Durable
+from shoal_protos.shape import full_cells
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -73,6 +74,7 @@ class Disasters:
 
 
 def _is_whole(durable: Durable) -> bool:
-    """Whether a member was to stay: the graces of a world that leaves are of another time."""
+    """Whether a cell was to stay: the graces of a world that leaves are of another time."""
     members = durable.current.members if durable.current is not None else ()
-    return any(not durable.roster[member.worker].leaving for member in members)
+    staying = (member.coordinate for member in members if not durable.roster[member.worker].leaving)
+    return full_cells(staying, durable.cell.processes) > 0

@@ -28,8 +28,9 @@ class Faults:
         self.every = self.chance.choice((0.4, 1.0, 2.5))
         self.until = 0.0
         self.count = 0
-        chosen = simulation.kinds or self.chance.sample(list(KINDS), self.chance.randint(2, len(KINDS)))
-        self.kinds = [kind for kind in chosen for _ in range(KINDS[kind])]
+        kinds = KINDS if simulation.cell.processes == 1 else {**KINDS, **OF_CELLS}
+        chosen = simulation.kinds or self.chance.sample(list(kinds), self.chance.randint(2, len(kinds)))
+        self.kinds = [kind for kind in chosen for _ in range(kinds[kind])]
         self.saves = Random(f"wishes of {simulation.seed}")
         """Apart from the rest, so that a job without checkpoints meets the same whether others have them or not."""
         self.liars = Liars(simulation)
@@ -99,6 +100,17 @@ class Faults:
         worker = self._any()
         if worker is not None and (len(self.simulation.workers()) > 1 or self.chance.random() < 0.2):
             worker.end(-9, "killed")
+            if self.simulation.spec.launcher == "none" and self.chance.random() < 0.8:
+                self._soon(self.simulation.start_process, 0.1, 2.0)
+
+    def kill_host(self) -> None:
+        """A machine is gone, with all processes on it."""
+        worker = self._any()
+        if worker is None:
+            return
+        host_of, host = self.simulation.host_of, self.simulation.host_of(worker.pid)
+        for process in [one for one in self.simulation.workers() if host_of(one.pid) == host]:
+            process.end(-9, f"killed with {host}")
             if self.simulation.spec.launcher == "none" and self.chance.random() < 0.8:
                 self._soon(self.simulation.start_process, 0.1, 2.0)
 
@@ -246,7 +258,8 @@ class Faults:
 
     def come(self) -> None:
         """A worker comes by itself; now and then with an id that is taken."""
-        if self.simulation.spec.launcher == "none" and len(self.simulation.workers()) < 8:
+        most = 8 * self.simulation.cell.processes
+        if self.simulation.spec.launcher == "none" and len(self.simulation.workers()) < most:
             taken = self._any()
             claimed = taken.membership.worker if taken is not None and self.chance.random() < 0.3 else ""
             self.simulation.start_process(claimed)
@@ -274,3 +287,5 @@ KINDS = {
     "come": 3,
 }
 """How often each is drawn, where a seed has it at all."""
+OF_CELLS = {"kill_host": 3}
+"""Likewise, where several processes make a cell."""

@@ -64,7 +64,7 @@ class Liars:
         """It was frozen while its run was cancelled and submitted again; generations begin at 1 in every run."""
         simulation = self.simulation
         generation = max(1, simulation.host.job.durable.last_generation + ahead)
-        worker = simulation.start_process(claimed)
+        worker = simulation.start_process(claimed, is_built=True)
         dialogue = worker.session.dialogue
         dialogue.job = replace(dialogue.job, run=OLD_RUN)
         worker.session.claims = Status(

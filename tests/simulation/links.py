@@ -109,7 +109,10 @@ class Links:
                 self.simulation.watch.violated("a worker whose links all carry was evicted", note.message)
         elif "has made no progress" in note.message and note.kind == "dismissed":
             self.ended += 1
-            code = self.simulation.by_id(note.worker).training.code
+            training = self.simulation.by_id(note.worker).training
+            code = training.code
+            if self.simulation.cell.processes > 1 and training.end.is_awaited:
+                return  # its script has left the loop in a step in which the others of its cell have a lane
             last_seen = self.clock.now - self.simulation.spec.stall_seconds
             it_came_on = last_seen + self.simulation.step_seconds  # and stuck within its next step
             soon = SOON_SECONDS + 2 * self.simulation.host.late

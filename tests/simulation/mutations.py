@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from shoal.core.membership import Membership
 from shoal.core.saving import SaveAct, SavePart, SaveStatus
-from shoal_controller.core.machine import machine
+from shoal_controller.core.machine import durable, machine
 from shoal_controller.core.machine.durable import Durable, Failures, LinkFault, SaveRequest, Standing
 from shoal_controller.core.machine.events import NeverStarted
 from shoal_controller.core.machine.job import Listening, Process
@@ -24,20 +25,21 @@ from shoal_controller.core.machine.phases import (
     failure_detector,
     failures,
     fencing,
-    link_faults,
     lost_blocks,
     next_message,
     planned_changes,
-    planner_inputs,
+    planner_questions,
     progress_watch,
     recovery,
     running,
     scaling,
+    seating,
     silence,
 )
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.planning import planner
 from shoal_controller.jobs import records
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.messages import MemberState
@@ -211,6 +213,7 @@ LEAD = SavePart._lead
 COUNT = silence.count_tick
 EFFECTS_IN_ORDER = Turn.effects_in_order
 IDENTIFY = admission._identify
+AT_HOME = planner._at_home
 BEGUN_IN = planned_changes.on_generation_seen
 
 
@@ -221,6 +224,16 @@ def _counts_by_the_clock(turn: Turn) -> None:
     turn.change(
         ticked_at=turn.now, listening=Listening(running + passed, uncut if silence.is_cut_off(job) else uncut + passed)
     )
+
+
+def _keeps_lanes_of_cells(terms: Any, here: Any) -> Any:
+    """What a process had begun it begins with again, wherever its mates are."""
+    kept = [candidate.lane for candidate in here]
+    return [replace(one, lane=lane) for one, lane in zip(AT_HOME(terms, here), kept, strict=True)]
+
+
+def _counts_anybody(coordinates: Any, processes: int) -> int:
+    return len(list(coordinates)) // processes
 
 
 def _any_refusal_proves(turn: Turn, process: Process) -> bool:
@@ -250,9 +263,11 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a joiner keeps every planned generation": [(Membership, "on_planned", _keeps_only_the_newest)],
     "a worker does not get ready for a plan that needs a block it lacks": [
         (Membership, "enter_vote", _votes_without_holding),
-        (planner_inputs, "kept_blocks", _counts_all),
+        (planner_questions, "kept_blocks", _counts_all),
     ],
-    "a planned change relies only on what its base keeps or has filled": [(planner_inputs, "kept_blocks", _counts_all)],
+    "a planned change relies only on what its base keeps or has filled": [
+        (planner_questions, "kept_blocks", _counts_all)
+    ],
     "a leaving worker keeps its blocks until a vote without it has passed": [
         (scaling, "_left_and_safe", _left_is_safe)
     ],
@@ -260,8 +275,12 @@ MUTATIONS: dict[str, list[Patch]] = {
     "an inventory counts only if no step was committed in a later generation": [
         (recovery, "counts", lambda inventory, committed_in, floor: True)
     ],
-    "only blocks whose gradient has arrived roll forward": [(planner_inputs, "usable_blocks", _worth_without_gradient)],
-    "a member that is one step behind rolls forward": [(planner_inputs, "usable_blocks", _worth_one_behind_is_nothing)],
+    "only blocks whose gradient has arrived roll forward": [
+        (planner_questions, "usable_blocks", _worth_without_gradient)
+    ],
+    "a member that is one step behind rolls forward": [
+        (planner_questions, "usable_blocks", _worth_one_behind_is_nothing)
+    ],
     "what must be durable is stored before anyone is told": [(Turn, "effects_in_order", _sends_before_it_stores)],
     "a second process with a living member's id is refused": [(admission, "_identify", _gives_ids_twice)],
     "silence of most evicts nobody": [(silence, "is_cut_off", lambda job: False)],
@@ -273,16 +292,16 @@ MUTATIONS: dict[str, list[Patch]] = {
     ],
     "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
     "a plan is void once another generation is current": [(planned_changes, "on_generation_seen", _keeps_void_plans)],
-    "the same pair is evicted only after two generations": [(link_faults, "judge", _one_break_is_enough)],
-    "the same pair is evicted after two generations": [(link_faults, "judge", lambda turn, attempt: None)],
+    "the same pair is evicted only after two generations": [(progress_watch, "judge_reports", _one_break_is_enough)],
+    "the same pair is evicted after two generations": [(progress_watch, "judge_reports", lambda turn, attempt: None)],
     "a block is given up only when nobody may hold it": [(lost_blocks, "_possible_holders", _decides_at_once)],
     "a lagging worker gets its message again": [(next_message, "next_message", lambda job, process: None)],
-    "a generation in which someone was lost blames no pair": [(link_faults, "judge", _blames_in_any_case)],
+    "a generation in which someone was lost blames no pair": [(progress_watch, "judge_reports", _blames_in_any_case)],
     "a joiner is not waited for in a recovery": [(fencing, "_holds_nothing", lambda turn, worker: False)],
     "a member that is stuck in the previous world is heard": [
-        (link_faults, "_broken_in_training", _counts_the_new_world_only)
+        (progress_watch, "_broken_in_training", _counts_the_new_world_only)
     ],
-    "whether steps run is part of the plan": [(planner_inputs, "steps_run", lambda turn, members: True)],
+    "whether steps run is part of the plan": [(planner_questions, "steps_run", lambda turn, members: True)],
     "silence for stall_seconds evicts though most are silent": [(failure_detector, "_gone_for_good", lambda turn: [])],
     "members' reports of differing copies count": [(corruption, "on_status", lambda turn, worker, status: None)],
     "where copies differ all return to a checkpoint whose copies agreed": [(corruption, "_conclude", _is_silent)],
@@ -326,8 +345,11 @@ MUTATIONS: dict[str, list[Patch]] = {
     "a planned change whose joiner cannot be reached is void": [
         (planned_changes, "judge_building", lambda turn, world: ())
     ],
+    "a lane of a broken cell is void": [(planner, "_at_home", _keeps_lanes_of_cells)],
+    "full cells are the fewest members of a coordinate": [(durable, "full_cells", _counts_anybody)],
+    "a process gets the coordinate that lacks it most": [(seating, "best_seat", lambda *_: 0)],
     "where neither can be spared nobody is evicted": [
-        (planner_inputs, "can_spare", lambda turn, counting, worker: True)
+        (planner_questions, "can_spare", lambda turn, counting, worker: True)
     ],
 }
 """By the rule, as a sentence that is false while it is switched off."""

@@ -91,16 +91,12 @@ class PodLauncher(Launcher):
     def adopt(self, workers: tuple[str, ...], life: int) -> None:
         if life != self._life:
             return
-        for worker in self._known():
+        for worker in (*self.started, *self.waiting):
             self._tell(self._found(worker))
         for worker in workers:
             if worker not in self.started and worker not in self.waiting:
                 self._tell(NeverStarted(worker))
         self.look_again()
-
-    def _known(self) -> list[str]:
-        roster = self.simulation.host.stored.roster
-        return [worker for worker in (*self.started, *self.waiting) if worker in roster]
 
     def _found(self, worker: str) -> Event:
         if worker in self.waiting:

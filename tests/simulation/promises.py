@@ -70,7 +70,8 @@ class Promises:
     def _part(self, members: set[str]) -> None:
         """All of a world leave and nobody has come: half of the shortest grace is over, whoever has that."""
         self._parting |= members
-        self._has_ended(min(at + grace / 2 for at, grace in (self._graces[one] for one in members)), *sorted(members))
+        leaving = sorted(one for one in members if one in self._graces)
+        self._has_ended(min(at + grace / 2 for at, grace in (self._graces[one] for one in leaving)), *leaving)
 
     # ---- kept
 

@@ -40,6 +40,7 @@ def attempt(task: Task) -> Outcome:
     happened: Counter[str] = Counter(seeds=1, steps=simulation.watch.commits, worlds=len(simulation.watch.began_at))
     happened[f"ended {durable.phase.value}" if durable.phase.is_over else "still training"] += 1
     happened[f"of stage {simulation.stage}"] += 1
+    happened[f"of cells of {simulation.cell}"] += 1
     happened["ended by its scripts"] += durable.ends_at > 0
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["faults"] += getattr(simulation, "faults", 0)
@@ -104,10 +105,16 @@ def main() -> int:
     parser.add_argument(
         "--launcher", choices=["local", "none", "kubernetes"], help="of all seeds (default: drawn of two)"
     )
+    parser.add_argument("--cell", choices=["2", "2x2", "drawn"], help="so many processes train a lane (default: one)")
+    parser.add_argument("--together", type=int, help="so many processes are started together, as those of a pod")
     parser.add_argument("--processes", type=int, default=2, help="how many seeds at a time")
     parser.add_argument("--replay", type=int, help="run this one seed and print its event log")
     given = parser.parse_args()
-    shape = {name: value for name in ("workers", "blocks", "launcher") if (value := getattr(given, name)) is not None}
+    shape = {
+        name: value
+        for name in ("workers", "blocks", "launcher", "cell", "together")
+        if (value := getattr(given, name)) is not None
+    }
     if given.replay is not None:
         return replay(given.replay, shape)
     began = time.perf_counter()

@@ -19,6 +19,7 @@ from shoal_controller.core.machine import effects
 from shoal_controller.core.machine.view import view
 from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, Pause, Resume, Save, Scale
 
+from .cells import shape_of
 from .liars import Liars
 from .pods import PodLauncher
 from .seeds import settled
@@ -74,7 +75,7 @@ class Script:
         shape = dict(pair.split("=") for pair in job.split()[1:])
         defaults: dict[str, object] = {
             "still": True, "workers": 8, "wanted": shape.pop("workers"), "lanes": 8, "blocks": 8, "mirrors": 1,
-            "launcher": "none", "min_workers": 1, "max_steps": 1000,
+            "launcher": "none", "min_workers": shape_of(0, shape.get("cell", "")).processes, "max_steps": 1000,
         }  # fmt: skip
         numbers = {name: int(value) if value.isdigit() else value for name, value in shape.items()}
         self.simulation = Simulation(0, **{**defaults, **numbers})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.acts import Resume
+from shoal_protos.shape import full_cells
 
 from .faults import Faults
 from .pods import NO_IMAGE
 from .simulation import Simulation
 from .watch import Violation
+from .worker import SimWorker
 
 RAGE_SECONDS = 14.0
 CALM_SECONDS = 90.0
@@ -55,10 +59,18 @@ def _goes_on(simulation: Simulation) -> None:
     simulation.watch.violated("the job does not go on", *standing(simulation))
 
 
+def _full_cells(simulation: Simulation, workers: Iterable[SimWorker]) -> int:
+    return full_cells((worker.coordinate for worker in workers), simulation.cell.processes)
+
+
 def _keep_enough(simulation: Simulation) -> None:
-    durable = simulation.host.job.durable
+    """People start processes where some are lacking: with cells also where a coordinate has none."""
+    durable, processes = simulation.host.job.durable, simulation.cell.processes
     while len(simulation.workers()) < max(simulation.spec.wanted, durable.bounds.least):
         simulation.start_process()
+    here = simulation.workers()
+    while all(worker.is_seated for worker in here) and _full_cells(simulation, here) * processes < durable.bounds.least:
+        here.append(simulation.start_process())
 
 
 def settled(simulation: Simulation, begin: int) -> bool:
@@ -76,14 +88,17 @@ def settled(simulation: Simulation, begin: int) -> bool:
     if world is None or not world.steps or simulation.watch.commits < begin + PROGRESS * world.world_size:
         return False
     roster = durable.roster
-    least = durable.wanted if simulation.spec.launcher != "none" else durable.bounds.least
-    enough = world.world_size >= min(least, world.lanes)
+    each = simulation.spec.started_together
+    launched = max(each, durable.wanted - durable.wanted % each)
+    least = launched if simulation.spec.launcher != "none" else durable.bounds.least
+    enough = world.world_size >= min(least, world.lanes * world.coordinates)
     processes = [simulation.processes[member.incarnation] for member in world.members]
     in_it = all(process.membership.generation == world.generation for process in processes)
     staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]
     gone = len(staying) == world.world_size
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
-    busy = trainers == min(len(staying), world.lanes)
+    cells = full_cells((world.members[rank].coordinate for rank in staying), world.coordinates)
+    busy = trainers == min(cells, world.lanes) * world.coordinates
     still = not durable.planned and not world.fills and durable.save is None
     return in_it and enough and gone and busy and still and simulation.promises.kept() and simulation.bits.are_known()
 

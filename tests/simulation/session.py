@@ -48,7 +48,7 @@ class Session:
         self.worker, self.membership = worker, worker.membership
         simulation = worker.simulation
         process = ProcessInfo(
-            "job", f"host{worker.pid}", worker.pid, f"domain{worker.pid % 3}", worker.address,
+            "job", simulation.host_of(worker.pid), worker.pid, self._domain(), worker.address,
             simulation.spec.run if worker.launched else "",
         )  # fmt: skip
         self.dialogue = Dialogue(self.membership, process, simulation.description, self._status())
@@ -59,6 +59,11 @@ class Session:
         """Of a liar: what it says of itself instead of the truth."""
         self._lies: dict[str, int] = {}
         self._beats = self._dials = 0
+
+    def _domain(self) -> str:
+        """Some hosts share one; where a cell fits on a host, no two do."""
+        pid, simulation = self.worker.pid, self.worker.simulation
+        return f"domain{pid % 3}" if simulation.cell.processes == 1 else simulation.host_of(pid)
 
     def start_over(self, incarnation: str) -> None:
         self._leave_stream()
@@ -201,6 +206,9 @@ class Session:
 
     def on_message(self, stream: Stream | None, message: ToWorker) -> None:
         """What comes on a stream that was left is nobody's any more."""
+        if self.worker.seat.is_open:
+            self.worker.seat.on_message(message)
+            return
         if stream is not self.stream or self.dialogue.ending is not None:
             return
         self._carry_out(self.dialogue.on_message(message))

@@ -9,8 +9,10 @@ from shoal_controller.core.machine.spec import JobSpec
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import Description, Parameter
 from shoal_protos.plan import EVERYONE, Member
+from shoal_protos.shape import ONE
 
 from .bad_script import BadScript
+from .cells import Sizes, homes_of, models_of, shape_of, sizes_of
 from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
@@ -46,6 +48,9 @@ class Simulation:
         wanted = int(shape.get("wanted", chance.randint(2, most)))  # type: ignore[call-overload]
         self.blocks = int(shape.get("blocks", chance.choice((4, 8, 16, 64))))  # type: ignore[call-overload]
         lanes = int(shape.get("lanes", chance.randint(most, 2 * most)))  # type: ignore[call-overload]
+        self.cell = shape_of(seed, str(shape.get("cell", "")))
+        self.homes = homes_of(self.blocks, self.cell)
+        self.models = models_of(self.blocks, self.homes)
         launcher = str(shape.get("launcher", chance.choice(("local", "none"))))
         mirrors = shape.get("mirrors", chance.choice((1, 1, 1, 2, 2, EVERYONE)))
         drawn_stage = 1 if self.still else Random(f"{seed} stage of zero").choice(STAGES)
@@ -60,22 +65,24 @@ class Simulation:
         self.step_seconds = float(shape.get("step_seconds", 0.15))  # type: ignore[arg-type]
         self.script = BadScript(self, shape)
         self.corruption_steps = int(self._shape(shape, "corruption_steps", 4, (3, 10)))
+        least = int(shape.get("min_workers", chance.choice((1, 1, 2))))  # type: ignore[call-overload]
+        sizes = sizes_of(Sizes(wanted, least, most, lanes), seed, self.cell if not self.still else ONE)
         self.spec = JobSpec(
-            "job", wanted, int(shape.get("min_workers", chance.choice((1, 1, 2)))), most, launcher,  # type: ignore
+            "job", sizes.wanted, sizes.least, sizes.most, launcher,
             heartbeat_seconds=0.3, reconnect_seconds=2.0, progress_seconds=2.0,
-            stall_seconds=float(shape.get("stall_seconds", 12.0)),  # type: ignore
+            stall_seconds=float(shape.get("stall_seconds", 12.0)), started_together=int(shape.get("together", 1)),  # type: ignore
             max_restarts=int(shape.get("max_restarts", self.script.restarts(10_000))), run="run-1",  # type: ignore[call-overload]
         )  # fmt: skip
         self.description = Description(
-            lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
+            sizes.lanes, self.blocks, 4096, 1 << 16, mirrors, (1 << 16) * max(1, self.blocks // 8),  # type: ignore[arg-type]
             0 if self.open_end else self.max_steps, (Parameter("weight", (self.blocks, 4096), "torch.float32", 0),),
             "AdamW", {}, {}, False, bool(every), keep=3,
             mirror_partners=self._shape(shape, "mirror_partners", 4, (1, 2, 4)),
             on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),
-            stage=self.stage,
+            stage=self.stage, cell=self.cell, homes=self.homes, models=self.models,
         )  # fmt: skip
         self.checkpoints = Checkpoints(self, every)
-        self.worlds = Worlds()
+        self.worlds = Worlds(self.models)
         self.bits = FlippedBits(self)
         self.watch = Watch(self)
         self.groups = Groups(self)
@@ -113,13 +120,16 @@ class Simulation:
 
     # ---- processes
 
-    def start_process(self, worker: str = "", launched: bool = False) -> SimWorker:
+    def start_process(self, worker: str = "", launched: bool = False, is_built: bool = False) -> SimWorker:
+        """`is_built`: it has its model, and asks for no coordinate."""
         self.incarnations += 1
         process = SimWorker(self, self.incarnations, worker, launched)
         self.processes[process.incarnation] = process
         self.say("process", process.pid, "starts", f"as {worker}" if worker else "without an id")
-        process.session.dial_after(0.05)
-        process.training.warm_up()
+        if self.cell.processes > 1 and not is_built:
+            process.after(0.05, process.seat.ask)
+        else:
+            process.begin()
         return process
 
     def start_again(self, restarts: int) -> None:
@@ -128,6 +138,14 @@ class Simulation:
 
     def workers(self) -> list[SimWorker]:
         return [process for process in dict.fromkeys(self.processes.values()) if process.alive]
+
+    def model_at(self, coordinate: int) -> frozenset[int]:
+        """The blocks whose parameters the model of a process has there."""
+        return frozenset(self.models[coordinate]) if self.models else frozenset(range(self.blocks))
+
+    def host_of(self, pid: int) -> str:
+        """The machine of a process: a cell's processes fit on one."""
+        return f"host{(pid - 1) // self.cell.processes + 1}"
 
     def process_of(self, member: Member) -> SimWorker | None:
         return self.processes.get(member.incarnation)

@@ -73,6 +73,9 @@ NOTICED_BY: dict[str, str | int] = {
     "a straggler is not evicted": "straggler",
     "a link that fails while a world is built is examined": "link_down_in_a_recovery",
     "a planned change whose joiner cannot be reached is void": "joiner_out_of_reach",
+    "a lane of a broken cell is void": "cell_broken_in_a_round",
+    "full cells are the fewest members of a coordinate": "cell_incomplete_at_the_start",
+    "a process gets the coordinate that lacks it most": "cell_incomplete_at_the_start",
     "where neither can be spared nobody is evicted": "sole_holders_apart",
 }
 """The scenario, or the first of the seeds, that notices."""
@@ -146,6 +149,9 @@ RULES = [
     ("a worker that no controller has started is started by the next", "… a worker that was about to be"),
     ("a change is true when its last part is stored", "A change that needs several"),
     ("a save that was given up no longer counts", "A save that was given"),
+    ("a lane of a broken cell is void", "No lane in flight is kept where a lane"),
+    ("full cells are the fewest members of a coordinate", "A job has as many cells as"),
+    ("a process gets the coordinate that lacks it most", "A process gets the coordinate"),
     ("members' reports of differing copies count", "The copies of every block are compared within"),
     ("copies are compared before a planned change takes one away", "Before a planned change begins, copies"),
     (

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.spec import Phase
-from shoal_controller.core.machine.transitions import ALLOWED
-from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.machine.turn import ALLOWED, Turn
 
 from .script import play
 
@@ -72,11 +71,24 @@ RULES = [
     ("cancel_lost", "A cancelled job is over where no world trains"),
     ("grace_over_a_restart", "Besides numbers, a controller's restart"),
     ("flipped_bit_drained", "Before a planned change begins, copies"),
+    ("cell_broken", "There are as many cells as the rarest"),
+    ("cell_broken_in_a_round", "No lane in flight is kept where a lane"),
+    ("cells_scaled", "Where a job is scaled down its youngest"),
     ("flipped_bit", "When copies differ, all members return to a checkpoint whose"),
     ("no_sound_checkpoint_left", "When copies differ, all members return to a checkpoint whose"),
 ]
 
 
+@rule(
+    "Those who go back to a checkpoint begin once every coordinate has a member; workers that are ready join them",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.recovery",
+        "        if absent := turn.durable.absent(fencing.beginners(turn, attempt)):\n",
+        '        if absent := "":\n',
+    ),
+    case="cell_without_a_coordinate",
+)
 @rule(
     "Within `reconnect_seconds` of a controller's start, until all whom an earlier controller knew have come back, "
     "silence evicts nobody",
@@ -152,7 +164,7 @@ RULES = [
     "The last workers may leave when their step is saved, whichever world saved it: no step is saved twice",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.final_drain",
+        "shoal_controller.core.machine.phases.running",
         "    if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice\n",
         "    if found is not None and found.step == step and found.generation == world.generation:\n",
     ),
@@ -191,11 +203,11 @@ RULES = [
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.open_end",
+            "shoal_controller.core.machine.phases.running",
             "    if not at_work <= (followers if is_broken else beyond):\n",
             "    if False:\n",
         ),
-        Edit("shoal_controller.core.machine.phases.open_end", "    if ahead:\n", "    if False:\n"),
+        Edit("shoal_controller.core.machine.phases.running", "    if ahead:\n", "    if False:\n"),
     ],
     case="ends_apart",
 )

@@ -19,9 +19,10 @@ from rule import holds
 from tiers import check
 
 from .run import attempt, children, gather, many, replay_log, tasks
+from .script import Script
 
 SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
-FIRST_SEEDS, FIRST_PODS = (40, 120), (12, 36)
+FIRST_SEEDS, FIRST_PODS, FIRST_CELLS = (40, 120), (12, 36), (12, 60)
 """Where `make test` ends, and where `make check` does."""
 ENOUGH = 80
 """So many seeds have met all that is rare."""
@@ -43,6 +44,7 @@ def in_tiers(found: list[tuple[int, int]]) -> list[Any]:
 
 
 ALL, WITH_PODS = ranges(SEEDS, FIRST_SEEDS), ranges(-(-SEEDS // 4), FIRST_PODS)
+WITH_CELLS = ranges(-(-SEEDS // 4), FIRST_CELLS)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,39 @@ def test_no_seed_with_pods_breaks_an_invariant(pool: ProcessPoolExecutor, first:
     if count < FIRST_PODS[0]:
         return  # too few to have met all that is rare
     assert happened["faults of pods"] > count, "next to nothing befell a pod"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("first", "end"), in_tiers(WITH_CELLS))
+def test_no_seed_with_cells_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end: int) -> None:
+    shape, count = {"cell": "drawn"}, end - first
+    bad, happened = many(pool, first, count, dict(shape))
+    assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0], **shape)}"
+    assert all(happened[f"of cells of {cell}"] for cell in ("tensor 2", "pipeline 2, tensor 2")) or count < 2
+    if count < FIRST_CELLS[0]:
+        return  # too few to have met all that is rare
+    assert happened["still training"] > count / 4, "most jobs ended before their faults were over"
+    assert happened["from a checkpoint"], "no world began from a checkpoint"
+
+
+def test_jobs_of_any_number_of_cells_come_to_one_state() -> None:
+    ends = [
+        _state_at_the_end(1),
+        _state_at_the_end(2, "2"),
+        _state_at_the_end(6, "2"),
+        _state_at_the_end(5, "2", "w2"),
+        _state_at_the_end(8, "2x2", "w7"),
+    ]
+    assert ends == [ends[0]] * len(ends) and len(ends[0]) == 8
+
+
+def _state_at_the_end(workers: int, cell: str = "", dies: str = "") -> dict[int, int]:
+    """The state of every block at the end of a job in which a worker dies, perhaps."""
+    script = Script(f"job workers={workers} lanes=6 blocks=8 max_steps=12{f' cell={cell}' if cell else ''}")
+    for command in ("start", "until step 4", *([f"kill {dies}"] if dies else []), "until phase succeeded"):
+        script.do(command)
+    trained = [process.training for process in script.simulation.processes.values() if process.training.step == 12]
+    return {block: value for training in trained for block, value in training.blocks.items()}
 
 
 @pytest.mark.parametrize("seeds", [1, 39, 40, 41, 120, 121, 2000])

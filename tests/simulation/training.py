@@ -245,7 +245,7 @@ class Training:
         assert world is not None
         handed = self.got("h")
         count = sum(map(len, handed.values())) + len(world.replays(self.rank, self.boundary))
-        if count < world.plan.blocks and not self.sharded:
+        if count < len(world.model(self.rank)) and not self.sharded:
             return False
         for parameters in handed.values():
             self.parameters.update(parameters)
@@ -380,7 +380,8 @@ class Training:
             return
         step = right(self.step) if self.step >= 0 else []
         right_ones = (b for b, value in self.parameters.items() if self.step >= 0 and step[b] == value)
-        current = runs_of(frozenset(range(self.simulation.blocks) if self.sharded else right_ones))
+        model = self.simulation.model_at(self.worker.coordinate)
+        current = runs_of(model if self.sharded else model & frozenset(right_ones))
         self.worker.session.answer(
             Inventory(
                 generation, self.generation, self.step, self.committed_in, b"r%d" % self.step if self.step > 0 else b"",
@@ -413,7 +414,7 @@ class Training:
             self.saves.saving.on_return_to(-1)
             self.copies.restored()
             self.blocks = {block: initial(block) for block in world.keeps[rank]}
-            self.parameters = {block: initial(block) for block in range(plan.blocks)}
+            self.parameters = {block: initial(block) for block in world.model(rank)}
         elif not recovery.counted[rank]:
             self.blocks = {}
         elif self.step == recovery.step - 1:
@@ -485,6 +486,7 @@ class Training:
 
 
 PROGRESS = {
+    "cell": lambda training: training.lanes.go_on(),
     "gather": lambda training: training.lanes.go_on(),
     "round": lambda training: training.lanes.go_on(),
     "reduce": lambda training: training.lanes.go_on(),

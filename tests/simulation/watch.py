@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal_controller.core.machine.durable import Durable, Standing
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.phases.scaling import LAST_ONE
@@ -91,7 +91,8 @@ class Watch:
     def trains(self, worker: SimWorker, parameters: dict[int, int], step: int) -> None:
         """Whoever has lanes has the right parameters."""
         expected = right(step)
-        wrong = [block for block in range(self.simulation.blocks) if parameters.get(block) != expected[block]]
+        model = sorted(self.simulation.model_at(worker.coordinate))
+        wrong = [block for block in model if parameters.get(block) != expected[block]]
         if wrong and not (self.simulation.bits.outstanding or self._is_given_up(worker)):
             self.violated("a trainer has wrong parameters", worker, "step", step, wrong)
 
@@ -173,6 +174,14 @@ class Watch:
             if known is not plan and known != plan:
                 self.violated("two plans have one number", plan.generation)
             self.simulation.worlds.of(plan)
+            self._seats(plan)
+
+    def _seats(self, plan: Plan) -> None:
+        """A process has one coordinate, for as long as it lives."""
+        for member in plan.members:
+            process = self.simulation.process_of(member)
+            if process is not None and process.coordinate != member.coordinate:
+                self.violated("a plan has a member where it is not", process, process.coordinate, member.coordinate)
 
     def spawns(self, stored: Durable, worker: str) -> None:
         if worker not in stored.roster:
@@ -194,14 +203,19 @@ class Watch:
         if plan is not None and plan is not before.current and plan.recovery is not None and plan != before.current:
             self._opens(before, plan)
         for record in after.roster.values():
-            if (
-                record.incarnation
-                and self.incarnations.setdefault(record.worker, record.incarnation) != record.incarnation
-            ):
-                self.violated("an id was given to two processes", record.worker)
+            self._is_of_one_process(record, after)
         here = [record.incarnation for record in after.roster.values() if record.incarnation and record.ending is None]
         if len(here) > len(set(here)):
             self.violated("a process was given two ids", *here)
+
+    def _is_of_one_process(self, record: WorkerRecord, after: Durable) -> None:
+        """An id is; but a store that was put back gives one again, and takes it back where the first one comes."""
+        first = self.incarnations.setdefault(record.worker, record.incarnation) if record.incarnation else ""
+        if first == record.incarnation:
+            return
+        if not (self.was_put_back and any(one.incarnation == first for one in after.roster.values())):
+            self.violated("an id was given to two processes", record.worker)
+        self.incarnations[record.worker] = record.incarnation
 
     def _opens(self, before: Durable, plan: Plan) -> None:
         if plan.generation in self.opened:

@@ -13,6 +13,7 @@ from shoal.core.loading import StepZero
 from shoal.core.membership import Membership
 from shoal_protos.messages import FRESH_PROCESS, START_AGAIN, Fault, Result
 
+from .seat import AskedSeat
 from .session import Session
 from .training import Training
 
@@ -48,8 +49,12 @@ class SimWorker:
         self.restarts = RESTARTS
         self.stubborn = launched and simulation.stubborn and self.chance.random() < 0.3
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.coordinate = 0
+        """Its place in a cell, once it has one."""
+        self.is_seated = False
         self.training = Training(self)
         self.session = Session(self)
+        self.seat = AskedSeat(self)
 
     @property
     def name(self) -> str:
@@ -74,6 +79,12 @@ class SimWorker:
         self.clock.after(delay, self.awake, call, *args)
 
     # ---- its life
+
+    def begin(self) -> None:
+        """Its model is built: it says hello, and warms up."""
+        self.is_seated = True
+        self.session.dial_after(0.05)
+        self.training.warm_up()
 
     @property
     def unreachable_since(self) -> float:

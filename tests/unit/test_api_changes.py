@@ -18,9 +18,10 @@ from tiers import check
 pytestmark = check("serves REST on real ports")
 
 SPEC = {
-    "job": "whole", "workers": {"wanted": 2, "min": 1, "max": 4}, "launcher": "local", "command": ["python", "a.py"],
+    "job": "whole", "workers": {"wanted": 2, "min": 2, "max": 4}, "launcher": "local", "command": ["python", "a.py"],
     "env": {"SECRET": "s3cret"}, "heartbeat_seconds": 0.5, "suspect_after": 5, "reconnect_seconds": 3.0,
     "progress_seconds": 4.0, "stall_seconds": 60.0, "max_restarts": 0, "resume": False, "lanes": 4, "kubernetes": None,
+    "cell": {"tensor": 2, "pipeline": 1, "context": 1, "expert": 1, "tight": ["tensor"]},
 }  # fmt: skip
 
 

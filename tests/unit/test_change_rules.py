@@ -234,8 +234,8 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
     "Whether steps run is part of the plan",
     "A change of the world",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.planner_inputs",
-        "    return not turn.durable.paused and not turn.durable.final_drain and members >= turn.durable.bounds.least",
+        "shoal_controller.core.machine.phases.planner_questions",
+        "    return not turn.durable.paused and not turn.durable.final_drain and turn.durable.are_enough(members)",
         "    return True",
     ),
 )
@@ -394,7 +394,7 @@ def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run() -> 
     "No hyper-parameter may be set between `engine.step` and the next batch: a worker that gets its first lane "
     "there would miss it",
     "A change of the world",
-    broken_by=Edit("shoal.guards.agreed_hyper", "        if difference:", "        if not difference and difference:"),
+    broken_by=Edit("shoal.guards.agreed_values", "        if difference:", "        if not difference and difference:"),
 )
 def test_a_rate_that_is_set_after_the_step_is_refused_in_any_world_before_a_joiner_lacks_it() -> None:
     def step(engine: Engine) -> None:

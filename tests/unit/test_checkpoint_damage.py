@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import Found, Own, SaveName, look_into, resolve
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import MANIFEST, OLDEST_VERSION, VERSION, Manifest, sealed
 from shoal.checkpoint.restore import has_scheduler_of, load_blocks, load_small_state
 from shoal.checkpoint.snapshot import Arena, take_snapshot
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import Author, commit, draft_of, part_of, write_content
 from shoal.core.checkpoint_errors import CheckpointDamaged, NoneReadable
-from shoal.core.lineage import gone_on
+from shoal.core.manifest_parts import gone_on
 from shoal.state.given_values import GivenHyperParameters
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.release import RELEASE

@@ -10,13 +10,12 @@ from checkpoints import save, train, trained
 from hypothesis import given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal.checkpoint.catalogue import SaveName, checkpoints, look_into, saves
+from shoal.checkpoint.catalogue import Keep, Ours, SaveName, checkpoints, delete, look_into, prune, saves, superfluous
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.checkpoint.retention import Keep, Ours, delete, prune, superfluous
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 from shoal.core.checkpoint_errors import StorageFailed
-from shoal.core.lineage import gone_on
+from shoal.core.manifest_parts import gone_on
 
 
 def names(steps: list[int]) -> list[SaveName]:
@@ -86,7 +85,7 @@ def test_what_the_runs_saved_that_training_has_gone_on_from_is_deleted_like_ones
     "one says so",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal.checkpoint.retention",
+        "shoal.checkpoint.catalogue",
         "        counted += not is_given_up(name.generation, name.step, lineage)\n",
         "        counted += 1\n",
     ),
@@ -116,7 +115,7 @@ def test_the_rest_of_an_older_save_goes_and_a_newer_one_is_left_alone(tmp_path: 
 @rule(
     "Retention never deletes what it cannot read",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal.checkpoint.retention", " if _is_readable(storage, name)]", "]"),
+    broken_by=Edit("shoal.checkpoint.catalogue", " if _is_readable(storage, name)]", "]"),
 )
 @pytest.mark.parametrize("content", [b'{"format":"shoal checkpoint","version":9}', b"", b"{"])
 def test_what_cannot_be_read_is_never_deleted(content: bytes, tmp_path: Path) -> None:

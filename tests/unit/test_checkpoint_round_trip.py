@@ -13,13 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from safetensors import safe_open
-from shoal.checkpoint.catalogue import look_into
-from shoal.checkpoint.fingerprint import block_digests, total_of
+from shoal.checkpoint.catalogue import delete, look_into
+from shoal.checkpoint.fingerprint import block_digests, digest_of_buffers, total_of, verify
 from shoal.checkpoint.manifest import CHECKSUM_BYTES
 from shoal.checkpoint.restore import fits, load_blocks, load_small_state
-from shoal.checkpoint.retention import delete
 from shoal.checkpoint.storage import LocalStorage, Storage, open_storage
-from shoal.checkpoint.verify import verify
 from shoal.state.training_state import TrainingState
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -41,7 +39,11 @@ OPTIMIZERS = [
 def digest(state: TrainingState) -> str:
     """The fingerprint of a state that holds every block."""
     return total_of(
-        state.step, state.layout, block_digests(state, state.everything), state.buffers.committed, state.misses
+        state.step,
+        state.layout,
+        block_digests(state, state.everything),
+        [digest_of_buffers(state.buffers.committed)],
+        state.misses,
     )
 
 

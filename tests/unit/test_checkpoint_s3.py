@@ -10,12 +10,10 @@ import torch
 from checkpoints import fresh, save, train, trained
 from object_store import object_store
 from ports import free_port
-from shoal.checkpoint.catalogue import checkpoints, look_into, resolve
-from shoal.checkpoint.fingerprint import block_digests
+from shoal.checkpoint.catalogue import Keep, checkpoints, look_into, prune, resolve
+from shoal.checkpoint.fingerprint import block_digests, verify
 from shoal.checkpoint.restore import fits, load_blocks, load_small_state
-from shoal.checkpoint.retention import Keep, prune
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.verify import verify
 from shoal.core.checkpoint_errors import CheckpointDamaged, StorageFailed
 from shoal_protos.runs import every
 from tiers import check

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, rule
 from shoal.checkpoint.catalogue import checkpoints, look_into
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.retrying_storage import TRIES, Chunks, RetryingStorage
 from shoal.checkpoint.storage import LocalStorage, ObjectStorage, Storage, Target, as_storage_error, open_storage
-from shoal.checkpoint.verify import verify
 from shoal.core.checkpoint_errors import StorageFailed, StorageFull
 from shoal.process.host_memory import host_memory
 from shoal_protos.errors import UserError

@@ -18,9 +18,9 @@ from reference import reference
 from rule import Edit, holds, rule
 from shoal.checkpoint.catalogue import SaveName, checkpoints, saves
 from shoal.checkpoint.failure import NeedsFreshProcess
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 from shoal_protos.acts import DrainWorker, Save
 from shoal_protos.errors import Conflict
 
@@ -134,7 +134,7 @@ def test_what_is_saved_after_going_back_is_newer_than_all_that_was_saved_before(
 @rule(
     "Retention deletes saves of its own run and those that this run continued from, and nothing else in the folder",
     "Not marked in the design, but needed as much",
-    broken_by=Edit("shoal.checkpoint.retention", "        if not name.is_of(runs):\n            continue\n", ""),
+    broken_by=Edit("shoal.checkpoint.catalogue", "        if not name.is_of(runs):\n            continue\n", ""),
 )
 def test_two_runs_in_one_place_delete_only_their_own(tmp_path: Path) -> None:
     def wait_for_the_disk(engine: Any) -> None:

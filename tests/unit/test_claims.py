@@ -45,9 +45,9 @@ OLD = Status(
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.admission",
-            "    if mismatch := claims.run_mismatch(turn.spec, hello):\n",
-            "    if (mismatch := claims.run_mismatch(turn.spec, hello)) and False:\n",
+            "shoal_controller.core.machine.phases.claims",
+            "    if sentence := run_mismatch(turn.spec, event.opening):\n",
+            "    if (sentence := run_mismatch(turn.spec, event.opening)) and False:\n",
         ),
         Edit("shoal_controller.jobs.shell", "        spec = replace(spec, run=secrets.token_hex(8))\n", ""),
     ],

@@ -45,11 +45,11 @@ FLAGS = {
         "--open-page --quiet --store --workers -m SCRIPT ARGUMENTS"
     ),
     "controller": "--adopt --data --grpc --http --no-page --open --store",
-    "worker": "--controller --job --restarts COMMAND",
+    "worker": "--controller --job --processes --restarts COMMAND",
     "submit": "--url FILE",
     "jobs": "--output --url",
     "describe": "--output --spec --url JOB",
-    "scale": "--max-workers --min-workers --url JOB WORKERS",
+    "scale": "--cells --max-workers --min-workers --url JOB WORKERS",
     "drain": "--url --why JOB WORKER",
     "lost": "--url JOB WORKER",
     "pause": "--url JOB",
@@ -71,8 +71,8 @@ FLAGS = {
     "export": "--dtype --format PATH FILE",
     "import": "--model-only FILE PATH",
     "estimate": (
-        "--config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
-        "--precision --stage --state-bytes --unit --workers"
+        "--common --config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
+        "--precision --stage --state-bytes --tensor --unit --workers"
     ),
     "doctor": "--checkpoint --config --data --for --grpc --http --output --store --url",
 }
@@ -218,6 +218,11 @@ def test_a_change_shows_the_job_as_the_controller_answered_it(controller: str) -
     shoal("scale", "j", "--min-workers", "2", "--max-workers", "6", "--url", controller)
     assert Controller.requests[1][2] == '{"min":2,"max":6}'
     assert (done.returncode, done.stderr) == (0, "")
+    assert "has no cells of several workers" in shoal("scale", "j", "--cells", "3", "--url", controller).stderr
+    shape = {"tensor": 2, "pipeline": 1, "context": 1, "expert": 1, "processes": 2}
+    Controller.body = json.dumps({**JOB, "cell": shape, "cells": {"full": 1, "wanted": 1}})
+    assert "cells 1 of 1 (tensor 2)" in shoal("scale", "j", "--cells", "3", "--url", controller).stdout
+    assert Controller.requests[-1][2] == '{"workers":6}'
     assert done.stdout.splitlines() == [
         "j running: step 7/100, loss 1.25, generation 3, workers 2 of 3 (1 to lanes), lanes 8",
         "  2 workers train [8 lanes]; w3 is starting",
@@ -326,6 +331,7 @@ def test_wrong_use_is_exit_2_and_one_sentence(arguments: list[str], sentence: st
 
 def test_a_flag_that_is_missing_or_unknown_is_exit_2() -> None:
     assert "there is nothing to change" in shoal("scale", "j").stderr
+    assert "3 workers and 2 cells are asked for" in shoal("scale", "j", "3", "--cells", "2").stderr
     assert shoal("jobs", "--colour").returncode == 2
     assert shoal("run", "no-such-script.py").returncode == 2
     assert shoal("no-such-command").returncode == 2

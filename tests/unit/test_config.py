@@ -15,9 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal.config import TrainingConfig, agreement, load_config
+from shoal.config.load import shape_of
 from shoal.config.training import Sizes, settle
-from shoal.optim.from_config import build_optimizer, build_scheduler
+from shoal.optim.config_sections import build_optimizer, build_scheduler
 from shoal_protos.errors import UserError
+from shoal_protos.shape import ONE, Shape
 
 from docs.generate.configuration import page
 
@@ -52,6 +54,29 @@ def sentence(text: str, file: Path) -> str:
 def test_a_wrong_config_gets_its_sentence(attack: Path, tmp_path: Path) -> None:
     text, _, expected = attack.read_text().rpartition("---\n")
     assert sentence(text, tmp_path / "shoal.json") == expected.rstrip("\n")
+
+
+@pytest.mark.parametrize("config", [
+    {"shoal": {"cell": {"tensor": 2.0, "tight": ["tensor"]}}},
+    {"shoal": {"cell": {"tight": ["tensor"]}}, "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
+    {"shoal": {"cell": {"tensor": 2, "tight": ["tensor"]}}, "tensor_parallel": {"autotp_size": 2},
+     "pipeline": {"stages": 1, "seed_layers": True}, "sequence_parallel_size": 1,
+     "expert_parallel": {"enabled": False, "autoep_size": 4}},
+])  # fmt: skip
+def test_the_shape_of_a_cell_is_known_before_the_rest_is_read(config: dict[str, Any]) -> None:
+    assert shape_of({**config, "train_batch_size": "none yet"}) == Shape(tensor=2, tight=("tensor",))
+    rest = {"train_batch_size": 8, "shoal": {**config["shoal"], "max_steps": 3}}
+    assert load_config({**config, **rest}).cell == Shape(tensor=2, tight=("tensor",))
+
+
+def test_a_shape_that_cannot_be_is_refused_before_the_rest_is_read() -> None:
+    assert shape_of(SMALLEST) == ONE
+    with pytest.raises(UserError, match=r"did you mean `shoal\.cell\.tensor`\?"):
+        shape_of({"shoal": {"cell": {"tensr": 2}}})
+    with pytest.raises(UserError, match=r"`shoal\.cell` is no shape: it has 2048 processes"):
+        shape_of({"shoal": {"cell": {"tensor": 1024, "expert": 2}}})
+    with pytest.raises(UserError, match=r"`shoal\.cell` is 2; expected"):
+        shape_of({"shoal": {"cell": 2}})
 
 
 def test_a_dict_that_json_cannot_hold_gets_a_sentence() -> None:

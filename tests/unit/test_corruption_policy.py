@@ -132,7 +132,7 @@ def test_all_go_back_to_the_newest_checkpoint_whose_copies_were_compared(restart
         Edit("shoal_controller.core.machine.phases.recovery", "    turn.do(Persist())\n", ""),
         Edit(
             "shoal_controller.core.machine.phases.recovery",
-            "    if isinstance(question, StartQuestion) and not planner_inputs.begins_where_all_would(turn, "
+            "    if isinstance(question, StartQuestion) and not planner_questions.begins_where_all_would(turn, "
             "question):\n",
             "    if False:\n",
         ),

@@ -10,7 +10,7 @@ import pytest
 from shoal_controller.cli.display import seconds_left, time_left
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.plot import place_of, plot, reported, throughput
-from shoal_controller.core.machine.sample import Sample
+from shoal_controller.core.machine.view import Sample
 from shoal_controller.observe.curves import COLUMNS, LOOK_SECONDS, MOST_LINES, Curves, Points, curve_file, read_curve
 from shoal_protos.errors import NotFound
 

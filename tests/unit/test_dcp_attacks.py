@@ -15,7 +15,7 @@ import torch
 from dcp_folders import plain, written
 from shoal.checkpoint import importing
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.dcp_index import INDEX, read_index
+from shoal.checkpoint.dcp_folder import INDEX, read_index
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.model_file import DcpFolder
 from shoal.checkpoint.storage import LocalStorage

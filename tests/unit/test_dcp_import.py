@@ -17,7 +17,7 @@ from crew import Crew, Task, undisturbed
 from dcp_folders import changed, found_in, plain, written
 from shoal.checkpoint import importing
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.dcp_index import INDEX
+from shoal.checkpoint.dcp_folder import INDEX
 from shoal.checkpoint.fingerprint import block_digests
 from shoal.checkpoint.importing import import_model
 from shoal.checkpoint.model_file import DcpFolder

@@ -133,8 +133,8 @@ def test_a_loop_that_is_left_in_the_body_of_the_last_step_tells_callbacks_of_its
     "it is stopped in the step after it, and a new world begins once all of it know which step was the last",
     "A change of the world",
     broken_by=[
-        Edit("shoal_controller.core.machine.phases.open_end", " if not lanes)", " if False)"),
-        Edit("shoal_controller.core.machine.phases.open_end", "        return world.workers\n", "        pass\n"),
+        Edit("shoal_controller.core.machine.phases.running", " if not lanes)", " if False)"),
+        Edit("shoal_controller.core.machine.phases.running", "        return world.workers\n", "        pass\n"),
         Edit(
             "shoal_controller.core.machine.phases.next_message",
             "return ends if ends and not status.last_step else Open(world.generation)",

@@ -25,8 +25,7 @@ from shoal.config.document import Document, Scheduler
 from shoal.config.load import Beside, load_config
 from shoal.config.sentences import keys_of
 from shoal.config.sifting import is_one_edit
-from shoal.optim.from_config import build_optimizer, build_scheduler
-from shoal.optim.given_objects import optimizer_differs, scheduler_differs
+from shoal.optim.config_sections import build_optimizer, build_scheduler, optimizer_differs, scheduler_differs
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.validation import each_of
@@ -204,7 +203,6 @@ ON: dict[str, Any] = {
     "compression_training": {"row_pruning": {"shared_parameters": {"enabled": True, "mixed": {"enabled": False}}}},
     "quantize_training": {"enabled": True, "fp16_mixed_quantize": {"enabled": False}},
     "progressive_layer_drop": {"enabled": True},
-    "tensor_parallel": {"autotp_size": 2},
     "sparse_attention": {"mode": "fixed"},
     "fp8": True,
 }

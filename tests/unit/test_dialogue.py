@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.events import Connected, MessageReceived
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Connected, MessageReceived, Proof, SeatAsked
 from shoal_controller.jobs.dialogue import OUTBOX_MESSAGES, Dialogue
 from shoal_protos.description import Description, Parameter, brief, with_digest
 from shoal_protos.errors import NotFound, Refused, StoreError, UserError
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
+    AskSeat,
     Heartbeat,
     Hello,
     MemberState,
@@ -23,6 +23,7 @@ from shoal_protos.messages import (
     Telemetry,
 )
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.shape import Shape
 from shoal_protos.wire import decode_controller, encode_controller, encode_worker
 
 HELLO = Hello(
@@ -46,6 +47,15 @@ def test_a_hello_connects_and_what_follows_is_said() -> None:
     dialogue = Dialogue(7)
     assert dialogue.hear(encode_worker(HELLO)) == Connected(7, HELLO)
     assert dialogue.hear(encode_worker(beat())) == MessageReceived(7, beat())
+
+
+def test_a_process_asks_for_its_seat_on_a_stream_of_its_own() -> None:
+    dialogue, ask = Dialogue(7), AskSeat("demo", "", "a1", "here", 1, Shape(tensor=2))
+    assert dialogue.hear(encode_worker(ask)) == SeatAsked(7, ask) and dialogue.job == "demo"
+    with pytest.raises(UserError, match="a worker says hello on a new one"):
+        dialogue.hear(encode_worker(HELLO))
+    with pytest.raises(UserError, match="it has one for as long as it lives"):
+        greeted().hear(encode_worker(ask))
 
 
 @holds("A heartbeat with nothing new")

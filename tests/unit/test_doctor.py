@@ -75,7 +75,7 @@ def test_a_machine_that_trains_is_well_and_stays_as_it_was(tmp_path: Path) -> No
     assert status == 0, found
     assert list(found) == [
         "python", "packages", "clock", "shared memory", "open files", "ports", "store", "token", "controller", "torch",
-        "devices", "backend", "config", "checkpoints",
+        "devices", "cells", "backend", "config", "checkpoints",
     ]  # fmt: skip
     assert all(one["found"] and one["expected"] for one in found.values())
     assert all(one["todo"] for one in found.values() if one["status"] != "ok")

@@ -95,7 +95,7 @@ def test_a_job_trains_by_the_batch_of_its_section(section: Any, stage: int, size
 @rule("A batch that `elasticity` makes for a number of workers is made for that at the submission, on which all agree",
       "Data, evaluations and the doors", broken_by=[
           Edit("shoal.config.training", "        **elastic,\n", ""),
-          Edit("shoal.config.elastic", "        return int(given)", "        return 1"),
+          Edit("shoal.config.training", "        return int(given)", "        return 1"),
       ])  # fmt: skip
 def test_version_0_2_makes_the_batch_for_the_workers_at_submission_and_all_must_agree_on_it(
     monkeypatch: pytest.MonkeyPatch,
@@ -125,6 +125,20 @@ def test_a_job_that_was_submitted_with_too_many_workers_for_its_section_is_refus
         loaded(version=version, max_gpus=16)
     between = loaded(version=version, min_gpus=2, max_gpus=17)
     assert between.lanes >= 17 and (between.min_workers, between.max_workers) == (2, 17)
+
+
+@pytest.mark.parametrize("version", [0.1, 0.2])
+def test_a_batch_is_made_for_cells_where_a_cell_has_several_processes(
+    version: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They train different samples; bounds are of processes as everywhere."""
+    monkeypatch.setenv("SHOAL_WANTED_WORKERS", "11")
+    single = loaded(version=version, max_gpus=16, num_gpus_per_node=2)
+    monkeypatch.setenv("SHOAL_WANTED_WORKERS", "22")
+    sizes = {"max_gpus": 32, "num_gpus_per_node": 4, "model_parallel_size": 2}
+    pairs = loaded({"cell": {"tensor": 2}}, version=version, **sizes)
+    assert (pairs.lanes, pairs.train_batch_size) == (single.lanes, single.train_batch_size)
+    assert (pairs.min_workers, pairs.max_workers) == (2, 32)
 
 
 def test_lanes_that_a_script_gives_must_be_those_of_its_section() -> None:

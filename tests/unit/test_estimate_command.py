@@ -56,6 +56,39 @@ def test_the_table_has_a_row_for_each_stage_and_says_what_comes_on_top() -> None
     ]
 
 
+def test_a_cell_divides_the_parameters_and_its_fused_sum_is_said() -> None:
+    asked = ("--params", "8e9", "--workers", "8", "--tensor", "2", "--common", "1e6", "--stage", "1")
+    (one,) = stages(*asked).values()
+    assert one["cell"] == {"tensor": 2, "partial_sum_bytes": 4_000_000} and one["built"]
+    (whole,) = stages("--params", "4000500000", "--workers", "4", "--stage", "1").values()
+    assert whole["cell"] is None and one["items"][0] == whole["items"][0]
+    _, output, _ = ran(*asked)
+    assert "4,000,500,000 parameters in fp32, 4 cells of 2 workers (tensor), 4 lanes" in output
+    assert "but for 1,000,000 that are common to all (--common)." in output and "at most 4.0 MB of them" in output
+    for wrong, sentence in (
+        ({"--workers": "7"}, "--workers is 7; expected a multiple of 2, the processes of a cell (--tensor)."),
+        ({"--mirrors": "4"}, "--mirrors is 4; expected 0 to 3, the number of other cells: "),
+        ({"--common": "9e9"}, "--common is 9000000000; expected at most 8000000000, the parameters of the model"),
+        ({"--tensor": "0"}, "--tensor is 0; expected a whole number from 1 to 1024."),
+    ):
+        given = dict(zip(asked[::2], asked[1::2], strict=True)) | wrong
+        status, _, errors = ran(*(word for pair in given.items() for word in pair))
+        assert status == 2 and sentence in " ".join(errors.split())
+
+
+def test_the_shape_of_a_config_is_taken_and_counts_are_those_of_whole_cells(tmp_path: Path) -> None:
+    file = tmp_path / "shoal.json"
+    file.write_text('{"tensor_parallel": {"autotp_size": 2}, "shoal": {"lanes": 4}}')
+    status, output, _ = ran("--config", str(file), "--output", "json")
+    assert status == 0 and [row["workers"] for row in json.loads(output)["counts"]] == [2, 4, 8]
+    status, output, _ = ran("--config", str(file), "--params", "1e6", "--workers", "4", "--output", "json")
+    assert json.loads(output)["stages"][0]["cell"]["tensor"] == 2
+    elastic = {"enabled": True, "max_train_batch_size": 16, "micro_batch_sizes": [2], "min_gpus": 2, "max_gpus": 8}
+    file.write_text(json.dumps({"elasticity": {**elastic, "version": "0.1"}, "shoal": {"cell": {"tensor": 2}}}))
+    status, output, _ = ran("--config", str(file))
+    assert status == 0 and "A job has from 2 to 8 workers" in output and "      6           2" in output
+
+
 def totals(*arguments: str) -> list[list[str]]:
     """The lines of the table with and without mirrors, in cells."""
     status, output, errors = ran(*arguments)

@@ -27,10 +27,9 @@ from shoal.blocks.update_place import BesideParameters
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout
 from shoal.offload import transfers
-from shoal.offload.piece_store import PieceStore
 from shoal.offload.state_file import PAGE_BYTES, OffloadFailed, StateFile
-from shoal.offload.state_in_file import InFile
-from shoal.offload.state_place import StatePlace, held_blocks
+from shoal.offload.state_pieces import PieceStore
+from shoal.offload.state_place import InFile, StatePlace, held_blocks
 from shoal_protos.errors import UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, every
 from torch import Tensor, nn
@@ -52,7 +51,7 @@ HOMES: dict[str, Callable[[str], StatePlace]] = {
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two blocks, so that there are more of them than buffers."""
-    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 2 * 4096)
+    monkeypatch.setattr("shoal.offload.state_pieces.PIECE_ELEMENTS", 2 * 4096)
 
 
 @pytest.fixture
@@ -143,11 +142,11 @@ def test_every_elementwise_optimizer_has_the_same_state_in_a_file(
     "A step",
     broken_by=[
         Edit(
-            "shoal.offload.piece_store",
+            "shoal.offload.state_pieces",
             "{key: value.clone() for key, value in state.items() if not value.dim()}",
             "{key: value for key, value in state.items() if not value.dim()}",
         ),
-        Edit("shoal.offload.piece_store", "piece.part(stretch).with_own_numbers()", "piece.part(stretch)"),
+        Edit("shoal.offload.state_pieces", "piece.part(stretch).with_own_numbers()", "piece.part(stretch)"),
     ],
 )
 @given(st.data(), st.sampled_from(sorted(HOMES)), st.booleans(), st.sampled_from([None, torch.bfloat16]))
@@ -263,7 +262,7 @@ def test_a_pass_that_is_given_up_harms_no_later_one(folder: str) -> None:
 
 @holds("Every piece has the numbers")
 def test_pieces_of_one_stretch_count_their_steps_each_for_itself(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 4 * 4096)
+    monkeypatch.setattr("shoal.offload.state_pieces.PIECE_ELEMENTS", 4 * 4096)
     layout, filed, kept, _ = pair_of(StateFile(folder))
     for held in (filed, kept):
         held.hold(every(layout.blocks))
@@ -314,12 +313,12 @@ def test_state_that_an_optimizer_begins_to_keep_later_gets_its_place(folder: str
     "A step",
     broken_by=[
         Edit(
-            "shoal.offload.state_in_file",
+            "shoal.offload.state_place",
             "        segments.join_neighbours()\n        self._reserve()\n",
             "        segments.join_neighbours()\n",
         ),
         Edit(
-            "shoal.offload.state_in_file",
+            "shoal.offload.state_place",
             "sum(value.dtype.itemsize for value in state.values() if value.dim())",
             "0 * len(state)",
         ),
@@ -396,8 +395,8 @@ def test_where_direct_transfers_are_refused_buffered_ones_do_and_say_why(
 def test_a_slow_disk_is_named_once_with_its_speed(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("shoal.offload.state_in_file.TELLING_BYTES", 1)
-    monkeypatch.setattr("shoal.offload.state_in_file.SLOW_BYTES_PER_SECOND", 1e15)
+    monkeypatch.setattr("shoal.offload.state_place.TELLING_BYTES", 1)
+    monkeypatch.setattr("shoal.offload.state_place.SLOW_BYTES_PER_SECOND", 1e15)
     layout, filed, _, _ = pair_of(StateFile(folder))
     filed.hold(every(layout.blocks))
     for step in range(3):

@@ -49,7 +49,7 @@ def test_a_generations_fills_count_when_the_next_one_begins() -> None:
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.step_figures",
+            "shoal_controller.core.machine.phases.progress",
             "            turn.mark(worker, fill_bytes_counted=received)\n",
             "",
         ),

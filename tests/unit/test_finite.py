@@ -17,7 +17,7 @@ from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import JobFailed, UserError
-from shoal_protos.milestones import passes_milestone
+from shoal_protos.text import passes_milestone
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -80,7 +80,7 @@ def alone(folder: Path, steps: int, **checkpoint: Any) -> tuple[Engine, Task]:
             "            pass\n",
         ),
         Edit("shoal.data.seeds", "            raise UserError(self._refusal)\n", "            pass\n"),
-        Edit("shoal.guards.first_weights", "        if self._why:\n", "        if False:\n"),
+        Edit("shoal.guards.loop_guards", "        if self._why:\n", "        if False:\n"),
         Edit(
             "shoal.training.checkpoint_loading",
             "        elif not self._context.link.alone:\n",

@@ -27,9 +27,9 @@ from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.config import Scheduler
 from shoal.core.layout import Trainable, lay_out
-from shoal.optim.from_config import build_scheduler
+from shoal.optim.config_sections import build_scheduler
 from shoal.optim.hyper import advance, hyper_parameters, load_into
-from shoal.optim.step_effects import effects_of_steps
+from shoal.optim.twin import effects_of_steps
 from shoal.state.given_values import GivenHyperParameters, OtherValues
 from shoal_protos.errors import UserError
 from torch import nn

@@ -18,7 +18,7 @@ from rule import Edit, holds, rule
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import A_MOMENT, GlooGroup, build_gloo
 from shoal.group.group import Group, GroupProgress
-from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.rendezvous import RendezvousServer
 from shoal.session import shared as groups_module
 from shoal.session.shared import Built, Groups
 from worlds import recovery

@@ -11,8 +11,7 @@ from crew import Task, engine_of
 from shoal.checkpoint.failure import sentence_of
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
-from shoal.training.engine import PUBLIC
-from shoal.training.habits import MEANT
+from shoal.training.engine import MEANT, PUBLIC
 from shoal_protos.errors import JobFailed, UserError
 from tqdm import tqdm
 

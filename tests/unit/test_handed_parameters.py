@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import shoal.exchange.hand_out
-import shoal.training.handed_parameters
+import shoal.training.parameters
 import torch
 from crew import Crew, Task, Worker, undisturbed
 from crew_saves import saved
@@ -37,7 +37,7 @@ pytestmark = check("trains in crews of several workers")
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shoal.exchange.hand_out, "POISON", True)
-    monkeypatch.setattr(shoal.training.handed_parameters, "has_compiled", lambda: False)  # other tests of this process
+    monkeypatch.setattr(shoal.training.parameters, "has_compiled", lambda: False)  # other tests of this process
 
 
 def coming(engine: Engine) -> int:
@@ -51,12 +51,12 @@ def coming(engine: Engine) -> int:
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal.training.handed_parameters",
+            "shoal.training.parameters",
             "            release(self._by_bucket[bucket], self._on_touch, Arriving)\n",
             "            pass\n",
         ),
         Edit(
-            "shoal.training.handed_parameters",
+            "shoal.training.parameters",
             "        self._has_views = self._can_be_guarded and self._are_viewed()\n",
             "        self._has_views = False\n",
         ),
@@ -239,7 +239,7 @@ def test_an_average_of_the_weights_after_every_step_has_the_same_bits() -> None:
             '        getattr(self._step.parameters, "units", None) and self._step.parameters.before_leaving(old)\n',
         ),
         Edit(
-            "shoal.training.saved_states",
+            "shoal.training.registered_states",
             "        if self._context.state.registered:\n"
             "            self._parameters.settle()  # a state of the user's may be one of parameters\n",
             "",

@@ -14,7 +14,7 @@ pytestmark = check("measures memory")
 
 PROGRAM = """
 import resource, sys, torch
-from shoal.process.heap import keep_freed_memory
+from shoal.process.host_memory import keep_freed_memory
 
 def a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -8,8 +8,7 @@ from crew import Crew, Task
 from hypothesis import given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal.core.tree import fold_up, subtrees
-from shoal.exchange.host_sums import HostSums
+from shoal.core.tree import HostSums, fold_up, subtrees
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes
 from shoal_protos.runs import Runs, Span
 
@@ -51,7 +50,7 @@ def lanes_in(spans: list[Span]) -> Counter[int]:
     "to an owner elsewhere, in the order of the one tree; every lane reaches every owner once",
     "Arithmetic and layout",
     broken_by=Edit(
-        "shoal.exchange.host_sums",
+        "shoal.core.tree",
         "                found += [(span, adder) for span in self._joint[host]]\n",
         "                found += [(span, adder) for rank in crew for span in self.lane_spans[rank]]\n",
     ),

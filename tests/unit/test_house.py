@@ -57,16 +57,17 @@ PURE_VOCABULARY = {
         "errors",
         "memory_estimate",
         "messages",
-        "milestones",
         "path_part",
         "plan",
         "runs",
+        "shape",
         "text",
     )
 }
 
 SHARED_CLASS_NAMES = {
     "Client": "of the command; of programs, which have no controller's code",
+    "Cell": "a section of the configuration; what a script knows of its own",
     "Change": "of a key in the store; of the world, as a worker reports it",
     "Compacted": "of the store; of etcd's client, which knows nothing of it",
     "Dialogue": "the two ends of a session",
@@ -86,8 +87,7 @@ SHARED_MODULE_NAMES = {
     "corruption": "the vocabulary; the phase that decides by it",
     "dialogue": "the two ends of a session",
     "errors": "of all; of checkpoints; of etcd",
-    "logs": "the two processes write different ones",
-    "rest": "what is common to the clients of REST; the phase of a job that rests",
+    "rendezvous": "the form of the bytes there; its two ends in a worker",
     "settings": "of the controller, of its sessions, of a worker's",
 }
 NAMED_AFTER_OTHERS = ("cli", "wire")
@@ -122,7 +122,10 @@ AGAINST_FOREIGN_CODE = {
 }
 """Test files that compare Shoal with code that is not ours, where equal bits cannot be asked for."""
 
-SHOAL_PUBLIC = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "deferred", "initialize"]
+SHOAL_PUBLIC = [
+    "Engine", "JobFailed", "PeerError", "ShoalError", "UserError",
+    "cell", "common", "deferred", "initialize", "sharded",
+]  # fmt: skip
 
 
 @cache

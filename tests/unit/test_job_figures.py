@@ -93,7 +93,7 @@ def test_a_restarted_controller_does_not_take_a_workers_whole_past_for_its_lates
     "No counter of a job goes down over a controller's restart, even if nobody is left to report the latest steps",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.step_figures",
+        "shoal_controller.core.machine.phases.progress",
         "    steps = figures.steps if turn.job.figures_known else max(figures.steps, "
         "turn.durable.figures.steps_bound)\n",
         "    steps = figures.steps\n",

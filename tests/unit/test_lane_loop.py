@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from shoal.core.tree import fold_numbers
+from shoal.guards.step_guard import Guards
 from shoal.process.device import HOST
 from shoal.training.lane_loop import LaneLoop, LaneNumbers, kept_loss
 
@@ -15,7 +16,7 @@ def some_state():
     pushed = []
     sums = SimpleNamespace(
         begin_lane=lambda: None,
-        backward_done=lambda _: None,
+        backward_done=lambda *_: None,
         lane_done=lambda lane, is_last: None if is_last else pushed.append(lane),
         live=SimpleNamespace(put_back=lambda _: None),
         clear=lambda: None,
@@ -30,7 +31,7 @@ def some_state():
         buffers=buffers,
         parameters=[],
         pushed=pushed,
-        guards=(),
+        guards=Guards(),
     )
 
 

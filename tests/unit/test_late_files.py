@@ -15,8 +15,8 @@ from late_device import LateDevice
 from rule import holds
 from shoal.blocks.loaded_state import WEIGHTS
 from shoal.blocks.update_place import OnTheHost
-from shoal.offload.held_piece import HeldPiece
-from shoal.offload.state_in_file import InFile
+from shoal.offload.state_pieces import HeldPiece
+from shoal.offload.state_place import InFile
 from shoal.offload.transfers import Buffer
 from shoal.process.device import HOST
 from shoal.training.engine import Engine
@@ -31,7 +31,7 @@ BF16 = {"bf16": {"enabled": True}}
 @pytest.fixture(autouse=True)
 def buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pieces are of two blocks, so that there are more of them than buffers; buffers are no memory of the device."""
-    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 2 * 4096)
+    monkeypatch.setattr("shoal.offload.state_pieces.PIECE_ELEMENTS", 2 * 4096)
     view = Buffer.view
 
     def host_view(self: Buffer, start: int, elements: int, dtype: torch.dtype) -> Tensor:

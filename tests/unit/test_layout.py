@@ -40,8 +40,8 @@ layouts = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(lambda blocks
     "Arithmetic and layout",
     broken_by=Edit(
         "shoal.core.layout",
-        "            ((position + 0.5) / bucket.blocks, bucket.index, position)",
-        "            (0.0, bucket.index, position)",
+        "(not bucket.is_own, (position + 0.5) / bucket.blocks, bucket.index, position)",
+        "(not bucket.is_own, 0.0, bucket.index, position)",
     ),
 )
 @given(layouts)
@@ -240,8 +240,8 @@ def test_a_compiled_model_has_the_units_of_the_plain_one() -> None:
     broken_by=[
         Edit(
             "shoal.core.layout",
-            "kind = (parameter.group, parameter.dtype, parameter.unit)",
-            "kind = (parameter.group, parameter.dtype, 0)",
+            "parameter.group, parameter.dtype, parameter.unit)",
+            "parameter.group, parameter.dtype, 0)",
         ),
         Edit("shoal.core.layout", 'lines = [f"layout {VERSION}", f"block_elements', 'lines = [f"block_elements'),
     ],

@@ -127,7 +127,7 @@ def is_sound(job: Driver, loop: asyncio.Runner) -> None:
     assert len(state) < 4096 and sum(map(len, records.values())) < 100_000
     view = job.view
     shown = [JobAnswer.of(view), ReportAnswer.of(view), *(CheckpointAnswer.of(one) for one in view.checkpoints)]
-    for answer in (*shown, *map(WorkerAnswer.of, view.workers)):
+    for answer in (*shown, *(WorkerAnswer.of(one, view.cell) for one in view.workers)):
         json.loads(answer.model_dump_json(), parse_constant=pytest.fail)
     metrics = Metrics()
     metrics.show(Sources(lambda: [view]))

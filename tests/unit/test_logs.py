@@ -16,8 +16,8 @@ import pytest
 import structlog
 from crew import Crew, Task, undisturbed
 from rule import Edit, holds, rule
-from shoal.process.logs import get_logger, say
 from shoal_protos.log_form import is_entry
+from shoal_protos.training_log import get_logger, say
 
 TASK = Task({"max_steps": 6})
 
@@ -89,7 +89,7 @@ def test_what_can_be_written_is(capsys: pytest.CaptureFixture[str]) -> None:
     "survivors down",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal.process.logs",
+        "shoal_protos.training_log",
         "        with contextlib.suppress(OSError, ValueError):  # full or broken; closed\n",
         "        with contextlib.suppress(ValueError):\n",
     ),

@@ -21,7 +21,7 @@ from shoal.core.layout import BUCKET_BYTES, Trainable, lay_out
 from shoal.core.tree import push
 from shoal.exchange import pieces
 from shoal.exchange.traffic import Traffic
-from shoal.offload import held_piece, transfers
+from shoal.offload import state_pieces, transfers
 from shoal.optim.elementwise import ELEMENTWISE
 from shoal.process.device import HOST
 from shoal.training.engine import Engine
@@ -62,6 +62,15 @@ def test_at_rest_the_formulas_of_each_stage_and_precision_hold() -> None:
     assert [per_parameter(stage=stage, mirrors=1, precision="bf16") for stage in STAGES] == [18, 12, 8, 7]
     assert per_parameter(lanes=8, mirrors=0) == 14
     assert per_parameter(lanes=32, mirrors=0) == 22
+
+
+def test_a_process_of_a_cell_has_its_part_of_the_model_and_the_state_of_its_part_of_what_is_common() -> None:
+    alone = MemorySetup(parameters=8 * P, workers=4, lanes=4, stage=1)
+    part = replace(alone, parameters=5 * P, tensor=2, common=2 * P)  # of 8: half of 6, and 2 that both have
+    assert estimate(part).at_rest("device") == 5 * P * 8 + 4 * P * 8 * 2 // 4
+    assert estimate(replace(part, stage=0)).at_rest("device") == 5 * P * 8 + 4 * P * 8
+    assert (estimate(part).partial_sum_bytes, estimate(alone).partial_sum_bytes) == (8 * P, 0)
+    assert [estimate(replace(part, stage=stage)).built for stage in STAGES] == [True, True, False, False]
 
 
 def test_in_a_step_stages_2_and_3_hold_reduced_gradients_sums_buckets_and_units() -> None:
@@ -161,7 +170,7 @@ def test_the_sizes_are_those_of_the_exchange_and_of_offload() -> None:
     assert memory_estimate.BUCKET_BYTES == BUCKET_BYTES
     for name in ("HOST_PIECE_BYTES", "MESSAGE_BYTES", "JOINED_TO_LARGEST"):
         assert getattr(memory_estimate, name) == getattr(pieces, name)
-    assert memory_estimate.OFFLOAD_PIECE == held_piece.PIECE_ELEMENTS
+    assert memory_estimate.OFFLOAD_PIECE == state_pieces.PIECE_ELEMENTS
     assert memory_estimate.OFFLOAD_BUFFERS == transfers.BUFFERS
 
 

@@ -18,6 +18,7 @@ from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
 from shoal_controller.observe import metrics as metrics_module
 from shoal_controller.observe.metrics import MEMORY_KINDS, Metrics, Sources
+from shoal_protos.shape import Shape
 from small_machine import SmallMachine
 
 FROZEN = Path(__file__).parent / "frozen" / "metrics.txt"
@@ -64,7 +65,7 @@ def all_observed() -> Figures:
 def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     known = view(
         workers=(worker(),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1, last_commit=1.0,
-        figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5},
+        figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5}, cell=Shape(tensor=2),
     )  # fmt: skip
     metrics = metrics_of(known)
     metrics.own.timed("get", 0.1, True)
@@ -130,6 +131,7 @@ def largest_job() -> JobView:
     return view(
         workers=workers, loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=LARGEST_WORLD, samples=1,
         last_commit=1.0, figures=all_observed(), step_seconds_median=0.5, pending=dict.fromkeys(PendingReason, 3),
+        cell=Shape(tensor=64),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, holds, rule
 from shoal.core.layout import ALIGNMENT_BYTES, Layout, Trainable, lay_out
-from shoal.core.misses import USED_ALWAYS, Missed, Misses, parameters_in, within
+from shoal.core.misses import USED_ALWAYS, Missed, Misses, within
 
 MISSED = st.builds(Missed, st.integers(0, 3), st.booleans())
 
@@ -35,7 +35,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def updates(draw: st.DrawFn) -> tuple[Layout, Misses, int]:
     """A layout, what was missed before an update, and the parameters that it leaves out, as bits."""
     layout = draw(layouts())
-    count = parameters_in(layout)
+    count = layout.parameters
     return (
         layout,
         Misses(tuple(draw(st.lists(MISSED, min_size=count, max_size=count)))),
@@ -49,7 +49,7 @@ def test_what_is_coded_is_read_again(update: tuple[Layout, Misses, int]) -> None
     layout, misses, _ = update
     runs = misses.runs()
     assert Misses.from_runs(layout, runs) == misses
-    assert len(runs) <= parameters_in(layout)
+    assert len(runs) <= layout.parameters
     assert runs == () or len(runs) == len([*groupby(misses.of)])
 
 

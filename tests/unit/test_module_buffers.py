@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from integration.scripts import Model
 from matrices import examples
 from rule import Edit, holds, rule
+from shoal.core.layout import WHOLE
 from shoal.exchange import module_buffers
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
 from shoal.group.group import SoloGroup
@@ -29,8 +30,11 @@ def module_with(**buffers: Tensor) -> nn.Module:
 
 def exchanged(buffers: ModuleBuffers, lanes: int) -> dict[str, Tensor]:
     """What a world of one commits."""
-    plan = SimpleNamespace(trainer_of=lambda lane: 0)
-    traffic = SimpleNamespace(plan=plan, lane_spans=(((0, lanes),),), others=())
+    plan, layout = SimpleNamespace(trainer_of=lambda *_: 0), SimpleNamespace(part=WHOLE)
+    coordinates = SimpleNamespace(mates=(0,))
+    traffic = SimpleNamespace(
+        plan=plan, layout=layout, coordinates=coordinates, lane_spans=(((0, lanes),),), other_mates=()
+    )
     buffers.exchange(SoloGroup(), cast(Any, traffic))
     return buffers.pending
 

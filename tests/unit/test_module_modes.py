@@ -34,7 +34,9 @@ def evaluates_after_step_2(engine: Engine) -> None:
 @rule(
     "… and a mode that was changed between `engine.step` and the next batch never reaches a backward",
     "A change of the world",
-    broken_by=Edit("shoal.guards.module_modes", "            if mode == given != before:\n", "            if False:\n"),
+    broken_by=Edit(
+        "shoal.guards.agreed_values", "            if mode == given != before:\n", "            if False:\n"
+    ),
     after="All members train in the same modes",
 )
 def test_an_evaluation_that_forgets_to_put_the_module_back_is_refused_in_any_world() -> None:
@@ -71,7 +73,7 @@ def test_a_body_that_begins_with_train_may_evaluate_at_its_end() -> None:
     "resuming workers adopt them; any other difference fails the job, and the module is named",
     "A change of the world",
     broken_by=Edit(
-        "shoal.guards.module_modes", "            part.training = name not in evaluating\n", "            del part\n"
+        "shoal.guards.agreed_values", "            part.training = name not in evaluating\n", "            del part\n"
     ),
 )
 @pytest.mark.parametrize("step", shortened([0, 1, 2, 4], 2))

@@ -96,7 +96,7 @@ def with_model(stage: int, model: type[nn.Module]) -> Task:
     return Task(**{**vars(of(task(stage))), "model": model})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_part_that_torch_jit_has_compiled_trains_where_parameters_stay(stage: int) -> None:
     with Crew("ab", with_model(stage, Scripted)) as crew:
@@ -105,7 +105,7 @@ def test_a_part_that_torch_jit_has_compiled_trains_where_parameters_stay(stage: 
         assert crew.finish() == undisturbed(with_model(0, Plain))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_a_part_that_torch_jit_has_compiled_is_refused_where_parameters_come_and_go() -> None:
     with pytest.raises(UserError, match=r'module "layers\.3" was made by torch\.jit.*stage 2'):
         undisturbed(with_model(3, Scripted))

@@ -14,7 +14,7 @@ from crew_saves import saved
 from matrices import shortened
 from reference import reference
 from shoal.offload.state_file import StateFile
-from shoal.offload.state_in_file import InFile
+from shoal.offload.state_place import InFile
 from shoal_protos.acts import DrainWorker
 from tiers import check
 
@@ -27,7 +27,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two blocks, so that the model has more of them than there are buffers."""
-    monkeypatch.setattr("shoal.offload.held_piece.PIECE_ELEMENTS", 2 * 4096)
+    monkeypatch.setattr("shoal.offload.state_pieces.PIECE_ELEMENTS", 2 * 4096)
 
 
 def options(**more: Any) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from machine_driver import MADE_OF, Driver, through_the_store, training
+from machine_driver import MADE_OF, NEW, Driver, through_the_store, training
 from rule import Edit, rule
-from shoal_controller.core.machine.effects import Adopt, Spawn
-from shoal_controller.core.machine.events import Exited, NeverStarted, Started
+from shoal_controller.core.machine.durable import Place
+from shoal_controller.core.machine.effects import Adopt, Send, Spawn
+from shoal_controller.core.machine.events import Exited, NeverStarted, Spawned, Started
 from shoal_controller.core.machine.machine import restore
-from shoal_controller.core.machine.phases.older_store import unknown_generation
+from shoal_controller.core.machine.phases.fencing import unknown_generation
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
-from shoal_protos.acts import DrainWorker
-from shoal_protos.messages import MemberState, Status
+from shoal_protos.acts import DrainWorker, Scale
+from shoal_protos.messages import MemberState, Status, Welcome
 from shoal_protos.runs import Runs, every
 
 WHOLE = every(MADE_OF.blocks)
@@ -49,12 +50,12 @@ def answer(job: Driver) -> None:
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.older_store",
+            "shoal_controller.core.machine.phases.fencing",
             "    return plan.generation < unknown_generation(turn) and not may_others_come(turn)\n",
             "    return False\n",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.older_store",
+            "shoal_controller.core.machine.phases.fencing",
             "    return turn.now - turn.job.started_at < turn.spec.reconnect_seconds\n",
             "    return False\n",
         ),
@@ -108,12 +109,12 @@ def test_a_change_that_has_begun_before_they_came_begins_again_with_a_number_bey
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.older_store",
+            "shoal_controller.core.machine.phases.fencing",
             "(attempt is not None and hello.next_generation == attempt.generation)",
             "0",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.older_store",
+            "shoal_controller.core.machine.phases.fencing",
             'older state" if highest > number else "")',
             'older state" if False else "")',
         ),
@@ -145,7 +146,7 @@ def test_nothing_is_given_up_before_all_who_live_have_had_time_to_come() -> None
 @rule(
     "… and its launcher is asked for them: of whom it has no process is dead",
     "A change of the world",
-    broken_by=Edit("shoal_controller.core.machine.phases.recovery", "    older_store.confirm_absent(turn)\n", ""),
+    broken_by=Edit("shoal_controller.core.machine.phases.recovery", "    fencing.confirm_absent(turn)\n", ""),
     after="A living member of a later generation",
 )
 def test_blocks_that_only_those_of_the_store_might_hold_are_lost_at_once_where_their_launcher_has_no_such_process() -> (
@@ -160,6 +161,45 @@ def test_blocks_that_only_those_of_the_store_might_hold_are_lost_at_once_where_t
     answer(job)
     job.wait(job.spec.reconnect_seconds + 2)
     assert job.job.durable.first_valid_generation > 9, "it has begun anew"
+
+
+@rule(
+    "… and a process that it has, and the store does not know, keeps its id, and is one of the launcher's",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "    _take_for_the_launchers(turn, event.worker)\n",
+            "    if event.worker not in turn.durable.roster:\n        return\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.places",
+            "if (unknown := [one for one in ids if one not in turn.durable.roster]))",
+            "if not turn.durable.roster.keys() & (unknown := ids))",
+        ),
+    ],
+    after="… and its launcher is asked for them",
+)
+def test_a_process_of_the_launchers_that_the_store_does_not_know_keeps_its_id_and_belongs_to_its_pod() -> None:
+    job = restored(launcher="kubernetes", started_together=2)
+    job.feed(Spawned("w5", Place.of_pod("job-w4", "uid", "node")))
+    assert job.job.durable.roster["w5"].launched and job.job.durable.roster["w5"].serves
+    job.welcomed |= {"w2", "w3"}
+    job.hello("w3")  # heard before the launcher has told of its pod
+    job.feed(Scale(6))
+    assert [effect.worker for effect in job.of(Spawn)] == ["w2"], "what is there already is not started beside it"
+    job.hello("w2")
+    assert [effect.message.worker for effect in job.of(Send) if isinstance(effect.message, Welcome)] == ["w2"]
+
+
+def test_a_member_keeps_its_id_where_the_store_has_given_it_again_to_a_process_that_holds_nothing() -> None:
+    job = restored()
+    job.hello("", incarnation="by-hand")
+    come(job, "w2")
+    ids = {record.incarnation: record.worker for record in job.job.durable.roster.values()}
+    assert (ids["inc-w2"], ids["by-hand"]) == ("w2", "w3")
+    job.hello("w2", incarnation="by-hand", status=NEW)
+    assert [effect.message.worker for effect in job.of(Send) if isinstance(effect.message, Welcome)] == ["w3"]
 
 
 def test_where_nobody_can_say_what_became_of_them_the_job_names_the_command_that_says_it() -> None:
@@ -177,6 +217,16 @@ def test_nobody_who_is_heard_is_let_go_in_favour_of_those_who_are_not() -> None:
     leaving = [one.worker for one in job.job.durable.roster.values() if one.leaving]
     assert leaving == ["w4"], "the store wants two"
     assert not job.of(Spawn)
+
+
+def test_no_worker_is_let_go_while_a_process_of_the_launchers_may_still_be_heard() -> None:
+    """With cells it may be at a coordinate that all others lack."""
+    job = restored(**LAUNCHED)
+    job.feed(Spawned("w4", Place.of_process(7, "log")))
+    come(job, "w2", "w3")
+    assert not any(one.leaving for one in job.job.durable.roster.values())
+    come(job, "w4")
+    assert [one.worker for one in job.job.durable.roster.values() if one.leaving] == ["w3"], "the store wants two"
 
 
 def test_a_generation_of_the_store_is_not_unknown() -> None:

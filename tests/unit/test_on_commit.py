@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import shoal.exchange.hand_out
-import shoal.training.handed_parameters
+import shoal.training.parameters
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
 from crew_saves import saved
@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"max_steps": STEPS}
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read too early is a wrong bit."""
     monkeypatch.setattr(shoal.exchange.hand_out, "POISON", True)
-    monkeypatch.setattr(shoal.training.handed_parameters, "has_compiled", lambda: False)  # other tests of this process
+    monkeypatch.setattr(shoal.training.parameters, "has_compiled", lambda: False)  # other tests of this process
 
 
 class Average:

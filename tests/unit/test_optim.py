@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from shoal.config import Optimizer, Scheduler
+from shoal.optim.config_sections import TORCH_SCHEDULES, build_optimizer, build_scheduler
 from shoal.optim.elementwise import ELEMENTWISE, check_optimizer
-from shoal.optim.from_config import TORCH_SCHEDULES, build_optimizer, build_scheduler
 from shoal.optim.hyper import are_untouched, digest, first_difference, hyper_parameters, load_into
 from shoal_protos.errors import UserError
 from torch import nn

@@ -17,9 +17,9 @@ from hard_units import of, task
 from integration.scripts import Adapted, optimizer_of
 from late_device import LateDevice
 from shoal.blocks import sharded_memory
-from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.sharded_memory import TorchMemory
+from shoal.blocks.state_home import FillMemory
 from shoal.checkpoint import snapshot
 from shoal.config import load_config
 from shoal.config.out_of_memory import Setting, explain, is_out_of_memory, note_what, place_of, ways

@@ -12,9 +12,8 @@ from shoal_controller.api.answers import JobAnswer
 from shoal_controller.api.page_answers import worlds_of
 from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.machine import step
-from shoal_controller.core.machine.sample import Sample, sample
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
-from shoal_controller.core.machine.view import copies_wanted, missing_copies, view
+from shoal_controller.core.machine.view import Sample, copies_wanted, missing_copies, sample, view
 from shoal_controller.core.overview.amounts import duration, listed, size
 from shoal_controller.core.overview.attention import Level, attention, by_attention
 from shoal_controller.core.overview.holdings import holdings

@@ -16,8 +16,8 @@ from integration.scripts import Model, optimizer_of
 from matrices import shortened
 from rule import Edit, rule
 from shoal.checkpoint.catalogue import checkpoints
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 from torch import nn
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -19,8 +19,8 @@ from machine_driver import training
 from shoal_controller.access.callers import Role
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.core.machine.effects import Note
-from shoal_controller.core.machine.sample import Sample
 from shoal_controller.core.machine.spec import Phase, ResizeView, State, WorkerView
+from shoal_controller.core.machine.view import Sample
 from shoal_controller.jobs.records import JobEvent
 from shoal_controller.page.site import DIGEST_PLACE, FOLDER, Site
 from shoal_protos.acts import Pause, Resume

@@ -17,7 +17,8 @@ from late_device import LateDevice
 from rule import Edit, holds, rule
 from shoal.exchange import traffic
 from shoal.exchange.pieces import Extent
-from shoal.guards.parameter_guards import WINDOW_ELEMENTS, Windows
+from shoal.guards.step_guard import Guards, StepGuard
+from shoal.guards.write_guards import WINDOW_ELEMENTS, Windows
 from shoal.process.device import HOST, Device
 from shoal.training.engine import Engine
 from shoal_protos.acts import Pause
@@ -115,8 +116,8 @@ STRUCTURE = [
     "refused at the next step, and the parameter is named",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.guards.parameter_guards", "!= self._places:", "== []:"),
-        Edit("shoal.guards.parameter_guards", "not all(map(is_, now, known))", "not known"),
+        Edit("shoal.guards.write_guards", "!= self._places:", "== []:"),
+        Edit("shoal.guards.write_guards", "not all(map(is_, now, known))", "not known"),
     ],
 )
 @pytest.mark.parametrize(("action", "sentence"), STRUCTURE)
@@ -143,31 +144,31 @@ def test_a_module_that_is_not_the_one_that_was_given_is_refused_by_the_parameter
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.guards.parameter_guards",
+            "shoal.guards.write_guards",
             'self._comparisons.expect_equal(self._content[1], self._checksum(), f"a parameter {CHANGED}")',
             "return",
         ),
         Edit(
-            "shoal.guards.parameter_guards",
+            "shoal.guards.write_guards",
             "if self._flats and self._versions and self.whole() == before:",
             "if self._versions:",
         ),
         Edit(
-            "shoal.guards.unit_watch",
+            "shoal.guards.write_guards",
             "self._checksum() == self._content",
             "self._content is not None",
             by="test_a_write_past_autograd_in_a_forward_is_refused",
         ),
         Edit(
-            "shoal.guards.comparisons",
+            "shoal.guards.step_guard",
             "            if not are_equal:\n",
             "            if not are_equal and not otherwise:\n",
             by="test_a_parameter_that_the_script_changes_is_refused_before_the_next_commit",
         ),
         Edit(
             "shoal.training.step",
-            "        for guard in context.state.guards:  # also of a step that broke before its vote\n"
-            "            guard.before_vote()\n",
+            "        for check in self._context.state.guards.before_vote:  # also where it broke before its vote\n"
+            "            check()\n",
             "",
             by="test_what_a_device_has_found_late_is_refused_before_a_vote_without_a_step",
         ),
@@ -286,8 +287,8 @@ def zero_in_place(engine: Engine) -> None:
     "Between `engine.backward` and `engine.step` nobody writes gradients: some are already being sent",
     "Arithmetic and layout",
     broken_by=[
-        Edit("shoal.guards.gradient_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
-        Edit("shoal.guards.gradient_guards", " or not made.gradients.are_in_place(self._parameters):", ":"),
+        Edit("shoal.guards.write_guards", "if versions(made.gradients.flats) != made.versions or not", "if not"),
+        Edit("shoal.guards.write_guards", " or not made.gradients.are_in_place(self._parameters):", ":"),
     ],
 )
 @pytest.mark.parametrize("action", [clip, scale_data, replace_gradients, zero_in_place])
@@ -415,3 +416,20 @@ def test_a_window_without_some_extents_is_the_rest_of_it() -> None:
     for bucket, start, stop in arriving:
         right[bucket][start:stop] = 0
     assert all(map(torch.equal, flats, right))
+
+
+def test_a_guard_is_told_of_those_moments_alone_in_which_it_has_something_to_do() -> None:
+    calls = []
+
+    class Counts(StepGuard):
+        def before_vote(self) -> None:
+            calls.append("vote")
+
+        def before_step(self) -> None:
+            calls.append("step")
+
+    guards = Guards(StepGuard(), Counts())
+    for check in (*guards.before_step, *guards.before_vote):
+        check()
+    assert calls == ["step", "vote"]
+    assert not (guards.on_batch or guards.before_backward or guards.after_backward or guards.before_last_step)

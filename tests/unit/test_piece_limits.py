@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from planning import World
 from rule import holds
 from shoal.core.layout import Trainable, lay_out
-from shoal.exchange.host_sums import HostSums
+from shoal.core.tree import HostSums
 from shoal.exchange.pieces import PieceLimits, cut_into_pieces, piece_limits, windows
 from shoal.exchange.traffic import Traffic
 from shoal_controller.core.planning.planner import Terms

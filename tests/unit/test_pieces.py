@@ -19,9 +19,9 @@ from shoal.blocks.flat import empty_flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.values import WholeValues
 from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.tree import HostSums
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
-from shoal.exchange.host_sums import HostSums
 from shoal.exchange.pieces import (
     ALONE_BYTES,
     CACHED_ELEMENTS,
@@ -430,7 +430,7 @@ def test_a_unit_is_waited_for_beside_the_training_thread_from_when_it_is_asked_f
     group, one_message = CountingGroup(2), [[(Extent(0, 0, 8),)]]
     traffic: Any = SimpleNamespace(messages=lambda *_: one_message)
     unit: Any = SimpleNamespace(number=0, allocate=lambda: None, restore=lambda: None)
-    fetch = UnitFetch(group, traffic, (1, 0), WholeValues(LAYOUT, [torch.ones(8)]), lambda _: [])
+    fetch = UnitFetch(group, traffic, (1, 0), WholeValues(LAYOUT, [torch.ones(8)]), lambda _: [], lambda: True)
     fetch.begin(unit)
     assert (group.begun, group.waits) == (1, 0)
     fetch.finish(unit)

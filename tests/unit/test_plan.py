@@ -36,6 +36,11 @@ RECOVERY = Recovery(step=7, record=b"", counted=(True, True, False), stale=(NO_B
 AFTER_A_LOSS = replace(PLANNED, base=0, reason=Reason.KILL, recovery=RECOVERY)
 
 
+DAVE, ERIN, FRED = (
+    Member(worker, f"{worker}.1", "10.0.0.1:4", coordinate) for worker, coordinate in (("d", 1), ("e", 0), ("f", 1))
+)
+
+
 def with_share(rank: int, share: Share, plan: Plan = PLANNED) -> Plan:
     return replace(plan, shares=(*plan.shares[:rank], share, *plan.shares[rank + 1 :]))
 
@@ -44,9 +49,28 @@ def with_fills(*fills: Fill) -> Plan:
     return replace(PLANNED, fills=fills)
 
 
+CELLS = replace(
+    PLANNED,
+    members=(*(replace(member, coordinate=n % 2) for n, member in enumerate((ALICE, BOB, CAROL))), DAVE, ERIN),
+    shares=(
+        Share((0, 1), runs(0, 3), runs(3, 4)), Share((2, 3), runs(6, 9), runs(9, 12)), Share((2, 3), runs(3, 6)),
+        Share((0, 1), runs(9, 12), runs(6, 9)), Share(),
+    ),
+    fills=(Fill(0, 2, runs(0, 2)), Fill(2, 4, runs(3, 6))),
+    homes=(runs(0, 6), runs(6, 12)),
+    cells=((0, 3), (2, 1)),
+)  # fmt: skip
+"""Two cells of two processes, and a spare one at coordinate 0."""
+WITHOUT_A_FULL_CELL = replace(
+    CELLS, cells=(), steps=False, shares=tuple(replace(share, lanes=()) for share in CELLS.shares)
+)
+
+
 def test_sound_plans_pass() -> None:
     check_plan(PLANNED)
     check_plan(AFTER_A_LOSS)
+    check_plan(CELLS)
+    check_plan(WITHOUT_A_FULL_CELL)
 
 
 @holds("On a shard lanes are added")
@@ -94,6 +118,45 @@ def test_sound_plans_pass() -> None:
         (
             replace(AFTER_A_LOSS, recovery=replace(RECOVERY, lanes_in_flight=(0, 1, -1))),
             "rank 1 has lane 1 in flight, which it does not train",
+        ),
+        (
+            replace(PLANNED, members=(ALICE, BOB, replace(CAROL, coordinate=1))),
+            "c is at coordinate 1, its cells have 1",
+        ),
+        (replace(PLANNED, homes=(every(12),)), "it names a home, though its cells are of one process"),
+        (replace(PLANNED, cells=((0,),)), "it has cells, though each is of one process"),
+        (replace(CELLS, homes=(runs(0, 6), runs(7, 12))), "Runs(6) have no home"),
+        (replace(CELLS, homes=(runs(0, 7), runs(6, 12))), "its homes have 13 blocks, the job has 12"),
+        (replace(CELLS, homes=(runs(0, 6), runs(6, 13))), "its homes have 13 blocks, the job has 12"),
+        (
+            with_share(0, replace(CELLS.shares[0], owned=runs(0, 3) | runs(7, 8)), CELLS),
+            "rank 0 keeps Runs(7), whose home is not coordinate 0",
+        ),
+        (
+            with_share(4, Share(mirrored=runs(10, 11)), CELLS),
+            "rank 4 keeps Runs(10), whose home is not coordinate 0",
+        ),
+        (
+            with_share(3, replace(CELLS.shares[3], lanes=(0,)), CELLS),
+            "its lanes at coordinate 1 are [0, 2, 3], each of 0 to 3 must have exactly one trainer",
+        ),
+        (replace(WITHOUT_A_FULL_CELL, steps=True), "steps run in it without a full cell"),
+        (replace(CELLS, cells=((0, 3), (2, 5))), "cell 1 has the ranks (2, 5) of 5 members"),
+        (replace(CELLS, cells=((0, 3), (1, 2))), "cell 1 has members at coordinates [1, 0], it takes one at each of 2"),
+        (replace(CELLS, cells=((0, 3), (2,))), "cell 1 has members at coordinates [0], it takes one at each of 2"),
+        (replace(CELLS, cells=((0, 1), (2, 3))), "the members of cell 0 have different lanes"),
+        (
+            replace(
+                CELLS, cells=(*CELLS.cells, (4, 5)), members=(*CELLS.members, FRED), shares=(*CELLS.shares, Share())
+            ),
+            "cell 2 has no lanes",
+        ),
+        (replace(CELLS, cells=((0, 3), (2, 1), (0, 3))), "rank 0 is in 2 cells"),
+        (replace(CELLS, cells=((0, 3),)), "rank 1 trains lanes (2, 3), and is in no cell"),
+        (with_share(4, Share(partners=(2, 3)), CELLS), "rank 4 has the partners [3] at other coordinates"),
+        (
+            replace(CELLS, fills=(Fill(0, 3, runs(0, 1)),)),
+            "a fill goes from rank 0 to 3, which is at another coordinate",
         ),
     ],
 )
@@ -191,6 +254,13 @@ def test_no_slice_travels_at_the_first_boundary_after_a_loss_and_all_the_others_
 def test_each_lane_has_the_trainer_whose_lanes_name_it_and_a_standby_has_none() -> None:
     assert PLANNED.lanes_by_worker == {"a": (0, 1), "b": (2, 3), "c": ()}
     assert PLANNED.trainers == (0, 1) and [PLANNED.trainer_of(lane) for lane in range(4)] == [0, 0, 1, 1]
+
+
+def test_a_lane_has_a_trainer_at_each_coordinate_and_none_without_a_full_cell() -> None:
+    assert [CELLS.trainers_of(lane) for lane in range(4)] == [(0, 3), (0, 3), (2, 1), (2, 1)]
+    assert CELLS.trainer_of(2, coordinate=1) == 1 and CELLS.trainers == (0, 1, 2, 3)
+    assert WITHOUT_A_FULL_CELL.trainers_of(0) == WITHOUT_A_FULL_CELL.trainers == ()
+    assert PLANNED.trainers_of(3) == (1,)
 
 
 def test_a_share_keeps_what_it_owns_and_mirrors() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.phases.planner_inputs import kept_blocks, usable_blocks
+from shoal_controller.core.machine.phases.planner_questions import kept_blocks, usable_blocks
 from shoal_protos.messages import Inventory, MemberState, Status
 from shoal_protos.plan import Fill, Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every
@@ -28,7 +28,7 @@ def base() -> Plan:
     "A planned change relies only on blocks that the plan before it keeps or has filled",
     "A change of the world",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.planner_inputs",
+        "shoal_controller.core.machine.phases.planner_questions",
         "    return status.holds & world.held_by(rank, status.boundaries)",
         "    return status.holds",
     ),

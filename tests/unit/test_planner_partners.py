@@ -140,9 +140,9 @@ def targets(plan: Plan) -> dict[str, int]:
             "    return list(groups)\n",
         ),
         Edit(
-            "shoal_controller.core.planning.planner",
-            "                arrived[worker] = share.awaited & candidate.holds\n",
-            "                arrived[worker] = NO_BLOCKS\n",
+            "shoal_controller.core.planning.before",
+            "                    arrived[worker] = share.awaited & holds[worker]\n",
+            "                    arrived[worker] = NO_BLOCKS\n",
         ),
     ],
 )

@@ -38,8 +38,8 @@ def waiting(shares: Shares, lanes: int) -> list[int]:
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal_controller.core.planning.planner",
-            "share = share_rounds if terms.rounds else share_lanes",
+            "shoal_controller.core.planning.cells",
+            "share = share_rounds if rounds else share_lanes",
             "share = share_lanes",
             by="test_a_plan_for_shards_has_rounds_of_consecutive_lanes",
         ),

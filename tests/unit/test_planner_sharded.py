@@ -48,7 +48,7 @@ def test_in_a_recovery_who_has_nothing_is_handed_nothing_and_trains() -> None:
     broken_by=[
         Edit("shoal_controller.core.planning.planner", "    if terms.sharded:\n", "    if not terms.lanes:\n"),
         Edit(
-            "shoal_controller.core.machine.phases.planner_inputs",
+            "shoal_controller.core.machine.phases.planner_questions",
             "    return turn.durable.description is not None and turn.durable.description.shards_parameters\n",
             "    return turn.durable.description is None\n",
         ),

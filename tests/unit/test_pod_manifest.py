@@ -85,6 +85,16 @@ def test_a_worker_is_told_who_it_is_where_it_is_and_how_long_it_has(monkeypatch:
     assert variables["SHOAL_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "demo-shoal-token", "key": "token"}
 
 
+def test_a_pod_of_several_workers_starts_a_process_for_each_and_has_the_name_of_the_first() -> None:
+    found = made("w4", processes_per_pod=2, resources={"limits": {"nvidia.com/gpu": 2}}, gang="kueue", queue="q")
+    container = found["spec"]["containers"][0]
+    assert container["command"] == ["shoal", "worker", "--processes", "2", "--", "python", "train.py"]
+    assert {"name": "SHOAL_WORKER_ID", "value": "w4,w5"} in container["env"]
+    assert (found["metadata"]["name"], found["metadata"]["labels"]["shoal.dev/worker"]) == ("demo-w4", "w4")
+    first = made("w0", processes_per_pod=2, gang="kueue", queue="q")["metadata"]
+    assert first["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "1", "`min` is one pod"
+
+
 def test_the_section_reaches_the_pod() -> None:
     toleration = {"key": "spot", "operator": "Exists"}
     spread = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}

@@ -46,7 +46,7 @@ async def test_a_taint_announces_a_drain_and_its_end_takes_it_back(tmp_path: Pat
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.preemption",
+            "shoal_controller.core.machine.phases.scaling",
             "bool(worlds) and all(is_member(",
             "bool(worlds) and any(is_member(",
         ),
@@ -56,7 +56,7 @@ async def test_a_taint_announces_a_drain_and_its_end_takes_it_back(tmp_path: Pat
             " and before is not None:",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.preemption",
+            "shoal_controller.core.machine.phases.scaling",
             " and record.leaving is Leaving.PREEMPTION:",
             " and record.leaving:",
         ),

@@ -205,12 +205,12 @@ def test_a_world_that_trains_is_not_failed_by_newcomers_that_cannot_start_and_tr
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.preemption",
+            "shoal_controller.core.machine.phases.scaling",
             "    if record.spared or at < record.leaves_at:",
             "    if record.spared or at < 0:",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.preemption",
+            "shoal_controller.core.machine.phases.scaling",
             "    if record.spared or at < record.leaves_at:",
             "    if at < record.leaves_at:",
         ),
@@ -286,7 +286,7 @@ def test_an_operators_drain_is_not_cancelled_by_a_cluster_and_says_why() -> None
     "The last members of a job save within the shortest of their graces",
     "A change of the world",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.final_drain", "        if any(_half_gone(", "        if all(_half_gone("
+        "shoal_controller.core.machine.phases.running", "        if any(_half_gone(", "        if all(_half_gone("
     ),
 )
 def test_the_last_ones_save_within_the_shortest_of_their_graces() -> None:

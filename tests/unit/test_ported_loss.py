@@ -9,7 +9,7 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from matrices import shortened
-from shoal.guards.ported_loss import DIVIDED, SCALED, PortedLoss
+from shoal.guards.loop_guards import DIVIDED, SCALED, PortedLoss
 from shoal.training.engine import Engine
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,7 +35,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             assert event == "loss_of_another_loop"
             found.append(means)
 
-    monkeypatch.setattr("shoal.guards.ported_loss.log", Log())
+    monkeypatch.setattr("shoal.guards.loop_guards.log", Log())
     return found
 
 

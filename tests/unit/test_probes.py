@@ -7,7 +7,7 @@ import pytest
 from asynchronous import asynchronous
 from ports import free_port
 from rule import holds
-from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.rendezvous import RendezvousServer
 from shoal_controller.jobs.probes import PROBE_SECONDS, ProbeResult, probe
 from shoal_protos.rendezvous import INCARNATION, entry
 

@@ -15,8 +15,7 @@ from shoal.group import gloo, group
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import PIECE_BYTES, GlooGroup
 from shoal.group.group import GroupProgress, WorldChanged
-from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.rendezvous import RendezvousClient, RendezvousServer
 from shoal.group.wait_threads import LONGEST_LOOK_SECONDS
 from shoal_protos.activity import MOST_NAMED, StepPhase
 

@@ -20,7 +20,7 @@ VOTE, LANES, REDUCTION = StepPhase.VOTE, StepPhase.LANES, StepPhase.REDUCTION
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.broken_links",
+            "shoal_controller.core.machine.phases.progress_watch",
             "turn.record(worker).join_order), reverse=True)",
             "turn.record(worker).join_order))",
         ),
@@ -42,7 +42,7 @@ VOTE, LANES, REDUCTION = StepPhase.VOTE, StepPhase.LANES, StepPhase.REDUCTION
             by="test_nobody_is_judged_while_a_members_stream_is_away",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.broken_links",
+            "shoal_controller.core.machine.phases.progress_watch",
             "[link for link in attempt.links if are_recent and all(turn.record(end).serves for end in link.ends)]",
             "list(attempt.links)",
             by="test_of_a_broken_link_whose_one_end_has_died_meanwhile_the_other_stays",
@@ -80,7 +80,7 @@ def test_of_the_pair_the_younger_goes_and_training_goes_on_without_it() -> None:
     "they are tried once more",
     "A change of the world",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.broken_links",
+        "shoal_controller.core.machine.phases.progress_watch",
         "    are_recent = turn.now - attempt.links_seen_at <= turn.spec.progress_seconds\n",
         "    are_recent = True\n",
     ),
@@ -240,8 +240,8 @@ def recovering(job: Driver) -> int:
             "    links: tuple[BrokenLink, ...] = ()\n",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.broken_links",
-            "        seconds = link_faults.back_off(turn, joiners[0])\n",
+            "shoal_controller.core.machine.phases.progress_watch",
+            "        seconds = back_off(turn, joiners[0])\n",
             "        seconds = 0.0\n",
         ),
         Edit(
@@ -257,8 +257,8 @@ def recovering(job: Driver) -> int:
             by="test_where_pieces_are_slow_the_building_of_a_group_has_more_time",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.broken_links",
-            "    if joiners and not link_faults.is_backing_off(turn, joiners[0]):\n",
+            "shoal_controller.core.machine.phases.progress_watch",
+            "    if joiners and not is_backing_off(turn, joiners[0]):\n",
             "    if joiners:\n",
             by="test_a_joiner_is_kept_out_once_while_its_back_off_lasts_though_no_other_plan_can_be_made",
         ),
@@ -283,7 +283,7 @@ def test_a_pair_that_cannot_reach_each_other_while_a_world_is_made_anew_is_parte
     "… and if neither can be spared the job is stalled, names the pair and tries again",
     "A change of the world",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.broken_links",
+        "shoal_controller.core.machine.phases.progress_watch",
         "for worker in blamed if can_be_spared(worker)), None)",
         "for worker in blamed), None)",
     ),

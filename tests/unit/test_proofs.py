@@ -9,8 +9,7 @@ import pytest
 from machine_driver import MADE_OF, NEW, RUN, Driver, notes, training
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Close, Effect, Send
-from shoal_controller.core.machine.events import Connected, Disconnected
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Connected, Disconnected, Proof
 from shoal_protos.acts import Cancel
 from shoal_protos.description import Parameter, brief, with_digest
 from shoal_protos.messages import PROTOCOL_VERSION, Hello, Refusal, Shutdown, Welcome
@@ -48,19 +47,19 @@ def test_a_join_token_of_the_run_lets_a_new_process_in() -> None:
     "plan; a session token opens the session of its own process only",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.core.machine.phases.proofs", "    if proof.run != spec.run:\n", "    if False:\n"),
+        Edit("shoal_controller.core.machine.phases.claims", "    if proof.run != spec.run:\n", "    if False:\n"),
         Edit(
-            "shoal_controller.core.machine.phases.proofs",
+            "shoal_controller.core.machine.phases.claims",
             "        if (proof.worker, proof.incarnation) == (hello.worker, hello.incarnation):\n",
             "        if proof.worker == hello.worker:\n",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.proofs",
+            "shoal_controller.core.machine.phases.claims",
             "    return worker if has_stream or was_sent_a_plan else None\n",
             "    return worker if has_stream else None\n",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.proofs",
+            "shoal_controller.core.machine.phases.claims",
             "    return worker if has_stream or was_sent_a_plan else None\n",
             "    return worker if was_sent_a_plan else None\n",
         ),

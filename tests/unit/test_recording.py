@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 from asynchronous import asynchronous
-from shoal_controller.core.machine.sample import Sample
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.view import Sample
 from shoal_controller.observe import curves
 from shoal_controller.observe.curves import Points, record_curves
 

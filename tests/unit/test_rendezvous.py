@@ -11,11 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from rule import Edit, holds, rule
-from shoal.group import rendezvous_client, rendezvous_server
+from shoal.group import rendezvous
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.group import WorldChanged
-from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.rendezvous_server import RendezvousServer, reachable
+from shoal.group.rendezvous import RendezvousClient, RendezvousServer, reachable
 from shoal_protos.addresses import split_address
 from shoal_protos.rendezvous import HEAD, INCARNATION, MOST_VALUE_BYTES, entry
 
@@ -174,16 +173,16 @@ def test_garbage_on_the_port_harms_no_room(server: RendezvousServer, noise: byte
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
-            "shoal.group.rendezvous_server",
+            "shoal.group.rendezvous",
             "            oldest = next(iter(self._waiting))\n",
             "            oldest = next(reversed(self._waiting))\n",
         ),
-        Edit("shoal.group.rendezvous_server", "        self._make_room()\n", ""),
+        Edit("shoal.group.rendezvous", "        self._make_room()\n", ""),
     ],
 )
 def test_strangers_that_say_nothing_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "MOST_CONNECTIONS", 8)
-    monkeypatch.setattr(rendezvous_server, "HELLO_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr(rendezvous, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(rendezvous, "HELLO_SECONDS", 10 * PATIENCE_SECONDS)
     with contextlib.closing(RendezvousServer("127.0.0.1")) as server, contextlib.ExitStack() as strangers:
         first, *_, last = [
             strangers.enter_context(socket.create_connection(split_address(server.address))) for _ in range(20)
@@ -203,7 +202,7 @@ def test_strangers_that_say_nothing_make_room_for_a_member(monkeypatch: pytest.M
 
 @holds("Strangers on a rendezvous port take only so many")
 def test_a_limit_of_descriptors_is_one_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_server.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(rendezvous.resource, "getrlimit", lambda _: (64, 64))
     with contextlib.closing(RendezvousServer("127.0.0.1")) as server:
         assert server._most == 32
 
@@ -237,8 +236,8 @@ def test_a_stranger_that_enters_a_room_by_its_generation_with_another_size_keeps
     "member, even a worker of another job, learns nothing",
     "Groups",
     broken_by=[
-        Edit("shoal.group.rendezvous_client", "            self._check_server()\n", ""),
-        Edit("shoal.group.rendezvous_server", "return is_greeted(stream.read, incarnation)", "return True"),
+        Edit("shoal.group.rendezvous", "            self._check_server()\n", ""),
+        Edit("shoal.group.rendezvous", "return is_greeted(stream.read, incarnation)", "return True"),
     ],
 )
 @pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", entry(INCARNATION, b"another"), b"\xff" * 9])
@@ -286,14 +285,14 @@ def test_who_is_too_busy_to_say_who_it_is_is_within_reach() -> None:
 def test_a_client_whose_building_is_cancelled_as_it_enters_the_room_leaves_no_socket(
     monkeypatch: pytest.MonkeyPatch, server: RendezvousServer
 ) -> None:
-    cancellation, greeted = Cancellation(), rendezvous_client.is_greeted
+    cancellation, greeted = Cancellation(), rendezvous.is_greeted
 
     def greeted_and_cancelled(read: Callable[[int], bytes], incarnation: str) -> bool:
         found = greeted(read, incarnation)
         cancellation.cancel()
         return found
 
-    monkeypatch.setattr(rendezvous_client, "is_greeted", greeted_and_cancelled)
+    monkeypatch.setattr(rendezvous, "is_greeted", greeted_and_cancelled)
     with pytest.raises(WorldChanged) as lost:
         RendezvousClient(GroupSpec(5, 0, (server.address,) * 2, 0), cancellation)
     entering = next(frame for frame in lost.traceback if frame.name == "__init__")

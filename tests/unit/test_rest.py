@@ -10,9 +10,8 @@ from shoal_controller.core.machine.effects import Effect, Kill, Send, Spawn
 from shoal_controller.core.machine.events import Disconnected, Exited, Spawned, Tick, Waiting
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.phases import silence
-from shoal_controller.core.machine.phases.rest import REST_SECONDS, rests_until
 from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
-from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS
+from shoal_controller.core.machine.phases.waiting import PATIENCE_SECONDS, REST_SECONDS, rests_until
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.acts import Cancel
 from shoal_protos.messages import MemberState, Ping, Status
@@ -63,20 +62,20 @@ def first(effects: list[tuple[float, Effect]], kind: type) -> float:
     "quarter of a heartbeat interval where all are heard, and no deadline is later for that",
     "Not marked in the design, but needed as much",
     broken_by=[
-        Edit("shoal_controller.core.machine.phases.rest", "    yield durable.spawn_after\n", ""),
+        Edit("shoal_controller.core.machine.phases.waiting", "    yield durable.spawn_after\n", ""),
         Edit(
-            "shoal_controller.core.machine.phases.rest",
+            "shoal_controller.core.machine.phases.waiting",
             "    yield from (at + durable.spec.stall_seconds for at in job.spawned_at.values())\n",
             "",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.rest",
+            "shoal_controller.core.machine.phases.waiting",
             "    yield from (max(since, job.started_at) + LINGER_SECONDS for since in durable.ending_since.values())\n",
             "",
         ),
-        Edit("shoal_controller.core.machine.phases.rest", " if at >= last)", ")"),
+        Edit("shoal_controller.core.machine.phases.waiting", " if at >= last)", ")"),
         Edit(
-            "shoal_controller.core.machine.phases.rest",
+            "shoal_controller.core.machine.phases.waiting",
             " and process.connection is not None and process.ping is None",
             " and process.ping is None",
         ),

@@ -21,14 +21,17 @@ import signal, sys
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # ignored by what a shell has put into the background
     signal.signal(number, signal.SIG_DFL)
 from shoal_controller.cli.worker import worker
-sys.exit(worker("h:1", "j", sys.argv[2:], sys.argv[1]))
+sys.exit(worker("h:1", "j", sys.argv[3:], sys.argv[1], sys.argv[2]))
 """
 
 
 @contextmanager
-def running(script: str, *arguments: str, restarts: int = 3, **env: str) -> Iterator[subprocess.Popen[str]]:
+def running(
+    script: str, *arguments: str, restarts: int = 3, processes: int = 1, **env: str
+) -> Iterator[subprocess.Popen[str]]:
     """The command with that script as its own; whatever is left of it is ended."""
-    command = [sys.executable, "-c", PARENT, str(restarts), sys.executable, "-c", script, *arguments]
+    counts = (str(restarts), str(processes))
+    command = [sys.executable, "-c", PARENT, *counts, sys.executable, "-c", script, *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")} | env
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
         try:
@@ -37,9 +40,11 @@ def running(script: str, *arguments: str, restarts: int = 3, **env: str) -> Iter
             one.kill()
 
 
-def ended(script: str, *arguments: str, restarts: int = 3, **env: str) -> tuple[int, list[str], str]:
+def ended(
+    script: str, *arguments: str, restarts: int = 3, processes: int = 1, **env: str
+) -> tuple[int, list[str], str]:
     """Its exit status, the lines that its commands wrote, and what it says itself."""
-    with running(script, *arguments, restarts=restarts, **env) as one:
+    with running(script, *arguments, restarts=restarts, processes=processes, **env) as one:
         output, errors = one.communicate(timeout=60)
         return one.returncode, output.splitlines(), errors
 
@@ -96,6 +101,39 @@ def test_the_command_is_killed_with_its_parent() -> None:
         assert one.stdout.read() == "", "a command that lives keeps its output open"
 
 
+OF_EACH = """
+import os, sys
+print(*(os.environ.get(name) for name in ("SHOAL_WORKER_ID", "CUDA_VISIBLE_DEVICES", "SHOAL_HOST")), flush=True)
+"""
+
+
+def test_each_of_several_processes_has_its_id_and_device_and_the_first_failure_is_the_status() -> None:
+    others_first = OF_EACH + "sys.exit({'w4': 0, 'w5': 7, 'w6': 75}[os.environ['SHOAL_WORKER_ID']])"
+    status, lines, errors = ended(
+        others_first, processes=3, SHOAL_WORKER_ID="w4,w5,w6", SHOAL_LAUNCHER="kubernetes", SHOAL_HOST="10.0.0.9",
+        CUDA_VISIBLE_DEVICES="2,5",
+    )  # fmt: skip
+    assert sorted(lines) == ["w4 2 10.0.0.9", "w5 5 10.0.0.9", "w6 2 10.0.0.9"]
+    assert status == 7
+    assert errors.count("has ended with status") == 2, "the last one leaves none"
+
+
+def test_a_process_that_dies_or_begins_anew_leaves_the_others_alone_and_signals_reach_all() -> None:
+    with running(WAITS, processes=3, restarts=1) as one:
+        assert one.stdout is not None and one.stderr is not None
+        first, second, third = (int(one.stdout.readline()) for _ in range(3))
+        os.kill(first, signal.SIGKILL)
+        assert "has ended with status 137; 2 of 3 go on" in one.stderr.readline()
+        os.kill(second, signal.SIGTERM)  # it ends with 75, as one whose job begins anew
+        assert int(one.stdout.readline()) == signal.SIGTERM
+        assert "begins anew: the command of process" in one.stderr.readline()
+        again = int(one.stdout.readline())
+        assert again not in (first, second, third)
+        one.send_signal(signal.SIGTERM)
+        output, _ = one.communicate(timeout=60)
+    assert ("".join(output.split()), one.returncode) == (str(int(signal.SIGTERM)) * 2, 137)
+
+
 SHOAL = "from shoal_controller.cli.console import main; main()"
 
 
@@ -118,3 +156,11 @@ def test_a_program_that_cannot_be_run_is_named_in_a_sentence(
     one = subprocess.run([sys.executable, "-c", SHOAL, *given], env=environment, capture_output=True, text=True)
     assert f"shoal: {program} cannot be run as a worker: {why}; expected a program" in one.stderr
     assert (one.returncode, "Traceback" in one.stderr) == (2, False)
+
+
+def test_a_launcher_that_names_another_number_of_workers_than_there_are_processes_is_refused() -> None:
+    given = ["worker", "--processes", "2", "--controller", "h:1", "--job", "j", "--", sys.executable]
+    environment = os.environ | {"SHOAL_WORKER_ID": "w7"}
+    one = subprocess.run([sys.executable, "-c", SHOAL, *given], env=environment, capture_output=True, text=True)
+    assert 'SHOAL_WORKER_ID is "w7"; expected 2 values, separated by commas, for --processes 2' in one.stderr
+    assert one.returncode == 2

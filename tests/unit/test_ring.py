@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from machine_driver import training
-from shoal_controller.core.machine.sample import Sample
+from shoal_controller.core.machine.view import Sample
 from shoal_controller.observe import job_series
 from shoal_controller.observe.job_series import (
     DAY_EVERY,

@@ -12,13 +12,12 @@ import torch
 from checkpoints import origin, trained
 from rule import holds
 from shoal.checkpoint import saver as module
-from shoal.checkpoint.catalogue import SaveName, look_into, saves
+from shoal.checkpoint.catalogue import Keep, Ours, SaveName, look_into, saves
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import MANIFEST
-from shoal.checkpoint.retention import Keep, Ours
 from shoal.checkpoint.saver import Lead, Saver, SaveTask
 from shoal.checkpoint.snapshot import take_snapshot
 from shoal.checkpoint.storage import LocalStorage
-from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import Author, NoStates, TakenStates, draft_of
 from shoal.core.checkpoint_errors import StorageFailed, StorageFull
 from shoal.core.saving import SavePart, SavePartVote, SaveStatus, SharedSave

@@ -249,6 +249,18 @@ def test_rank_0_writes_whatever_it_owns_and_every_owner() -> None:
     assert SharedSave.of(STEP, plan).writers == WRITERS[:2]
 
 
+def test_the_first_member_at_each_coordinate_writes_whatever_it_owns() -> None:
+    members = tuple(replace(member, coordinate=rank % 2) for rank, member in enumerate(WRITERS[:3]))
+    homes = Runs(((0, 2),)), Runs(((2, 4),))
+    shares = (Share(), Share(), Share(owned=homes[0]))
+    plan = Plan(
+        3, 0, Reason.START, 4, 4, members, shares, (), fill_blocks_per_step=1, builder=0, steps=True, homes=homes
+    )
+    save = SharedSave.of(STEP, plan)
+    assert save.writers == members
+    assert [save.is_first_there(member) for member in members] == [True, True, False]
+
+
 # ---- when one begins
 
 

@@ -20,8 +20,10 @@ from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.device_group import StagedGroup, all_have_their_own, groups_of
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, SoloGroup, WorldChanged
-from shoal.group.ordered import MOST_IN_BATCH, OrderedGroup, Post, Sequencer
-from shoal.group.rendezvous_server import RendezvousServer
+from shoal.group.learnt_order import Carried, Post
+from shoal.group.ordered import OrderedGroup
+from shoal.group.rendezvous import RendezvousServer
+from shoal.group.sequencer import MOST_IN_BATCH, Sequencer
 from shoal.process.device import HOST
 
 RANDOM = settings(
@@ -45,7 +47,7 @@ def random_posts(random: Random, members: int, messages: int) -> list[list[Post]
 @rule(
     "A wire without tags carries what both ends have posted, and all members carry it in one order",
     "Devices",
-    broken_by=Edit("shoal.group.ordered", "            if self._alone[key] * step < 0:\n", "            if sends:\n"),
+    broken_by=Edit("shoal.group.sequencer", "            if self._alone[key] * step < 0:\n", "            if sends:\n"),
 )
 @given(st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 200))
 @RANDOM
@@ -105,6 +107,63 @@ def test_messages_posted_in_any_order_by_all_members_come_as_they_were_meant(num
     ordered_over_gloo(3, act)
 
 
+@rule(
+    "A group whose order is broken says so, and is not left hanging",
+    "Devices",
+    broken_by=Edit(
+        "shoal.group.ordered",
+        "            self._host.on_failure((self.rank + 1) % self.size, str(error))",
+        "            assert self.rank < self.size",
+    ),
+)
+@pytest.mark.parametrize("wrong", ["more", "fewer", "later"])
+def test_steps_repeat_their_order_over_a_strict_wire_until_a_member_does_otherwise(wrong: str) -> None:
+    """Each step in another order of waits; `reported`: what the members said of their posts."""
+    posts, reported = random_posts(Random(7), 3, 40), [0, 0, 0]
+
+    def step(group: OrderedGroup, mine: Sequence[Post], number: int) -> bool:
+        works = []
+        for post in mine:
+            act = group.send if post.sends else group.receive
+            works.append(act(torch.full((5,), float(number)), post.peer, post.tag))
+        Random(number * 10 + group.rank).shuffle(works)
+        for work in works:
+            work.wait()
+            assert work.tensor.eq(float(number)).all()  # type: ignore[attr-defined]
+        return group.order.end_step()
+
+    def vote(group: OrderedGroup, mine: bool) -> bool:
+        return bool(group.all_gather(torch.tensor([mine], dtype=torch.uint8)).all())
+
+    def act(group: Group) -> None:
+        assert isinstance(group, OrderedGroup)
+        real, mine = group._asked.on_post, posts[group.rank]
+
+        def on_post(post: Post) -> None:
+            reported[group.rank] += 1
+            real(post)
+
+        group._asked.on_post = on_post  # type: ignore[method-assign]
+        group.order.begin_step("a step", False)
+        for number in range(6):
+            group.order.begin_step("a step", vote(group, step(group, mine, number)))
+        assert reported[group.rank] == 2 * len(mine), "told in the first two steps only"
+        with pytest.raises(WorldChanged):
+            if group.rank or wrong == "fewer":
+                step(group, mine if group.rank else [], 9)
+            elif wrong == "more":
+                group.send(torch.zeros(5), 1, 2).wait()
+                group.send(torch.zeros(6), 1, 2)
+            else:
+                group.begin_wait([group.receive(torch.zeros(5), mine[-1].peer, mine[-1].tag)]).wait()
+            vote(group, True)
+        assert bool(group.broken_peers) or group.rank
+        raise WorldChanged("the test is over")
+
+    with pytest.raises(WorldChanged, match="the test is over"):
+        ordered_over_gloo(3, act)
+
+
 def test_what_lies_on_the_host_is_brought_up_and_only_bulk_goes_by_the_wire() -> None:
     def act(group: Group) -> None:
         assert isinstance(group, OrderedGroup) and isinstance(group.device, LateDevice)
@@ -147,7 +206,7 @@ def test_a_batch_that_is_named_as_the_group_is_aborted_is_not_carried_and_breaks
     def act(group: Group) -> None:
         assert isinstance(group, OrderedGroup)
         group.abort()
-        group._to_carry.put([Post(False, 1 - group.rank, 1)])
+        group._to_carry.put(Carried(0, (Post(False, 1 - group.rank, 1),)))
         raise WorldChanged("the test is over")
 
     with pytest.raises(WorldChanged, match="the test is over"):
@@ -198,7 +257,7 @@ def built(announced: Sequence[bytes]) -> list[type]:
     "Members take the same kind of group because each has heard what all have said where they met",
     "Devices",
     broken_by=Edit(
-        "shoal.group.rendezvous_client",
+        "shoal.group.rendezvous",
         '                self._read_until(f"{HERE}{rank}")  # everybody may be here before all have said so\n',
         '                self._entries.setdefault(f"{HERE}{rank}", b"")\n',
     ),

@@ -8,8 +8,7 @@ import pytest
 from rule import Edit, holds, rule
 from shoal.core.membership import Membership
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, ProcessInfo
-from shoal.session.inbox import MOST_ASKED, Inbox
-from shoal.session.link import Asked, Ended, Opened, Stopped
+from shoal.session.link import MOST_ASKED, Asked, Ended, Inbox, Opened, Stopped
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description, Parameter, brief
 from shoal_protos.errors import PeerError
@@ -119,7 +118,7 @@ REFUSED = Refusal("there is no job job", cluster="other")
         Edit("shoal.session.dialogue", " and bool(cluster) and refusal.cluster == cluster\n", "\n"),
         Edit(
             "shoal_controller.core.machine.phases.claims",
-            "Refusal(sentence, ends_members=bool(event.hello.run))",
+            "Refusal(sentence, ends_members=bool(event.opening.run))",
             "Refusal(sentence)",
         ),
     ],

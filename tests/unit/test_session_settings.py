@@ -57,9 +57,7 @@ def test_an_environment_that_cannot_work_is_told_so_in_one_sentence(environment:
 @rule(
     "N processes that another launcher started without a controller do not train N models",
     "Not marked in the design, but needed as much",
-    broken_by=Edit(
-        "shoal.session.link_choice", "        _refuse_other_launchers(environment)\n", "        assert STARTERS\n"
-    ),
+    broken_by=Edit("shoal.session.link_choice", "    _refuse_other_launchers(environment)\n", "    assert STARTERS\n"),
 )
 @pytest.mark.parametrize(
     ("variable", "starter"), [("WORLD_SIZE", "torchrun"), ("SLURM_NTASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")]

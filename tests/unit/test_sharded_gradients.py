@@ -17,7 +17,7 @@ from reference import reference
 from rule import Edit, holds, rule
 from shoal.blocks.shard_sums import Leaves, ShardSums
 from shoal.core.layout import Trainable, lay_out
-from shoal.guards.gradient_guards import TakenGradient
+from shoal.guards.write_guards import TakenGradient
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
@@ -283,12 +283,12 @@ def in_between(action: Callable[[Engine, torch.Tensor], object]) -> Callable[[En
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.guards.gradient_guards",
+            "shoal.guards.write_guards",
             "            parameter.grad = taken\n",
             "            assert taken is not None\n",
         ),
         Edit(
-            "shoal.guards.gradient_guards",
+            "shoal.guards.write_guards",
             "        if not all(parameter.grad is None or parameter.grad is taken for parameter, taken in pairs):\n",
             "        if not self._parameters:\n",
         ),

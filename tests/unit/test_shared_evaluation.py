@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,10 +12,12 @@ from typing import Any, cast
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Killed, Task, Worker, engine_of, train, undisturbed
+from memory_group import wire_of
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import CSV, EarlyStopping, SaveBest, TensorBoard
 from shoal.exchange.evaluation_round import EvaluationRound, _Stream
+from shoal.exchange.traffic import AWAITED, EVALUATED
 from shoal.exchange.world import World
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
@@ -68,7 +71,7 @@ def heard_alone(**task: Any) -> list[tuple[int, float]]:
 
 @rule(
     "An evaluation right after a step waits for each member with lanes until it has brought its own, or asks for its "
-    "next batch; before the next vote every member has the same numbers, whether it evaluates or not",
+    "next batch; before the next vote that decides every member has the same numbers, whether it evaluates or not",
     "Data, evaluations and the doors",
     broken_by=[
         Edit(
@@ -79,9 +82,11 @@ def heard_alone(**task: Any) -> list[tuple[int, float]]:
         ),
         Edit(
             "shoal.training.evaluation",
-            "        self._take(self._round.settle())\n",
-            "        self._round.settle()\n",
+            "        self._take(self._round.settle(messages))\n",
+            "        self._round.settle(messages)\n",
         ),
+        Edit("shoal.exchange.vote", "        raise Undecided(messages)\n", "        pass\n"),
+        Edit("shoal.exchange.evaluation_round", "                self._take(of, peer)\n", "                pass\n"),
         Edit(
             "shoal.exchange.evaluation_round",
             "            self._hear(lacking)\n        return self.take()\n\n    def end",
@@ -89,7 +94,7 @@ def heard_alone(**task: Any) -> list[tuple[int, float]]:
         ),
     ],
 )
-@holds("A member enters a vote only after")
+@holds("A member enters a vote that can decide")
 @pytest.mark.parametrize(
     ("names", "options"),
     [("ab", {}), ("abc", {}), ("abcd", STAGE_3)],
@@ -104,7 +109,7 @@ def test_every_member_hears_the_numbers_of_a_world_of_one_under_their_step(names
     def look(worker: Worker, point: str, _: int) -> None:
         world = worker.engine.context.world
         if point == "vote" and world is not None and not options:  # units of stage 3 are sent beside
-            assert not world.group.unwaited
+            assert not world.group.unwaited or worker.engine.parts.evaluation.messages
 
     with Crew(names, listening(hearings, **task)) as crew:
         crew.watchers.append(look)
@@ -178,20 +183,16 @@ def test_a_worker_that_joins_hears_of_every_evaluation_from_its_first_step_on(op
 
 
 @pytest.mark.parametrize("options", [{}, STAGE_3], ids=["stage 1", "stage 3"])
-def test_a_step_without_an_evaluation_waits_for_no_word_of_it_by_itself(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With what is mirrored, in one wait: only after the last step, where none is, by itself."""
-    hear, waits = EvaluationRound._hear, list[int]()
-
-    def count(round: EvaluationRound, *given: Any) -> None:
-        waits.append(crew.workers["abc"[round.group.rank]].engine.global_step)
-        hear(round, *given)
-
-    monkeypatch.setattr(EvaluationRound, "_hear", count)
+def test_where_none_evaluates_nothing_is_said_of_it_and_each_step_has_one_vote(options: dict[str, Any]) -> None:
+    votes = Counter[int]()
     with Crew("abc", Task({"max_steps": 4, **options})) as crew:
+        crew.watchers.append(lambda worker, point, step: votes.update([step] if point == "vote" else []))
+        crew.train_to(3)
+        assert [votes[step] for step in (2, 3)] == [3, 3]
+        world = crew.workers["a"].engine.context.world
+        assert world is not None and wire_of(world.group).posts
+        assert not [way for _, way in wire_of(world.group).posts if way[-1] in (EVALUATED, AWAITED)]
         crew.finish()
-    assert set(waits) == {4}
 
 
 # ---- losses

@@ -21,7 +21,7 @@ from shoal.group import host_peers
 from shoal.group.gloo import GlooGroup
 from shoal.group.group import Group, WorldChanged
 from shoal.group.host_peers import PLACE_BYTES, PLACES, HostPeers, OpenedMemory, SharedMemory
-from shoal.group.unnamed_memory import GROUP as NAME
+from shoal.process.unnamed_memory import GROUP as NAME
 from tiers import check
 from torch import Tensor
 
@@ -220,12 +220,12 @@ def test_one_member_that_can_have_no_memory_keeps_the_others_from_nothing(monkey
             "            _copy(self._memory.content(place, target.numel()), target)\n",
         ),
         Edit(
-            "shoal.group.unnamed_memory",
+            "shoal.process.unnamed_memory",
             "        if os.pread(descriptor, TOKEN_BYTES, 0) != address.token:\n",
             "        if not address.token:\n",
         ),
         Edit(
-            "shoal.group.unnamed_memory",
+            "shoal.process.unnamed_memory",
             "        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & ~SEALED_BY_THE_SYSTEM != _seals():\n",
             "        if descriptor < 0:\n",
         ),

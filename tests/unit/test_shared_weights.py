@@ -104,7 +104,7 @@ def test_what_is_not_held_takes_no_memory_and_what_is_given_back_neither() -> No
             "        flags = MAP_FIXED | (mmap.MAP_SHARED if descriptor is not None else mmap.MAP_PRIVATE | "
             "mmap.MAP_ANONYMOUS)\n",
         ),
-        Edit("shoal.guards.unit_watch", "        if element is not None:\n", "        if element == -1:\n"),
+        Edit("shoal.guards.write_guards", "        if element is not None:\n", "        if element == -1:\n"),
     ],
 )
 def test_who_sees_them_sees_as_of_which_vote_they_are(shared: tuple[SharedWeights, SharedWeights]) -> None:

@@ -49,7 +49,7 @@ def passing_steps(job: Driver, seconds: float) -> Iterator[tuple[float, list[Eff
     "with all else, and with the figures of its steps once a minute",
     "Not marked in the design, but needed as much",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.step_figures",
+        "shoal_controller.core.machine.phases.progress",
         "    due = turn.now - turn.job.figures_written_at >= KEEP_SECONDS\n",
         "    due = False\n",
     ),

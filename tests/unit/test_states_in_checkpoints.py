@@ -191,7 +191,7 @@ def test_a_kill_around_the_evaluation_leaves_no_checkpoint_that_lacks_it(
 
     def strike(round: EvaluationRound, *given: Any) -> None:
         is_victim = round.group.rank == crew.workers[victim].engine.rank
-        if when == "in" and is_victim and round.group.size == 3 and round._messages:
+        if when == "in" and is_victim and round.group.size == 3 and round._posted:
             raise Killed
         hear(round, *given)
 
@@ -275,7 +275,7 @@ def test_checkpoints_of_steps_at_which_a_worker_joins_have_their_evaluations(ask
         Edit("shoal.training.requests", "at_hand=by_script and self._evaluation.can_ask", "at_hand=False"),
         Edit("shoal.training.boundary", "            self._saving.begin(context.world)\n", ""),
         Edit(
-            "shoal.training.saved_states",
+            "shoal.training.registered_states",
             "states if step == self._context.state.step else self._settled()",
             "self._settled()",
         ),

@@ -225,8 +225,8 @@ def test_every_member_has_the_next_buffers_before_it_votes() -> None:
     "A step",
     broken_by=Edit(
         "shoal.training.step",
-        "        record = self._vote(bad_gradient, norms)  # past this line the step is committed\n",
-        "        self._begin_hand_out().finish()\n        record = self._vote(bad_gradient, norms)\n",
+        "        record = self._pass_vote(reduction",
+        "        self._begin_hand_out().finish()\n        record = self._pass_vote(reduction",
     ),
 )
 def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_the_vote_has_passed() -> None:
@@ -257,8 +257,8 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
 
 
 @rule(
-    "A member enters a vote only after waiting for everything that it posted: the last hand-out's sends, sends "
-    "to mirrors, fills",
+    "A member enters a vote that can decide only after waiting for everything that it posted: the last hand-out's "
+    "sends, sends to mirrors, fills",
     "A step",
     broken_by=[
         Edit(
@@ -268,8 +268,8 @@ def test_nothing_that_a_commit_or_hand_out_writes_is_touched_or_posted_before_th
         ),
         Edit(
             "shoal.training.step",
-            "        wait_for(sends, self._world.group)\n        bad_gradient",
-            "        bad_gradient",
+            "        wait_for(sends, self._world.group)\n        record = self._pass_vote(reduction",
+            "        record = self._pass_vote(reduction",
         ),
     ],
 )
@@ -316,7 +316,7 @@ def test_a_report_of_several_numbers_is_refused_by_its_name() -> None:
 @rule(
     "Hyper-parameters that differ between members fail the job, and the error names group and key",
     "A step",
-    broken_by=Edit("shoal.guards.agreed_hyper", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
+    broken_by=Edit("shoal.guards.agreed_values", "    if len(set(record.hypers)) <= 1:\n", "    if True:\n"),
 )
 @pytest.mark.parametrize("note", ["short", "long " * 10_000])
 def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: str) -> None:

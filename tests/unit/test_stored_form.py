@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from machine_driver import MADE_OF, stored, through_the_store, training
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Durable, Place, Resize, Standing, WorkerRecord
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.stored_form import changed_records, durable_from, state_of
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import PeerError
-from shoal_protos.plan import Member, Reason
+from shoal_protos.plan import Member, Plan, Reason
+from shoal_protos.runs import Runs
 
 WORKERS = 1000
 
@@ -89,6 +91,17 @@ def test_a_checkpoint_that_is_verified_later_is_written_again() -> None:
     after = replace(before, checkpoints=(replace(checkpoint, verified=True),))
     assert before == after
     assert changed_records(before, after).keys() == {"checkpoints"}
+
+
+def test_a_plan_of_a_shape_of_one_process_has_no_field_of_cells_in_the_store() -> None:
+    plan = large_job().current
+    assert plan is not None
+    written = plain(plan)
+    assert not written.keys() & {"homes", "cells"} and "coordinate" not in written["members"][0]
+    assert restored(Plan, written) == plan
+    seated = tuple(replace(member, coordinate=rank % 2) for rank, member in enumerate(plan.members))
+    of_cells = replace(plan, members=seated, homes=(Runs(((0, 99),)), Runs(((99, 4096),))), cells=((0, 1), (2, 3)))
+    assert restored(Plan, plain(of_cells)) == of_cells
 
 
 def test_what_is_back_at_its_default_has_no_record() -> None:

@@ -13,10 +13,10 @@ from crew import Crew, Task, undisturbed
 from reference import reference
 from shoal.checkpoint import saver
 from shoal.checkpoint.catalogue import look_into, saves
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import FileEntry
 from shoal.checkpoint.snapshot import streamed_state
 from shoal.checkpoint.storage import LocalStorage, Storage
-from shoal.checkpoint.verify import verify
 from shoal.checkpoint.writer import write_content
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.training.engine import Engine

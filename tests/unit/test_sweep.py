@@ -14,8 +14,8 @@ import pytest
 import torch
 from crew import Task, engine_of, train
 from integration.scripts import Model
-from shoal.group.forks import OPEN_FILES
 from shoal.process.faults import Faults
+from shoal.process.forks import OPEN_FILES
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal.training.exit import _Ending, serve_at_exit

@@ -12,9 +12,8 @@ from shoal_controller.core.machine.job import new_job
 from shoal_controller.core.machine.machine import SETTLE
 from shoal_controller.core.machine.phases.worker_messages import MESSAGES
 from shoal_controller.core.machine.spec import JobSpec, Phase
-from shoal_controller.core.machine.transitions import ALLOWED, LIVING
-from shoal_controller.core.machine.turn import Turn
-from shoal_protos.messages import Hello, ToController
+from shoal_controller.core.machine.turn import ALLOWED, LIVING, Turn
+from shoal_protos.messages import AskSeat, Hello, ToController
 
 
 def turn_in(phase: Phase) -> Turn:
@@ -23,7 +22,7 @@ def turn_in(phase: Phase) -> Turn:
 
 
 @rule(
-    "A job's phase changes only along the arrows of `core/machine/transitions.py`, and only `Turn.enter` sets it",
+    "A job's phase changes only along the arrows of `core/machine/turn.py`, and only `Turn.enter` sets it",
     "Not marked in the design, but needed as much",
     broken_by=[
         Edit(
@@ -32,7 +31,7 @@ def turn_in(phase: Phase) -> Turn:
             "        assert phase in Phase",
         ),
         Edit(
-            "shoal_controller.core.machine.transitions",
+            "shoal_controller.core.machine.turn",
             "    (Phase.RUNNING, Phase.STALLED): ",
             '    (Phase.WAITING, Phase.RESIZING): "nothing",\n    (Phase.RUNNING, Phase.STALLED): ',
             by="test_every_arrow_of_the_phases_is_taken_by_a_scenario",
@@ -62,4 +61,4 @@ def test_no_arrow_leads_out_of_a_job_that_is_over_and_every_living_one_can_end()
 
 
 def test_every_kind_of_message_that_follows_a_hello_has_a_handler() -> None:
-    assert set(MESSAGES) == set(get_args(ToController)) - {Hello}
+    assert set(MESSAGES) == set(get_args(ToController)) - {AskSeat, Hello}

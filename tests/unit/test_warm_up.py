@@ -24,9 +24,7 @@ TASK = Task({"max_steps": 8})
     "… during which requests of the loop's body are ignored and `rank` is -1: otherwise a joiner could write "
     "untrained weights over a running job's",
     "A change of the world",
-    broken_by=Edit(
-        "shoal.training.training_loop", "        if context.loop.is_warming_up:\n            return None\n", ""
-    ),
+    broken_by=Edit("shoal.training.training_loop", "if context.loop.is_warming_up or _is_in", "if _is_in"),
     after="A joiner warms up on",
 )
 def test_a_joiners_body_sees_the_jobs_step_and_loss_and_no_rank() -> None:

@@ -11,7 +11,7 @@ from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecor
 from shoal_controller.core.machine.events import Connected, Exited, Tick
 from shoal_controller.core.machine.job import Attempt, Job
 from shoal_controller.core.machine.machine import new_job, step
-from shoal_controller.core.machine.phases import link_faults
+from shoal_controller.core.machine.phases import progress_watch
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_protos.description import Description
@@ -37,7 +37,7 @@ def job_of_three() -> Job:
 def broken(job: Job, *reports: tuple[str, str], now: float = 0.0) -> Job:
     """A generation that broke because of these reports, with nobody lost."""
     turn = Turn(job, now)
-    link_faults.judge(turn, Attempt(2, Reason.KILL, "", now, now, reports=reports))
+    progress_watch.judge_reports(turn, Attempt(2, Reason.KILL, "", now, now, reports=reports))
     return turn.job
 
 
@@ -51,35 +51,35 @@ def evicted(job: Job) -> list[str]:
     "A change of the world",
     broken_by=[
         Edit(
-            "shoal_controller.core.machine.phases.link_faults",
+            "shoal_controller.core.machine.phases.progress_watch",
             "        if fault.times >= PATIENCE:\n",
             "        if fault.times > PATIENCE:\n",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.link_faults",
+            "shoal_controller.core.machine.phases.progress_watch",
             "(fault.blame_counts.get(worker, 0), roster[worker].join_order)",
             "(fault.blame_counts.get(worker, 0), -roster[worker].join_order)",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.link_faults",
+            "shoal_controller.core.machine.phases.progress_watch",
             "    if not durable.backoff_counts:\n        return\n",
             "    return\n",
             by="test_a_back_off_of_an_address_where_nobody_is_any_more_is_forgotten_when_it_is_over_as_long_as_it_lasted",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.link_faults",
+            "shoal_controller.core.machine.phases.progress_watch",
             "min(at, turn.now + _backoff_seconds(times[address]))",
             "at",
             by="test_a_clock_that_was_set_back_makes_no_back_off_longer",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.link_faults",
+            "shoal_controller.core.machine.phases.progress_watch",
             "if behind or is_member(plan, peer)",
             "if is_member(plan, peer)",
             by="test_who_is_stuck_in_the_world_before_may_blame_one_that_is_not_in_the_new_one",
         ),
         Edit(
-            "shoal_controller.core.machine.phases.link_faults",
+            "shoal_controller.core.machine.phases.progress_watch",
             "min(FIRST_BACKOFF * 2.0 ** (times - 1), LONGEST_BACKOFF)",
             "FIRST_BACKOFF * 2.0 ** (times - 1)",
             by="test_the_back_off_of_a_worker_that_is_evicted_again_doubles_up_to_an_hour",
@@ -108,8 +108,8 @@ def test_two_generations_broken_by_different_pairs_count_nobody_out():
     "… and a generation in which somebody was lost blames nobody",
     "A change of the world",
     broken_by=Edit(
-        "shoal_controller.core.machine.phases.link_faults",
-        "        return  # ● someone was lost: an abort breaks its peers' connections too\n",
+        "shoal_controller.core.machine.phases.progress_watch",
+        "        return  # someone was lost: an abort breaks its peers' connections too\n",
         "        assert True\n",
     ),
     after="When the same pair has",
@@ -128,7 +128,7 @@ def test_the_back_off_of_a_worker_that_is_evicted_again_doubles_up_to_an_hour():
         job = broken(broken(job, ("a", "b"), now=now), ("a", "b"), now=now)
         waits.append(job.durable.backoff_until["b:1"] - now)
         now += waits[-1] + 1.0
-        assert not link_faults.is_backing_off(Turn(job, now), "b")
+        assert not progress_watch.is_backing_off(Turn(job, now), "b")
     assert waits == [10.0 * 2**times for times in range(9)] + [3600.0] * 2
 
 

@@ -28,6 +28,7 @@ from shoal_protos.messages import (
     PROTOCOL_VERSION,
     Ask,
     AskKind,
+    AskSeat,
     Change,
     Drain,
     Ending,
@@ -44,6 +45,7 @@ from shoal_protos.messages import (
     Request,
     RequestKind,
     Result,
+    Seat,
     SessionToken,
     Shutdown,
     Status,
@@ -53,7 +55,8 @@ from shoal_protos.messages import (
     Welcome,
 )
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share
-from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.shape import Shape
 from shoal_protos.wire import bounds
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +88,7 @@ statuses = st.builds(
 parameters = st.builds(
     Parameter, name=labels, shape=st.lists(numbers, max_size=4).map(tuple), dtype=labels, group=st.integers(-1, 99)
 )
-descriptions = st.builds(
+in_one_process = st.builds(
     Description, lanes=st.integers(1, bounds.MAX_LANES), blocks=st.just(BLOCKS), block_elements=numbers,
     state_bytes=numbers, mirrors=st.integers(0, 1 << 30),
     mirror_partners=st.integers(1, bounds.MAX_PARTNERS), fill_bytes_per_step=numbers, max_steps=numbers,
@@ -96,6 +99,12 @@ descriptions = st.builds(
     min_workers=st.integers(0, bounds.MAX_LANES), max_workers=st.integers(0, bounds.MAX_LANES),
     checkpoint_places=st.lists(labels, max_size=2).map(tuple), checkpoint_marks=st.lists(labels, max_size=3).map(tuple),
 )  # fmt: skip
+PAIRS = {
+    "cell": Shape(tensor=2, tight=("tensor",)),
+    "homes": (Runs(((0, 30),)), Runs(((30, BLOCKS),))),
+    "models": (Runs(((0, 40),)), Runs(((20, BLOCKS),))),
+}
+descriptions = st.builds(lambda made_of, cell: replace(made_of, **cell), in_one_process, st.sampled_from([{}, PAIRS]))
 changes = st.builds(
     Change, generation=numbers, from_step=numbers, pause_seconds=seconds,
     phases=st.dictionaries(names, seconds, max_size=3), promoted_blocks=numbers, pause_bytes=numbers,
@@ -112,12 +121,18 @@ telemetries = st.builds(
     saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts, changed_values=texts,
     skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts, state_file_bytes_per_second=numbers,
     reports=st.dictionaries(labels.map(lambda text: " ".join(text.split())), seconds, max_size=3),
+    void_lanes=numbers, cell_wait_seconds=seconds,
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(
         Hello, version=st.just(PROTOCOL_VERSION), job=names, worker=names | st.just(""), incarnation=names,
         address=addresses, host=labels, pid=positive, domain=labels, description=descriptions, status=statuses,
         next_generation=numbers, release=labels,
+    ).map(lambda hello: replace(hello, coordinate=hello.description.cell.processes - 1)),
+    st.builds(
+        AskSeat, job=names, worker=names | st.just(""), incarnation=names, host=labels, pid=positive,
+        cell=st.builds(Shape, tensor=st.integers(1, 8), pipeline=st.integers(1, 8), expert=st.integers(1, 8)),
+        run=names | st.just(""), wish=st.integers(-1, 1023),
     ),
     st.builds(Heartbeat, status=statuses, telemetry=telemetries, echo=numbers),
     st.builds(Ready, generation=positive, status=statuses),
@@ -150,12 +165,15 @@ def plans(draw: st.DrawFn) -> Plan:
         lanes_in_flight=st.just(()) | each(st.integers(-1, lanes - 1)),
     )  # fmt: skip
     fills = st.lists(st.builds(Fill, source=ranks, target=ranks, blocks=runs), max_size=4).map(tuple)
+    members = st.builds(Member, names, names, addresses, st.integers(0, bounds.MAX_COORDINATES - 1))
+    homes, cells = st.lists(runs, max_size=3), st.lists(st.lists(ranks, max_size=4).map(tuple), max_size=size)
     return draw(
         st.builds(
             Plan, generation=positive, base=numbers, reason=st.sampled_from(Reason), lanes=st.just(lanes),
-            blocks=st.just(BLOCKS), members=each(st.builds(Member, names, names, addresses)), shares=each(shares),
+            blocks=st.just(BLOCKS), members=each(members), shares=each(shares),
             fills=fills, fill_blocks_per_step=numbers, builder=ranks, steps=st.booleans(),
             recovery=st.none() | recoveries, hosts=st.just(()) | each(ranks),
+            homes=homes.map(tuple), cells=cells.map(tuple),
         )
     )  # fmt: skip
 
@@ -173,6 +191,7 @@ from_controller = st.one_of(
         checkpoint=labels,
         checkpoint_marks=st.lists(labels, max_size=3).map(tuple),
     ),
+    st.builds(Seat, names, st.integers(0, 1023)),
     st.builds(SessionToken, st.sampled_from(["join:a:b:c", "x"]), seconds),
     st.builds(Ping, numbers, numbers),
     st.builds(Prepare, positive),
@@ -203,6 +222,14 @@ def test_a_plan_survives_its_bytes_and_gives_the_same_bytes_again(plan: Plan) ->
     data = wire.plan_to_bytes(plan)
     assert wire.plan_from_bytes(data) == plan
     assert wire.plan_to_bytes(wire.plan_from_bytes(data)) == data
+
+
+def test_a_plan_of_a_shape_of_one_process_has_no_field_of_cells_in_its_bytes() -> None:
+    member = Member("w0", "a", "h:1")
+    plan = Plan(1, 0, Reason.START, 1, 4, (member,), (Share((0,), every(4)),), (), 1, 0, True)
+    message = pb.Plan.FromString(wire.plan_to_bytes(plan))
+    assert not {field.name for field, _ in message.ListFields()} & {"homes", "cells"}
+    assert [field.name for field, _ in message.members[0].ListFields()] == ["worker", "incarnation", "address"]
 
 
 READERS: tuple[Callable[[bytes], object], ...] = (wire.decode_worker, wire.decode_controller, wire.plan_from_bytes)

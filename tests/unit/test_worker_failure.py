@@ -80,7 +80,7 @@ def test_a_mistake_of_the_users_or_a_failed_export_is_everyones_and_what_a_new_p
 def test_a_process_that_a_fresh_one_is_to_replace_says_so_in_a_sentence_and_by_its_exit_status() -> None:
     fault = result_of(raised(NeedsFreshProcess("it has trained before")), 3).fault
     assert fault is not None and fault.exception == FRESH_PROCESS
-    tells = "from shoal.training.exit import tell_errors_in_a_sentence; from shoal.checkpoint.failure import *"
+    tells = "from shoal.session.error_hook import tell_errors_in_a_sentence; from shoal.checkpoint.failure import *"
     script = f"{tells}; tell_errors_in_a_sentence(); raise NeedsFreshProcess('it has trained before')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (START_AGAIN, "shoal: it has trained before\n")

@@ -8,7 +8,7 @@ import re
 import pytest
 from rule import Edit, holds, rule
 from shoal_controller.access.worker_tokens import ShownToken, WorkerTokens, is_for_workers
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Proof
 from shoal_controller.sessions.service import Door, TokenExpired
 from shoal_protos.channel import SESSION_TOKEN
 from shoal_protos.errors import Refused

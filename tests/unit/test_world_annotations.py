@@ -1,4 +1,6 @@
-"""Which world a worker is in, as its pod says it: written after each resize, once a pod, and never in its way."""
+"""Which world a worker is in, as its pod says it: written after each resize, once a pod, and never in its way. What
+else is told of a pod of several workers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from api_server import PODS
 from asynchronous import asynchronous
 from pod_team import SPEC, Team, hurry, team
 from rule import Edit, holds, rule
-from shoal_controller.core.machine.durable import WorkerRecord
+from shoal_controller.core.machine.durable import Place, WorkerRecord
 from shoal_controller.core.machine.effects import Effect, Persist
 from shoal_controller.core.machine.events import Event, Exited, Spawned
 from shoal_controller.core.machine.job import Job
@@ -240,3 +242,28 @@ async def test_a_launcher_is_told_each_world_once_and_the_present_one_by_the_nex
     async with running(tmp_path, Opening()) as one:
         await one.written.until("world", 2, "train")
         assert one.written.log == [("world", 2, "train")]
+
+
+# ---- pods of several workers
+
+
+@asynchronous
+async def test_the_workers_of_a_pod_of_several_are_told_of_it_each_and_go_with_it(tmp_path: Path) -> None:
+    pairs = replace(SPEC, started_together=2)
+    async with team(tmp_path, "a", "b") as one:
+        for worker in ("w0", "w1", "w2", "w3"):
+            assert await one.launcher.spawn(worker, pairs) == Place.of_pod(f"demo-{'w0' if worker < 'w2' else 'w2'}")
+        await one.until(lambda: one.started() == 4, "all run")
+        assert set(one.cluster.pods()) == {"demo-w0", "demo-w2"}
+        one.launcher.world_began(world(1, "w3", "w0", "w1"), pairs)
+        await one.until(lambda: says(one, "w0").get("shoal.dev/rank") == "1,2", "the ranks of both")
+        node = one.cluster.pods()["demo-w0"]["spec"]["nodeName"]
+        await one.launcher.release()
+        place = await one.launcher.adopt(["w0", "w1", "w4", "w5"], pairs)
+        assert place["w1"] == place["w0"] == Place.of_pod("demo-w0", one.pod_uid("demo-w0"), node)
+        assert place["w4"] is place["w5"] is None and place["w3"] is not None
+        one.reports.clear()
+        await one.launcher.kill("w1", pairs)
+        await one.until(lambda: one.count(Exited) == 2, "both ends")
+        assert {news.worker for news in one.reports if isinstance(news, Exited)} == {"w0", "w1"}
+        assert set(one.cluster.pods()) == {"demo-w2"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
 
 if TYPE_CHECKING:
+    from shoal.cells.marks import common, sharded
     from shoal.first_values.building import deferred
+    from shoal.session.cell_opening import cell
     from shoal.training.engine import Engine
     from shoal.training.start import initialize
 
@@ -39,7 +42,19 @@ if "torch" in sys.modules or ("SHOAL_CONTROLLER" in os.environ and find_spec("to
 _MODULES = ("callbacks", "client", "deepspeed", "integrations")
 """Modules that scripts import by name; all others are between the parts of the package."""
 
-__all__ = ["Engine", "JobFailed", "PeerError", "ShoalError", "UserError", "deferred", "initialize"]
+__all__ = [
+    "Engine", "JobFailed", "PeerError", "ShoalError", "UserError",
+    "cell", "common", "deferred", "initialize", "sharded",
+]  # fmt: skip
+_LOADED = {
+    "Engine": "shoal.training.engine",
+    "cell": "shoal.session.cell_opening",
+    "common": "shoal.cells.marks",
+    "deferred": "shoal.first_values.building",
+    "initialize": "shoal.training.start",
+    "sharded": "shoal.cells.marks",
+}
+"""Names that are loaded when first used, and where from."""
 
 
 def __dir__() -> list[str]:
@@ -48,22 +63,15 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Engine", "deferred", "initialize"):
+    if name not in _LOADED:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     try:
-        if name == "deferred":
-            from shoal.first_values.building import deferred
+        found = getattr(import_module(_LOADED[name]), name)
+        if name == "initialize":
+            from shoal.process.compiler import leave_unloaded
 
-            return deferred
-        if name == "Engine":
-            from shoal.training.engine import Engine
-
-            return Engine
-        from shoal.process.compiler import leave_unloaded
-        from shoal.training.start import initialize
-
-        leave_unloaded()
-        return initialize
+            leave_unloaded()
+        return found
     except ModuleNotFoundError as error:
         if error.name in ("torch", "numpy", "safetensors", "fsspec"):
             raise ModuleNotFoundError(

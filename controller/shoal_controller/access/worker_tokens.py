@@ -12,7 +12,7 @@ import hmac
 from dataclasses import dataclass, field
 
 from shoal_controller.access.tokens import is_same
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Proof
 
 JOIN, SESSION = "join", "session"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.error_codes import ErrorCode
+from shoal_protos.shape import DIMENSIONS, ONE, Shape
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
@@ -22,6 +23,15 @@ class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
+class WithCells(Answer):
+    """What is said of cells is absent where it was not given: where a cell is one process."""
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, written: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]
+        # What it returns has no annotation: OpenAPI would have that in place of the fields.
+        return {name: value for name, value in written(self).items() if name in self.model_fields_set}
+
+
 class WorkerCounts(Answer):
     """How many workers a job wants, has, and may have."""
 
@@ -32,7 +42,31 @@ class WorkerCounts(Answer):
     """None until the job's lanes are known."""
 
 
-class JobAnswer(Answer):
+class CellAnswer(Answer):
+    """What a cell of a job is: how many processes train a lane together."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    processes: int
+    """All of a cell."""
+
+    @classmethod
+    def of(cls, cell: Shape) -> Self:
+        return cls(**{name: getattr(cell, name) for name in DIMENSIONS}, processes=cell.processes)
+
+
+class CellCounts(Answer):
+    """How many cells a job has, and wants."""
+
+    full: int
+    """Cells that train."""
+    wanted: int
+    """Whole cells that the wanted workers make; others are spare."""
+
+
+class JobAnswer(WithCells):
     """A job."""
 
     job: str
@@ -63,18 +97,27 @@ class JobAnswer(Answer):
     """When it was over, in seconds since the epoch; None: it is not."""
     version: str
     """Changes with whatever is asked of the job, not with its progress: to be sent as `If-Match`."""
+    cell: CellAnswer | None = None
+    """Absent where a cell is one process, or no worker has said yet what it is."""
+    cells: CellCounts | None = None
+    """Absent likewise."""
 
     @classmethod
     def of(cls, view: JobView) -> Self:
         counts = WorkerCounts(
-            wanted=view.wanted, active=view.active, min=view.min_workers, max=view.max_workers or view.lanes
+            wanted=view.wanted, active=view.active, min=view.min_workers, max=view.max_workers or view.most_members
         )
+        of_cells: dict[str, Any] = {}
+        if view.cell != ONE:
+            counted = CellCounts(full=view.full_cells, wanted=view.wanted_cells)
+            of_cells = {"cell": CellAnswer.of(view.cell), "cells": counted}
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
             step=view.step, max_steps=view.max_steps, loss=view.loss, reports=dict(view.reports),
             samples=view.samples,
             last_checkpoint_step=view.last_checkpoint_step, paused=view.paused, reason=view.reason,
             created=view.created_at, started=view.started_at, ended=view.ended_at, version=version_of(view),
+            **of_cells,
         )  # fmt: skip
 
 
@@ -106,7 +149,7 @@ class ActivityAnswer(Answer):
         )
 
 
-class WorkerAnswer(Answer):
+class WorkerAnswer(WithCells):
     """A worker."""
 
     worker: str
@@ -135,16 +178,27 @@ class WorkerAnswer(Answer):
     waited_for_seconds: float
     """How long others have waited for it, while nothing goes on."""
     activity: ActivityAnswer
+    coordinate: dict[str, int] | None = None
+    """Its place in a cell, by the dimensions of which there is more than one; None: it has none yet. Absent where a
+    cell is one process."""
+    cell: int | None = None
+    """Number of the cell that it trains in; None: it is spare, or no member. Absent where a cell is one process."""
 
     @classmethod
-    def of(cls, view: WorkerView) -> Self:
+    def of(cls, view: WorkerView, shape: Shape) -> Self:
+        """`shape`: what the job's cells are."""
         memory = view.memory_bytes.get("rss", sum(view.memory_bytes.values()))
+        of_cells: dict[str, Any] = {}
+        if shape != ONE:
+            place = shape.place(view.coordinate) if view.coordinate is not None else None
+            of_cells = {"coordinate": place, "cell": view.cell}
         return cls(
             worker=view.worker, host=view.host, pid=view.pid, state=view.state, rank=view.rank,
             lanes=list(view.lanes), blocks=view.blocks, mirrored_blocks=view.mirrored_blocks, step=view.step,
             step_seconds=view.step_seconds, memory_bytes=memory, log=view.log, pod=view.pod,
             node=view.node, why=view.why, domain=view.domain, heartbeat_age_seconds=view.heartbeat_age_seconds,
             waited_for_seconds=view.waited_for_seconds, activity=ActivityAnswer.of(view),
+            **of_cells,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.page_routes import RecentOverview
 from shoal_controller.api.problems import HEADERS, PROBLEM_TYPE
 from shoal_controller.api.routes import router
-from shoal_controller.core.machine.launcher_traits import TRAITS
+from shoal_controller.core.machine.spec import LAUNCHER_TRAITS
 from shoal_controller.leadership.controller_state import ControllerState
 from shoal_controller.page.site import Site
 
@@ -50,7 +50,7 @@ class ApiSettings:
     """Wanted where a job does not say."""
     here_only: bool = True
     """The port is reached from this machine only."""
-    launchers: frozenset[str] = frozenset(TRAITS)
+    launchers: frozenset[str] = frozenset(LAUNCHER_TRAITS)
     """Launchers that jobs may use."""
     worker_tokens: WorkerTokens | None = None
     """What makes the join tokens; None: workers need none."""

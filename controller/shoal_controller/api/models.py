@@ -6,18 +6,20 @@ wrong are made by `shoal_protos.validation`. What is answered is in `answers.py`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import islice
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from shoal_protos.acts import GRACE_SECONDS, Act, DrainWorker, OperatorRequest, Scale
 from shoal_protos.memory_estimate import MOST_LANES
+from shoal_protos.shape import DIMENSIONS, MOST_PROCESSES, ONE, Shape, broken_shape
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
 from shoal_controller.api.strict import surrogate_faults
-from shoal_controller.core.machine.launcher_traits import NO_LAUNCHER, Kind, traits_of
-from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.spec import NO_LAUNCHER, JobSpec, LauncherKind, traits_of
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.launchers.launcher import SET_BY_SHOAL
 from shoal_controller.launchers.registry import LAUNCHERS
@@ -57,6 +59,33 @@ class WorkersBody(Body):
     """Most workers to scale to. Default: `elasticity.max_gpus` of the training config, else the number of lanes."""
 
 
+CellSize = Annotated[int, Field(ge=1, le=MOST_PROCESSES), Allowed(f"a whole number from 1 to {MOST_PROCESSES}")]
+
+
+class CellBody(Body):
+    """What the cells of a job are: how many processes train a lane together. The number of cells is elastic."""
+
+    tensor: CellSize = 1
+    """Processes of a cell that divide the layers among them (tensor parallelism)."""
+    pipeline: CellSize = 1
+    """Stages of a cell's pipeline."""
+    context: CellSize = 1
+    """Processes of a cell that divide the sequences among them."""
+    expert: CellSize = 1
+    """Processes of a cell that divide the experts among them."""
+    tight: Annotated[
+        list[Literal["pipeline", "expert", "context", "tensor"]],
+        Field(max_length=len(DIMENSIONS)),
+        Allowed(f"a list of {', '.join(DIMENSIONS)}"),
+    ] = []
+    """Dimensions within which the processes of a cell share a host."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape that these are of."""
+        return Shape(self.tensor, self.pipeline, self.context, self.expert, tuple(self.tight))
+
+
 class JobBody(Body):
     """A job specification: the body of `POST /v1/jobs`, and `job.yaml`."""
 
@@ -68,7 +97,7 @@ class JobBody(Body):
     """Name of the job: at most 63 letters, digits, `.`, `_` and `-`, a letter or digit first."""
     workers: WorkersBody = WorkersBody()
     """Numbers of workers."""
-    launcher: Kind = NO_LAUNCHER
+    launcher: LauncherKind = NO_LAUNCHER
     """Launcher that starts the workers. Default: `none`; they join by themselves (`shoal worker`)."""
     command: Annotated[list[str], Field(max_length=1000)] = []
     """Program and arguments that a launched worker runs."""
@@ -91,6 +120,9 @@ class JobBody(Body):
     """Checkpoint to resume from: `"latest"`, a step, a path, or false. Default: the training config's."""
     lanes: Annotated[int, Field(ge=1, le=MOST_LANES)] | None = None
     """Number of lanes that the training config must have. Default: any."""
+    cell: CellBody | None = None
+    """Shape of the job's cells; workers whose config has another one are refused. Default: as the first worker's config
+    says."""
     kubernetes: KubernetesSection | None = None
     """Settings of the pods of launcher `kubernetes`."""
 
@@ -120,19 +152,52 @@ class JobBody(Body):
         return self
 
     def _size_faults(self) -> Iterator[str]:
-        least, most = self.workers.min or 1, self.workers.max or self.lanes
+        cell = self.shape or ONE
+        if why := broken_shape(cell):
+            yield f"`cell` cannot be so: {why}"
+            return
+        useful = cell.most_members(self.lanes) if self.lanes is not None else None
+        least, most = self.workers.min or self._whole, self.workers.max or useful
         whose = "workers.max" if self.workers.max else "lanes"
         wanted = self.workers.wanted
         if most is not None and least > most:
-            yield f"`workers.min` is {least}; expected 1 to {most} (`{whose}`)"
+            yield f"`workers.min` is {least}; expected {self._whole} to {most} (`{whose}`)"
         elif wanted is not None and (wanted < least or (most is not None and wanted > most)):
             upper = f"{most} (`{whose}`)" if most is not None else "the job's lanes"
-            yield f"`workers.wanted` is {wanted}; expected {least} (`workers.min`) to {upper}"
-        if self.lanes is not None and self.workers.max is not None and self.workers.max > self.lanes:
+            named = [key for key, processes in self._wholes.items() if processes > 1]
+            lower = "`workers.min`" if self.workers.min or not named else " and ".join(f"`{key}`" for key in named)
+            yield f"`workers.wanted` is {wanted}; expected {least} ({lower}) to {upper}"
+        if useful is not None and self.workers.max is not None and self.workers.max > useful:
+            each = "worker" if cell == ONE else f"cell of {cell.processes} processes"
+            hint = ", or `cell` where several workers train a lane together" if self.cell is None else ""
             yield (
-                f"`workers.max` is {self.workers.max}, but `lanes` is {self.lanes} and every worker trains at least "
-                f"one lane; expected {least} to {self.lanes}"
+                f"`workers.max` is {self.workers.max}, but `lanes` is {self.lanes} and every {each} trains at least "
+                f"one lane; expected {least} to {useful}{hint}"
             )
+        for key, processes in self._wholes.items():
+            for name, bound in (("min", self.workers.min), ("max", self.workers.max)):
+                if bound is not None and bound % processes:
+                    whole = "a cell" if key == "cell" else "a pod"
+                    yield (
+                        f"`workers.{name}` is {bound}, but {whole} has {processes} processes (`{key}`); expected a "
+                        f"multiple of {processes}"
+                    )
+
+    @property
+    def shape(self) -> Shape | None:
+        """Of its cells, where it says one."""
+        return self.cell.shape if self.cell is not None else None
+
+    @property
+    def _wholes(self) -> dict[str, int]:
+        """Processes of what the bounds count in whole ones, by the key that says so: cells and pods."""
+        in_a_pod = self.kubernetes.processes_per_pod if self.kubernetes is not None else 1
+        return {"cell": (self.shape or ONE).processes, "kubernetes.processes_per_pod": in_a_pod}
+
+    @property
+    def _whole(self) -> int:
+        """The fewest workers that are whole cells in whole pods."""
+        return math.lcm(*self._wholes.values())
 
     def _launcher_faults(self) -> Iterator[str]:
         starts = traits_of(self.launcher).starts
@@ -156,8 +221,10 @@ class JobBody(Body):
 
     def spec(self, default_wanted: int) -> JobSpec:
         """The specification with its defaults filled in."""
-        most = self.workers.max or self.lanes
-        wanted = self.workers.wanted or max(self.workers.min or 1, min(default_wanted, most or default_wanted))
+        cell, whole = self.shape or ONE, self._whole
+        most = self.workers.max or (cell.most_members(self.lanes) if self.lanes is not None else None)
+        by_default = min(default_wanted, most or default_wanted)
+        wanted = self.workers.wanted or max(self.workers.min or whole, by_default - by_default % whole)
         return JobSpec(
             job=self.job, wanted=wanted, wanted_by_default=self.workers.wanted is None,
             min_workers=self.workers.min, max_workers=self.workers.max,
@@ -166,6 +233,7 @@ class JobBody(Body):
             reconnect_seconds=self.reconnect_seconds, progress_seconds=self.progress_seconds,
             stall_seconds=self.stall_seconds, max_restarts=self.max_restarts, resume=self.resume,
             kubernetes=self.kubernetes.model_dump_json(exclude_unset=True) if self.kubernetes is not None else "",
+            cell=self.shape, started_together=self._wholes["kubernetes.processes_per_pod"],
         )  # fmt: skip
 
 
@@ -181,6 +249,7 @@ def body_of(spec: JobSpec, shows_values: bool) -> dict[str, object]:
         heartbeat_seconds=spec.heartbeat_seconds, suspect_after=spec.suspect_after,
         reconnect_seconds=spec.reconnect_seconds, progress_seconds=spec.progress_seconds,
         stall_seconds=spec.stall_seconds, max_restarts=spec.max_restarts, resume=spec.resume, kubernetes=section,
+        cell=CellBody(**asdict(spec.cell) | {"tight": list(spec.cell.tight)}) if spec.cell is not None else None,
     ).model_dump(mode="json")  # fmt: skip
     if not shows_values:
         body["env"] = dict.fromkeys(spec.env, HIDDEN)

@@ -51,8 +51,10 @@ async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller,
     """● One writer of the size: a job's resource is asked first, and the job becomes what the resource is."""
     shell = controller.leading()
     view = shell.view(job)
-    if shell.spec(job).resource and not view.phase.is_over:
-        resized(JobSize(job, view.wanted, WorkerBounds(view.min_workers, view.max_workers), view.lanes), asked)
+    spec = shell.spec(job)
+    if spec.resource and not view.phase.is_over:
+        bounds = WorkerBounds(view.min_workers, view.max_workers)
+        resized(JobSize(job, view.wanted, bounds, view.lanes, view.cell, spec.started_together), asked)
         if controller.sizes is None:
             raise Conflict(
                 f"job {job} has its size from the resource {FULL_NAME}/{job}, which this controller cannot write: it "

@@ -148,9 +148,10 @@ _add_acts("jobs")
 async def list_workers(job: str, shell: Readable, limit: Limit = None, after: After = None) -> WorkersAnswer:
     """List the job's workers by their numbers, including those that are lost or have left."""
     begin = None if after is None else by_number(after)
-    workers = workers_in_order(shell.view(job).workers)
-    found, more = page(workers, lambda view: by_number(view.worker), begin, limit)
-    return WorkersAnswer(workers=[WorkerAnswer.of(view) for view in found], next=found[-1].worker if more else None)
+    shown = shell.view(job)
+    found, more = page(workers_in_order(shown.workers), lambda view: by_number(view.worker), begin, limit)
+    answers = [WorkerAnswer.of(view, shown.cell) for view in found]
+    return WorkersAnswer(workers=answers, next=found[-1].worker if more else None)
 
 
 _add_acts("workers")

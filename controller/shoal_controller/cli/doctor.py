@@ -50,7 +50,7 @@ CONTROLLER_SIDE = {
     Purpose.CLIENT: (*OF_MACHINE, "token", "controller"),
 }
 OF_CONFIG = ("config", "checkpoints")
-TRAINING_SIDE = ("torch", "devices", "backend", *OF_CONFIG)
+TRAINING_SIDE = ("torch", "devices", "cells", "backend", *OF_CONFIG)
 TRAINS = (Purpose.RUN, Purpose.WORKER)
 EXTRAS = {
     Purpose.RUN: ["shoal[controller]", "shoal[worker]"],

@@ -16,6 +16,8 @@ import typer
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MOST, MOST_LANES, STAGES, Location, MemoryEstimate, MemorySetup
 from shoal_protos.memory_estimate import estimate as bytes_of_a_worker
+from shoal_protos.shape import MOST_PROCESSES
+from shoal_protos.text import plural
 
 from shoal_controller.cli.options import Form, Output
 from shoal_controller.cli.output import echo
@@ -27,6 +29,33 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 OFFLOADS = ("none", "host", "file")
 LAYERS = 32
 """The largest unit is taken to be this part of the model where nobody says how large it is."""
+
+Unit = Annotated[
+    str | None,
+    typer.Option("--unit", metavar="N", help="Parameters of the largest unit, for stage 3. Default: a 32nd."),
+]
+LargestParameter = Annotated[
+    str | None,
+    typer.Option(
+        "--largest-parameter",
+        metavar="N",
+        help="Elements of the largest parameter, as of an embedding. Default: no more than 8 MiB.",
+    ),
+]
+Frozen = Annotated[
+    str | None,
+    typer.Option("--frozen", metavar="N", help="Parameters that need no gradient, as under adapters. Default: 0."),
+]
+Tensor = Annotated[
+    int | None,
+    typer.Option("--tensor", help="Processes of a cell that divide the layers. Default: the config's, or 1."),
+]
+Common = Annotated[
+    str | None,
+    typer.Option(
+        "--common", metavar="N", help="Parameters that all processes of a cell have, as of norms. Default: 0."
+    ),
+]
 
 
 def estimate(
@@ -53,22 +82,11 @@ def estimate(
         int | None,
         typer.Option("--state-bytes", help="Bytes of optimizer state of one parameter. Default: 8, as of AdamW."),
     ] = None,
-    unit: Annotated[
-        str | None,
-        typer.Option("--unit", metavar="N", help="Parameters of the largest unit, for stage 3. Default: a 32nd."),
-    ] = None,
-    largest_parameter: Annotated[
-        str | None,
-        typer.Option(
-            "--largest-parameter",
-            metavar="N",
-            help="Elements of the largest parameter, as of an embedding. Default: no more than 8 MiB.",
-        ),
-    ] = None,
-    frozen: Annotated[
-        str | None,
-        typer.Option("--frozen", metavar="N", help="Parameters that need no gradient, as under adapters. Default: 0."),
-    ] = None,
+    unit: Unit = None,
+    largest_parameter: LargestParameter = None,
+    frozen: Frozen = None,
+    tensor: Tensor = None,
+    common: Common = None,
     output: Output = Form.TABLE,
 ) -> None:
     """Estimate a worker's memory, without activations; with --config alone: for how many workers its lanes are."""
@@ -85,26 +103,41 @@ def estimate(
     wanted = wanted_by(given, state_bytes, workers)
     flags = {
         "stage": stage, "lanes": lanes, "micro_batches": micro_batches, "precision": precision, "offload": offload,
-        "state_bytes": state_bytes,
+        "state_bytes": state_bytes, "tensor": tensor,
     }  # fmt: skip
     wanted |= {name: value for name, value in flags.items() if value is not None}
-    _check(workers, mirrors, wanted)
-    given_sizes = {"--unit": unit, "--largest-parameter": largest_parameter, "--frozen": frozen}
+    cells = _cells(workers, wanted.setdefault("tensor", 1))
+    _check(cells, mirrors, wanted)
+    given_sizes = {"--unit": unit, "--largest-parameter": largest_parameter, "--frozen": frozen, "--common": common}
     sizes = {flag: _count(flag, text) for flag, text in given_sizes.items() if text is not None}
-    setup = _setup(_count("--params", params), workers, sizes) | wanted
-    setup["mirrors"] = mirrors if mirrors is not None else min(wanted.get("mirrors", 1), workers - 1)
+    setup = _setup(_count("--params", params), cells, sizes, wanted["tensor"]) | wanted
+    setup["mirrors"] = mirrors if mirrors is not None else min(wanted.get("mirrors", 1), cells - 1)
     stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
     _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
     if config is not None:
         _say_what_training_refuses(given, config, workers)
 
 
-def _setup(trained: int, workers: int, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """What the flags and their defaults say of the model and the job, `sizes` by flag."""
-    frozen = sizes.get("--frozen", 0)
+def _cells(workers: int, tensor: int) -> int:
+    """How many cells so many workers are. Raises `UserError`."""
+    if not 1 <= tensor <= MOST_PROCESSES:
+        raise UserError(f"--tensor is {tensor}; expected a whole number from 1 to {MOST_PROCESSES}.")
+    if workers % tensor:
+        raise UserError(f"--workers is {workers}; expected a multiple of {tensor}, the processes of a cell (--tensor).")
+    return workers // tensor
+
+
+def _setup(whole: int, workers: int, sizes: Mapping[str, int], tensor: int) -> dict[str, Any]:
+    """What the flags and their defaults say of one process's part of the model and of the job, `sizes` by flag."""
+    common = sizes.get("--common", 0) if tensor > 1 else 0
+    if common > whole:
+        raise UserError(f"--common is {common}; expected at most {whole}, the parameters of the model (--params).")
+    trained = common + -(-(whole - common) // tensor)
+    frozen = -(-sizes.get("--frozen", 0) // tensor)
     total = trained + frozen
     return {
         "parameters": trained,
+        "common": common,
         "largest_parameter": min(trained, sizes.get("--largest-parameter", 0)),
         "frozen": frozen,
         "workers": workers,
@@ -118,7 +151,10 @@ def _show_counts(given: dict[str, Any], config: Path, workers: int | None, outpu
     from shoal_controller.cli.estimate_counts import show_counts
 
     _check(1 if workers is None else workers, None, {})
-    show_counts(counts_of(given, workers), workers, output)
+    spread = counts_of(given, workers)
+    if workers is not None:
+        _cells(workers, spread.processes)
+    show_counts(spread, workers, output)
     _say_what_training_refuses(given, config, workers)
 
 
@@ -145,8 +181,9 @@ def _check(workers: int, mirrors: int | None, wanted: dict[str, Any]) -> None:
     if not 1 <= workers <= MOST:
         raise UserError(f"--workers is {workers}; expected a whole number from 1 to 10^15.")
     if mirrors is not None and not 0 <= mirrors < workers:
+        others = "cells" if wanted.get("tensor", 1) > 1 else "workers"
         raise UserError(
-            f"--mirrors is {mirrors}; expected 0 to {workers - 1}, the number of other workers: "
+            f"--mirrors is {mirrors}; expected 0 to {workers - 1}, the number of other {others}: "
             "a block's mirrors and its owner are different workers."
         )
     for name, allowed in (("stage", STAGES), ("precision", PRECISIONS), ("offload", OFFLOADS)):
@@ -174,7 +211,11 @@ def _row(one: MemoryEstimate) -> dict[str, Any]:
         for item in one.items
     ]
     compared = [{"mirrors": each.setup.mirrors, **_sums(each)} for each in _by_mirrors(one)]
-    return {"stage": one.setup.stage, "built": one.built, **_sums(one), "by_mirrors": compared, "items": items}
+    cell = {"tensor": one.setup.tensor, "partial_sum_bytes": one.partial_sum_bytes} if one.setup.tensor > 1 else None
+    return {
+        "stage": one.setup.stage, "built": one.built, "cell": cell, **_sums(one), "by_mirrors": compared,
+        "items": items,
+    }  # fmt: skip
 
 
 def _sums(one: MemoryEstimate) -> dict[str, dict[str, int]]:
@@ -247,16 +288,28 @@ def _heading(setup: MemorySetup) -> str:
     offload = {"none": "", "host": ", optimizer state on the host", "file": ", optimizer state in files"}[setup.offload]
     frozen = f" and {setup.frozen:,} frozen ones" if setup.frozen else ""
     of_a_lane = f" of {setup.micro_batches} micro-batches" if setup.micro_batches > 1 else ""
+    if setup.tensor > 1:
+        whose = f"{plural(setup.workers, 'cell')} of {setup.tensor} workers (tensor)"
+    else:
+        whose = plural(setup.workers, "worker")
     return (
-        f"Bytes of a worker: {setup.parameters:,} parameters{frozen} in {setup.precision}, {setup.workers} "
-        f"worker{'s'[: setup.workers != 1]}, {setup.lanes} lane{'s'[: setup.lanes != 1]}{of_a_lane}, {setup.mirrors} "
-        f"mirror{'s'[: setup.mirrors != 1]}{offload}"
+        f"Bytes of a worker: {setup.parameters:,} parameters{frozen} in {setup.precision}, {whose}, "
+        f"{plural(setup.lanes, 'lane')}{of_a_lane}, {plural(setup.mirrors, 'mirror')}{offload}"
     )
 
 
 def _notes(estimates: list[MemoryEstimate]) -> list[str]:
+    from shoal_controller.cli.tables import amount
+
     setup = estimates[0].setup
     notes = ["Activations, and what PyTorch needs itself, come on top."]
+    if setup.tensor > 1:
+        notes += [
+            f"Assumed: each process of a cell has 1/{setup.tensor} of the parameters, but for {setup.common:,} that "
+            "are common to all (--common).",
+            f"Where gradients of common parameters are parts of a sum (sequence parallelism), a cell adds up at most "
+            f"{amount(estimates[0].partial_sum_bytes)} of them for each lane.",
+        ]
     if any(one.setup.stage == 3 for one in estimates):
         notes.append(f"Largest unit: {setup.unit:,} parameters.")
     if not setup.largest_parameter and any(one.setup.stage > 1 for one in estimates):

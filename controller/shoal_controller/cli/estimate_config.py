@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from shoal_protos.config_file import whole
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MOST, MOST_LANES, state_bytes_of
 from shoal_protos.old_config_keys import with_todays_names
+from shoal_protos.shape import MOST_PROCESSES, Shape
 from shoal_protos.validation import wrong_value
 
 from shoal_controller.cli.estimate_counts import LaneSpread, elastic_spread, spread_of
 
+TENSOR = "shoal.cell.tensor"
 DEVICES = {"none": "none", "cpu": "host", "nvme": "file"}
 CHECK_SECONDS = 30.0
 """How long the check of a config may take; it takes a second."""
@@ -35,7 +38,7 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -
     Raises `UserError`.
     """
     config = _Keys(with_todays_names(given, []))
-    elastic = elastic_spread(given, _stage(config), workers)
+    elastic = elastic_spread(given, _stage(config), workers, _cell(config))
     found = {
         "stage": _stage(config),
         "mirrors": config.at("shoal.mirrors", _is_natural, "a whole number of at least 0"),
@@ -43,6 +46,7 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -
         "micro_batches": elastic.lanes.micro_batches_per_lane if elastic else _micro_batches(config),
         "precision": _precision(config),
         "state_bytes": state_bytes if state_bytes is not None else _state_bytes(config),
+        "tensor": config.count(TENSOR, MOST_PROCESSES),
         "offload": _device(config, "zero_optimization.offload_optimizer.device", DEVICES),
     }
     if _device(config, "zero_optimization.offload_param.device", {"none": "none", "cpu": "host"}) == "host":
@@ -53,14 +57,15 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -
 def counts_of(given: Mapping[str, Any], workers: int | None) -> LaneSpread:
     """The lanes of a config, and for how many workers they are. Raises `UserError`."""
     config = _Keys(with_todays_names(given, []))
-    elastic, lanes = elastic_spread(given, _stage(config), workers), _lanes(config)
+    elastic, lanes = elastic_spread(given, _stage(config), workers, _cell(config)), _lanes(config)
     if elastic is None and lanes is None:
         raise UserError(
             "the config does not say how many lanes there are; it needs a section elasticity, `shoal.lanes`, or both "
             "`train_batch_size` and `train_micro_batch_size_per_gpu`."
         )
     micro_batch = config.count("train_micro_batch_size_per_gpu")
-    return elastic or spread_of(lanes or 1, micro_batch, _micro_batches(config) or 1)
+    found = elastic or spread_of(lanes or 1, micro_batch, _micro_batches(config) or 1)
+    return replace(found, processes=_cell(config).processes)
 
 
 def refused_by_training(given: Mapping[str, Any], file: Path, workers: int | None = None) -> str:
@@ -114,6 +119,11 @@ class _Keys:
 
 def _is_natural(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _cell(config: _Keys) -> Shape:
+    """Of the one dimension that training knows."""
+    return Shape(tensor=config.count(TENSOR, MOST_PROCESSES) or 1)
 
 
 def _stage(config: _Keys) -> int | None:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from shoal_protos.elastic_batch import ElasticLanes, batch_and_lanes
-from shoal_protos.elastic_section import Elasticity
+from shoal_protos.elastic_section import Elasticity, counted_in_cells
 from shoal_protos.errors import UserError
+from shoal_protos.shape import ONE, Shape
 from shoal_protos.text import plural
 from shoal_protos.validation import all_of, sentence
 
@@ -29,10 +30,15 @@ class LaneSpread:
 
     lanes: ElasticLanes
     counts: tuple[int, ...]
+    """Of workers, or of cells where they have several processes."""
     notes: tuple[str, ...] = ()
+    processes: int = 1
+    """Of a cell."""
 
 
-def elastic_spread(given: Mapping[str, Any], stage: int | None, workers: int | None) -> LaneSpread | None:
+def elastic_spread(
+    given: Mapping[str, Any], stage: int | None, workers: int | None, cell: Shape = ONE
+) -> LaneSpread | None:
     """Of a config whose section `elasticity` is on; None: it has none. `workers`: with how many the job is submitted.
 
     Raises `UserError`.
@@ -45,9 +51,10 @@ def elastic_spread(given: Mapping[str, Any], stage: int | None, workers: int | N
     except ValidationError as error:
         faults = [sentence(fault, "the config", Elasticity, "elasticity") for fault in error.errors()]
         raise UserError(f"{all_of(faults, 'the config')}.") from None
-    found, lanes = batch_and_lanes(asked, stage or 0, workers)
-    most = min(asked.max_gpus, lanes.lanes)
-    notes = [f"A job has from {asked.min_gpus} to {most} workers, unless it is given other bounds."]
+    asked = counted_in_cells(asked, cell)
+    found, lanes = batch_and_lanes(asked, stage or 0, None if workers is None else max(1, workers // cell.processes))
+    least, most = (cell.processes * count for count in (asked.min_gpus, min(asked.max_gpus, lanes.lanes)))
+    notes = [f"A job has from {least} to {most} workers, unless it is given other bounds."]
     if asked.version == "0.2":
         notes.append(f"Version 0.2: made for a job submitted with {plural(workers or 1, 'worker')} (--workers).")
     return LaneSpread(lanes, found.counts, tuple(notes))
@@ -63,16 +70,17 @@ def show_counts(spread: LaneSpread, workers: int | None, form: Form) -> None:
     """Print a row for each count, and for `workers`."""
     from shoal_controller.cli.tables import listed
 
-    counts = sorted({*spread.counts, *([workers] if workers is not None else [])})
-    rows = [_row(count, spread.lanes) for count in counts if count <= spread.lanes.lanes]
+    counts = sorted({*spread.counts, *([workers // spread.processes] if workers is not None else [])})
+    rows = [_row(count, spread) for count in counts if count <= spread.lanes.lanes]
     listed("counts", rows, lambda shown: _table(shown, spread), form)
 
 
-def _row(workers: int, lanes: ElasticLanes) -> dict[str, Any]:
+def _row(count: int, spread: LaneSpread) -> dict[str, Any]:
     """`lanes`, `micro_batches`: of the busiest worker in one step."""
-    most = math.ceil(lanes.lanes / workers)
+    lanes, workers = spread.lanes, count * spread.processes
+    most = math.ceil(lanes.lanes / count)
     micro_batches = most * lanes.micro_batches_per_lane
-    return {"workers": workers, "lanes": most, "micro_batches": micro_batches, "uneven": lanes.uneven(workers)}
+    return {"workers": workers, "lanes": most, "micro_batches": micro_batches, "uneven": lanes.uneven(count)}
 
 
 def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread) -> RenderableType:
@@ -86,6 +94,9 @@ def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread) -> RenderableType
         uneven = f"{row['uneven']:.1%}" if row["uneven"] else "–"
         table.add_row(str(row["workers"]), str(row["lanes"]), str(row["micro_batches"]), uneven)
     uneven_note = "Other numbers up to that of the lanes train too: some workers then wait for the busiest."
+    if spread.processes > 1:
+        of_a_cell = f"A cell of {spread.processes} workers trains each lane."
+        return Group(_heading(spread.lanes), table, *spread.notes, of_a_cell)
     return Group(_heading(spread.lanes), table, *spread.notes, uneven_note)
 
 

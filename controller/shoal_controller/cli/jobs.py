@@ -1,21 +1,37 @@
-"""`shoal jobs`, `describe`, `scale`, `pause`, `resume`, `cancel`: jobs, and what is done with one of them."""
+"""The commands of a job: `shoal jobs`, `describe`, `scale`, `pause`, `resume`, `cancel`; of its workers: `workers`,
+`drain`, `lost`; of its history: `events`; of its output: `logs`.
+
+Logs are files on the machine where a launcher has started the worker.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from shoal_protos.errors import Conflict, UserError
+from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.text import shown_name
 
-from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url
+from shoal_controller.cli.completion import worker_names
+from shoal_controller.cli.options import DEFAULT_URL, Form, Job, Output, Url, Worker
 from shoal_controller.cli.output import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from shoal_protos.rest import Json
 
     from shoal_controller.cli.client import Client
+    from shoal_controller.cli.printed import Tail
+
+LOOK_SECONDS = 0.25
+
+LoggedWorker = typer.Argument(
+    metavar="WORKER",
+    help="Id of the worker. Default: rank 0 or the last.",
+    show_default=False,
+    autocompletion=worker_names,
+)
 
 
 async def jobs(url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
@@ -41,7 +57,7 @@ async def describe(
     With --spec, print its specification instead, defaults filled in: `shoal submit` takes it.
     """
     from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import job_lines, resizes_table, show, workers_table, written
+    from shoal_controller.cli.tables import cells_table, job_lines, resizes_table, show, workers_table, written
 
     async with client_of(url, job) as client:
         if spec:
@@ -53,7 +69,8 @@ async def describe(
     if output is not Form.TABLE:
         echo(written({"job": described, "workers": workers, "report": report}, output))
         return
-    show(*job_lines(described), workers_table(workers), resizes_table(report["generations"]))
+    cells = [cells_table(described, workers)] if "cell" in described else []
+    show(*job_lines(described), *cells, workers_table(workers), resizes_table(report["generations"]))
 
 
 async def change(url: str, job: str, ask: Callable[[Client], Awaitable[Json]]) -> None:
@@ -70,6 +87,9 @@ async def scale(
     workers: Annotated[
         int | None, typer.Argument(metavar="N", help="New number of workers.", show_default=False)
     ] = None,
+    cells: Annotated[
+        int | None, typer.Option("--cells", metavar="N", help="New number of workers, in cells of several.")
+    ] = None,
     least: Annotated[
         int | None, typer.Option("--min-workers", metavar="N", help="New fewest workers to train with.")
     ] = None,
@@ -82,9 +102,24 @@ async def scale(
 
     A launcher starts missing workers; if there are too many, the youngest are drained.
     """
-    if workers is least is most is None:
-        raise UserError("there is nothing to change; expected N, --min-workers or --max-workers")
-    await change(url, job, lambda client: client.scale_job(job, workers, min=least, max=most))
+    if workers is cells is least is most is None:
+        raise UserError("there is nothing to change; expected N, --cells, --min-workers or --max-workers")
+    if workers is not None and cells is not None:
+        raise UserError(f"{workers} workers and {cells} cells are asked for; expected one of the two")
+
+    async def ask(client: Client) -> Json:
+        wanted = workers if cells is None else cells * _processes_of_a_cell(await client.job(job))
+        return await client.scale_job(job, wanted, min=least, max=most)
+
+    await change(url, job, ask)
+
+
+def _processes_of_a_cell(job: Json) -> int:
+    if "cell" not in job:
+        raise UserError(
+            f"job {job['job']} has no cells of several workers, as far as is known by now; expected a number of workers"
+        )
+    return int(job["cell"]["processes"])
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:
@@ -108,3 +143,122 @@ async def cancel(job: Job, url: Url = DEFAULT_URL) -> None:
         await change(url, job, lambda client: client.stop(job))
     except IsOver as error:
         raise Conflict(f"{error}; there is nothing to cancel") from None
+
+
+# ---- its workers
+
+
+async def workers(job: Job, url: Url = DEFAULT_URL, output: Output = Form.TABLE) -> None:
+    """List a job's workers, including those that were lost or have left."""
+    from shoal_controller.cli.runs import client_of
+    from shoal_controller.cli.tables import listed, workers_table
+
+    async with client_of(url, job) as client:
+        listed("workers", await client.workers(job), workers_table, output)
+
+
+async def drain(
+    job: Job,
+    worker: Worker,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, for the job's history.")] = "",
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Let one worker go.
+
+    Nothing that it holds is lost. A launcher replaces it; to have fewer workers, use scale.
+    """
+    await change(url, job, lambda client: client.drain_worker(job, worker, why=why))
+
+
+async def lost(job: Job, worker: Worker, url: Url = DEFAULT_URL) -> None:
+    """Confirm that a silent worker is dead.
+
+    The job then continues without it. Use this only if the process is certainly gone: once all workers of a world are
+    confirmed dead, another world may begin.
+    """
+    await change(url, job, lambda client: client.confirm_worker_lost(job, worker))
+
+
+# ---- its events
+
+
+async def events(
+    job: Job,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep printing new events.")] = False,
+    url: Url = DEFAULT_URL,
+    output: Output = Form.TABLE,
+) -> None:
+    """Print a job's events.
+
+    With --follow and --output json or yaml, each event is a document of its own.
+    """
+    from shoal_controller.cli.runs import client_of
+    from shoal_controller.cli.tables import event_line, written
+
+    def line(event: Json) -> str:
+        return event_line(event) if output is Form.TABLE else written(event, output)
+
+    async with client_of(url, job) as client:
+        known = await client.events(job)
+        if output is not Form.TABLE and not follow:
+            echo(written({"events": known}, output))
+            return
+        for event in known:
+            echo(line(event))
+        if follow:
+            async for event in client.follow(job, after=known[-1]["revision"] if known else 0):
+                echo(line(event))
+
+
+# ---- its logs
+
+
+async def logs(
+    job: Job,
+    worker: Annotated[str | None, LoggedWorker] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new output.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Print a worker's log."""
+    import asyncio
+
+    from shoal_protos.rest import OVER
+
+    from shoal_controller.cli.runs import client_of
+
+    async with client_of(url, job) as client:
+        tail = log_of(logged_worker(await client.workers(job), worker, job))
+        while True:
+            over = not follow or (await client.job(job))["phase"] in OVER
+            for line in tail.take_lines():
+                echo(line)
+            if over:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        for line in tail.take_rest():
+            echo(line)
+
+
+def log_of(worker: Json) -> Tail:
+    """Return the worker's log. Raises `NotFound` where it is not on this machine."""
+    from pathlib import Path
+
+    from shoal_controller.cli.printed import Tail
+
+    path = Path(worker["log"])
+    if not path.exists():
+        raise NotFound(f"the log of {worker['worker']} is {path} on {worker['host'] or 'its host'}, not here")
+    return Tail(path)
+
+
+def logged_worker(workers: Sequence[Json], worker: str | None, job: str) -> Json:
+    """Return the worker that is meant. Raises `NotFound` where there is none with a log."""
+    logged = [one for one in workers if one["log"]]
+    if worker is not None:
+        logged = [one for one in logged if one["worker"] == worker]
+    if not logged:
+        names = ", ".join(one["worker"] for one in workers if one["log"]) or "none"
+        who = f"worker {shown_name(worker)} of job {job}" if worker is not None else f"no worker of job {job}"
+        has = "has no log that this controller knows" if worker is not None else "has a log that this controller knows"
+        raise NotFound(f"{who} {has}; those with one: {names}. Only launched workers write one")
+    return next((one for one in logged if one["rank"] == 0), logged[-1])

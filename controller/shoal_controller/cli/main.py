@@ -1,8 +1,8 @@
 """The `shoal` command: the list of its commands.
 
-A command is a function; small ones share a file by their noun (jobs, checkpoints, workers). It returns its exit
-status (None: 0) or raises a `ShoalError` whose sentence is all that the user reads (endings.py). What is heavy (rich,
-httpx, FastAPI, gRPC) is imported inside the functions, so that `shoal --help` answers at once.
+A command is a function; small ones share a file by their noun (jobs, checkpoints). It returns its exit status (None: 0)
+or raises a `ShoalError` whose sentence is all that the user reads (endings.py). What is heavy (rich, httpx, FastAPI,
+gRPC) is imported inside the functions, so that `shoal --help` answers at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from shoal_controller.cli.demo import demo
 from shoal_controller.cli.doctor import doctor
 from shoal_controller.cli.endings import FAILED, WRONG_USE, Command, ending, say
 from shoal_controller.cli.estimate import estimate
-from shoal_controller.cli.events import events
 from shoal_controller.cli.faulty_flags import AllFaults
-from shoal_controller.cli.jobs import cancel, describe, jobs, pause, resume, scale
-from shoal_controller.cli.logs import logs
+from shoal_controller.cli.jobs import cancel, describe, drain, events, jobs, logs, lost, pause, resume, scale, workers
 from shoal_controller.cli.output import echo
 from shoal_controller.cli.plot import plot
 from shoal_controller.cli.run import run
@@ -37,7 +35,6 @@ from shoal_controller.cli.submit import submit
 from shoal_controller.cli.token import JobOrCommand, create, job_, list_, revoke, rotate
 from shoal_controller.cli.top import top
 from shoal_controller.cli.worker import worker
-from shoal_controller.cli.workers import drain, lost, workers
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,

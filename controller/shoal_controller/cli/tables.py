@@ -16,6 +16,7 @@ from rich.text import Text
 from shoal_protos.log_stream import LogStream
 from shoal_protos.rest import Json
 from shoal_protos.runs import Runs
+from shoal_protos.shape import DIMENSIONS, Shape
 from shoal_protos.text import number, printable
 
 from shoal_controller.cli.fitted import Column, Fitted
@@ -172,8 +173,19 @@ def _stands(job: Json) -> str:
     return (
         f"[bold]{job['job']}[/] {phase(job['phase'])}: step {step_of(job)}, loss {number(job['loss'])}, "
         f"generation {job['generation']}, workers {workers['active']} of {workers['wanted']}"
-        f" ({workers['min']} to {most}), lanes {job['lanes'] or '?'}"
+        f" ({workers['min']} to {most}), lanes {job['lanes'] or '?'}{_in_cells(job)}"
     )
+
+
+def _in_cells(job: Json) -> str:
+    """How many cells train, and what a cell is; empty where a cell is one process."""
+    if "cell" not in job:
+        return ""
+    return f", cells {job['cells']['full']} of {job['cells']['wanted']} ({_shape(job)})"
+
+
+def _shape(job: Json) -> Shape:
+    return Shape(**{name: job["cell"][name] for name in DIMENSIONS})
 
 
 def table_of(*columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -238,6 +250,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
         Column("worker", [worker["worker"] for worker in workers]),
         Column("state", [worker["state"] for worker in workers]),
         Column("rank", ranks, is_number=True),
+        *([Column("cell", [_seat(worker) for worker in workers])] if "cell" in workers[0] else []),
         Column("lanes", [spans(worker["lanes"]) for worker in workers], 1),
         Column("blocks", [str(worker["blocks"]) for worker in workers], 6, is_number=True),
         Column("mirrored", [str(worker["mirrored_blocks"]) for worker in workers], 5, is_number=True),
@@ -251,6 +264,31 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
     does = [_in_a_line(worker["activity"]["sentence"]) if "activity" in worker else "" for worker in workers]
     sentences = {"does": does, "why": [_unsettled(worker) for worker in workers]}
     return Fitted(columns, [Column(name, list(map(escape, cells))) for name, cells in sentences.items() if any(cells)])
+
+
+def _seat(worker: Json) -> str:
+    """The number of a worker's cell and its place in it: `2:t1p0`; `–` stands for what it has not."""
+    return f"{'–' if worker['cell'] is None else worker['cell']}:{_place(worker['coordinate'] or {}) or '–'}"
+
+
+def cells_table(job: Json, workers: Sequence[Json]) -> RenderableType:
+    """Who trains together: a row for each cell, a column for each coordinate; below them who is spare there."""
+    shape = _shape(job)
+    places = [shape.place(coordinate) for coordinate in shape.coordinates]
+    at: dict[tuple[int | None, str], list[str]] = {}
+    for worker in workers:
+        if worker["coordinate"] is not None and worker["rank"] is not None:
+            at.setdefault((worker["cell"], _place(worker["coordinate"])), []).append(worker["worker"])
+    found = {cell for cell, _ in at}
+    rows = [*sorted(cell for cell in found if cell is not None), *({None} & found)]
+    columns = [Column("cell", ["spare" if row is None else str(row) for row in rows])]
+    for spare, place in enumerate(map(_place, places)):
+        columns.append(Column(place, [", ".join(at.get((row, place), ())) or "–" for row in rows], spare))
+    return Fitted(columns)
+
+
+def _place(coordinate: Json) -> str:
+    return "".join(f"{dimension[0]}{index}" for dimension, index in coordinate.items())
 
 
 def spans(numbers: Sequence[int]) -> str:

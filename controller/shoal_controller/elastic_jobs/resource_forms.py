@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 from shoal_protos.acts import Scale
 from shoal_protos.errors import UserError
+from shoal_protos.shape import ONE
 from shoal_protos.text import number, plural
 from shoal_protos.validation import every_sentence
 
@@ -30,8 +31,8 @@ from shoal_controller.launchers.kubernetes.pod_manifest import pods_of
 from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, uid_of
 from shoal_controller.launchers.kubernetes.section import Json
 
-OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource", "request_key", "request_digest")
-"""Of a job's specification: those that change in its life, or are not the user's."""
+OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource", "request_key", "request_digest", "started_together")
+"""Of a job's specification: those that change in its life, or are not the user's, or another key says."""
 SIZE = ("min_workers", "max_workers")
 """Those that a running job follows (`size_change`), with `wanted`."""
 COMPUTED_BY = ("env", "kubernetes.env", "kubernetes.image", "kubernetes.pod_template")
@@ -56,7 +57,7 @@ def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
     if body.launcher != "kubernetes":
         raise UserError(f"`launcher` is {body.launcher}; expected kubernetes, which starts the workers of a resource")
     spec = body.spec(default_wanted=body.workers.min or 1)
-    return replace(spec, wanted_by_default=False, resource=uid_of(item))
+    return replace(spec, min_workers=spec.least_workers, wanted_by_default=False, resource=uid_of(item))
 
 
 def size_change(view: JobView, asked: JobSpec) -> Scale | None:
@@ -66,7 +67,7 @@ def size_change(view: JobView, asked: JobSpec) -> Scale | None:
     change = Scale(
         workers=asked.wanted if asked.wanted != view.wanted else None,
         least=least if least != view.min_workers else None,
-        most=(most or 0) if (most or view.lanes) != view.max_workers else None,
+        most=(most or 0) if (most or view.most_members) != view.max_workers else None,
     )
     return change if change != Scale() else None
 
@@ -141,6 +142,9 @@ def status_of(view: JobView | None, seen: Seen, before: Mapping[str, Any]) -> Js
         }  # fmt: skip
         if view.max_steps is not None:
             found["maxSteps"] = view.max_steps
+        if view.cell != ONE:
+            counts = {"full": view.full_cells, "wanted": view.wanted_cells}
+            found["cells"] = {**counts, "processes": view.cell.processes}
     known = {str(one.get("type")): one for one in before.get("conditions") or ()}
     found["conditions"] = [_dated(one, known.get(one["type"]), seen) for one in _conditions(view, seen.acceptance)]
     return found

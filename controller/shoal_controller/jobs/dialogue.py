@@ -1,7 +1,8 @@
 """One worker's stream as a dialogue without I/O: what may come next, what still has to go out, when it is over.
 
 `service.py` drives it over gRPC. A stream begins with a hello, which names its job and how many blocks there are; what
-follows is checked against that. One more may come, with the text of what the first one only named. Whether the worker
+follows is checked against that. One more may come, with the text of what the first one only named. A process that has
+no model yet asks for its seat instead, on a stream of its own. Whether the worker
 is welcome is the job's affair, not the dialogue's.
 """
 
@@ -11,12 +12,11 @@ from collections import deque
 from dataclasses import replace
 
 from shoal_protos.errors import NotFound, Refused, ShoalError, UserError
-from shoal_protos.messages import Heartbeat, Hello, Refusal
+from shoal_protos.messages import AskSeat, Heartbeat, Hello, Refusal
 from shoal_protos.release import RELEASE
 from shoal_protos.wire import decode_worker, encode_controller, job_of_hello
 
-from shoal_controller.core.machine.events import Connected, MessageReceived
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Connected, MessageReceived, Proof, SeatAsked
 from shoal_controller.store.store import NotLeading
 
 OUTBOX_MESSAGES = 64
@@ -29,6 +29,8 @@ class Dialogue:
     def __init__(self, connection: int) -> None:
         self.connection = connection
         self.hello: Hello | None = None
+        self.job = ""
+        """The job that its first message named; empty: none has come."""
         self._is_brief = False
         self._position: object = None
         """What the last status said that is said at once when it changes."""
@@ -58,14 +60,19 @@ class Dialogue:
             raise Refused(f"the worker shows a token of job {self.proof.job} and says hello to job {job}")
         return job
 
-    def hear(self, data: bytes) -> Connected | MessageReceived:
+    def hear(self, data: bytes) -> Connected | SeatAsked | MessageReceived:
         """The event that a message is for its job. Raises `UserError` where the message must not be."""
-        if self.hello is None:
+        if not self.job:
             self.job_named(data)
             message = decode_worker(data)
-            assert isinstance(message, Hello)
-            return self._greet(message)
+            assert isinstance(message, Hello | AskSeat)
+            self.job = message.job
+            return self._greet(message) if isinstance(message, Hello) else self._ask(message)
+        if self.hello is None:
+            raise UserError("a message came on a stream that has asked for a seat; a worker says hello on a new one")
         message = decode_worker(data, self.hello.description.blocks)
+        if isinstance(message, AskSeat):
+            raise UserError("a worker that has said hello has asked for a seat; it has one for as long as it lives")
         self.routine = isinstance(message, Heartbeat) and message.status.position == self._position
         if isinstance(message, Heartbeat):
             self._position = message.status.position
@@ -80,6 +87,9 @@ class Dialogue:
         self._is_brief = hello.description.is_brief
         self.hello = replace(hello, description=replace(hello.description, parameters=()))
         return Connected(self.connection, hello, self.proof, RELEASE)
+
+    def _ask(self, ask: AskSeat) -> SeatAsked:
+        return SeatAsked(self.connection, ask, self.proof)
 
     def late(self, seconds: float) -> UserError:
         """What to refuse the stream with when no hello came in time."""

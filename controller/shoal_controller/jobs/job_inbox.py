@@ -27,6 +27,7 @@ from shoal_controller.core.machine.events import (
     MessageReceived,
     NeverStarted,
     Probed,
+    SeatAsked,
     Spawned,
     Tick,
     first_batch,
@@ -164,7 +165,7 @@ class Backlog:
 
     def add(self, event: Event) -> None:
         if isinstance(event, Disconnected):
-            came = (Connected, event.connection) in self._events
+            came = any((kind, event.connection) in self._events for kind in (Connected, SeatAsked))
             lasting = () if came else ((MessageReceived, event.connection, Result),)
             self._events = {
                 key: one for key, one in self._events.items() if key[1] != event.connection or key in lasting
@@ -187,7 +188,7 @@ def _key(event: Event) -> Key:
     match event:
         case MessageReceived(connection, message):
             return MessageReceived, connection, type(message)
-        case Connected(connection) | Disconnected(connection):
+        case Connected(connection) | SeatAsked(connection) | Disconnected(connection):
             return type(event), connection
         case Probed(worker) | Spawned(worker) | Exited(worker) | NeverStarted(worker):
             return type(event), worker

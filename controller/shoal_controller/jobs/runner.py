@@ -36,21 +36,20 @@ from shoal_controller.core.machine.effects import (
     Spawn,
 )
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Connected, Event, Started, first_batch
+from shoal_controller.core.machine.events import Connected, Event, SeatAsked, Started, first_batch
 from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
-from shoal_controller.core.machine.phases.rest import CALM_TICKS, rests_until
-from shoal_controller.core.machine.sample import Sample, sample
+from shoal_controller.core.machine.phases.waiting import CALM_TICKS, rests_until
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
-from shoal_controller.core.machine.view import copies_wanted
+from shoal_controller.core.machine.view import Sample, copies_wanted, sample
 from shoal_controller.jobs.audit import Create, audit_entry
 from shoal_controller.jobs.background import BackgroundWork
 from shoal_controller.jobs.job_inbox import JobInbox, Submission, settle
 from shoal_controller.jobs.job_repository import JobRepository
-from shoal_controller.jobs.job_streams import JobStreams
 from shoal_controller.jobs.only_if import OnlyIf, version_of
 from shoal_controller.jobs.ports import Outside, Step, View
 from shoal_controller.jobs.records import JobEvent
+from shoal_controller.jobs.streams import JobStreams
 from shoal_controller.observe.job_series import JobSeries
 from shoal_controller.process.tasks import end_task, guarded
 from shoal_controller.store.store import Unfit, UnknownOutcome
@@ -93,7 +92,7 @@ class Runner:
         self.repository = repository
         self._life = life
         self._inbox = JobInbox(spec.job)
-        self._streams = JobStreams(life.outside, life.cluster)
+        self._streams = JobStreams(life.outside.streams, life.outside.controllers, life.cluster)
         self._job = new_job(spec, life.clock())
         self._carried_out = self._job
         """The job as it is in the store: what people see, so that nothing they have seen is forgotten."""
@@ -370,9 +369,9 @@ class Runner:
 
     def _answer_broken(self, event: Event) -> None:
         """Workers that come are sent home, or to wait where another version may serve them; requests are refused."""
-        if isinstance(event, Connected) and self._unserved:
+        if isinstance(event, Connected | SeatAsked) and self._unserved:
             self._streams.send_last(event.connection, Refusal(self._unserved, final=False))
-        elif isinstance(event, Connected):
+        elif isinstance(event, Connected | SeatAsked):
             self._streams.send_last(event.connection, Shutdown(Ending.FAILED, self._broken))
         elif isinstance(event, OperatorRequest) and not (self._broken and isinstance(event, Cancel)):
             raise Conflict(self._broken or self._unserved).coded(ErrorCode.JOB_UNSERVED)

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 import grpc.aio
@@ -21,7 +22,7 @@ from shoal_protos.plan import Plan
 from shoal_protos.wire import encode_controller
 
 from shoal_controller.access.worker_tokens import SESSION_SECONDS, WorkerTokens
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Connected, Disconnected, Event, Proof, SeatAsked
 from shoal_controller.jobs.dialogue import Dialogue
 
 RENEW_SECONDS = SESSION_SECONDS / 3
@@ -151,7 +152,7 @@ class Streams:
     def states(self) -> dict[str, int]:
         """How many streams there are, by state."""
         dialogues = [stream.dialogue for stream in self._open.values()]
-        greeting = sum(dialogue.hello is None and not dialogue.is_over for dialogue in dialogues)
+        greeting = sum(not dialogue.job and not dialogue.is_over for dialogue in dialogues)
         ending = sum(dialogue.is_over for dialogue in dialogues)
         return {"greeting": greeting, "open": len(dialogues) - greeting - ending, "ending": ending}
 
@@ -198,3 +199,48 @@ class StreamRefusals:
     def count_of_job(self) -> None:
         """Its job has refused the worker."""
         self.counts[OF_ITS_JOB] += 1
+
+
+# ---- the streams of one job
+
+
+class JobStreams:
+    """The streams of one job's workers, for its runner: which there are, and what the shell adds to a message.
+
+    `controllers`: where workers reach the controllers of this store, the one that leads first.
+    """
+
+    def __init__(self, streams: Streams, controllers: Callable[[], tuple[str, ...]], cluster: str) -> None:
+        self._streams, self._controllers, self._cluster = streams, controllers, cluster
+        self._connections: set[int] = set()
+
+    def on_event(self, event: Event) -> None:
+        """A stream comes or goes."""
+        if isinstance(event, Connected | SeatAsked):
+            self._connections.add(event.connection)
+        elif isinstance(event, Disconnected):
+            self._connections.discard(event.connection)
+
+    def send(self, connection: int, message: ToWorker) -> None:
+        """A welcome and a refusal say which store this is; a welcome also where all its controllers are."""
+        if isinstance(message, Welcome):
+            message = replace(message, cluster=self._cluster, controllers=self._controllers())
+        elif isinstance(message, Refusal):
+            message = replace(message, cluster=self._cluster)
+        self._streams.send(connection, message)
+
+    def close(self, connection: int) -> None:
+        self._streams.close(connection)
+
+    def send_last(self, connection: int, message: ToWorker) -> None:
+        """Nothing comes after it, and nothing depends on which store this is."""
+        self._streams.send(connection, message)
+        self.close(connection)
+
+    def send_last_to_all(self, message: ToWorker) -> None:
+        for connection in sorted(self._connections):
+            self.send_last(connection, message)
+
+    def close_all(self) -> None:
+        for connection in sorted(self._connections):
+            self.close(connection)

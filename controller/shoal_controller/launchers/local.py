@@ -28,6 +28,7 @@ from shoal_controller.launchers.end_reports import EndReports, Name, Submit
 from shoal_controller.launchers.launcher import JoinTokens
 from shoal_controller.launchers.ownership import Claim
 from shoal_controller.launchers.process import Process, ProcessRecord, ProcessRecords, boot_id, reap_orphans
+from shoal_controller.process.devices import VISIBLE_DEVICES
 from shoal_controller.process.private_files import make_private_folder
 from shoal_controller.process.tasks import NamedLocks, end_task, guarded, only_logged
 
@@ -417,9 +418,6 @@ def _looks_only_at(process: Process, port: int) -> bool:
 
 def _place(records: ProcessRecords, record: ProcessRecord) -> Place:
     return Place.of_process(record.pid, str(records.log(record.worker)))
-
-
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def device_variable(devices: Sequence[str], taken: Sequence[str]) -> dict[str, str]:

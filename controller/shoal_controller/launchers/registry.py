@@ -2,7 +2,7 @@
 
 `api/models.py` checks bodies by `LAUNCHERS`; `server.py` makes the launchers that are allowed. Each is imported when it
 is made: the client of a cluster takes a second, and commands check bodies without one. What decisions depend on is in
-the core (`core/machine/launcher_traits.py`).
+the core (`core/machine/spec.py`).
 """
 
 from __future__ import annotations

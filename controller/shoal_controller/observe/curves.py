@@ -19,8 +19,8 @@ from typing import Protocol
 import structlog
 from shoal_protos.messages import MOST_REPORTS
 
-from shoal_controller.core.machine.sample import Sample
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.machine.view import Sample
 from shoal_controller.process.private_files import for_this_user, make_private_folder, write_private
 
 EVERY_SECONDS = 1.0

@@ -19,8 +19,7 @@ from typing import Any
 
 from shoal_protos.plan import Plan, WorkerId
 
-from shoal_controller.core.machine.sample import Sample
-from shoal_controller.core.machine.view import missing_copies
+from shoal_controller.core.machine.view import Sample, missing_copies
 
 TIME = "time"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from shoal_protos.messages import PROTOCOL_VERSION
 from shoal_protos.release import RELEASE
+from shoal_protos.shape import ONE
 
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
 from shoal_controller.core.machine.pending import PendingReason
@@ -29,6 +31,9 @@ from shoal_controller.observe.own_figures import OwnFigures
 GONE = (State.LOST, State.LEFT)
 MEMORY_KINDS = ("parameters", "gradients", "state", "state_files", "rss")
 """Whatever else a worker claims has no series."""
+
+MOST_COORDINATES = 32
+"""So many coordinates of a cell have a series of their own: the first ones."""
 
 JobFigure = Callable[[JobView], float | None]
 WorkerFigure = Callable[[WorkerView], float | None]
@@ -165,6 +170,26 @@ def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metr
         ((view.job, state), sum(worker.state is state for worker in view.workers)) for view in jobs for state in State
     )
     yield _gauge("shoal_job_workers", "Workers of a job by state.", ("job_name", "state"), counts)
+    in_cells = [view for view in jobs if view.cell != ONE]
+    cells = (
+        ((view.job, state), number)
+        for view in in_cells
+        for state, number in (("full", view.full_cells), ("wanted", view.wanted_cells))
+    )
+    yield _gauge("shoal_job_cells", "Cells of a job that train, and that its wanted workers make.",
+                 ("job_name", "state"), cells)  # fmt: skip
+    members = (((view.job, str(place)), number) for view in in_cells for place, number in _at_coordinates(view))
+    yield _gauge(
+        "shoal_job_coordinate_members", "Members of the world at a coordinate of its cells.",
+        ("job_name", "coordinate"), members,
+    )  # fmt: skip
+    waited = CounterMetricFamily(
+        "shoal_worker_cell_wait_seconds_total", "Time that a worker has waited in collectives of its cells.",
+        labels=("job_name", "worker"),
+    )  # fmt: skip
+    for who, worker in _present(in_cells):
+        waited.add_metric(who, worker.cell_wait_seconds)
+    yield waited
     reports = (((view.job, name), value) for view in jobs for name, value in view.reports.items())
     yield _gauge(
         "shoal_job_report", "Number that the script has reported last, by its name.", ("job_name", "name"), reports
@@ -173,6 +198,11 @@ def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metr
     yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
     pending = (((view.job, reason), view.pending.get(reason, 0)) for view in jobs for reason in PendingReason)
     yield _gauge("shoal_pods_waiting", "Workers that wait to start, by reason.", ("job_name", "reason"), pending)
+
+
+def _at_coordinates(view: JobView) -> Iterator[tuple[int, int]]:
+    members = Counter(worker.coordinate for worker in view.workers if worker.rank is not None)
+    return ((coordinate, members[coordinate]) for coordinate in view.cell.coordinates[:MOST_COORDINATES])
 
 
 def _controller(sources: Sources) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ is answered by a sentence. See docs/decisions/0011-how-a-plan-travels.md.
 `Door` reads `authorization: Bearer TOKEN`: the operators' token, the join token of a run, or a fresh session token;
 later the join token there and the session token with it. An expired session token opens nothing, but still names its
 worker, which keeps its identity however long no controller was there. Whom the proof admits is the job's decision
-(`phases/proofs.py`).
+(`phases/claims.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from shoal_protos.text import of_shoal
 
 from shoal_controller.access.failed_logins import FailedLogins
 from shoal_controller.access.worker_tokens import ShownToken, WorkerTokens, is_for_workers
-from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived, Proof, SeatAsked
 from shoal_controller.jobs.dialogue import Dialogue
 from shoal_controller.jobs.streams import Context, Stream, Streams
 from shoal_controller.leadership.controller_state import ControllerState
@@ -209,19 +208,18 @@ class SessionService:
 
     async def _hear(self, stream: Stream, data: bytes) -> None:
         dialogue = stream.dialogue
-        if dialogue.hello is None:
+        if not dialogue.job:
             with _hint():
                 self._controller.expect(dialogue.job_named(data))
         event = dialogue.hear(data)
         stream.guest.let_in()
-        assert dialogue.hello is not None
         if not dialogue.routine:
-            return await self._submit(dialogue.hello.job, event)
+            return await self._submit(dialogue.job, event)
         with _hint():
-            return self._controller.hear(dialogue.hello.job, event)
+            return self._controller.hear(dialogue.job, event)
 
     def _expect_hello(self, stream: Stream) -> None:
-        if stream.dialogue.hello is None and not stream.dialogue.is_over:
+        if not stream.dialogue.job and not stream.dialogue.is_over:
             self._refuse(stream, stream.dialogue.late(self._settings.hello_seconds))
 
     def _refuse(self, stream: Stream, error: ShoalError) -> None:
@@ -232,17 +230,17 @@ class SessionService:
         stream.dialogue.refuse(error, leading=self._controller.is_leading)
         stream.stir()
 
-    async def _submit(self, job: str, event: Connected | MessageReceived) -> None:
+    async def _submit(self, job: str, event: Connected | SeatAsked | MessageReceived) -> None:
         with _hint():
             await self._controller.submit(job, event)
 
     def _say_farewell(self, dialogue: Dialogue) -> None:
         """Tell the job that the stream ended, in a task of its own: gRPC may have cancelled the stream's."""
-        if dialogue.hello is None:
+        if not dialogue.job:
             return
         event = Disconnected(dialogue.connection, dialogue.farewell())
         name = f"session {dialogue.connection} says farewell"
-        task = guarded(name, self._submit_farewell(dialogue.hello.job, event), only_logged)
+        task = guarded(name, self._submit_farewell(dialogue.job, event), only_logged)
         self._stop_waits_for(task)
 
     def _stop_waits_for(self, task: asyncio.Task[None] | None) -> None:

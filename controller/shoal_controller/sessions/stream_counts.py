@@ -14,7 +14,7 @@ from http import HTTPStatus
 from shoal_protos.errors import ShoalError
 
 from shoal_controller.access.callers import network_of
-from shoal_controller.core.machine.proof import Proof
+from shoal_controller.core.machine.events import Proof
 
 OPERATORS = "the operators' token"
 

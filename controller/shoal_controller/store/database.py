@@ -129,15 +129,17 @@ class Database:
 
     def changes(self, prefix: str, after: Revision, limit: int) -> tuple[tuple[Changes, ...], Revision]:
         """The changes of the next `limit` revisions under the prefix, and the revision up to which that is all."""
-        query = (
+        query = (  # with names: of numbers, ?1, Python 3.12.1 warns
             "SELECT revision, key, value FROM history WHERE revision IN (SELECT DISTINCT revision FROM history "
-            "WHERE revision > ?1 AND key >= ?2 AND key < ?3 ORDER BY revision LIMIT ?4) AND key >= ?2 AND key < ?3 "
+            "WHERE revision > :after AND key >= :first AND key < :end ORDER BY revision LIMIT :limit) "
+            "AND key >= :first AND key < :end "
             "ORDER BY revision, key"
         )
         with self._reading():
             if after < (compacted := self._fact("compacted")):
                 raise Compacted(after, compacted)
-            rows = self._sql.execute(query, (after, prefix, end_of(prefix), limit)).fetchall()
+            within = {"after": after, "first": prefix, "end": end_of(prefix), "limit": limit}
+            rows = self._sql.execute(query, within).fetchall()
             revision = self._fact("revision")
         grouped: dict[Revision, list[Change]] = {}
         for at, key, value in rows:
@@ -190,9 +192,9 @@ class Database:
             self._sql.execute("INSERT INTO history VALUES (?, ?, ?)", (revision, operation.key, value))
             if isinstance(operation, Put):
                 self._sql.execute(
-                    "INSERT INTO keys VALUES (?1, ?2, ?3, ?3, ?4) "
-                    "ON CONFLICT (key) DO UPDATE SET value = ?2, modified = ?3, lease = ?4",
-                    (operation.key, operation.value, revision, operation.lease),
+                    "INSERT INTO keys VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE "
+                    "SET value = excluded.value, modified = excluded.modified, lease = excluded.lease",
+                    (operation.key, operation.value, revision, revision, operation.lease),
                 )
             else:
                 self._sql.execute("DELETE FROM keys WHERE key = ?", (operation.key,))

@@ -30,6 +30,8 @@ MAX_BLOCKS = 1 << 17
 MAX_LANES = 1 << 16
 MAX_MEMBERS = 1 << 14
 MAX_FILLS = 1 << 20
+MAX_COORDINATES = 1 << 10
+"""Most processes of a cell."""
 MAX_PARTNERS = 64
 MAX_PARAMETERS = 1 << 18
 MAX_DIMENSIONS = 64

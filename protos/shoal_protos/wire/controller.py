@@ -20,11 +20,13 @@ from shoal_protos.messages import (
     PlanMessage,
     Prepare,
     Refusal,
+    Seat,
     SessionToken,
     Shutdown,
     ToWorker,
     Welcome,
 )
+from shoal_protos.shape import MOST_PROCESSES
 from shoal_protos.wire import bounds
 from shoal_protos.wire.plan import read_plan, write_plan
 
@@ -49,6 +51,8 @@ def _write(message: ToWorker) -> pb.ControllerMessage:
     match message:
         case Describe():
             return pb.ControllerMessage(describe=pb.Describe())
+        case Seat(worker, coordinate):
+            return pb.ControllerMessage(seat=pb.Seat(worker=worker, coordinate=coordinate))
         case Welcome():
             return pb.ControllerMessage(welcome=_write_welcome(message))
         case Alive():
@@ -83,6 +87,9 @@ def decode_controller(data: bytes) -> ToWorker:
     match message.WhichOneof("body"):
         case "describe":
             return Describe()
+        case "seat":
+            coordinate = bounds.whole("seat.coordinate", message.seat.coordinate, most=MOST_PROCESSES - 1)
+            return Seat(bounds.name("seat.worker", message.seat.worker), coordinate)
         case "welcome":
             return _read_welcome(message.welcome)
         case "alive":

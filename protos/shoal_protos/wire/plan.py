@@ -47,7 +47,10 @@ def write_plan(plan: Plan) -> pb.Plan:
         reason=REASON_NUMBERS[plan.reason],
         lanes=plan.lanes,
         blocks=plan.blocks,
-        members=[pb.Member(worker=m.worker, incarnation=m.incarnation, address=m.address) for m in plan.members],
+        members=[
+            pb.Member(worker=m.worker, incarnation=m.incarnation, address=m.address, coordinate=m.coordinate)
+            for m in plan.members
+        ],
         shares=[
             pb.Share(
                 lanes=share.lanes,
@@ -64,6 +67,8 @@ def write_plan(plan: Plan) -> pb.Plan:
         steps=plan.steps,
         recovery=_write_recovery(plan.recovery) if plan.recovery else None,
         hosts=plan.hosts,
+        homes=[pb.Blocks(runs=home.encode()) for home in plan.homes],
+        cells=[pb.Cell(ranks=cell) for cell in plan.cells],
     )
 
 
@@ -104,6 +109,11 @@ def read_plan(message: pb.Plan) -> Plan:
         hosts=tuple(
             bounds.whole("plan.hosts", host, most=last) for host in bounds.few("plan.hosts", message.hosts, size)
         ),
+        homes=tuple(
+            bounds.runs("plan.homes", home.runs, blocks)
+            for home in bounds.few("plan.homes", message.homes, bounds.MAX_COORDINATES)
+        ),
+        cells=tuple(_read_cell(cell, last) for cell in bounds.few("plan.cells", message.cells, size)),
     )
 
 
@@ -112,7 +122,13 @@ def _read_member(message: pb.Member) -> Member:
         worker=bounds.name("plan.members.worker", message.worker),
         incarnation=bounds.name("plan.members.incarnation", message.incarnation),
         address=bounds.address("plan.members.address", message.address),
+        coordinate=bounds.whole("plan.members.coordinate", message.coordinate, most=bounds.MAX_COORDINATES - 1),
     )
+
+
+def _read_cell(message: pb.Cell, last: int) -> tuple[int, ...]:
+    ranks = bounds.few("plan.cells", message.ranks, bounds.MAX_COORDINATES)
+    return tuple(bounds.whole("plan.cells", rank, most=last) for rank in ranks)
 
 
 def _read_share(message: pb.Share, lanes: int, blocks: int, last: int) -> Share:

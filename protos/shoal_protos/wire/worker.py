@@ -15,6 +15,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.messages import (
     MOST_REPORTS,
     PROTOCOL_VERSION,
+    AskSeat,
     Change,
     Fault,
     Heartbeat,
@@ -30,17 +31,20 @@ from shoal_protos.messages import (
     ToController,
 )
 from shoal_protos.runs import Runs
+from shoal_protos.shape import MOST_PROCESSES
 from shoal_protos.wire import bounds
 from shoal_protos.wire.worker_parts import (
     read_activity,
     read_checkpoint_ref,
     read_description,
     read_save_report,
+    read_shape,
     read_unreadable,
     write_activity,
     write_checkpoint_ref,
     write_description,
     write_save_report,
+    write_shape,
     write_unreadable,
 )
 
@@ -67,6 +71,8 @@ UNREAD_STATUS = Status(0, 0, MemberState.WARMING_UP, 0, step=-1, committed_in=0)
 def encode_worker(message: ToController) -> bytes:
     """What a worker puts on its stream."""
     match message:
+        case AskSeat():
+            body = pb.WorkerMessage(ask_seat=_write_ask_seat(message))
         case Hello():
             body = pb.WorkerMessage(hello=_write_hello(message))
         case Heartbeat():
@@ -90,6 +96,8 @@ def decode_worker(data: bytes, blocks: int = bounds.MAX_BLOCKS) -> ToController:
     """
     message = _parsed(data)
     match message.WhichOneof("body"):
+        case "ask_seat":
+            return _read_ask_seat(message.ask_seat)
         case "hello":
             return _read_hello(message.hello)
         case "heartbeat":
@@ -107,12 +115,18 @@ def decode_worker(data: bytes, blocks: int = bounds.MAX_BLOCKS) -> ToController:
 
 
 def job_of_hello(data: bytes) -> str | None:
-    """The job that a hello names, before the rest of it is read; None for any other message.
+    """The job that a hello, or a question for a seat, names, before the rest of it is read; None for any other message.
 
     Raises `UserError` where that alone cannot be right.
     """
     message = _parsed(data)
-    return _read_job(message.hello) if message.WhichOneof("body") == "hello" else None
+    match message.WhichOneof("body"):
+        case "hello":
+            return _read_job(message.hello)
+        case "ask_seat":
+            return _read_job(message.ask_seat)
+        case _:
+            return None
 
 
 def _parsed(data: bytes) -> pb.WorkerMessage:
@@ -140,10 +154,37 @@ def _write_hello(hello: Hello) -> pb.Hello:
         next_generation=hello.next_generation,
         run=hello.run,
         release=hello.release,
+        coordinate=hello.coordinate,
     )
 
 
-def _read_job(message: pb.Hello) -> str:
+def _write_ask_seat(ask: AskSeat) -> pb.AskSeat:
+    return pb.AskSeat(
+        job=ask.job,
+        worker=ask.worker,
+        incarnation=ask.incarnation,
+        host=ask.host,
+        pid=ask.pid,
+        cell=write_shape(ask.cell),
+        run=ask.run,
+        wish=ask.wish,
+    )
+
+
+def _read_ask_seat(message: pb.AskSeat) -> AskSeat:
+    return AskSeat(
+        job=_read_job(message),
+        worker=message.worker and bounds.name("ask_seat.worker", message.worker),
+        incarnation=bounds.name("ask_seat.incarnation", message.incarnation),
+        host=bounds.label("ask_seat.host", message.host),
+        pid=bounds.whole("ask_seat.pid", message.pid, least=1),
+        cell=read_shape(message.cell),
+        run=message.run and bounds.name("ask_seat.run", message.run),
+        wish=bounds.whole("ask_seat.wish", message.wish, least=-1, most=MOST_PROCESSES - 1),
+    )
+
+
+def _read_job(message: pb.Hello | pb.AskSeat) -> str:
     if not message.job:
         raise UserError("hello.job is empty; set SHOAL_JOB to the name of a job of this controller")
     return bounds.name("hello.job", message.job)
@@ -161,7 +202,12 @@ def _read_hello(message: pb.Hello) -> Hello:
         description=description,
         status=_read_status(message.status, description.blocks),
         next_generation=bounds.whole("hello.next_generation", message.next_generation),
+        coordinate=_read_coordinate(message, description),
     )
+
+
+def _read_coordinate(message: pb.Hello, description: Description) -> int:
+    return bounds.whole("hello.coordinate", message.coordinate, most=description.cell.processes - 1)
 
 
 def _read_opening(message: pb.Hello) -> Hello:
@@ -285,6 +331,8 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
             not_finite=bounds.readable(telemetry.not_finite),
             state_file_bytes_per_second=telemetry.state_file_bytes_per_second,
             reports={bounds.one_line(name): value for name, value in telemetry.reports.items()},
+            void_lanes=telemetry.void_lanes,
+            cell_wait_seconds=telemetry.cell_wait_seconds,
         ),
         echo=heartbeat.echo,
         activity=write_activity(heartbeat.activity),
@@ -315,6 +363,8 @@ def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
             bounds.label("telemetry.reports", name): value
             for name, value in bounds.few("telemetry.reports", given.reports, MOST_REPORTS).items()
         },
+        void_lanes=bounds.whole("telemetry.void_lanes", given.void_lanes),
+        cell_wait_seconds=bounds.seconds("telemetry.cell_wait_seconds", given.cell_wait_seconds),
     )
     return Heartbeat(
         _read_status(message.status, blocks),

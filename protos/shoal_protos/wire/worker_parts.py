@@ -12,7 +12,10 @@ from shoal_protos.activity import MOST_NAMED, Activity, StepPhase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import HIGHEST_STAGE, Description, Parameter
+from shoal_protos.errors import UserError
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS, EVERYONE
+from shoal_protos.runs import Runs, every, union
+from shoal_protos.shape import DIMENSIONS, ONE, Shape, broken_shape
 from shoal_protos.wire import bounds
 
 LAST_PHASE = max(StepPhase)
@@ -151,10 +154,60 @@ def write_description(description: Description) -> pb.Description:
         peers=description.peers,
         min_workers=description.min_workers,
         max_workers=description.max_workers,
+        cell=write_shape(description.cell) if description.cell != ONE else None,
+        homes=[pb.Blocks(runs=blocks.encode()) for blocks in description.homes],
+        models=[pb.Blocks(runs=blocks.encode()) for blocks in description.models],
     )
 
 
+def write_shape(shape: Shape) -> pb.Shape:
+    return pb.Shape(
+        tensor=shape.tensor, pipeline=shape.pipeline, context=shape.context, expert=shape.expert, tight=shape.tight
+    )
+
+
+def read_shape(message: pb.Shape) -> Shape:
+    """Decode the shape of a cell. Raises `UserError` for one that there is not."""
+    shape = Shape(
+        tensor=message.tensor or 1,
+        pipeline=message.pipeline or 1,
+        context=message.context or 1,
+        expert=message.expert or 1,
+        tight=bounds.labels("cell.tight", message.tight, len(DIMENSIONS)),
+    )
+    if why := broken_shape(shape):
+        raise UserError(f"there is no cell of such a shape: {why}")
+    return shape
+
+
+def _read_homes(message: pb.Description, cell: Shape) -> tuple[Runs, ...]:
+    """Decode the homes of all blocks: each is at one coordinate. Where there is only one, nothing is said of it."""
+    homes = tuple(bounds.runs("description.homes", one.runs, message.blocks) for one in message.homes)
+    expected = cell.processes if cell.processes > 1 else 0
+    if len(homes) != expected or (homes and union(homes) != every(message.blocks)):
+        raise UserError(
+            f"description.homes has {len(homes)} homes with {len(union(homes))} of {message.blocks} blocks; expected "
+            f"{expected} homes that have all of them"
+        )
+    if homes and sum(map(len, homes)) != message.blocks:
+        raise UserError("description.homes has a block twice; expected each at one coordinate")
+    return homes
+
+
+def _read_models(message: pb.Description, homes: tuple[Runs, ...]) -> tuple[Runs, ...]:
+    """Decode the blocks of each coordinate's model, which has its home at least."""
+    models = tuple(bounds.runs("description.models", one.runs, message.blocks) for one in message.models)
+    if len(models) != len(homes):
+        raise UserError(f"description.models has {len(models)} models; expected {len(homes)}, one of each coordinate")
+    for coordinate, (home, model) in enumerate(zip(homes, models, strict=True)):
+        if not home <= model:
+            raise UserError(f"description.models lacks {home - model} at coordinate {coordinate}, their home")
+    return models
+
+
 def read_description(message: pb.Description) -> Description:
+    cell = read_shape(message.cell)
+    homes = _read_homes(message, cell)
     parameters = bounds.few("description.parameters", message.parameters, bounds.MAX_PARAMETERS)
     return Description(
         lanes=bounds.whole("description.lanes", message.lanes, least=1, most=bounds.MAX_LANES),
@@ -183,6 +236,9 @@ def read_description(message: pb.Description) -> Description:
         peers=bounds.whole("description.peers", message.peers),
         min_workers=bounds.whole("description.min_workers", message.min_workers, most=bounds.MAX_LANES),
         max_workers=bounds.whole("description.max_workers", message.max_workers, most=bounds.MAX_LANES),
+        cell=cell,
+        homes=homes,
+        models=_read_models(message, homes),
     )
 
 

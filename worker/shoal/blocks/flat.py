@@ -6,7 +6,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
 from operator import attrgetter, is_
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
-from shoal.core.layout import FROZEN, Bucket, Layout, Stretch, Trainable, lay_out
+from shoal.cells.marks import adopt_local, is_divided, local_gradient, local_of
+from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Layout, Stretch, Trainable, lay_out
 from shoal.core.units import named_parameters, unit_numbers
 from shoal.process.host_memory import memory_on
 
@@ -65,7 +66,7 @@ def trainable(
                 "model.float(), or from_pretrained(…, dtype=torch.float32). Half precision comes from the config, "
                 '`bf16: {"enabled": true}` or `fp16: {"enabled": true}`, which keeps float32 master weights.'
             )
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter) and not is_divided(parameter):
             raise UserError(
                 f'parameter "{name}" requires a gradient and is a {type(parameter).__name__}, which keeps its values '
                 "in other tensors; expected a plain nn.Parameter. Freeze it with requires_grad_(False), or give the "
@@ -74,7 +75,9 @@ def trainable(
             )
         refuse_hooks(name, parameter, own=0)
         group, unit = group_of[id(parameter)], unit_of[id(parameter)]
-        found.append((Trainable(name, tuple(parameter.shape), parameter.dtype, group, unit), parameter))
+        shape = tuple(local_of(parameter).shape)
+        info = Trainable(name, shape, parameter.dtype, group, unit, wrapped=is_divided(parameter))
+        found.append((info, parameter))
     if not found:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
     _refuse_shared_storage(found)
@@ -114,7 +117,8 @@ def plain_parts(
 
 
 def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> None:
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, t.name) for t, p in found if p.numel() and not p.is_meta)
+    named = [(t.name, local_of(p)) for t, p in found if p.numel() and not p.is_meta]
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
     for (_, stop, name), (start, _, other) in pairwise(spans):
         if start < stop:
             raise UserError(
@@ -124,11 +128,12 @@ def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> N
 
 
 def lay_out_model(
-    pairs: Sequence[tuple[Trainable, nn.Parameter]], without_values: torch.device = HOST
+    pairs: Sequence[tuple[Trainable, nn.Parameter]], without_values: torch.device = HOST, part: CellPart = WHOLE
 ) -> tuple[Layout, list[nn.Parameter]]:
     """The layout, and the parameters in the order of its slots. `without_values`: where they are to lie if none has."""
     devices = (parameter.device for _, parameter in pairs if not parameter.is_meta)
-    layout = replace(lay_out([info for info, _ in pairs]), device=next(devices, without_values))
+    infos = [replace(one, own=one.name in part.own, summed=one.name in part.summed) for one, _ in pairs]
+    layout = replace(lay_out(infos, part=part), device=next(devices, without_values))
     by_name = {info.name: parameter for info, parameter in pairs}
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 
@@ -182,8 +187,11 @@ def adopt(
             if parameter.is_meta:
                 give_memory(parameter, view)
                 continue
-            view.copy_(parameter)
-            parameter.data = view
+            view.copy_(local_of(parameter))
+            if is_divided(parameter):
+                adopt_local(parameter, view)
+            else:
+                parameter.data = view
     return flats
 
 
@@ -293,14 +301,20 @@ class Gradients(WholeValues):
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.has_halves = any(bucket.has_masters for bucket in layout.buckets)
         flats = [memory_on(layout.device, bucket.elements, bucket.wide_dtype) for bucket in layout.buckets]
         super().__init__(layout, flats)
         self._views = all_views(layout, self.flats)
-        halves = [bucket.has_masters for bucket in layout.buckets for _ in bucket.slots]
-        self._left = [None if is_half else view for view, is_half in zip(self._views, halves, strict=True)]
-        """What becomes `.grad`: a parameter in half precision can have none in full."""
-        self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
+        slots = [(bucket, slot.parameter) for bucket in layout.buckets for slot in bucket.slots]
+        are_other = [bucket.has_masters or parameter.wrapped for bucket, parameter in slots]
+        self.are_whole = not any(are_other)
+        """Whether each parameter's gradient lies here from the beginning on."""
+        self._left = [None if is_other else view for view, is_other in zip(self._views, are_other, strict=True)]
+        """What becomes `.grad`: a parameter in half precision can have none in full, and a DTensor no plain one."""
+        self._summed = {slot for slot, (_, one) in enumerate(slots) if one.summed and not one.wrapped}
+        """The slots whose gradients are to be added up over a cell when a lane is over; a DTensor's says it itself."""
+        self._partial = set(self._summed)
+        """Those of the lane at hand."""
+        self._names = [parameter.name for _, parameter in slots]
         self._large = [slot for slot, view in enumerate(self._views) if view.nbytes >= TAKEN_BYTES]
         self.taken = frozenset(self._large) | {slot for slot, left in enumerate(self._left) if left is None}
         """The slots whose gradients are taken from their parameters; to the others autograd adds."""
@@ -330,6 +344,7 @@ class Gradients(WholeValues):
     def begin(self) -> None:
         """A lane begins: no parameter has a gradient. Small ones have zeros, and so has what lies between them."""
         self._missing.update(self._large)
+        self._partial = set(self._summed)
         self._put = [*self._left]
         for slot in self._large:
             self._put[slot] = None
@@ -374,7 +389,33 @@ class Gradients(WholeValues):
             parameter.grad = self._left[slot]
         except RuntimeError as error:
             raise moved(self._names[slot]) from error
-        self.add(slot, gradient)
+        self.add(slot, self._local(slot, parameter, gradient) if is_divided(parameter) else gradient)
+
+    def _local(
+        self,
+        slot: int,
+        parameter: nn.Parameter,  # a DTensor
+        gradient: Tensor,  # a DTensor of its shape, with placements of its own
+    ) -> Tensor:  # of the shape of the parameter's local part
+        """What this process has of it, of a sum over the cell perhaps. Raises `UserError`."""
+        found = local_gradient(parameter, gradient)
+        if found.is_partial and found.cut is not None:
+            raise UserError(
+                f'the gradient of parameter "{self._names[slot]}" is a sum over the cell of which each process has a '
+                "part of every shard; not supported yet. Give the parameter's input the layout Replicate()."
+            )
+        if found.is_partial:
+            self._partial.add(slot)
+        return found.tensor
+
+    def sum_over_cell(
+        self,
+        add_up: Callable[[list[Tensor]], None],  # each of its parameter's shape
+    ) -> None:
+        """The lane's backwards are over: `add_up` adds up, in place and over the cell, tensors of one dtype."""
+        parts = [self._views[slot] for slot in sorted(self._partial)]
+        for dtype in sorted({part.dtype for part in parts}, key=str):
+            add_up([part for part in parts if part.dtype == dtype])
 
     def add(
         self,

@@ -12,9 +12,8 @@ import torch
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
-from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.loaded_state import WEIGHTS, LoadedState, State, probe_state_bytes
-from shoal.blocks.state_home import FirstStates, OnUpdated, ReceivedStates, StateHome, unheard
+from shoal.blocks.state_home import FillMemory, FirstStates, OnUpdated, ReceivedStates, StateHome, unheard
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Stretch
 from shoal.optim.twin import give_back_own_values, take_over_hyper_parameters

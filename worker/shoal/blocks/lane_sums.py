@@ -7,12 +7,12 @@ job's life.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.blocks.flat import Gradients, versions
 from shoal.core.layout import Layout
@@ -40,6 +40,8 @@ class LaneSums:
         self._live_versions: list[int] = []
         """Of the live copy's, as the lane's begin or its last backward left them."""
         self.live = Gradients(layout)
+        self.over_cell: Callable[[list[Tensor]], None] | None = None
+        """Adds tensors of one dtype up, in place, over this process's cell; None: that is one process."""
         self.unused = every_one(layout)
         """The parameters that have had no gradient since the step began, as bits."""
 
@@ -71,9 +73,13 @@ class LaneSums:
         if versions(self.live.flats) != self._live_versions:
             raise UserError(KEPT_CHANGED)
 
-    def backward_done(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Those without a gradient have one of zeros."""
+    def backward_done(self, parameters: Sequence[nn.Parameter], is_lanes_last: bool = False) -> None:
+        """Those without a gradient have one of zeros. After a lane's last backward gradients that are spread over a
+        cell are added up. Raises `WorldChanged`.
+        """
         self.live.complete(parameters)
+        if self.over_cell is not None and is_lanes_last:
+            self.live.sum_over_cell(self.over_cell)
         self._live_versions = versions(self.live.flats)
 
     def lane_done(self, lane: int, is_last: bool) -> None:

@@ -15,6 +15,7 @@ import torch
 from shoal_protos.runs import Runs
 from torch import Tensor, nn
 
+from shoal.cells.marks import local_of
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
 from shoal.first_values.deferred_values import DeferredValues
 
@@ -52,7 +53,7 @@ class Originals:
         for (bucket, slot), parameter in zip(self._slots(), parameters, strict=True):
             name = slot.parameter.name
             if deferred is None or name not in deferred:
-                self.named[name] = before[name].to(bucket.wide_dtype) if name in before else parameter.data
+                self.named[name] = before[name].to(bucket.wide_dtype) if name in before else local_of(parameter).data
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((bucket, slot) for bucket in self._layout.buckets for slot in bucket.slots)
@@ -112,9 +113,9 @@ class Originals:
         for (_, slot), parameter in sorted(pairs, key=lambda pair: pair[0][1].parameter.unit):
             exact = own.get(slot.parameter.name)
             if exact is None:
-                parameter.copy_(self._part(slot, 0, slot.parameter.elements).view(parameter.shape))
-            elif exact.data_ptr() != parameter.data_ptr():
-                parameter.copy_(exact)
+                local_of(parameter).copy_(self._part(slot, 0, slot.parameter.elements).view(slot.parameter.shape))
+            elif exact.data_ptr() != local_of(parameter).data_ptr():
+                local_of(parameter).copy_(exact)
         self.forget()
 
     def fill(

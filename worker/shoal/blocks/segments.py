@@ -23,8 +23,7 @@ from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.update_place import UpdatePlace
 from shoal.blocks.values import BlockValues
 from shoal.core.layout import Layout, Stretch, overlaps
-from shoal.optim.step_effects import effects_of_steps
-from shoal.optim.twin import carried, given_back, twin_of
+from shoal.optim.twin import carried, effects_of_steps, given_back, twin_of
 from shoal.process.host_memory import memory_on
 
 SEGMENTS_PER_BUCKET = 4
@@ -83,7 +82,11 @@ class Segments:
 
     def parameters_of(self, segment: Segment) -> Tensor:  # (elements of the segment,) of the bucket's dtype
         """Its parameters, as others read them."""
-        return self.parameters.of(segment.stretch) if segment.weights is None else segment.weights
+        if segment.weights is not None:
+            return segment.weights
+        if self.place.updates_in_place and not segment.has_master:
+            return segment.parameter
+        return self.parameters.of(segment.stretch)
 
     def make(
         self,

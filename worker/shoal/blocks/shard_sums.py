@@ -42,7 +42,7 @@ class ShardSums:
     def before_backward(self) -> None:
         """The script is given no gradient that it could have changed."""
 
-    def backward_done(self, parameters: Sequence[nn.Parameter]) -> None:
+    def backward_done(self, parameters: Sequence[nn.Parameter], is_lanes_last: bool = False) -> None:
         """Buckets are completed one by one, as they leave."""
 
     def lane_done(self, lane: int, is_last: bool) -> None:

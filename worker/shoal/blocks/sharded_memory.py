@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import torch
 from shoal_protos.runs import NO_BLOCKS, every
+from shoal_protos.training_log import get_logger
 from torch import nn
 
 from shoal.blocks.flat import FlatMemory, Flats, adopt, adopt_without_values
 from shoal.blocks.shared_weights import MappedFlats, SharedWeights, can_lie_in_pages
 from shoal.core.layout import Layout
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from shoal.blocks.flat import Flats
 from shoal.core.layout import Bucket, Layout, Stretch
-from shoal.group.unnamed_memory import (
+from shoal.process.host_memory import HUGE_PAGE_BYTES
+from shoal.process.unnamed_memory import (
     TOKEN_BYTES,
     WEIGHTS,
     MemoryAddress,
@@ -38,7 +39,6 @@ from shoal.group.unnamed_memory import (
     open_at,
     reserve,
 )
-from shoal.process.host_memory import HUGE_PAGE_BYTES
 
 Key = tuple[int, int]
 """A world's generation, and how many votes have passed in it."""

@@ -1,21 +1,29 @@
-"""The home of held blocks' state: where it lies between two updates, and how an update reaches it.
+"""The home of held blocks' state: where it lies between two updates, how an update reaches it, and what comes into it.
 
 `InMemory` is the home beside the parameters, and on the host of a device; which of both, the segments' place says
-(update_place.py). A file is another home (offload/state_in_file.py). A home holds, frees, shows and updates what it is
+(update_place.py). A file is another home (offload/state_place.py). A home holds, frees, shows and updates what it is
 told to; which blocks those are, and what they begin with, is the affair of held blocks (held.py).
+
+States from outside, another member's or a checkpoint's, must have what an update needs: one that lacks something, or
+brings it in another form, is refused before anything of it counts (`numbers_of`, `check_masters`, `check_weights`).
+
+`FillMemory` is memory for the state of blocks that a world fills: found for whole stretches, of which slices bring part
+by part. So a slice is received where its blocks are to stay, and the parts of a stretch are one segment as they come.
+Pages that nothing has come into yet take no memory. No group is known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
-from shoal.blocks.fill_memory import FillMemory
 from shoal.blocks.loaded_state import MASTER, WEIGHTS, LoadedState, State
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.segments import Segments
@@ -24,6 +32,7 @@ from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.hyper import has_turn
 from shoal.optim.twin import may_step_in_parts
+from shoal.process.host_memory import memory_on
 
 PART_BYTES = 16 << 20
 """Of parameters that are updated by one step of the optimizer: far more than the step costs besides."""
@@ -264,3 +273,72 @@ def parts_of(segments: list[Segment], may_be_several: bool) -> list[UpdatePart]:
                 parts.append(UpdatePart(segments[index:stop], one))
                 stop, size = index, 0
     return [*parts, UpdatePart(segments[:stop], 0)]
+
+
+def numbers_of(layout: Layout, stretches: Collection[Stretch]) -> Runs:
+    """Block numbers. Raises `ValueError` for stretches that lie in no bucket."""
+    for stretch in stretches:
+        is_in = 0 <= stretch.bucket < len(layout.buckets) and stretch.stop <= layout.buckets[stretch.bucket].blocks
+        if not is_in or not 0 <= stretch.start < stretch.stop:
+            raise ValueError(f"{stretch} lies in no bucket")
+    return layout.runs(stretches)
+
+
+def check_masters(
+    layout: Layout,
+    states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
+) -> None:
+    """Raises `ValueError` where states lack master weights, or have others than an update needs."""
+    for stretch, state in states.items():
+        bucket, master = layout.buckets[stretch.bucket], state.get(MASTER)
+        if not bucket.has_masters or (master is not None and master.dim() and master.dtype == bucket.wide_dtype):
+            continue
+        raise ValueError(f"{_named(stretch)} need one {bucket.wide_dtype} master weight per element; {_found(master)}")
+
+
+def check_weights(
+    layout: Layout,
+    states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
+) -> None:
+    """Raises `ValueError` where they lack parameters that are kept with the state and that no masters tell."""
+    for stretch, state in states.items():
+        bucket, weights = layout.buckets[stretch.bucket], state.get(WEIGHTS)
+        if bucket.has_masters or (weights is not None and weights.dim() and weights.dtype == bucket.dtype):
+            continue
+        raise ValueError(f"{_named(stretch)} need one {bucket.dtype} parameter per element; {_found(weights)}")
+
+
+def _named(stretch: Stretch) -> str:
+    return f"blocks {stretch.start} to {stretch.stop - 1} of bucket {stretch.bucket}"
+
+
+def _found(
+    value: Tensor | None,  # of any shape
+) -> str:
+    return "found none" if value is None else f"found {value.dtype} of shape {tuple(value.shape)}"
+
+
+FindMemory = Callable[[int, torch.dtype], Tensor]  # (elements,) of the dtype
+
+
+class FillMemory:
+    """`runs`: all blocks that are still to be filled. `find`: where, if not beside the parameters."""
+
+    def __init__(self, layout: Layout, runs: Runs, find: FindMemory | None = None) -> None:
+        self._layout, self._find = layout, find or partial(memory_on, layout.device)
+        self.runs, self._wholes = runs, layout.stretches(runs)
+        self._found: dict[tuple[Stretch, str, torch.dtype], Tensor] = {}
+
+    def part(self, stretch: Stretch, key: str, dtype: torch.dtype) -> Tensor:  # (stretch's elements,) of `dtype`
+        """Where the state `key` of a stretch of these blocks is to lie."""
+        whole = self._wholes[bisect_right(self._wholes, (stretch.bucket, stretch.start), key=_begin) - 1]
+        assert whole.bucket == stretch.bucket and stretch.stop <= whole.stop, f"{stretch} is not among {self._wholes}"
+        size = self._layout.buckets[stretch.bucket].block_elements
+        if (whole, key, dtype) not in self._found:
+            self._found[whole, key, dtype] = self._find(whole.blocks * size, dtype)
+        first, last = ((at - whole.start) * size for at in (stretch.start, stretch.stop))
+        return self._found[whole, key, dtype][first:last]
+
+
+def _begin(stretch: Stretch) -> tuple[int, int]:
+    return stretch.bucket, stretch.start

@@ -39,6 +39,9 @@ class Coming:
 class BesideParameters:
     """The numbers that all blocks of a stretch share lie where the optimizer has them: torch's own some on the CPU."""
 
+    updates_in_place = True
+    """Whether parameters without master weights are updated where others read them."""
+
     def __init__(self, layout: Layout, optimizer: torch.optim.Optimizer) -> None:
         self._device, self._user = layout.device, optimizer
         self._known: dict[tuple[int, torch.dtype], dict[str, torch.device]] = {}
@@ -115,6 +118,8 @@ class OnTheHost:
     """Of a model on this device, with the methods of `BesideParameters`. `with_parameters`: where parameters are with
     the state, host memory has them too.
     """
+
+    updates_in_place = False
 
     def __init__(self, device: Device, with_parameters: bool) -> None:
         self._device, self._with_parameters = device, with_parameters

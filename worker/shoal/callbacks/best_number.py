@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from shoal_protos.validation import all_of
 
 from shoal.callbacks.step_callback import check_folder
-from shoal.process.logs import get_logger
 from shoal.training.monitoring import AttachedCallback
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from shoal_protos.errors import UserError
 from shoal_protos.text import duration, number
+from shoal_protos.training_log import get_logger
 
-from shoal.process.logs import get_logger
 from shoal.training.monitoring import AttachedCallback, StepNumbers, why_unusable
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from shoal_protos.text import printable
 
 from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve, saves
 from shoal.checkpoint.export import FLOATS, dtype_named, export, export_dcp
+from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.importing import Imported, import_model
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.verify import verify
 from shoal.core.checkpoint_errors import CheckpointDamaged
 
 DONE, DAMAGED, UNWRITTEN, WRONG_USE, INTERRUPTED = 0, 1, 1, 2, 130

@@ -1,15 +1,20 @@
-"""Which checkpoints a place holds, newest first, and which of them is meant by `resume`.
+"""Which checkpoints a place holds, newest first, which of them is meant by `resume`, and which may go.
 
 The directory alone is enough: every save has a folder of its own, and a folder with a sound manifest whose files are
 all there in full size is a checkpoint. Others are skipped, each with a sentence that says why; what only reading can
 tell (a changed bit) the reader tells. Where every folder with a manifest is skipped, there is not nothing to go on
 from: that is an error (`NoneReadable`).
+
+The newest few stay, every n-th step's stays, and the one in use stays; another run's are not touched, nor what cannot
+be read: another version of Shoal may. Rests of older saves that were broken off go too. A checkpoint's manifest goes
+first, so that what is left of it never looks like one: a kill at any instant leaves whole checkpoints and rests. Called
+by the worker that has just completed a save (`prune`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal_protos.errors import NotFound
@@ -17,8 +22,9 @@ from shoal_protos.errors import NotFound
 from shoal.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, parse, safe_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import Storage, open_storage
+from shoal.checkpoint.writer import part_of
 from shoal.core.checkpoint_errors import CheckpointDamaged, CheckpointIncomplete, NoneReadable, StrangeFile
-from shoal.core.lineage import Branch, is_given_up
+from shoal.core.manifest_parts import Branch, Lineage, is_given_up
 
 FOLDER = re.compile(
     r"step-(?P<step>\d{12,18})-(?P<generation>\d{1,18})-(?P<save>\d{1,18})(-(?P<run>[A-Za-z0-9_]{1,64}))?-[A-Za-z0-9_]{1,64}"
@@ -38,7 +44,7 @@ class SaveName:
     """Votes passed in the generation: tells two saves of one step apart."""
     folder: str
     run: str = ""
-    """The uid of the job's run, as a part of a name: nobody need open a manifest to tell whose it is."""
+    """The uid of the job's run, as a part of a name: no manifest need be opened to tell whose it is."""
 
     @classmethod
     def of(cls, step: int, generation: int, save: int, incarnation: str, run: str = "") -> SaveName:
@@ -80,8 +86,9 @@ class Found:
         """What `resume` and the command take."""
         return f"{self.storage.url}/{self.name.folder}"
 
-    def reader(self) -> Reader:
-        return Reader(self.storage, self.name.folder, self.manifest)
+    def reader(self, coordinate: int = 0) -> Reader:
+        """Of what a coordinate of a cell has."""
+        return Reader(self.storage, self.name.folder, self.manifest, coordinate)
 
 
 def saves(storage: Storage) -> list[SaveName]:
@@ -236,3 +243,134 @@ def at(path: str, skipped: Skipped) -> Found:
     if found is None:
         raise NotFound(f"there is no complete checkpoint in {path}.")
     return found
+
+
+FROZEN = "frozen-"
+"""Beginning of the names of files that several checkpoints share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What the config says."""
+
+    newest: int
+    every: int | None
+    """Checkpoints of every so many steps stay for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """Whose saves in a folder a run may delete: its own, and those of the runs that it has gone on from."""
+
+    run: str = ""
+    lineage: Lineage = ()
+
+    @property
+    def runs(self) -> set[str]:
+        return {self.run, *(branch.run for branch in self.lineage)}
+
+
+def superfluous(whole: Sequence[SaveName], keep: Keep, in_use: str, lineage: Lineage = ()) -> list[SaveName]:
+    """Complete checkpoints, newest first, that may be deleted. `in_use`: a folder's name, or empty.
+
+    What was given up does not count as one of the newest few; it goes when those are newer than it.
+    """
+    gone, counted = [], 0
+    for name in whole:
+        for_good = keep.every and name.step % keep.every == 0
+        if counted >= keep.newest and not for_good and name.folder != in_use:
+            gone.append(name)
+        counted += not is_given_up(name.generation, name.step, lineage)
+    return gone
+
+
+def prune(
+    storage: Storage,
+    done: SaveName,
+    keep: Keep,
+    ours: Ours = Ours(),
+    in_use: str = "",
+    known: set[str] | None = None,
+) -> list[SaveName]:
+    """After the save `done`: deletes what may go, and never `done`; returns the checkpoints that went. `known`: folders
+    that were seen to be whole, of which it makes all that are. Raises `StorageFailed`.
+    """
+    known = set() if known is None else known
+    whole, rests = _sorted_out(storage, done, ours, known)
+    known &= {name.folder for name in whole}
+    old = [name for name in superfluous(whole, keep, in_use, ours.lineage) if name != done]
+    gone = [name for name in old if _is_readable(storage, name)]
+    for name in [*gone, *rests]:
+        delete(storage, name.folder)
+        known.discard(name.folder)
+    if gone:
+        _delete_unused_frozen(storage)
+    return gone
+
+
+def _is_readable(storage: Storage, name: SaveName) -> bool:
+    try:
+        look_into(storage, name)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def delete_rests(storage: Storage, before: SaveName, ours: Ours = Ours()) -> list[SaveName]:
+    """Deletes what saves older than this one left when they were broken off; returns them. Raises `StorageFailed`."""
+    _, rests = _sorted_out(storage, before, ours, set())
+    for name in rests:
+        delete(storage, name.folder)
+    return rests
+
+
+def _sorted_out(storage: Storage, save: SaveName, ours: Ours, known: set[str]) -> tuple[list[SaveName], list[SaveName]]:
+    """Our whole checkpoints, newest first, and rests of our saves older than this one. Folders that are not `known` to
+    be whole are looked into.
+    """
+    whole, rests, runs = [], [], ours.runs
+    for name in saves(storage):
+        if not name.is_of(runs):
+            continue
+        if name.folder in known or MANIFEST in storage.list(name.folder):
+            whole.append(name)
+            known.add(name.folder)
+        elif name < save:
+            rests.append(name)
+    return whole, rests
+
+
+def withdraw(storage: Storage, folder: str, file: str) -> None:
+    """Deletes what one writer wrote of a save that failed. A checkpoint that is whole all the same stays so."""
+    if MANIFEST in storage.list(folder):
+        return
+    for name in (part_of(file), file):
+        storage.remove(f"{folder}/{name}")
+    storage.remove_folder(folder)
+
+
+def delete(storage: Storage, folder: str) -> None:
+    """A whole checkpoint or the rest of one."""
+    names = storage.list(folder)
+    if MANIFEST in names:
+        storage.remove(f"{folder}/{MANIFEST}")
+    for name in names:
+        if name != MANIFEST:
+            storage.remove(f"{folder}/{name}")
+    storage.remove_folder(folder)
+
+
+def _delete_unused_frozen(storage: Storage) -> None:
+    """Files of frozen parameters that no manifest names any more. A manifest that cannot be read keeps them all."""
+    files = {name for name, size in storage.list().items() if size is not None and name.startswith(FROZEN)}
+    if len(files) < 2:
+        return  # the newest checkpoint's own
+    for name in saves(storage):
+        try:
+            frozen = look_into(storage, name).manifest.frozen
+        except CheckpointDamaged:
+            return
+        if frozen is not None:
+            files.discard(frozen.file)
+    for file in files:
+        storage.remove(file)

@@ -51,6 +51,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
     """Writes the file; it is whole or not there. An old one of that name is replaced. Raises `UserError`."""
+    _refuse_cells(reader)
     if not file.name or file.is_dir():
         raise UserError(f"{file} is a folder; name the file to write, such as {file / 'model.safetensors'}.")
     regions, at = list[Region](), 0
@@ -64,6 +65,15 @@ def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
         file.with_name(beside).replace(file)
     except (OSError, StorageFull) as error:
         raise cannot_export(file, error) from error
+
+
+def _refuse_cells(reader: Reader) -> None:
+    processes = reader.manifest.layout.coordinates
+    if processes > 1:
+        raise UserError(
+            f"cannot export {reader.where}: it is of cells of {processes} processes, each of which has a part of the "
+            "model, and joining the parts is not supported yet."
+        )
 
 
 def cannot_export(place: Path, why: BaseException) -> UserError:
@@ -88,6 +98,7 @@ def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
 
     Raises `UserError`.
     """
+    _refuse_cells(reader)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists; choose a new directory for the export.")
     content: dict[str, Any] = {"model": _model(reader, dtype)}

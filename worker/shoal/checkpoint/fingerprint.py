@@ -2,8 +2,10 @@
 
 SHA-256 over the step, the layout, per block in order the SHA-256 of its parameters and of each optimizer state tensor
 (keys sorted, padding +0), the persistent buffers by name, and the updates that parameters have missed, if any. Owners
-digest their blocks; everyone gets all digests, so that the loss of any member loses none. `shoal verify` computes it of
-a checkpoint alike.
+digest their blocks; all members get all digests, so that the loss of any member loses none.
+
+`verify` computes it of a checkpoint alike: it reads the whole, bucket by bucket, so that memory holds one bucket,
+compares every checksum, and keeps nothing of it. `shoal verify` calls it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from shoal_protos.errors import PeerError
 from shoal_protos.runs import Runs
 from torch import Tensor
 
-from shoal.blocks.values import without_gaps
-from shoal.core.layout import Layout, Stretch
+from shoal.blocks.values import WholeValues, without_gaps
+from shoal.checkpoint.reader import Reader
+from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import DIGESTS
@@ -75,22 +80,28 @@ def _digest(part: Tensor, at: int, size: int) -> bytes:
 
 def fingerprint(state: TrainingState, world: World) -> str:
     """Hexadecimal. Every member of the world calls it at the same boundary; raises `WorldChanged`."""
+    layout = state.layout
     mine = block_digests(state, world.owned)
+    mine[layout.blocks + layout.part.coordinate] = digest_of_buffers(state.buffers.committed)
     everyone = dict(mine)
     for number, digest in _exchange(world.group, mine):
         everyone[number] = digest
-    return total_of(state.step, state.layout, everyone, state.buffers.committed, state.misses)
+    buffers = [everyone[layout.blocks + coordinate] for coordinate in range(layout.part.coordinates)]
+    return total_of(state.step, layout, everyone, buffers, state.misses)
 
 
-def total_of(
-    step: int, layout: Layout, digests: Mapping[int, bytes], buffers: Mapping[str, Tensor], misses: Misses
-) -> str:
-    """Hexadecimal. `digests`: of every block, as `block_digests` gives them."""
+def digest_of_buffers(buffers: Mapping[str, Tensor]) -> bytes:
+    """As it enters the fingerprint."""
+    return digest_of(sorted(buffers.items())).encode()
+
+
+def total_of(step: int, layout: Layout, digests: Mapping[int, bytes], buffers: Sequence[bytes], misses: Misses) -> str:
+    """Hexadecimal. `digests`: of every block, as `block_digests` gives them. `buffers`: digests by coordinate."""
     total = hashlib.sha256(f"step {step}\n".encode())
     total.update(layout.digest())
-    for number in layout.all_blocks:
+    for number in range(layout.blocks):
         total.update(digests[number])
-    total.update(digest_of(sorted(buffers.items())).encode())
+    total.update(b"".join(buffers))
     if any(one.updates for one in misses.of):
         total.update(repr(misses.runs()).encode())
     return total.hexdigest()
@@ -111,3 +122,48 @@ def _entries(content: bytes, peer: int) -> Iterator[tuple[int, bytes]]:
         if at > len(content):
             raise PeerError(f"rank {peer} sent digests that end within a block's")
         yield number, content[at - width : at]
+
+
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A checkpoint that is whole. `fingerprint`: hexadecimal, as `engine.fingerprint()` gave it at that step."""
+
+    bytes_read: int
+    fingerprint: str
+
+
+def verify(reader: Reader) -> Verified:
+    """Raises `CheckpointDamaged` naming the first thing that is wrong."""
+    manifest = reader.manifest
+    readers = [reader.at(coordinate) for coordinate in range(manifest.layout.coordinates)]
+    digests = dict(
+        digest
+        for one in readers
+        for bucket in one.blocks.buckets
+        if bucket.is_own or one is readers[0]
+        for digest in _digests_read(one, bucket)
+    )
+    for one in readers:
+        one.check_shared_numbers()
+    buffers = [digest_of_buffers(one.buffers()) for one in readers]
+    reader.check_heads()
+    reader.tensors()
+    reader.frozen()
+    misses = Misses.from_runs(manifest.blocks, manifest.missed)
+    digest = total_of(manifest.step, manifest.blocks, digests, buffers, misses)
+    return Verified(reader.bytes_read + sum(one.bytes_read for one in readers), digest)
+
+
+def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:
+    """Number and digests of each block of a bucket."""
+    layout = reader.blocks
+    whole = layout.whole(bucket)
+    flat = torch.empty(bucket.elements, dtype=bucket.dtype)
+    flats = [flat if other is bucket else _NOTHING for other in layout.buckets]
+    reader.parameters([whole], WholeValues(layout, flats))
+    for stretch, state in reader.states([whole]).items():
+        parameters = flat[slice(*layout.elements(stretch))]
+        yield from digests_of(layout, stretch, [parameters, *(state[key] for key in sorted(state))])

@@ -20,19 +20,18 @@ from shoal_protos.errors import UserError
 from shoal_protos.release import RELEASE
 from torch import Tensor
 
-from shoal.checkpoint.catalogue import SaveName
-from shoal.checkpoint.dcp_index import INDEX
+from shoal.checkpoint.catalogue import SaveName, delete
+from shoal.checkpoint.dcp_folder import INDEX
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.model_file import ModelFile, open_model
 from shoal.checkpoint.named import Known
-from shoal.checkpoint.retention import delete
 from shoal.checkpoint.snapshot import PARAMETERS, Piece, region_name
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import Region
 from shoal.core.layout import Bucket, Layout, Stretch, Trainable, lay_out
-from shoal.core.layout_entry import LayoutEntry
+from shoal.core.manifest_parts import LayoutEntry
 from shoal.process.host_memory import tensor_bytes
 
 PART_BYTES = 32 << 20

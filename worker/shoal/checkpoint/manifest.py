@@ -20,11 +20,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 from shoal_protos.release import RELEASE
-from shoal_protos.runs import Runs
+from shoal_protos.runs import Runs, every
 from shoal_protos.text import of_shoal
 from shoal_protos.validation import every_sentence
 from xxhash import xxh3_128_digest
@@ -33,8 +34,18 @@ from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import DTYPES
 from shoal.core.layout import MOST_BLOCKS, Layout, Stretch
 from shoal.core.layout import VERSION as LAYOUT_VERSION
-from shoal.core.layout_entry import Code, Count, Entry, LayoutEntry, Name, RunName, Shape
-from shoal.core.lineage import MOST_BRANCHES, Branch
+from shoal.core.manifest_parts import (
+    MOST_BRANCHES,
+    Branch,
+    Code,
+    Count,
+    Entry,
+    LayoutEntry,
+    Name,
+    RunName,
+    Shape,
+    only_of_cells,
+)
 from shoal.core.misses import Misses
 from shoal.core.plain import Json
 
@@ -125,6 +136,8 @@ class FileEntry(Entry):
     head: HeadEntry
     worker: Name
     incarnation: Name
+    coordinate: int = only_of_cells(0)
+    """Its writer's in a cell: whose the pieces of own buckets are."""
     pieces: tuple[PieceEntry, ...]
     tensors: dict[Name, TensorEntry]
 
@@ -196,7 +209,7 @@ class Manifest(Entry):
     record: str
     """The vote's record of the step, JSON; empty for step 0."""
     buffers: tuple[Name, ...]
-    """The persistent ones; their tensors are named `buffer/NAME`."""
+    """The persistent ones; `buffer_tensor` says how their tensors are named."""
     frozen: FrozenEntry | None
     config: dict[Name, str]
     numerics: dict[Name, str]
@@ -208,7 +221,7 @@ class Manifest(Entry):
 
     @cached_property
     def blocks(self) -> Layout:
-        """The layout as it is used."""
+        """The layout as it is used, at coordinate 0 of a cell."""
         return self.layout.layout()
 
     @cached_property
@@ -224,6 +237,11 @@ class Manifest(Entry):
     def to_bytes(self) -> bytes:
         """The file's content, with its checksum."""
         return sealed(self.model_dump_json().encode())
+
+
+def buffer_tensor(name: str, coordinate: int = 0) -> str:
+    """Under which name the tensor of a buffer lies in a file: each coordinate of a cell has buffers of its own."""
+    return f"buffer/{name}" if coordinate == 0 else f"buffer at coordinate {coordinate}/{name}"
 
 
 def sealed(content: bytes) -> bytes:
@@ -305,16 +323,25 @@ def _broken(manifest: Manifest) -> Iterator[str]:
         yield str(error)
     if manifest.frozen is not None:
         yield from _broken_ranges(manifest.frozen, manifest.frozen.file)
-    missing = [name for name in manifest.buffers if f"buffer/{name}" not in manifest.tensors]
-    if missing:
-        yield f'buffer "{missing[0]}" is in none of its files'
+    coordinates = range(manifest.layout.coordinates)
+    missing = (
+        (name, coordinate)
+        for name in manifest.buffers
+        for coordinate in coordinates
+        if buffer_tensor(name, coordinate) not in manifest.tensors
+    )
+    for name, coordinate in islice(missing, 1):
+        whose = f" of coordinate {coordinate}" if len(coordinates) > 1 else ""
+        yield f'buffer "{name}"{whose} is in none of its files'
     groups = {bucket.group for bucket in manifest.blocks.buckets}
     if manifest.kind == "training" and groups and max(groups) >= len(manifest.groups):
         yield f"it has {len(manifest.groups)} optimizer groups, its layout {max(groups) + 1}"
 
 
 def broken_file(file: FileEntry, layout: Layout) -> Iterator[str]:
-    """What a file's entry says that cannot be."""
+    """What a file's entry says that cannot be. `layout`: at any coordinate."""
+    if file.coordinate >= layout.part.coordinates:
+        yield f"{file.name} is of coordinate {file.coordinate}, and its cells have {layout.part.coordinates}"
     for piece in file.pieces:
         yield from _broken_piece(file, piece, layout)
     yield from _broken_ranges(file, file.name)
@@ -356,11 +383,17 @@ def piece_ranges(piece: PieceEntry, itemsize: int, block_elements: int) -> Itera
 
 
 def broken_cover(files: tuple[FileEntry, ...], layout: Layout) -> Iterator[str]:
-    """Every block is there exactly once, or which is not."""
-    copies = Counter(number for file in files for piece in file.pieces for number in layout.numbers_of(piece.stretch))
+    """Every block is there exactly once, or which is not. `layout`: at any coordinate."""
+    layouts = {one: layout.at(one) for one in {file.coordinate for file in files}}
+    copies = Counter(
+        number
+        for file in files
+        for piece in file.pieces
+        for number in layouts[file.coordinate].numbers_of(piece.stretch)
+    )
     for start, stop in Runs.of(number for number, count in copies.items() if count > 1).spans:
         yield f"{_named(start, stop)} in it twice"
-    for start, stop in (layout.all_blocks - Runs.of(copies)).spans:
+    for start, stop in (every(layout.blocks) - Runs.of(copies)).spans:
         yield f"{_named(start, stop)} in none of its files"
 
 

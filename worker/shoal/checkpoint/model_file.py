@@ -1,9 +1,9 @@
 """A plain model file: tensors by name, from safetensors, a torch state dict or a `torch.distributed.checkpoint` folder.
 
 Read in parts by imports; no code of a file or folder is run. A torch file in today's format is mapped, not read. A
-folder can come from any program and any number of processes, and may have optimizer states. `dcp_index.py` reads its
-index, `sort_places` says which entries are the model's and which are states (pure: names and places only),
-`dcp_tensors.py` checks and reads the tensors.
+folder can come from any program and any number of processes, and may have optimizer states. `dcp_folder.py` reads its
+index, checks and reads its tensors; `sort_places` says which entries are the model's and which are states (pure: names
+and places only).
 
 Known forms of a folder: a state dict at the top, with an optimizer and other entries beside it (torchtitan); one under
 a key, as in `{"model": …, "optimizer": …}` (Shoal, FSDP, Lightning); the same once more within one mapping (`{"app":
@@ -26,8 +26,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.blocks.loaded_state import MASTER, WEIGHTS
-from shoal.checkpoint.dcp_index import INDEX, LARGEST, Index, Place, Shape, read_index
-from shoal.checkpoint.dcp_tensors import FolderTensors
+from shoal.checkpoint.dcp_folder import INDEX, LARGEST, FolderTensors, Index, Place, Shape, read_index
 from shoal.checkpoint.named import Known
 from shoal.core.container import CODES, DTYPES
 from shoal.first_values.pretrained import Pretrained

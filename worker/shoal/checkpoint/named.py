@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.blocks.flat import views
 from shoal.blocks.loaded_state import MASTER
 from shoal.blocks.values import WholeValues
-from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader
 from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket
@@ -42,7 +42,7 @@ def names(manifest: Manifest) -> dict[str, Known]:
         for slot in bucket.slots
     }
     beside = dict(manifest.frozen.tensors) if manifest.frozen is not None else {}
-    beside |= {name: manifest.tensors[f"buffer/{name}"][1] for name in manifest.buffers}
+    beside |= {name: manifest.tensors[buffer_tensor(name)][1] for name in manifest.buffers}
     return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
 
 

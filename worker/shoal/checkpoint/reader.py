@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues
-from shoal.checkpoint.manifest import CHECKSUM_BYTES, Manifest, PieceEntry, TensorEntry, checksum
+from shoal.checkpoint.manifest import CHECKSUM_BYTES, Manifest, PieceEntry, TensorEntry, buffer_tensor, checksum
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
 from shoal.core.checkpoint_errors import CheckpointDamaged
@@ -71,15 +71,29 @@ class _Part:
 
 
 class Reader:
-    """One checkpoint. `folder` is its folder in the storage."""
+    """One checkpoint, as a coordinate of a cell sees it: its own blocks, and the common ones, which all have written.
 
-    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
+    `folder` is its folder in the storage.
+    """
+
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, coordinate: int = 0) -> None:
         self._storage, self._folder, self.manifest = storage, folder, manifest
+        self.coordinate, self.blocks = coordinate, manifest.blocks.at(coordinate)
         self._pieces = sorted(
-            ((piece.stretch, file, piece) for file in manifest.files for piece in file.pieces), key=lambda one: one[0]
+            (
+                (piece.stretch, file, piece)
+                for file in manifest.files
+                for piece in file.pieces
+                if file.coordinate == coordinate or not self.blocks.buckets[piece.bucket].is_own
+            ),
+            key=lambda one: one[0],
         )
         self._places = [stretch for stretch, _, _ in self._pieces]
         self.bytes_read = 0
+
+    def at(self, coordinate: int) -> Reader:
+        """The same as another coordinate sees it."""
+        return Reader(self._storage, self._folder, self.manifest, coordinate)
 
     @property
     def where(self) -> str:
@@ -121,7 +135,7 @@ class Reader:
 
     def _blank(self, whole: Stretch, run: list[_Part], only: str) -> State:
         """Empty tensors for a run."""
-        elements = whole.blocks * self.manifest.blocks.block_elements
+        elements = whole.blocks * self.blocks.block_elements
         return {
             key: torch.empty((), dtype=dtype) if entry.scalar else host_memory(elements, dtype)
             for key, entry in run[0].piece.state.items()
@@ -131,7 +145,7 @@ class Reader:
 
     def _ranges(self, state: State, whole: Stretch, run: list[_Part]) -> Iterator[_Range]:
         """What fills them; a number that all blocks share is read once."""
-        size = self.manifest.blocks.block_elements
+        size = self.blocks.block_elements
         for key, target in state.items():
             for part in run if target.dim() else run[:1]:
                 first, stop = ((at - whole.start) * size for at in (part.stretch.start, part.stretch.stop))
@@ -163,8 +177,9 @@ class Reader:
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers by their names in the model."""
-        found = self.tensors(f"buffer/{name}" for name in self.manifest.buffers)
-        return {name.removeprefix("buffer/"): value for name, value in found.items()}
+        names = {name: buffer_tensor(name, self.coordinate) for name in self.manifest.buffers}
+        found = self.tensors(names.values())
+        return {name: found[tensor] for name, tensor in names.items()}
 
     def frozen(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The parameters that no optimizer changes, by name; all of them where none is named."""
@@ -222,7 +237,7 @@ class Reader:
 
     def _number(self, place: tuple[int, int], index: int) -> int:
         bucket, position = place
-        return self.manifest.blocks.numbers[bucket][position + index]
+        return self.blocks.numbers[bucket][position + index]
 
 
 def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:

@@ -20,11 +20,10 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.given_states import check_masters
 from shoal.blocks.loaded_state import MASTER, WEIGHTS
-from shoal.checkpoint.by_name import take_by_name
-from shoal.checkpoint.layout_check import Match, difference
-from shoal.checkpoint.manifest import Manifest
+from shoal.blocks.state_home import check_masters
+from shoal.checkpoint.manifest import Manifest, buffer_tensor
+from shoal.checkpoint.other_layout import Match, difference, take_by_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import States
 from shoal.core.checkpoint_errors import CheckpointDamaged
@@ -54,15 +53,30 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
 
     Raises `UserError` naming what differs where `allow` does not accept it.
     """
+    part = state.layout.part
+    if manifest.layout.coordinates != part.coordinates:
+        raise UserError(
+            f"{where} is of {_cells_of(manifest.layout.coordinates)}, and this job's lanes are trained by "
+            f"{_cells_of(part.coordinates)}; going on with another shape of a cell is not supported yet."
+        )
     differs = difference(manifest, state.layout, type(state.optimizer).__name__)
     if differs is None:
         return True
+    if part.coordinates > 1:
+        raise UserError(
+            f"{where} is not of this job's model: {differs} Taking what matches by name is not supported yet where a "
+            "cell has several processes."
+        )
     if manifest.kind == "training" and not allow:
         raise UserError(
             f"{where} is not of this job's model: {differs} To begin at step 0 with what matches by name, set "
             '`shoal.checkpoint.allow: ["new", "missing"]`.'
         )
     return False
+
+
+def _cells_of(processes: int) -> str:
+    return f"cells of {processes} processes" if processes > 1 else "one process"
 
 
 def load_small_state(reader: Reader, state: TrainingState, registered: States) -> OtherValues | None:
@@ -188,7 +202,7 @@ def _refuse_other_kinds(reader: Reader, found: Any, own: Any, where: str) -> Non
 
 
 def _buffers(reader: Reader, beside: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: beside[f"buffer/{name}"] for name in reader.manifest.buffers}
+    found = {name: beside[buffer_tensor(name, reader.coordinate)] for name in reader.manifest.buffers}
     if found.keys() != own.keys():
         name = min(found.keys() ^ own.keys())
         raise UserError(f'{reader.where} does not fit: only one of checkpoint and model has the buffer "{name}".')

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
+from shoal_protos.training_log import get_logger
+
 from shoal.core.checkpoint_errors import TransientStorageFailure
-from shoal.process.logs import get_logger
 
 if TYPE_CHECKING:
     from shoal.checkpoint.storage import Storage, Target

@@ -23,12 +23,12 @@ from functools import partial
 from typing import TypeVar
 
 from shoal_protos.errors import ShoalError
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
-from shoal.checkpoint.catalogue import SaveName
+from shoal.checkpoint.catalogue import FROZEN, Keep, Ours, SaveName, delete, delete_rests, prune, withdraw
 from shoal.checkpoint.manifest import FrozenEntry, Manifest, TensorEntry, checksum, safe_name
 from shoal.checkpoint.model_export import Reading
-from shoal.checkpoint.retention import FROZEN, Keep, Ours, delete, delete_rests, prune, withdraw
 from shoal.checkpoint.retrying_storage import Chunks
 from shoal.checkpoint.snapshot import Arena, DataContent, TensorsAlone
 from shoal.checkpoint.storage import Storage
@@ -38,7 +38,6 @@ from shoal.core.container import CODES, Region, header
 from shoal.core.saving import CompleteSave, SaveAct, SavePart, SavePartVote, SaveStatus, WithdrawSave, WriteSave
 from shoal.process.device import HOST, Device
 from shoal.process.host_memory import tensor_bytes
-from shoal.process.logs import get_logger
 from shoal.state.training_state import digest_of
 
 PATIENCE_SECONDS = 30.0

@@ -37,6 +37,7 @@ from shoal.checkpoint.manifest import (
     TensorEntry,
     broken_cover,
     broken_file,
+    buffer_tensor,
     checksum,
     parse_part,
     safe_name,
@@ -46,7 +47,7 @@ from shoal.checkpoint.snapshot import PARAMETERS, DataContent, Piece
 from shoal.checkpoint.storage import Storage
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import CODES, Region, header
-from shoal.core.layout_entry import LayoutEntry
+from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.plain import Json, encode
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import class_of
@@ -62,10 +63,11 @@ class Author:
 
     worker: str
     incarnation: str
+    coordinate: int = 0
 
     @classmethod
     def of(cls, member: Member) -> Author:
-        return cls(member.worker, member.incarnation)
+        return cls(member.worker, member.incarnation, member.coordinate)
 
     def file(self, step: int, of: str = "") -> str:
         """The data file's name. `of`: what it has, beside that of the author's blocks."""
@@ -91,6 +93,7 @@ def write_content(
         head=head_entry(head),
         worker=author.worker,
         incarnation=author.incarnation,
+        coordinate=author.coordinate,
         pieces=tuple(_piece_entry(piece, len(head), checksums) for piece in content.pieces),
         tensors={name: _tensor_entry(region, len(head), checksums) for name, region in content.tensors.items()},
     )
@@ -243,6 +246,12 @@ class Origin:
     numerics: Mapping[str, str]
 
 
+def tensors_of_buffers(state: TrainingState) -> dict[str, Tensor]:
+    """As they stand in a file, copied: each coordinate of a cell has its own."""
+    coordinate = state.layout.part.coordinate
+    return {buffer_tensor(name, coordinate): value.clone() for name, value in state.buffers.committed.items()}
+
+
 def draft_of(
     state: TrainingState, origin: Origin, generation: int, registered: States
 ) -> tuple[Manifest, dict[str, Tensor]]:
@@ -250,7 +259,7 @@ def draft_of(
 
     Raises `UserError` naming a state that cannot be kept.
     """
-    tensors = {f"buffer/{name}": value.clone() for name, value in state.buffers.committed.items()}
+    tensors = tensors_of_buffers(state)
     states = TakenStates.of(registered)
     scheduler = state.scheduler.state_dict() if state.scheduler is not None else None
     manifest = Manifest(

@@ -1,8 +1,8 @@
 """The client of REST: one method per operation, by its name there (docs/rest.md), and two that wait.
 
 `ActCalls` has the acts of an operator, `TokenCalls` the operations on tokens, of people and programs and of workers.
-The client decides which requests may be sent again; `sending.py` does so, to the controller that `controllers.py`
-finds. Nothing is kept between calls.
+The client decides which requests may be sent again; `sending.py` does so, to the controller that it finds. Nothing is
+kept between calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from shoal_protos.acts import ActCalls
 from shoal_protos.path_part import path_part
 from shoal_protos.rest import Json, job_path
 
-from shoal.client.controllers import Controllers
 from shoal.client.rest_answers import (
     CheckpointInfo,
     EventInfo,
@@ -28,6 +27,7 @@ from shoal.client.rest_answers import (
     TokenInfo,
     WorkerInfo,
 )
+from shoal.client.sending import Controllers
 
 
 class TokenCalls:

@@ -1,8 +1,9 @@
-"""The driver of the client: it sends, and sends again what may be sent again.
+"""The driver of the client: it finds the controllers, sends to them, and sends again what may be sent again.
 
 A request is sent again until `retry_seconds` have passed: where no connection came about, where the controller says
 that it cannot now (429, 503; it waits `Retry-After`), and, of what may be repeated, where the answer was lost
-(`Repeats`). Called by `rest_client.py`; which controllers there are says `controllers.py`.
+(`Repeats`). `Controllers` is that at the client's address, or, where it was given none, those that the commands find
+here: asked anew with every call, because runs begin and end while a program lives. Called by `rest_client.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from urllib.parse import urlencode
 import httpx
 from shoal_protos.bearer import shown_token
 from shoal_protos.errors import NoController
+from shoal_protos.living_runs import Run, answering_runs
 from shoal_protos.pem import believed
 from shoal_protos.rest import (
     AnswerObject,
@@ -139,3 +141,37 @@ class RestSender:
                     answer.read()
                 wait = repeats.after_problem(answer, time.monotonic())
             time.sleep(wait)
+
+
+DEFAULT_URL = "http://127.0.0.1:7070"
+
+
+class Controllers:
+    """The connections of a client."""
+
+    def __init__(self, url: str | None, token: str | None, retry_seconds: float) -> None:
+        """As `Client` has them. Raises `UserError` for what cannot be used."""
+        self._token, self._retry_seconds = token, retry_seconds
+        self._folder = Path(os.environ.get("SHOAL_DATA") or ".shoal")
+        self._given = RestSender(url or os.environ.get("SHOAL_URL") or DEFAULT_URL, token, self._folder, retry_seconds)
+        self._of_runs: dict[tuple[str, int], RestSender] = {}
+
+    def close(self) -> None:
+        for sender in (self._given, *self._of_runs.values()):
+            sender.close()
+
+    def of(self, job: str = "") -> RestSender:
+        """The controller of the run that trains the job, or else the first one."""
+        return self.all(job)[0]
+
+    def all(self, job: str = "") -> list[RestSender]:
+        """The controller of the run that trains the job, or all of them."""
+        if self._given.address.url != DEFAULT_URL:
+            return [self._given]
+        return [self._given if run is None else self._of_run(run) for run in answering_runs(self._folder, job)]
+
+    def _of_run(self, run: Run) -> RestSender:
+        process = run.url, run.pid
+        if process not in self._of_runs:
+            self._of_runs[process] = RestSender(run.url, self._token, run.folder, self._retry_seconds)
+        return self._of_runs[process]

@@ -45,7 +45,7 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """An old name; `old_config_keys.py` gives the key its name of today before anything is checked."""
+    """Another name; `old_config_keys.py` gives the key its name of today before anything is checked."""
 
     to: str
 
@@ -66,7 +66,6 @@ _AS_THEY_ARE = "gathered parameters have the bits of their owner's, on every wor
 _ALL_WORKERS = "blocks are spread over all workers; `shoal.mirrors` makes copies, which need not be gathered"
 _DATA_ORDER = "the order of samples is Shoal's own, the same in every world"
 _OTHER_MODEL = "it replaces or drops modules of the model; give the model as it is to be trained"
-_WHOLE_MODEL = "every lane runs the whole model"
 
 _UNITS = Ignored("buckets follow from the model's units (`shoal.units`), in every stage alike")
 _SENDS = Ignored("blocks travel by sends between the workers that hold them")
@@ -101,12 +100,14 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "zero_allow_untested_optimizer", Ignored("see `shoal.elementwise`")),
     ("", "zero_force_ds_cpu_optimizer", Ignored("updates in host memory are made by torch's own kernels")),
     ("optimizer", "legacy_fusion", Ignored("updates are made by torch's own kernels")),
-    ("", "pipeline", Ignored("it is for a PipelineModule only, and every lane runs the whole model")),
+    ("pipeline", "stages", Renamed("shoal.cell.pipeline")),
+    ("", "pipeline", Ignored("but for its `stages` it is for a PipelineModule only")),
+    ("", "expert_parallel", Ignored("where it is on, its `autoep_size` is read")),
     ("", "ddp_bf16", Unsupported("gradients are always added up in float32")),
     ("", "sparse_gradients", Unsupported("a bucket's gradient travels with all of its elements")),
     ("", "gradient_allreduce_op", Unsupported("a step's gradient is the mean over its samples", ("mean", None))),
     ("", "data_parallel_size", _ANY_SIZE),
-    ("", "sequence_parallel_size", Unsupported(_WHOLE_MODEL, (1, None))),
+    ("", "sequence_parallel_size", Renamed("shoal.cell.context")),
     ("data_types", "grad_accum_dtype", Unsupported("gradients are always added up in float32", (None, "auto", "fp32"))),
     ("", "amp", Switched("see `bf16` and `fp16`")),
     ("", "autotuning", Switched("it starts jobs of its own; `shoal estimate` says what fits into memory")),
@@ -116,8 +117,11 @@ _ROWS: tuple[tuple[str, str, Fate], ...] = (
     ("", "curriculum_learning", Switched(_DATA_ORDER)),
     ("", "data_efficiency", Switched(_DATA_ORDER, in_parts=True)),
     ("", "eigenvalue", Switched("it serves `quantize_training` only")),
-    ("", "expert_parallel", Switched(_WHOLE_MODEL)),
-    ("", "tensor_parallel", Switched(_WHOLE_MODEL, "autotp_size", (0, 1, None))),
+    ("expert_parallel", "autoep_size", Renamed("shoal.cell.expert")),
+    ("tensor_parallel", "autotp_size", Renamed("shoal.cell.tensor")),
+    ("tensor_parallel", "partition_config preset_model vocab_parallel_lm_head", Unsupported(
+        "the script divides its model itself, after `shoal.cell`, such as by torch's `parallelize_module`")),
+    ("tensor_parallel", "tp_overlap_comm", Ignored("the collectives of a cell are made in the script's order")),
     ("", "fp8", Switched("the scales of float8 follow from the values of earlier steps, which belong to the lane: a "
      "lane's result would depend on the worker that trains it")),
     ("", "hybrid_engine", Switched("it generates text between two steps; a script does so itself, with the model")),

@@ -14,6 +14,7 @@ from shoal_protos.config_file import whole
 from shoal_protos.elastic_section import Elasticity
 from shoal_protos.memory_estimate import MOST_LANES
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS
+from shoal_protos.shape import DIMENSIONS, MOST_PROCESSES
 from shoal_protos.validation import Allowed
 
 Auto = Literal["auto"]
@@ -224,6 +225,35 @@ class Checkpoint(Section):
     training begins at step 0."""
 
 
+CellSize = Annotated[
+    Annotated[Whole, Field(ge=1, le=MOST_PROCESSES)], Allowed(f"a whole number from 1 to {MOST_PROCESSES}")
+]
+
+
+class Cell(Section):
+    """`shoal.cell`: the processes that train a lane together, each with its part of the model; a script whose cell has
+    several calls `shoal.cell` before it builds the model. The shape of a cell is fixed for the job's life; the number
+    of cells follows from the number of workers, which `workers.min` and `workers.max` count."""
+
+    tensor: CellSize = 1
+    """Processes among which each layer is divided (tensor parallelism). DeepSpeed's `tensor_parallel.autotp_size` means
+    the same."""
+    pipeline: CellSize = 1
+    """Stages of a pipeline; not supported yet above 1. DeepSpeed's `pipeline.stages`."""
+    context: CellSize = 1
+    """Processes among which each sequence is divided; not supported yet above 1. DeepSpeed's
+    `sequence_parallel_size`."""
+    expert: CellSize = 1
+    """Processes among which experts are divided; not supported yet above 1. DeepSpeed's
+    `expert_parallel.autoep_size`."""
+    tight: Annotated[
+        tuple[Literal["pipeline", "expert", "context", "tensor"], ...],
+        Field(strict=False),
+        Allowed(f"a list of {', '.join(DIMENSIONS)}"),
+    ] = ()
+    """Dimensions within which the processes of a cell must be on one host."""
+
+
 class Shoal(Section):
     """`shoal`: settings that DeepSpeed does not have."""
 
@@ -295,6 +325,11 @@ class Shoal(Section):
     )
     """Reaction to copies that differ. `restore`: all go back to the newest checkpoint whose copies were compared
     when it was saved (without one the job pauses); `pause`: the job pauses; `continue`: it is only reported."""
+    check_collectives: Switch = False
+    """True: the processes of a cell compare every collective before they make it, and a script that makes different
+    ones fails the job with a sentence. False: they do so in the first step of each world, and then with the first
+    collective of each micro-batch and of each evaluation. No effect where a cell is one process."""
+    cell: Cell = Cell()
     checkpoint: Checkpoint = Checkpoint()
 
 

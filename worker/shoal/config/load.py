@@ -22,11 +22,13 @@ from shoal_protos.corruption import OnCorruption
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.old_config_keys import with_todays_names
+from shoal_protos.shape import Shape
 from shoal_protos.text import shown
+from shoal_protos.training_log import get_logger
 from shoal_protos.validation import MOST_FAULTS, what_is_left
 
-from shoal.config.document import Checkpoint, Document, OffloadOptimizer, Optimizer
-from shoal.config.elastic import elastic_of
+from shoal.config.cell_section import cell_faults, impossible, shape_in
+from shoal.config.document import Cell, Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.sentences import all_of, misplaced_key, not_built, sentences_of, unread_in, wrong_value
 from shoal.config.sifting import Sifted, sift
 from shoal.config.training import (
@@ -37,11 +39,11 @@ from shoal.config.training import (
     Precision,
     Sizes,
     TrainingConfig,
+    elastic_of,
     per_lane,
     precision_faults,
     settle,
 )
-from shoal.process.logs import get_logger
 
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
@@ -69,11 +71,8 @@ NOTHING_BESIDE = Beside()
 
 def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING_BESIDE) -> TrainingConfig:
     """Read, check and settle a configuration. Raises `UserError` with a sentence for each fault."""
-    if not isinstance(source, str | Path | Mapping):
-        raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
-    given = parsed_config(_as_json(source)) if isinstance(source, Mapping) else read_config(Path(source))
     faults: list[str] = []
-    given = _with_section_shoal(with_todays_names(given, faults), beside.shoal, faults)
+    given = _with_section_shoal(_given(source, faults), beside.shoal, faults)
     sifted = sift(given, faults)
     misplaced = [misplaced_key(key, place) for key, place in sifted.misplaced.items()]
     try:
@@ -90,6 +89,31 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
     _tell_batch(document)
     assert settled is not None, "sizes that do not settle are a fault"
     return settled
+
+
+def shape_of(source: str | Path | Mapping[str, Any]) -> Shape:
+    """The shape that a configuration gives its cells, before anything else of it is read: a script needs it to build
+    its model. Raises `UserError`.
+    """
+    faults: list[str] = []
+    shoal = _given(source, faults).get("shoal")
+    cell = shoal.get("cell", {}) if isinstance(shoal, Mapping) else {}
+    try:
+        shape = shape_in(Cell.model_validate(cell))
+    except ValidationError as error:
+        raise UserError(all_of([*faults, *sentences_of(error, Cell, "shoal.cell")])) from None
+    faults += impossible(shape)
+    if faults:
+        raise UserError(all_of(faults))
+    return shape
+
+
+def _given(source: str | Path | Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """All that a file or dict says, with today's names of its keys."""
+    if not isinstance(source, str | Path | Mapping):
+        raise UserError(f"the config is a {type(source).__name__}; expected a path or a dict.")
+    given = parsed_config(_as_json(source)) if isinstance(source, Mapping) else read_config(Path(source))
+    return with_todays_names(given, faults)
 
 
 def _tell(sifted: Sifted) -> None:
@@ -165,6 +189,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         means = "the greatest number up to 8 that divides the step's batch; `shoal.lanes` may say another"
         log.info("lanes", lanes=sizes.lanes, micro_batch_size=sizes.micro_batch_size, means=means)
     return TrainingConfig(
+        cell=shape_in(shoal.cell),
         lanes=sizes.lanes,
         micro_batch_size=sizes.micro_batch_size,
         micro_batches_per_lane=sizes.micro_batches_per_lane,
@@ -185,6 +210,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         stop_on_nan=shoal.stop_on_nan,
         mixed_numerics=shoal.mixed_numerics,
         exact=shoal.exact,
+        check_collectives=shoal.check_collectives,
         backend=shoal.backend,
         corruption_steps=shoal.corruption_steps,
         on_corruption=OnCorruption(shoal.on_corruption),
@@ -254,6 +280,7 @@ def _unfit(document: Document, beside: Beside) -> Iterator[str]:
             yield f"`{key}` is {shown(path)}, and the environment has no {name}; set it, or write the path out."
     if shoal.max_steps is None and shoal.epochs is None and not beside.open_end:
         yield "neither `shoal.max_steps` nor `shoal.epochs` is given; the job needs one of them to end."
+    yield from cell_faults(document)
     yield from precision_faults(document)
     yield from _wrong_parameters(document.optimizer, beside.optimizer)
     open_ended = document.scheduler and document.scheduler.params.get("warmup_num_steps") == "auto"

@@ -8,21 +8,28 @@ what the forward computes with and how it is scaled; dtypes are names, for there
 `settle` is the batch arithmetic: train_batch_size = micro-batch × lanes × micro-batches per lane. Any three give the
 fourth, and two of the first three the third where a lane has one micro-batch. A batch with neither micro-batch nor
 lanes, as in DeepSpeed's own documents, is divided into as many lanes as fit, from the file alone: so they are the same
-on any number of workers. Every contradiction gets its figures in one sentence.
+on any number of workers. Every contradiction gets its figures in one sentence. Where DeepSpeed's section `elasticity`
+is on, `elastic_of` determines the sizes in its place, and of how many workers they know (the arithmetic is
+`shoal_protos.elastic_batch`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from shoal_protos.corruption import OnCorruption
+from shoal_protos.elastic_batch import ElasticBatch, ElasticLanes, batch_and_lanes
+from shoal_protos.elastic_section import counted_in_cells
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MOST_LANES
-from shoal_protos.text import shown
+from shoal_protos.shape import Shape
+from shoal_protos.text import plural, shown
 
+from shoal.config.cell_section import shape_in
 from shoal.config.document import Checkpoint, CsvMonitor, Document, Optimizer, Scheduler, TensorBoard, Wandb
 from shoal.core.loss_scale import LossScaleRule
 
@@ -31,6 +38,8 @@ from shoal.core.loss_scale import LossScaleRule
 class TrainingConfig:
     """The resolved configuration. Fields as in docs/configuration.md unless said otherwise."""
 
+    cell: Shape
+    """What a cell is; of one process where nothing is said."""
     lanes: int
     micro_batch_size: int
     """Samples of one forward pass (`train_micro_batch_size_per_gpu`)."""
@@ -58,6 +67,7 @@ class TrainingConfig:
     stop_on_nan: bool
     mixed_numerics: bool
     exact: bool
+    check_collectives: bool
     backend: str
     """`auto` or `gloo`."""
     corruption_steps: int
@@ -99,8 +109,10 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
     guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners), saves memory (activation
     checkpointing, offload) or is compared elsewhere (threads: in the numeric identity)."""
     elastic = {} if config.elastic_workers is None else {"elasticity workers": config.elastic_workers}
+    compares = {"shoal.check_collectives": True} if config.check_collectives else {}
     values: dict[str, object] = {
         **elastic,
+        **compares,
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization.stage": config.stage,
@@ -300,3 +312,82 @@ def _contradiction(sizes: Sizes) -> str:
         f"`{BATCH}` is {batch}, but `{MICRO}` {micro} × `{LANES}` {lanes} × `{PER_LANE}` {accumulated} is {product}."
     )
     return f"{sentence} Leave one of them out."
+
+
+WANTED = "SHOAL_WANTED_WORKERS"
+"""The variable by which a launcher tells workers for how many of them the job was submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """What the section comes to."""
+
+    found: ElasticBatch
+    lanes: ElasticLanes
+    workers: int | None
+    """The number that version 0.2 has looked at."""
+    least: int
+    """Fewest workers that the section is for."""
+    most: int
+    """Most workers."""
+
+    @property
+    def sizes(self) -> Sizes:
+        lanes = self.lanes
+        return Sizes(self.found.batch, lanes.micro_batch, lanes.lanes, lanes.micro_batches_per_lane)
+
+
+def elastic_of(document: Document, environment: Mapping[str, str] = os.environ) -> Elastic | None:
+    """None where the section is off. Raises `UserError`."""
+    section = document.elasticity
+    if section is None:
+        return None
+    cell = shape_in(document.shoal.cell)
+    in_cells = counted_in_cells(section, cell)
+    if not section.ignore_non_elastic_batch_info:
+        _refuse_batch_keys(document)
+    submitted = _workers_at_submission(environment, is_needed=section.version == "0.2")
+    if submitted is not None and not section.min_gpus <= submitted <= section.max_gpus:
+        raise UserError(
+            f"the job was submitted with {plural(submitted, 'worker')}, and `elasticity.min_gpus` is "
+            f"{section.min_gpus}, `elasticity.max_gpus` {section.max_gpus}; submit it with a number "
+            "between them, or change the section."
+        )
+    workers = (submitted or 1) if section.version == "0.2" else None
+    cells = None if workers is None else max(1, workers // cell.processes)
+    found, lanes = batch_and_lanes(in_cells, document.zero_optimization.stage, cells)
+    _compare(document, lanes)
+    least, most = (cell.processes * count for count in (in_cells.min_gpus, min(in_cells.max_gpus, lanes.lanes)))
+    counts = tuple(cell.processes * count for count in found.counts)
+    return Elastic(replace(found, counts=counts), lanes, workers, least, most)
+
+
+def _refuse_batch_keys(document: Document) -> None:
+    given = [f"`{key}`" for key in (BATCH, MICRO, ACCUMULATION) if getattr(document, key) not in (None, "auto")]
+    if given:
+        raise UserError(
+            f"{' and '.join(given)} {'are' if len(given) > 1 else 'is'} given beside `elasticity`, which determines "
+            "the batch; leave out the one or the other, or set `elasticity.ignore_non_elastic_batch_info`."
+        )
+
+
+def _compare(document: Document, found: ElasticLanes) -> None:
+    shoal = document.shoal
+    both = {LANES: (shoal.lanes, found.lanes), PER_LANE: (shoal.micro_batches_per_lane, found.micro_batches_per_lane)}
+    for key, (given, meant) in both.items():
+        if given is not None and given != meant:
+            raise UserError(f"`{key}` is {given}, and `elasticity` makes it {meant}; leave it out.")
+
+
+def _workers_at_submission(environment: Mapping[str, str], is_needed: bool) -> int | None:
+    """None for a script that trains alone, and where no number is needed nor told. Raises `UserError`."""
+    given = environment.get(WANTED, "")
+    if given.isascii() and given.isdecimal() and int(given) > 0:
+        return int(given)
+    if given or (is_needed and environment.get("SHOAL_CONTROLLER")):
+        raise UserError(
+            f"`elasticity.version` 0.2 makes the batch for the number of workers that the job was submitted with, and "
+            f"{WANTED} is {given or 'not set'}; set it to the job's `workers.wanted` on every worker that no launcher "
+            "starts, or take version 0.1, which needs no number."
+        )
+    return None

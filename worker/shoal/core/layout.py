@@ -9,6 +9,11 @@ and are in no fingerprint. `Layout.trained` is the layout without them, which is
 
 Block numbers are striped: blocks are numbered across the buckets, by their relative place in their bucket. So a run of
 numbers is one slice of every bucket, and any owner of long runs has its share of every bucket's traffic.
+
+Where several processes train a lane together (a cell), some parameters are a process's own part of the model, and the
+others are common to its cell. A layout has the buckets of one coordinate, own ones first, and block numbers are the
+job's: the own blocks of coordinate 0, those of coordinate 1, and so on, then the common ones, each part striped by
+itself. Every common block has a home coordinate. All coordinates lay out alike.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from shoal_protos.runs import Runs, Span, every
+from shoal_protos.runs import Runs, Span
 
 VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
@@ -37,6 +42,25 @@ FROZEN = -1
 
 
 @dataclass(frozen=True, slots=True)
+class CellPart:
+    """What of the model a process has: all of it where a cell is one process."""
+
+    coordinates: int = 1
+    """How many processes a cell has."""
+    coordinate: int = 0
+    """Its own place in a cell."""
+    own: frozenset[str] = frozenset()
+    """Names of the parameters that no other coordinate has; all others are common to a cell."""
+    summed: frozenset[str] = frozenset()
+    """Names of the common ones of whose gradient each coordinate may have a part of the sum; of others all have the
+    same gradient.
+    """
+
+
+WHOLE = CellPart()
+
+
+@dataclass(frozen=True, slots=True)
 class Trainable:
     """A parameter as the layout needs it: one that gets gradients, or a frozen one that is kept in blocks."""
 
@@ -46,6 +70,12 @@ class Trainable:
     group: int
     unit: int = 0
     """The wrapped module that it belongs to (units.py)."""
+    own: bool = False
+    """Whether it is a part of the model that no other coordinate of a cell has."""
+    summed: bool = False
+    """Whether its gradient may have to be added up over a cell before it is a lane's."""
+    wrapped: bool = False
+    """Whether its values lie in another tensor than itself, as a DTensor's do."""
 
     @property
     def elements(self) -> int:
@@ -90,6 +120,16 @@ class Bucket:
         return self.group == FROZEN
 
     @property
+    def is_own(self) -> bool:
+        """Whether no other coordinate has it."""
+        return bool(self.slots) and self.slots[0].parameter.own
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether its gradients are complete only when a lane's backward is over."""
+        return bool(self.slots) and self.slots[0].parameter.summed
+
+    @property
     def block_elements(self) -> int:
         return self.elements // self.blocks
 
@@ -126,6 +166,13 @@ class Layout:
     buckets: tuple[Bucket, ...]
     device: torch.device = field(default=torch.device("cpu"), compare=False)
     """Where this worker's tensors of it lie: no part of what all workers share."""
+    part: CellPart = WHOLE
+
+    def at(self, coordinate: int) -> Layout:
+        """The same as another coordinate of a cell has it."""
+        if coordinate == self.part.coordinate:
+            return self
+        return replace(self, part=replace(self.part, coordinate=coordinate))
 
     @cached_property
     def trained(self) -> Layout:
@@ -136,7 +183,7 @@ class Layout:
     @cached_property
     def _trained_blocks(self) -> array[int]:
         """Their numbers here, ascending."""
-        places = enumerate(self.places)
+        places = zip(self.all_blocks, self.places, strict=True)
         return array("q", (number for number, (bucket, _) in places if not self.buckets[bucket].is_frozen))
 
     def trained_runs(self, runs: Runs) -> Runs:
@@ -149,29 +196,59 @@ class Layout:
         return Runs(spans)
 
     @cached_property
+    def parameters(self) -> int:
+        """How many parameters it has."""
+        return sum(len(bucket.slots) for bucket in self.buckets)
+
+    @cached_property
     def blocks(self) -> int:
-        return sum(bucket.blocks for bucket in self.buckets)
+        """How many blocks the job has: those here, and the own ones of all other coordinates."""
+        return self.part.coordinates * self._own_blocks + self._common_blocks
+
+    @cached_property
+    def _own_blocks(self) -> int:
+        return sum(bucket.blocks for bucket in self.buckets if bucket.is_own)
+
+    @cached_property
+    def _common_blocks(self) -> int:
+        return sum(bucket.blocks for bucket in self.buckets if not bucket.is_own)
 
     @cached_property
     def all_blocks(self) -> Runs:
-        """Those of the whole model."""
-        return every(self.blocks)
+        """Those of the model of this coordinate."""
+        return self.model_at(self.part.coordinate)
+
+    def model_at(self, coordinate: int) -> Runs:
+        """The blocks whose parameters the model of a coordinate has."""
+        return self._own_at(coordinate) | self._common(0, self._common_blocks)
+
+    def home_of(self, coordinate: int) -> Runs:
+        """The blocks that only members at this coordinate own and mirror: its own, and a run of the common ones."""
+        cuts = [self._common_blocks * at // self.part.coordinates for at in (coordinate, coordinate + 1)]
+        return self._own_at(coordinate) | self._common(*cuts)
+
+    def _own_at(self, coordinate: int) -> Runs:
+        return Runs(((coordinate * self._own_blocks, (coordinate + 1) * self._own_blocks),))
+
+    def _common(self, start: int, stop: int) -> Runs:
+        first = self.part.coordinates * self._own_blocks
+        return Runs(((first + start, first + stop),))
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
-        """(bucket, position in it) of every block, by number."""
+        """(bucket, position in it) of every block of `all_blocks`, in their order."""
         order = sorted(
-            ((position + 0.5) / bucket.blocks, bucket.index, position)  # equal fractions are equal floats
+            (not bucket.is_own, (position + 0.5) / bucket.blocks, bucket.index, position)  # equal fractions are equal
             for bucket in self.buckets
             for position in range(bucket.blocks)
         )
-        return [(bucket, position) for _, bucket, position in order]
+        return [(bucket, position) for _, _, bucket, position in order]
 
     @cached_property
     def numbers(self) -> tuple[array[int], ...]:
         """Block numbers by bucket and position; within a bucket they ascend."""
         found = tuple(array("q") for _ in self.buckets)
-        for number, (bucket, _) in enumerate(self.places):
+        for number, (bucket, _) in zip(self.all_blocks, self.places, strict=True):
             found[bucket].append(number)
         return found
 
@@ -183,10 +260,10 @@ class Layout:
         return Runs.of(self._trained_blocks[index] for start, stop in spans for index in range(start, stop))
 
     def stretches(self, runs: Runs) -> list[Stretch]:
-        """A set of blocks as the longest stretches, in order."""
+        """A set of blocks, as far as they are here, as the longest stretches, in order."""
         found: list[list[Span]] = [[] for _ in self.buckets]
         for start, stop in runs.spans:
-            if stop - start < len(self.buckets):
+            if stop - start < len(self.buckets) and self.part.coordinates == 1:
                 for bucket, position in self.places[start:stop]:
                     _append(found[bucket], position, position + 1)
                 continue
@@ -208,7 +285,8 @@ class Layout:
 
     def elements(self, stretch: Stretch) -> Span:
         """Where a stretch lies in its bucket."""
-        size = self.buckets[stretch.bucket].block_elements
+        bucket = self.buckets[stretch.bucket]
+        size = bucket.elements // bucket.blocks
         return stretch.start * size, stretch.stop * size
 
     def cut(self, runs: Runs) -> tuple[tuple[Span, ...], ...]:
@@ -219,10 +297,13 @@ class Layout:
         return tuple(map(tuple, found))
 
     def text(self) -> str:
-        """The layout as it enters the fingerprint: one line a bucket and one a parameter."""
+        """The layout as it enters the fingerprint: one line a bucket and one a parameter. Equal at all coordinates."""
         lines = [f"layout {VERSION}", f"block_elements {self.block_elements}"]
+        if self.part.coordinates > 1:
+            lines.append(f"cells of {self.part.coordinates}")
         for bucket in self.buckets:
-            lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}")
+            own = " own" if bucket.is_own else ""
+            lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}{own}")
             lines += [f"{slot.start} {slot.parameter.name} {slot.parameter.shape}" for slot in bucket.slots]
         return "\n".join(lines)
 
@@ -252,10 +333,11 @@ def _append(spans: list[Span], start: int, stop: int) -> None:
     spans.append((start, stop))
 
 
-def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES) -> Layout:
+def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES, part: CellPart = WHOLE) -> Layout:
     """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`."""
     drafts = list(_drafts(parameters, bucket_bytes))
-    trained = [elements for slots, elements in drafts if slots[0].parameter.group != FROZEN]
+    others = [draft for draft in drafts if draft[0][0].parameter.own] * (part.coordinates - 1)
+    trained = [elements for slots, elements in (*drafts, *others) if slots[0].parameter.group != FROZEN]
     frozen = [elements for slots, elements in drafts if slots[0].parameter.group == FROZEN]
     block = _block_elements(trained, SMALLEST_BLOCK, MOST_BLOCKS)
     size_of_frozen = _block_elements(frozen, block, MOST_FROZEN_BLOCKS)
@@ -265,7 +347,7 @@ def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES) -
         size = size_of_frozen if head.group == FROZEN else block
         blocks = max(1, -(-elements // size))
         buckets.append(Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * size))
-    return Layout(block, tuple(buckets))
+    return Layout(block, tuple(buckets), part=part)
 
 
 def _block_elements(buckets: Sequence[int], smallest: int, most: int) -> int:
@@ -279,10 +361,10 @@ def _block_elements(buckets: Sequence[int], smallest: int, most: int) -> int:
 def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
     """Slots and elements of every bucket."""
     drafts: list[tuple[list[Slot], int]] = []
-    latest: dict[tuple[int, torch.dtype, int], int] = {}
+    latest: dict[tuple[bool, bool, int, torch.dtype, int], int] = {}
     backwards = parameters[::-1]
-    for parameter in sorted(backwards, key=lambda p: (p.group == FROZEN, p.group)):
-        kind = (parameter.group, parameter.dtype, parameter.unit)
+    for parameter in sorted(backwards, key=lambda p: (p.group == FROZEN, not p.own, p.summed, p.group)):
+        kind = (parameter.own, parameter.summed, parameter.group, parameter.dtype, parameter.unit)
         align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
         slots, elements = drafts[latest[kind]] if kind in latest else ([], 0)
         start = -(-elements // align) * align

@@ -102,7 +102,7 @@ class Misses:
     @classmethod
     def from_runs(cls, layout: Layout, runs: Iterable[Sequence[int]]) -> Misses:
         """The inverse of `runs`. Raises `ValueError` for runs that are not of so many parameters."""
-        wanted, found = parameters_in(layout), list[Missed]()
+        wanted, found = layout.parameters, list[Missed]()
         for count, updates, is_new in runs:
             if count < 1 or updates < 0 or len(found) + count > wanted:
                 raise ValueError(f"{count} parameters have missed {updates} updates, after {len(found)} of {wanted}")
@@ -112,14 +112,9 @@ class Misses:
         return cls(tuple(found) or (USED_ALWAYS,) * wanted)
 
 
-def parameters_in(layout: Layout) -> int:
-    """How many parameters a layout has."""
-    return sum(len(bucket.slots) for bucket in layout.buckets)
-
-
 def every_one(layout: Layout) -> int:
     """All parameters, as bits by their number."""
-    return (1 << parameters_in(layout)) - 1
+    return (1 << layout.parameters) - 1
 
 
 def _pieces(bucket: Bucket, used: Sequence[Missed | None]) -> Iterator[UpdatePiece]:

@@ -219,7 +219,9 @@ BUSY = (SaveStatus.WRITING, SaveStatus.WRITTEN)
 
 @dataclass(frozen=True, slots=True)
 class SharedSave:
-    """A save, alike on all its writers. The first of them leads."""
+    """A save, alike on all its writers. The first of them leads; the first at each coordinate writes the buffers, which
+    all members there have alike.
+    """
 
     step: int
     generation: int
@@ -227,9 +229,15 @@ class SharedSave:
 
     @classmethod
     def of(cls, step: int, plan: Plan) -> SharedSave:
-        """Rank 0 writes, whatever it owns, and every owner."""
-        writers = (member for rank, member in enumerate(plan.members) if rank == 0 or plan.owned_by(rank))
+        """The first at each coordinate writes, also where it owns nothing, and every owner."""
+        coordinates = [member.coordinate for member in plan.members]
+        first = [coordinates.index(one) for one in set(coordinates)]
+        writers = (member for rank, member in enumerate(plan.members) if rank in first or plan.owned_by(rank))
         return cls(step, plan.generation, tuple(writers))
+
+    def is_first_there(self, member: Member) -> bool:
+        """Whether a writer is the first at its coordinate."""
+        return member == next(writer for writer in self.writers if writer.coordinate == member.coordinate)
 
 
 @dataclass(frozen=True, slots=True)

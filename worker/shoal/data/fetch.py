@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from shoal_protos.training_log import get_logger
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -19,7 +20,6 @@ from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
 from shoal.data.data_workers import HERE, DataWorkers, Reading
 from shoal.data.seeds import seed_everything
 from shoal.data.source import Collate, Place, Source, collated, named, read_numbered
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 
@@ -54,7 +54,7 @@ class Fetcher:
         self._workers = DataWorkers(source, reading, self._seed) if reading.processes else None
 
     def give_late(self, source: Source, collate_fn: Collate | None, reading: Reading) -> None:
-        """What is read from now on, in place of nothing (`data.late_source`)."""
+        """What is read from now on, in place of nothing (`deepspeed.own_loader`)."""
         self._give(source, collate_fn, reading)
         self.given_late = source.sampler.samples
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.opened_stream import is_stream
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 IGNORED: dict[str, tuple[object, str]] = {

@@ -17,10 +17,10 @@ from typing import Any
 import torch.utils.data._utils.worker as torch_worker
 from shoal_protos.errors import UserError
 from shoal_protos.text import plural
+from shoal_protos.training_log import get_logger
 from torch.utils.data import IterableDataset
 
 from shoal.core.stream_position import STATE_BYTES
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 END = object()

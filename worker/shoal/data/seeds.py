@@ -8,7 +8,7 @@ A loop's body that draws on one worker only (an evaluation on rank 0) would shif
 `ForwardSeed` seeds anew when the first forward of a micro-batch begins, and when the first one without gradients does.
 Later forwards go on from there. It hooks every part of the module, because scripts call parts too, from the yield to
 the first forward, so that a forward itself runs without hooks. Called by the engine; evaluation.py removes it
-meanwhile, and first_weights.py has it refuse forwards before the loop.
+meanwhile, and loop_guards.py has it refuse forwards before the loop.
 """
 
 from __future__ import annotations

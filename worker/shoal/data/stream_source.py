@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal_protos.errors import UserError
 from shoal_protos.text import plural
+from shoal_protos.training_log import get_logger
 from torch.utils.data import default_collate, default_convert
 
 from shoal.config.training import TrainingConfig
@@ -33,7 +34,6 @@ from shoal.data.source import (
     samples_of,
     where,
 )
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 STATE_EVERY = 8

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 
 from shoal_protos.errors import UserError
 from shoal_protos.messages import WRONG_USE
+from shoal_protos.training_log import say
 
 from shoal.deepspeed.surface import JOINING, REFUSED_FLAGS, UNREAD_FLAGS
-from shoal.process.logs import say
 
 SHORT = {"--hostfile": "-H", "--include": "-i", "--exclude": "-e", "--quiet": "-q"}
 

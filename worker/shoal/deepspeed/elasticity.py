@@ -1,6 +1,6 @@
 """`deepspeed.elasticity`: the batch that the section of this name means, with DeepSpeed's signature and errors.
 
-For scripts that ask before they start a job. A job's own batch follows from the same arithmetic (config/elastic.py).
+For scripts that ask before they start a job. A job's own batch follows from the same arithmetic (config/training.py).
 """
 
 from __future__ import annotations

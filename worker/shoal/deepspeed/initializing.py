@@ -12,6 +12,7 @@ from typing import Any
 
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore
 from torch.optim import Optimizer
@@ -20,15 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.config.load import Beside, load_config
 from shoal.config.sentences import all_of
 from shoal.data.given_data import GivenData, batch_size_of, check_batch_size, data_of
-from shoal.data.late_source import LateSource
 from shoal.deepspeed import rank_reads
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.elastic_loader import ElasticLoader
+from shoal.deepspeed.own_loader import LateSource
 from shoal.deepspeed.surface import ARGUMENTS
 from shoal.deepspeed.zero_to_fp32 import leave_script
-from shoal.guards.arguments import check_given, refuse_unknown
-from shoal.process.logs import get_logger
-from shoal.training.exit import tell_errors_in_a_sentence
+from shoal.guards.arguments import check_given, refuse_cells, refuse_unknown
+from shoal.session.error_hook import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 
 log = get_logger("shoal")
@@ -58,6 +58,7 @@ def initialize(*by_position: Any, **named: Any) -> Made:
     source = refusals.of(_config, given)
     config = refusals.of(load_config, source, beside) if source is not None else None
     if config is not None:
+        refusals.of(refuse_cells, "deepspeed.initialize", config.cell)
         refusals.of(check_batch_size, samples, config.micro_batch_size, config.train_batch_size)
     refusals.raise_all()
     assert isinstance(model, nn.Module) and data is not None and config is not None, "refused otherwise"

@@ -4,24 +4,29 @@ Scripts for DeepSpeed make a DataLoader with a DistributedSampler, before or aft
 each epoch. Which worker reads which samples changes here, so such a pass is one over the engine's own loader, of the
 dataset, the collate function and the ways of reading of the one that the loop goes over. Every other DataLoader (one of
 an evaluation, in which the model is in eval mode or no gradient is made) is torch's own.
+
+`LateSource` stands in place of the dataset until that loop begins: nothing can be read, and no length is known. Made by
+initializing.py; `OwnLoaders` gives the fetcher the real one in time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch.utils.data import DataLoader
 
+from shoal.core.stream_position import Bookmark
 from shoal.data.given_data import data_of
+from shoal.data.source import Place
 from shoal.data.stream_source import source_of
 from shoal.deepspeed import rank_reads
 from shoal.deepspeed.elastic_loader import ElasticLoader
-from shoal.process.logs import get_logger
 from shoal.training.engine import Engine
 
 log = get_logger("shoal")
@@ -85,3 +90,44 @@ def _passes(loader: DataLoader[Any]) -> Iterator[Any]:
     loaders = newest() if newest is not None else None
     ours = loaders.passes_over(loader) if loaders is not None else None
     return ours if ours is not None else _iterate(loader)
+
+
+NONE_YET = "deepspeed.initialize got no training_data, and no loop over a DataLoader has begun"
+
+
+class NoOrder:
+    """Of no samples."""
+
+    samples = 0
+
+    @property
+    def steps_per_epoch(self) -> NoReturn:
+        raise UserError(f"{NONE_YET}; how long an epoch is follows from its dataset.")
+
+    def last_step(self, max_steps: int | None, epochs: int | None) -> int:
+        """Raises `UserError` for epochs of an unknown length."""
+        if epochs is not None:
+            raise UserError(
+                f"`shoal.epochs` is {epochs}, and deepspeed.initialize got no training_data; give it the dataset, or "
+                "leave `shoal.epochs` out: the job then ends with the script's own loop over its DataLoader."
+            )
+        return max_steps or 0
+
+
+class LateSource:
+    """A `Source` that has none."""
+
+    dataset: Any = None
+    keeps_lanes = False
+
+    def __init__(self) -> None:
+        self.sampler: Any = NoOrder()
+
+    def check(self) -> None:
+        raise UserError(f"{NONE_YET}; loop over a DataLoader, or give initialize the dataset.")
+
+    def read(self, place: Place, bookmark: Bookmark | None = None) -> NoReturn:
+        raise AssertionError(f"{place} was to be read from {bookmark}, and check comes first")
+
+    def samples(self, place: Place) -> str:
+        return f"nothing, for {place}"

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from shoal_protos.errors import NotFound, ShoalError, UserError
 from shoal_protos.messages import WRONG_USE
+from shoal_protos.training_log import get_logger, say
 
 from shoal.checkpoint.__main__ import main as command
 from shoal.checkpoint.catalogue import saves
 from shoal.checkpoint.storage import open_storage
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.deepspeed.deepspeed_engine import saved_in
-from shoal.process.logs import get_logger, say
 
 NAME, WEIGHTS = "zero_to_fp32.py", "model.safetensors"
 SCRIPT = b"""# python zero_to_fp32.py CHECKPOINTS OUTPUT: float32 weights of the newest checkpoint, by `shoal export`.

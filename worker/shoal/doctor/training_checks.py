@@ -19,6 +19,8 @@ from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.finding import Check, Finding, Given, Verdict
 
+from shoal.doctor.cell_checks import cells
+
 if TYPE_CHECKING:
     from shoal.config.training import TrainingConfig
 
@@ -132,7 +134,7 @@ def _try_named(settled: TrainingConfig) -> None:
     try:
         from torch import nn, optim
 
-        from shoal.optim.from_config import build_optimizer, build_scheduler
+        from shoal.optim.config_sections import build_optimizer, build_scheduler
     except ImportError:
         return
     refusals, model = Refusals("the config"), nn.Linear(1, 1)
@@ -213,6 +215,7 @@ def _existing(path: str) -> Path:
 CHECKS: Mapping[str, Check] = {
     "torch": torch_itself,
     "devices": devices,
+    "cells": cells,
     "backend": backend,
     "config": config,
     "checkpoints": checkpoints,

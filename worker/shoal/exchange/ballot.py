@@ -74,8 +74,12 @@ class Ballot:
     """Where one of its lanes stands in its stream (core/stream_position.py)."""
     unused: str = ""
     """The parameters that none of its lanes used in this step, as bits of a hexadecimal number; empty: none."""
+    evaluation_messages: int = 0
+    """How many it has sent that others may not have heard (evaluation_round.py)."""
     saved: int = -1
     """The step of the newest whole checkpoint of this life of the job that it knows of."""
+    in_order: int = 0
+    """1 where the next step's messages may go in the order of this one's (group/learnt_order.py); else 0."""
 
     def to_bytes(self) -> bytes:
         rest = self._rest()
@@ -99,7 +103,7 @@ class Ballot:
 
 _NUMBERS_OF = (
     "generation", "skipped", "micro_batches", "skipped_before", "is_scaled", "not_finite_before", "saved",
-    "calls_back",
+    "calls_back", "evaluation_messages", "in_order",
 )  # fmt: skip
 _TEXTS_OF = ("hyper", "bad_loss", "bad_gradient", "saving", "stream", "unused")
 _numbers_of, _texts_of = attrgetter(*_NUMBERS_OF), attrgetter(*_TEXTS_OF)

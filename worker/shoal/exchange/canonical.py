@@ -1,7 +1,7 @@
 """The canonical reduction (stages 0 and 1): each block's mean gradient at its owner, then at its mirrors, bit by bit.
 
 Piece by piece, in one fixed order: what a peer owns of this worker's subtree sums goes to it as one message, or first
-to the member that adds up what their host has for that peer (host_sums.py); the owner finishes the one fixed tree over
+to the member that adds up what their host has for that peer (core/tree.py); the owner finishes the one fixed tree over
 lanes, divides by their number and sends the result to whoever replays the block. The reduced gradient lies in place, in
 the live copy: owners' and mirrors' ranges of it are the step's pending gradient until the next lane begins. The bytes
 in flight are bounded, and with them the buffers. With one aligned run of lanes per worker this is an all-to-all of the
@@ -10,7 +10,7 @@ size of a reduce-scatter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -63,8 +63,6 @@ class CanonicalReduction:
         self._loss_scale = loss_scale
         self._pieces, self._windows = traffic.pieces, traffic.windows
         self._partials, self._mirrored = traffic.partials, traffic.mirrored(boundaries)
-        self.beside: Sequence[Work] = ()
-        """What else is waited for in the end, of an exchange that is not this one."""
         self._flight = [_InFlight() for _ in self._pieces]
         self._filled = self._sent = self._posted = self._reduced = self._settled = 0
         """How many of the first pieces have come so far."""
@@ -215,7 +213,6 @@ class CanonicalReduction:
                 self._settled += 1
             works += [one.work for flight in self._settling for one in flight.mirror_arrivals]
             works += [work for flight in self._settling for work, _ in flight.mirror_sends]
-            works += self.beside if piece == pieces else ()
             self._waiting = self._group.begin_wait(works)
         return self._waiting
 

@@ -17,9 +17,9 @@ from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill
 from torch import Tensor
 
-from shoal.blocks.given_states import check_masters, check_weights, numbers_of
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.loaded_state import State
+from shoal.blocks.state_home import check_masters, check_weights, numbers_of
 from shoal.core.container import CODES, DTYPES
 from shoal.core.layout import Stretch
 from shoal.exchange.packing import FramedSend, receive_framed

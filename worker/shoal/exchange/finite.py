@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 from shoal_protos.errors import JobFailed, UserError
-from shoal_protos.milestones import passes_milestone
 from shoal_protos.runs import Runs, Span
+from shoal_protos.text import passes_milestone
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.blocks.flat import in_order
@@ -30,7 +31,6 @@ from shoal.core.layout import Bucket, Layout
 from shoal.core.loss_scale import LossScale, after
 from shoal.core.tree import subtrees
 from shoal.exchange.vote import Findings, Record
-from shoal.process.logs import get_logger
 
 MOST_NAME = 200
 

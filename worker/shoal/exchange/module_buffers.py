@@ -3,7 +3,8 @@
 Every lane starts from the step's buffers. Afterwards the persistent floating-point buffers that some lane changed are
 the canonical mean over lanes, taken in the wider of float32 and their own dtype, other changed ones lane 0's value;
 unchanged ones are left alone, because the mean of equal values is not always the value. Every member has the new ones
-before it votes; they are the module's at the commit. Non-persistent buffers are the module's own.
+before it votes; they are the module's at the commit. Non-persistent buffers are the module's own. In a cell each
+coordinate has buffers of its own, whose means are over the members there.
 
 Large buffers mostly are constants (masks, tables), so they are not read in every lane: a tensor's version counter tells
 whether it was written. Writes through `.data` are not counted; see `_look_closely`.
@@ -235,7 +236,7 @@ class ModuleBuffers:
             return
         changes = [self._changed[name] for name in self.committed]
         flags = torch.tensor(changes, dtype=torch.uint8, device="cpu")  # (buffers,)
-        anywhere = group.all_gather(flags).amax(dim=0).tolist()
+        anywhere = group.all_gather(flags)[list(traffic.coordinates.mates)].amax(dim=0).tolist()
         changed = [name for name, flag in zip(self.committed, anywhere, strict=True) if flag]
         for dtype in (torch.float32, torch.float64):
             names = [name for name in changed if self._sum_dtypes.get(name) is dtype]
@@ -253,7 +254,7 @@ class ModuleBuffers:
         device = wide[names[0]].device
         mine = torch.stack(rows or [torch.empty(0, dtype=dtype, device=device)])  # (own subtrees, elements of all)
         received, works = {group.rank: mine}, list[Work]()
-        for peer in traffic.others:
+        for peer in traffic.other_mates:
             if traffic.lane_spans[peer]:
                 received[peer] = torch.empty(len(traffic.lane_spans[peer]), length, dtype=dtype, device=device)
                 works.append(group.receive(received[peer], peer, BUFFERS))
@@ -272,12 +273,12 @@ class ModuleBuffers:
             at += old.numel()
 
     def _copy_lane_0(self, group: Group, traffic: Traffic, names: list[str]) -> None:
-        first = traffic.plan.trainer_of(0)
+        first = traffic.plan.trainer_of(0, traffic.layout.part.coordinate)
         works: list[Work] = []
         for name in names:
             if group.rank == first:
                 value = self._lane_0.get(name, self.committed[name]).contiguous()
-                works += [group.send(_as_bytes(value), peer, BUFFERS) for peer in traffic.others]
+                works += [group.send(_as_bytes(value), peer, BUFFERS) for peer in traffic.other_mates]
             else:
                 value = torch.empty_like(self.committed[name]).contiguous()
                 works.append(group.receive(_as_bytes(value), first, BUFFERS))

@@ -13,7 +13,7 @@ receive in one order without further messages. Element ranges only: all members 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.core.layout import Bucket, Layout
-from shoal.exchange.host_sums import HostSums
+from shoal.core.tree import HostSums
 
 PIECE_BYTES = 8 << 20
 """What the partial sums of a piece may take on one member, in a world of up to 16; beyond it grows with the world."""
@@ -114,17 +114,44 @@ def piece_limits(members: int, on_one_host: bool, by_rounds: bool) -> PieceLimit
     return PieceLimits(max(JOINED_BYTES, least // 4), max(PIECE_BYTES, least), joined_to_largest)
 
 
+class CellSums:
+    """Those of a world whose lanes are trained by cells: each coordinate adds up for itself.
+
+    `of`: by coordinate, who adds up what there, and its ranks.
+    """
+
+    def __init__(self, of: Sequence[tuple[HostSums, Collection[int]]]) -> None:
+        self._of = of
+
+    def most_held(self, sizes: Sequence[int], scattered: Sequence[int]) -> int:
+        """As `HostSums.most_held`, on the member of any coordinate that holds most."""
+        return max(
+            sums.most_held(*([one * (rank in ranks) for rank, one in enumerate(of)] for of in (sizes, scattered)))
+            for sums, ranks in self._of
+        )
+
+
 def cut_into_pieces(
-    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], sums: HostSums, limits: PieceLimits
+    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], sums: HostSums | CellSums, limits: PieceLimits
 ) -> tuple[ExchangePiece, ...]:
-    """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them."""
+    """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them.
+
+    What is common to a cell is cut alike at all its coordinates, which hand it out to each other: no piece has
+    something of it and of a coordinate's own.
+    """
     pieces: list[ExchangePiece] = []
     by_bucket = [[of_rank[bucket.index] for of_rank in owned] for bucket in layout.buckets]
     sizes = [_most_bytes(bucket, ranges, sums) for bucket, ranges in zip(layout.buckets, by_bucket, strict=True)]
-    to_largest = limits.joined_to_largest * max(sizes, default=0)
-    most_joined = max(limits.joined, min(limits.cut, to_largest))
+    largest = dict.fromkeys((False, True), 0)
+    for bucket, size in zip(layout.buckets, sizes, strict=True):
+        largest[bucket.is_own] = max(largest[bucket.is_own], size)
     for bucket, ranges, size in zip(layout.buckets, by_bucket, sizes, strict=True):
-        if pieces and pieces[-1].bytes + size <= most_joined and _dtype(layout, pieces[-1]) == bucket.dtype:
+        most = max(limits.joined, min(limits.cut, limits.joined_to_largest * largest[bucket.is_own]))
+        if (
+            pieces
+            and pieces[-1].bytes + size <= most
+            and _kind(layout.buckets[pieces[-1].last_bucket]) == _kind(bucket)
+        ):
             extents = (_extents(bucket, one, 0, 1) for one in ranges)
             joined = tuple(before + more for before, more in zip(pieces[-1].owned, extents, strict=True))
             pieces[-1] = ExchangePiece(bucket.index, pieces[-1].bytes + size, joined)
@@ -136,14 +163,14 @@ def cut_into_pieces(
     return tuple(pieces)
 
 
-def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], sums: HostSums) -> int:
+def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], sums: HostSums | CellSums) -> int:
     sizes = [sum(stop - start for start, stop in spans) for spans in ranges]
     scattered = [size if len(spans) > 1 else 0 for size, spans in zip(sizes, ranges, strict=True)]
     return bucket.wide_dtype.itemsize * sums.most_held(sizes, scattered)
 
 
-def _dtype(layout: Layout, piece: ExchangePiece) -> object:
-    return layout.buckets[piece.last_bucket].dtype
+def _kind(bucket: Bucket) -> tuple[torch.dtype, bool]:
+    return bucket.dtype, bucket.is_own
 
 
 def _extents(bucket: Bucket, spans: Sequence[Span], part: int, parts: int) -> Extents:

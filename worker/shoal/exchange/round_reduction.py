@@ -10,7 +10,7 @@ world.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,8 +60,6 @@ class RoundReduction:
         self._group, self._rounds, self._sums = group, rounds, sums
         self._traffic = traffic = rounds.traffic
         self._on_reduced, self._loss_scale = on_reduced, loss_scale
-        self.beside: Sequence[Work] = ()
-        """What else is waited for in the end, of an exchange that is not this one."""
         self._pieces, self._mirrored = len(traffic.pieces), traffic.mirrored(boundaries)
         self._order, self._until_filled = rounds.order, rounds.order.until
         self._positions = self._pieces * len(rounds.rounds)
@@ -140,7 +138,7 @@ class RoundReduction:
         self._settle_up_to(self._positions)
         self._group.progress.reach(StepPhase.REDUCTION)
         mirrored = [one.work for one in self._mirror_receives] + [work for work, _ in self._mirror_sends]
-        self._group.wait([*mirrored, *self.beside])
+        self._group.wait(mirrored)
         for one in self._mirror_receives:
             one.unpack()
 

@@ -5,23 +5,28 @@ after itself, so that no two begin with the same. `RoundsTraffic` is that of gra
 every lane's to the owners, round by round. `UnitTraffic` is what travels when a unit is gathered: from each owner, the
 blocks of the unit that the asker does not hold itself; both sides come to the same messages. Pure bookkeeping: no
 tensor, no group.
+
+Where a cell has several coordinates, gradients and state stay at one: a block's partial sums come from those members at
+its home who train, since a gradient that is common to a cell has the same bits in all of it. Only updated parameters
+that are common go to other coordinates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import ClassVar
 
 import torch
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 
 from shoal.core.layout import Layout, Stretch
-from shoal.core.tree import NO_LANE, Round, ShardTree, first_rounds, rounds, shard_tree, subtrees
-from shoal.exchange.host_sums import HostSums
+from shoal.core.tree import NO_LANE, HostSums, Round, ShardTree, first_rounds, rounds, shard_tree, subtrees
 from shoal.exchange.pieces import (
     Backwards,
+    CellSums,
     ExchangePiece,
     Extent,
     Extents,
@@ -34,14 +39,18 @@ from shoal.exchange.pieces import (
     windows,
 )
 from shoal.exchange.tree_sum import TreeSum
+from shoal.group.learnt_order import Bulk
 
 (
     FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED, ASKED, GATHERED_UNIT,
-    CALLED, EVALUATED,
-) = range(14)  # fmt: skip
+    CALLED, EVALUATED, AWAITED, LATE_UNIT,
+) = range(16)  # fmt: skip
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
-BULK = frozenset((PARTIALS, MIRRORED, HANDED, GATHERED, GATHERED_UNIT))
+LaneSpans = tuple[tuple[Span, ...], ...]
+"""Whole subtrees of lanes, by rank."""
+
+BULK = Bulk(frozenset((PARTIALS, MIRRORED, HANDED, GATHERED, GATHERED_UNIT)), answers=GATHERED_UNIT)
 """Tags of messages between the devices of workers that compute on devices; others may begin or end on the host."""
 
 Messages = tuple[tuple[int, Extents], ...]
@@ -56,6 +65,58 @@ class PieceTraffic:
     receives: tuple[Messages, ...]
     coming: frozenset[int] = frozenset()
     """The buckets of which it receives something, where that is asked for."""
+
+
+class Coordinates:
+    """The members of a world by their coordinate in a cell, as one of them sees it. Gradients and state stay at a
+    coordinate: a member exchanges them with its `mates`. Where a cell is one process all members are mates.
+    """
+
+    REPORTER: ClassVar[int] = 0
+    """The coordinate whose members speak for their cells."""
+
+    def __init__(self, plan: Plan, layout: Layout, trained: Callable[[Runs], Runs]) -> None:
+        """`layout`: of this member's part of the model. `trained`: see `Layout.trained_runs`."""
+        self._plan, self._own = plan, layout.part.coordinate
+        self._of = [member.coordinate for member in plan.members]
+        self.mates = tuple(self._at(self._own))
+        """The ranks at this member's coordinate, its own among them."""
+        self._models = tuple(trained(layout.model_at(one)) for one in self._of) if plan.homes else ()
+        """By rank, the blocks whose parameters it has; empty where all have all."""
+        self.lane_spans = self._spans_at(self._own)
+        """What lanes each rank sends the gradients of; none for ranks at other coordinates."""
+        self.told_spans = self.lane_spans if self._own == self.REPORTER else self._spans_at(self.REPORTER)
+        """What lanes each rank tells of in the vote."""
+        self.speakers = [rank for rank, spans in enumerate(self.told_spans) if spans]
+        """The ranks that speak for all lanes."""
+
+    def _at(self, coordinate: int) -> list[int]:
+        return [rank for rank, one in enumerate(self._of) if one == coordinate]
+
+    def _spans_at(self, coordinate: int) -> LaneSpans:
+        lanes = (self._plan.lanes_of(rank) if one == coordinate else () for rank, one in enumerate(self._of))
+        return tuple(tuple(subtrees(Runs.of(mine), self._plan.lanes)) for mine in lanes)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this member speaks for its lanes."""
+        return self._own == self.REPORTER
+
+    def in_model(self, rank: int, blocks: Runs) -> Runs:
+        """Those of a set of blocks whose parameters a member has."""
+        return blocks & self._models[rank] if self._models else blocks
+
+    def host_sums(self, owners: Collection[int]) -> HostSums:
+        """Who adds up what at this coordinate before it leaves a host. `owners`: the ranks that own blocks."""
+        return self._host_sums_at(self._own, owners)
+
+    def all_host_sums(self, owners: Collection[int]) -> list[tuple[HostSums, Collection[int]]]:
+        """The same of every coordinate, with its ranks."""
+        return [(self._host_sums_at(one, owners), self._at(one)) for one in range(self._plan.coordinates)]
+
+    def _host_sums_at(self, coordinate: int, owners: Collection[int]) -> HostSums:
+        here = [rank for rank in self._at(coordinate) if rank in owners]
+        return HostSums(self._spans_at(coordinate), self._plan.hosts, here, self._plan.lanes)
 
 
 class Traffic:
@@ -75,10 +136,16 @@ class Traffic:
         """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout.trained, leaves_are_narrow
         self._trained = layout.trained_runs
-        self.owned = tuple(self._trained(plan.owned_by(peer)) for peer in plan.ranks)
-        """By rank."""
+        self.coordinates = coordinates = Coordinates(plan, layout, self._trained)
+        self._of_owners = tuple(self._trained(plan.owned_by(peer)) for peer in plan.ranks)
+        self.owned = tuple(coordinates.in_model(rank, owned) for owned in self._of_owners)
+        """By rank, what it owns of this member's model."""
+        self.lane_spans = coordinates.lane_spans
+        """Whole subtrees of lanes whose sums each rank sends."""
         self._by_rounds = by_rounds
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
+        mates = frozenset(coordinates.mates)
+        self.other_mates = tuple(peer for peer in self.others if peer in mates)
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(self._trained(plan.replays(r, boundaries)) for r in range(plan.world_size))
         )
@@ -96,7 +163,11 @@ class Traffic:
         )
         self._handed = lru_cache(maxsize=2)(
             lambda boundaries: self._flow(
-                lambda owner, peer: self._owned(owner) - self.replays(boundaries)[peer] if hands_out else NO_BLOCKS
+                lambda owner, peer: (
+                    coordinates.in_model(peer, self._owned(owner)) - self.replays(boundaries)[peer]
+                    if hands_out
+                    else NO_BLOCKS
+                )
             )
         )
 
@@ -108,24 +179,22 @@ class Traffic:
         return len({member.address.rpartition(":")[0] for member in self.plan.members}) == 1
 
     @cached_property
-    def lane_spans(self) -> tuple[tuple[Span, ...], ...]:
-        """Whole subtrees of lanes whose sums each rank sends."""
-        return tuple(tuple(subtrees(Runs.of(self.plan.lanes_of(peer)), self.plan.lanes)) for peer in self.plan.ranks)
-
-    @cached_property
     def norm_spans(self) -> tuple[tuple[Span, ...], ...]:
         """Whole subtrees of blocks that each rank owns, whose sums of squares it votes."""
-        return tuple(tuple(subtrees(owned, self.layout.blocks)) for owned in self.owned)
+        return tuple(tuple(subtrees(owned, self.layout.blocks)) for owned in self._of_owners)
 
     @cached_property
     def host_sums(self) -> HostSums:
         """Who adds up what before it leaves a host."""
-        owners = [rank for rank, owned in enumerate(self.owned) if owned]
         if self._by_rounds:
             size = self.plan.world_size
             one_lane_each = [[(place, place + 1)] for place in range(size)]  # of a round, whichever lanes are in it
-            return HostSums(one_lane_each, (), owners, size)
-        return HostSums(self.lane_spans, self.plan.hosts, owners, self.plan.lanes)
+            return HostSums(one_lane_each, (), self._owners, size)
+        return self.coordinates.host_sums(self._owners)
+
+    @property
+    def _owners(self) -> list[int]:
+        return [rank for rank, owned in enumerate(self._of_owners) if owned]
 
     @cached_property
     def owned_sum(self) -> TreeSum:
@@ -142,7 +211,8 @@ class Traffic:
         """What is exchanged at one time; the same on all members."""
         cut = [self.layout.cut(owned) for owned in self.owned]
         limits = piece_limits(self.plan.world_size, self._is_on_one_host, self._by_rounds)
-        return cut_into_pieces(self.layout, cut, self.host_sums, limits)
+        sums = CellSums(self.coordinates.all_host_sums(self._owners)) if self.plan.homes else self.host_sums
+        return cut_into_pieces(self.layout, cut, sums, limits)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -160,7 +230,7 @@ class Traffic:
         own, once for each subtree of the peer.
         """
         trains = bool(self.lane_spans[self.rank])
-        sent_to = [peer for peer in self.others if trains and self.host_sums.adder(self.rank, peer) is None]
+        sent_to = [peer for peer in self.other_mates if trains and self.host_sums.adder(self.rank, peer) is None]
         sources = [peer for peer in self.others if peer in self.owned_sum.subtrees_from]
         sends = ({peer: self.messages_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
         receives = (dict.fromkeys(sources, mine) for mine in self.own_messages)
@@ -223,7 +293,11 @@ class Traffic:
         """What owners hand out before a recovered world opens."""
         recovery = self.plan.recovery
         assert recovery is not None
-        return self._flow(lambda owner, peer: self._owned(owner) & self._trained(recovery.stale[peer]))
+        return self._flow(
+            lambda owner, peer: (
+                self.coordinates.in_model(peer, self._owned(owner)) & self._trained(recovery.stale[peer])
+            )
+        )
 
     def _flow(self, wanted: Callable[[int, int], Runs]) -> PieceTraffic:
         """`wanted(owner, peer)`: blocks of the owner's that go from one to the other."""

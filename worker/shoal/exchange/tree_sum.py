@@ -1,6 +1,6 @@
 """Sums over the one tree: adds the partial sums of several members, in the order that `core/tree.py` decides.
 
-Whichever member holds which subtree, the same pairs are added, so a sum has the same bits in every world. In place: the
+Each way of holding the subtrees adds the same pairs, so a sum has the same bits in every world. In place: the
 memory of a message, and of this worker's own sums, is the reduction's to write.
 """
 
@@ -14,8 +14,7 @@ from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.blocks.flat import Gradients
-from shoal.core.tree import are_leaves, fold_up
-from shoal.exchange.host_sums import Source
+from shoal.core.tree import Source, are_leaves, fold_up
 from shoal.exchange.pieces import Extent
 
 OWN = -1

@@ -3,6 +3,7 @@
 `UnitFetch` asks the owners for the blocks that this member does not hold, and puts in those that it does. `begin`
 posts, and a thread of the group waits, so that what comes is copied beside the training thread's work; `finish` waits
 for that. Several units can be on their way, and the answers of one owner keep the order of the requests.
+Where messages have one order, and a step is like the one before, owners send without being asked (group/ordered.py).
 
 `UnitServer` takes requests on threads of the group (`Group.serve`), where it never waits. A request names a world, its
 last vote and a unit, or asks for the address of the memory. Between two votes no shard changes, because the asker has
@@ -23,6 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.blocks.flat import Flats
@@ -31,11 +33,14 @@ from shoal.blocks.shared_weights import NO_KEY, Key, MappedFlats, SeenWeights
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
 from shoal.exchange.packing import PackedReceive
-from shoal.exchange.traffic import ASKED, GATHERED_UNIT, UnitTraffic
-from shoal.group.group import Group, Waiting, Work, WorldChanged
-from shoal.group.unnamed_memory import ADDRESS, MemoryAddress
+from shoal.exchange.pieces import Extents
+from shoal.exchange.traffic import ASKED, GATHERED_UNIT, LATE_UNIT, UnitTraffic
+from shoal.group.group import Answers, Gather, Group, Waiting, Work, WorldChanged
 from shoal.process.device import DeviceCopy
-from shoal.process.logs import get_logger
+from shoal.process.unnamed_memory import ADDRESS, MemoryAddress
+
+ANSWERED = {Gather.ASKED: GATHERED_UNIT, Gather.UNASKED: GATHERED_UNIT, Gather.LATE: LATE_UNIT}
+"""The tags of what owners send."""
 
 PutOwn = Callable[[int], list[DeviceCopy]]
 """Begins to copy what is held here into the flats of a unit, by its number."""
@@ -46,8 +51,10 @@ log = get_logger("shoal")
 
 @dataclass(slots=True)
 class _Coming:
-    receives: list[PackedReceive]
-    asked: list[tuple[Work, Tensor]]
+    messages: Sequence[tuple[int, Sequence[Extents]]]
+    """By owner."""
+    receives: list[PackedReceive] = field(default_factory=list)
+    asked: list[tuple[Work, Tensor]] = field(default_factory=list)
     own: list[DeviceCopy] = field(default_factory=list)
     waiting: Waiting | None = None
     """None: nothing comes from others."""
@@ -63,32 +70,38 @@ class UnitFetch:
         key: Key,
         flats: RangeValues,
         put_own: PutOwn,
+        is_in_lane: Callable[[], bool],
     ) -> None:
         self._group, self._traffic, self._key, self._flats, self._put_own = group, traffic, key, flats, put_own
+        self._is_in_lane = is_in_lane
         self._coming: dict[int, _Coming] = {}
 
     def begin(self, unit: Unit) -> None:
         """Raises `WorldChanged`."""
         unit.allocate()
-        coming = self._coming[unit.number] = _Coming([], [])
         size, rank = self._group.size, self._group.rank
-        for owner in ((rank + distance) % size for distance in range(1, size)):
-            messages = self._traffic.messages(owner, rank, self._key[1])[unit.number]
-            if not messages:
-                continue
-            coming.receives += [
-                PackedReceive(self._group, owner, GATHERED_UNIT, self._flats, extents) for extents in messages
-            ]
-            coming.asked.append(ask(self._group, owner, self._key, unit.number))
-        if coming.receives:
-            works = [one.work for one in coming.receives] + [work for work, _ in coming.asked]
-            coming.waiting = self._group.begin_wait(works)
+        owners = ((rank + distance) % size for distance in range(1, size))
+        found = ((owner, self._traffic.messages(owner, rank, self._key[1])[unit.number]) for owner in owners)
+        coming = self._coming[unit.number] = _Coming([(owner, some) for owner, some in found if some])
+        if coming.messages:
+            self._receive(coming, unit.number, self._group.order.begin_gather(unit.number, self._is_in_lane()))
         coming.own = self._put_own(unit.number)
+
+    def _receive(self, coming: _Coming, unit: int, way: Gather) -> None:
+        coming.receives.clear()
+        for owner, some in coming.messages:
+            coming.receives += [PackedReceive(self._group, owner, ANSWERED[way], self._flats, one) for one in some]
+            if way is not Gather.UNASKED:
+                coming.asked.append(ask(self._group, owner, self._key, unit))
+        works = [one.work for one in coming.receives] + [work for work, _ in coming.asked]
+        coming.waiting = self._group.begin_wait(works)
 
     def finish(self, unit: Unit) -> None:
         """Its values are here. Raises `WorldChanged`."""
         coming = self._coming[unit.number]
         if coming.waiting is not None:
+            if self._group.order.let_go(unit.number, [one.work for one in coming.receives]):
+                self._receive(coming, unit.number, Gather.LATE)
             coming.waiting.wait()
         for one in coming.receives:
             one.unpack()
@@ -130,9 +143,6 @@ class FirstValuesFetch:
         unit.restore()
 
 
-Answers = Callable[[int, int], Sequence[Tensor]]
-"""By peer and unit, the messages, each (elements,)."""
-
 WHERE = -1
 """In the place of a unit: where the one who is asked keeps all that it has, when it has come so far."""
 
@@ -161,6 +171,7 @@ class UnitServer:
         with self._lock:
             sent, self._sent = self._sent, []
             self._key, self._answers = key, answers
+            self.group.order.answer_with(answers)
             early, self._early = self._early, []
             for of, peer, unit in early:
                 self._take(of, peer, unit)
@@ -180,7 +191,8 @@ class UnitServer:
         if key > self._key:
             self._early.append((key, peer, unit))
         elif key == self._key:
-            self._sent += [(self.group.send(one, peer, GATHERED_UNIT), one) for one in self._answers(peer, unit)]
+            tag = ANSWERED[self.group.order.on_asked(peer, unit)]
+            self._sent += [(self.group.send(one, peer, tag), one) for one in self._answers(peer, unit)]
         else:
             log.error("late_request", rank=peer, asked=key, stands_at=self._key, unit=unit)
             raise WorldChanged(f"rank {peer} asks for unit {unit} as of {key}, which is over")

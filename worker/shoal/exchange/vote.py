@@ -29,18 +29,17 @@ from typing import Any
 
 import torch
 from shoal_protos.corruption import CorruptBlock
-from shoal_protos.errors import UserError
+from shoal_protos.errors import JobFailed, UserError
 from shoal_protos.runs import Span
 from shoal_protos.text import plural
 from torch import Tensor
 
-from shoal.core.misses import parameters_in
 from shoal.core.stream_position import MOST_BYTES
 from shoal.core.tree import add, fold_numbers, total
 from shoal.exchange.ballot import HALT, Ballot, Request
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.pieces import FillTimes
-from shoal.exchange.traffic import Traffic
+from shoal.exchange.traffic import Coordinates, Traffic
 from shoal.group.group import GATHER_TAG, Group
 from shoal.process.faults import Faults
 
@@ -93,6 +92,8 @@ class Record:
     """The parameters that no lane of this step used, as in a ballot."""
     overflow: str = ""
     """What of this step is not finite where the loss is scaled: the step updates nothing, and the scale may fall."""
+    in_order: bool = False
+    """Whether the next step's messages may go in the order of this one's, on all members."""
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -109,6 +110,16 @@ class Record:
         return cls(**{**fields, **{name: tuple(fields[name]) for name in ("generations", "hypers", "saving")}})
 
 
+class Undecided(Exception):
+    """A vote that decides nothing, on any member. `messages`: how many each has sent of evaluations, by rank, that
+    others may not have heard.
+    """
+
+    def __init__(self, messages: Sequence[int]) -> None:
+        super().__init__(f"there are evaluations that not all have heard of: {list(messages)} messages, by rank")
+        self.messages = messages
+
+
 Gather = Callable[[Tensor], Tensor]  # (bytes of a row,) uint8 → (members, bytes of a row)
 """One's own row → every member's, by rank: `Group.all_gather`."""
 
@@ -121,7 +132,8 @@ def cast(
     comparisons: Sequence[Comparison] = (),
     times: FillTimes | None = None,
 ) -> Record:
-    """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass.
+    """Votes, and returns the record: past this call the step is committed. Raises `WorldChanged` when it did not pass,
+    and `Undecided`.
 
     `norms`: where the step needs the norm.
     `comparisons`: blocks whose copies are compared, the same on all members. `times`: take in what all have seen.
@@ -166,7 +178,7 @@ def _findings(
 
 
 def _ballot_bytes(traffic: Traffic) -> int:
-    subtrees, parameters = max(len(spans) for spans in traffic.lane_spans), parameters_in(traffic.layout)
+    subtrees, parameters = max(len(spans) for spans in traffic.coordinates.told_spans), traffic.layout.parameters
     digits = -(-parameters // 32) * 8  # four in each; whole words, as numbers of eight bytes stand behind them
     return BALLOT_BYTES + SUBTREE_BYTES * max(0, subtrees - 2) + digits
 
@@ -204,14 +216,21 @@ def _record(
     with_norm: bool,
 ) -> Record:
     ballots = read_ballots(rows)
+    if any(messages := [ballot.evaluation_messages for ballot in ballots]):
+        raise Undecided(messages)
     lanes = traffic.plan.lanes
-
-    counted = _counted(ballots, lanes)
+    reporting = [
+        ballot
+        for ballot, member in zip(ballots, traffic.plan.members, strict=True)
+        if member.coordinate == Coordinates.REPORTER
+    ]
+    _check_skips(ballots, traffic)
+    counted = _counted(reporting, lanes)
 
     def reduced(of: list[Sequence[float]]) -> float:
         parts = [
             (span, value)
-            for rank, spans in enumerate(traffic.lane_spans)
+            for rank, spans in enumerate(traffic.coordinates.told_spans)
             for span, value in zip(spans, of[rank], strict=True)
         ]
         return fold_numbers(parts, lanes) / counted
@@ -227,28 +246,43 @@ def _record(
         loss=reduced([ballot.losses for ballot in ballots]) if trained and counted else None,
         norm=norm,
         reports={
-            name: reduced([b.reports.get(name, _zeros(s)) for b, s in zip(ballots, traffic.lane_spans, strict=True)])
+            name: reduced(
+                [b.reports.get(name, _zeros(s)) for b, s in zip(ballots, traffic.coordinates.told_spans, strict=True)]
+            )
             for name in _reported_everywhere(ballots, traffic)
         },
-        evaluations=mean_over_lanes([ballot.evaluations for ballot in ballots]),
+        evaluations=mean_over_lanes([ballot.evaluations for ballot in reporting]),
         requests=tuple(dict.fromkeys(request for ballot in ballots for request in ballot.requests)),
         hypers=tuple(ballot.hyper for ballot in ballots),
         saving=tuple(ballot.saving for ballot in ballots),
-        streams=tuple(ballot.stream for ballot in ballots if ballot.stream),
+        streams=tuple(ballot.stream for ballot in reporting if ballot.stream),
         unused=_unused(ballots, traffic),
         saved=max(ballot.saved for ballot in ballots),
         updates=bool(counted) and not overflow,
         overflow=overflow,
         calls_back=bool(ballots[0].calls_back),
-        skipped_micro_batches=max(b.skipped_before for b in ballots) + sum(b.skipped for b in ballots),
+        in_order=all(ballot.in_order for ballot in ballots),
+        skipped_micro_batches=max(b.skipped_before for b in ballots) + sum(b.skipped for b in reporting),
         not_finite=not_finite,
         not_finite_steps=max(ballot.not_finite_before for ballot in ballots) + bool(not_finite),
     )
 
 
+def _check_skips(ballots: list[Ballot], traffic: Traffic) -> None:
+    """Raises `JobFailed` on all members where those of a cell have given up different micro-batches."""
+    for cell in traffic.plan.cells:
+        skipped = {traffic.plan.members[rank].worker: ballots[rank].skipped for rank in cell}
+        if len(set(skipped.values())) > 1:
+            raise JobFailed(
+                f"members of one cell have skipped different numbers of micro-batches in step {ballots[0].step}: "
+                f"{', '.join(f'{worker} {count}' for worker, count in skipped.items())}. They train the same lanes: "
+                "call engine.skip() by what all of them know alike."
+            )
+
+
 def _unused(ballots: list[Ballot], traffic: Traffic) -> str:
     """What all members with lanes name."""
-    named = [ballot.unused for ballot, spans in zip(ballots, traffic.lane_spans, strict=True) if spans]
+    named = [ballots[rank].unused for rank in traffic.plan.trainers]
     return unused_text(reduce(and_, (int(one, 16) for one in named))) if named and all(named) else ""
 
 
@@ -286,8 +320,8 @@ def _zeros(spans: Sequence[Span]) -> list[float]:
 def _reported_everywhere(ballots: list[Ballot], traffic: Traffic) -> list[str]:
     """Names that were reported in every lane of which some micro-batch was not skipped."""
     reported = []
-    for ballot, spans in zip(ballots, traffic.lane_spans, strict=True):
-        if ballot.skipped < ballot.micro_batches * sum(stop - start for start, stop in spans):
+    for ballot, spans in zip(ballots, traffic.coordinates.told_spans, strict=True):
+        if spans and ballot.skipped < ballot.micro_batches * sum(stop - start for start, stop in spans):
             reported.append(set(ballot.reports))
     return sorted(set.intersection(*reported)) if reported else []
 

@@ -1,8 +1,15 @@
-"""A world as one member sees it. Frozen: it is replaced whole when a generation begins."""
+"""A world as one member sees it, and the number of the form in which members exchange state.
+
+`World` is frozen: it is replaced whole when a generation begins. `PEER_FORM` covers all that goes from worker to
+worker: how a group is built, tags and frames, ballots and records, digests, fills, the small state. A hello's
+description says it, and the controller puts no two workers into a plan whose numbers differ: they would misread each
+other, or wait for ever for what the other never sends.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shoal_protos.plan import Plan
 from shoal_protos.runs import Runs
@@ -11,15 +18,18 @@ from shoal.core.tree import NO_LANE, first_rounds
 from shoal.exchange.traffic import Traffic
 from shoal.group.group import Group
 
+PEER_FORM = 1
+"""Raised as CONTRIBUTING.md, "Numbers of formats", says."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class World:
     plan: Plan
     rank: int
     group: Group
     traffic: Traffic
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[int, ...]:
         """The lanes that this member trains; empty for a standby, and while no steps run."""
         return self.plan.lanes_of(self.rank) if self.plan.steps else ()

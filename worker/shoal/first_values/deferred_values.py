@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch import Tensor, nn
 
 from shoal.core.units import module_name, plain_name
@@ -27,7 +28,6 @@ from shoal.data.seeds import RandomState, seed_from
 from shoal.first_values.building import Recipe, TensorPlace, TensorPlaces, recipes, refuse_hooked, standing_in
 from shoal.first_values.inits import Call, Inits, Touches
 from shoal.first_values.pretrained import Pretrained
-from shoal.process.logs import get_logger
 
 MANY_UNITS = 2
 """Some models fill embeddings and head at one time; where an init reaches into more, memory grows with the model."""

@@ -14,21 +14,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.gloo import GlooGroup
-from shoal.group.group import Group, Waiting, Work, WorldChanged, message_bytes
+from shoal.group.group import AnyOrder, Group, MessageOrder, Waiting, Work, WorldChanged, message_bytes
+from shoal.group.learnt_order import Bulk
 from shoal.group.nccl import build_nccl, own_device
-from shoal.group.ordered import OrderedGroup, Wire
+from shoal.group.ordered import OrderedGroup, Trust, Wire
 from shoal.process.device import LANDED, Accelerator, Device, DeviceCopy
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal")
 
@@ -38,16 +39,17 @@ Connect = Callable[[GlooGroup, Device, Cancellation], Wire]
 def groups_of(
     transport: Transport,
     device: Device,
-    bulk: Collection[int],
+    bulk: Bulk,
     own: Callable[[torch.device], bytes] = own_device,
     connect: Connect | None = None,
 ) -> Transport:
-    """Builds groups for tensors of `device`. `bulk`: tags of messages between devices; `own`: what tells this device
-    from others, empty where there is to be no wire; `connect`: makes one. Other arguments than the defaults are for
+    """Builds groups for tensors of `device`. `bulk`: messages between devices; `own`: what tells this device from
+    others, empty where there is to be no wire; `connect`: makes one. Other arguments than the defaults are for
     devices that NCCL does not know.
     """
     if device.on_host:
         return transport
+    trust = Trust()
 
     def build(spec: GroupSpec, cancellation: Cancellation) -> Group:
         host = transport(replace(spec, announces=own(device.kind)), cancellation)
@@ -61,7 +63,7 @@ def groups_of(
         except WorldChanged:
             staged.close()
             raise
-        group = OrderedGroup(staged, host, wire, device, bulk)
+        group = OrderedGroup(staged, host, wire, device, bulk, trust)
         log.info("exchange", over="NCCL", generation=spec.generation, workers=spec.size)
         if cancellation.is_cancelled:
             group.abort()
@@ -172,6 +174,8 @@ class _StagedWaiting:
 
 class StagedGroup:
     """A `Group` for tensors of `device`, over the group `below`. `posts_beside`: by a thread of its own too."""
+
+    order: MessageOrder = AnyOrder()
 
     def __init__(self, below: Group, device: Device, posts_beside: bool = False) -> None:
         self.below, self.device, self._posts_beside = below, device, posts_beside

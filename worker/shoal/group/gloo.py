@@ -40,12 +40,21 @@ from shoal_protos.addresses import split_address
 from torch import Tensor
 
 from shoal.group.build import Cancellation, GroupSpec, gather
-from shoal.group.forks import let_go_in_children
-from shoal.group.group import RESERVED_TAGS, Group, GroupProgress, SoloGroup, Waiting, Work, WorldChanged
+from shoal.group.group import (
+    RESERVED_TAGS,
+    AnyOrder,
+    Group,
+    GroupProgress,
+    MessageOrder,
+    SoloGroup,
+    Waiting,
+    Work,
+    WorldChanged,
+)
 from shoal.group.host_peers import Gloo, GlooWork, HostPeers
-from shoal.group.rendezvous_client import RendezvousClient
-from shoal.group.rendezvous_server import reachable
+from shoal.group.rendezvous import RendezvousClient, reachable
 from shoal.group.wait_threads import Connection, WaitThreads
+from shoal.process.forks import let_go_in_children
 
 ABORT_TAG = RESERVED_TAGS
 FOREVER = timedelta(days=1)
@@ -188,6 +197,8 @@ class _Waiting:
 
 class GlooGroup:
     """A `Group` of two or more over gloo."""
+
+    order: MessageOrder = AnyOrder()
 
     def __init__(
         self,

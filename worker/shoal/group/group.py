@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 import torch
 from shoal_protos.activity import LANES_BEGIN, MOST_NAMED, Activity, StepPhase
@@ -53,6 +54,74 @@ class Waiting(Protocol):
         """Blocks until all of them are done. Raises `WorldChanged` as their own `wait` does."""
 
 
+class Gather(Enum):
+    """How a unit comes from its owners."""
+
+    ASKED = auto()
+    """They are asked for it, and answer by the way of all bulk."""
+    UNASKED = auto()
+    """They send it of themselves, as in the step before."""
+    LATE = auto()
+    """They are asked, and answer by a way that has no order."""
+
+
+Answers = Callable[[int, int], Sequence[Tensor]]
+"""By peer and unit, the messages that answer a request, each (elements,)."""
+
+
+class MessageOrder(Protocol):
+    """What a group must know of steps where its bulk goes by a wire on which all messages have one order."""
+
+    def begin_step(self, kind: object, may_repeat: bool) -> None:
+        """A vote has passed, and what is posted from now on is of another step. One of the same kind as the step before
+        has the same messages, and repeats their order where all members have voted that they may. `kind`: the same on
+        all members; None: like no other.
+        """
+
+    def end_step(self) -> bool:
+        """Before the ballot, when all that this member has posted is over: whether a step like this one may repeat its
+        order. Blocks until the wire has carried all; raises `WorldChanged`.
+        """
+
+    def begin_gather(self, unit: int, in_lane: bool, /) -> Gather:
+        """The training thread is about to receive a unit. `in_lane`: for what all steps do, and not for an evaluation
+        or what else a script does between them.
+        """
+
+    def let_go(self, unit: int, works: Sequence[Work], /) -> bool:
+        """A unit that comes unasked is needed. Whether that is so earlier than in the step before: then nothing of it
+        is on its way any more, and it is to be asked for. Raises `WorldChanged`.
+        """
+
+    def on_asked(self, peer: int, unit: int, /) -> Gather:
+        """A member asks for a unit here: how it is answered."""
+
+    def answer_with(self, answers: Answers) -> None:
+        """This member stands at its boundary: units that go to others unasked are made by `answers`."""
+
+
+class AnyOrder:
+    """The `MessageOrder` of a group that finds messages by their tags."""
+
+    def begin_step(self, kind: object, may_repeat: bool) -> None:
+        """Steps are alike."""
+
+    def end_step(self) -> bool:
+        return False
+
+    def begin_gather(self, *_: int) -> Gather:
+        return Gather.ASKED
+
+    def let_go(self, *_: object) -> bool:
+        return False
+
+    def on_asked(self, *_: int) -> Gather:
+        return Gather.ASKED
+
+    def answer_with(self, answers: Answers) -> None:
+        """Nothing leaves unasked."""
+
+
 class Group(Protocol):
     """One member's end of the group. Tags are small non-negative numbers; messages of one tag keep their order."""
 
@@ -60,6 +129,7 @@ class Group(Protocol):
     size: int
     progress: GroupProgress
     """Where the thread that is inside it stands; who steps on says so."""
+    order: MessageOrder
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Work:
         """Posts a send of a contiguous CPU tensor."""
@@ -110,6 +180,7 @@ class SoloGroup:
 
     rank = 0
     size = 1
+    order: MessageOrder = AnyOrder()
     broken_peers: tuple[int, ...] = ()
 
     def __init__(self, progress: GroupProgress | None = None) -> None:
@@ -162,10 +233,30 @@ AFTER_THE_LOOP = LANES_BEGIN >> 1
 """
 
 
-class GroupProgress:
-    """What this process waits for in one group, and since when."""
+class _AtWire(NamedTuple):
+    """Where the thread that carries stands in a step whose order is known."""
 
-    __slots__ = ("_moved", "_pieces", "_slowest", "_state", "generation")
+    boundary: int
+    batch: int
+    peers: tuple[int, ...]
+    """That it waits for; empty: for what is to be posted here."""
+    since: float
+    is_over: bool = False
+
+    @property
+    def position(self) -> tuple[int, StepPhase, int]:
+        return self.boundary, StepPhase.LANES, self.batch
+
+
+class GroupProgress:
+    """What this process waits for in one group, and since when.
+
+    Where messages go in an order that is known before they are posted, one is held up by all that stand before it: then
+    a peer that has long posted its end is not waited for in vain. So for as long as the wire carries such a step, the
+    position is that of the wire, and those are waited for who have a part in the batch that it stands at.
+    """
+
+    __slots__ = ("_moved", "_pieces", "_slowest", "_state", "_wire", "generation")
 
     def __init__(self, generation: int = 0) -> None:
         self.generation = generation
@@ -174,6 +265,7 @@ class GroupProgress:
             BEFORE_THE_FIRST, StepPhase.BUILDING, 0, (), now,
         )  # fmt: skip
         self._moved, self._slowest, self._pieces = now, 0.0, 0
+        self._wire: _AtWire | None = None
 
     # ---- on the thread that is inside the group
 
@@ -218,11 +310,35 @@ class GroupProgress:
         self._pieces += 1
         self._moved = now
 
+    # ---- on the thread that carries
+
+    def begin_wire(self) -> None:
+        """A vote has passed, and the order of the step that follows is known."""
+        self._wire = _AtWire(self._state[0] + 1, 0, (), time.monotonic())
+
+    def stand_at_wire(self, batch: int, peers: Sequence[int] = ()) -> None:
+        """The batch of this number is next; `peers`: those that it goes to or comes from, once all is posted here."""
+        if self._wire is not None:
+            self._wire = _AtWire(self._wire.boundary, batch, tuple(peers), time.monotonic())
+
+    def end_wire(self) -> None:
+        """All of the step's batches are carried."""
+        if self._wire is not None:
+            self._wire = _AtWire(self._wire.boundary, self._wire.batch + 1, (), time.monotonic(), is_over=True)
+
+    def leave_wire(self) -> None:
+        """The step that follows is of no known order."""
+        self._wire = None
+
     # ---- on the session's thread
 
     def activity(self, name_of: Callable[[int], str]) -> Activity:
         """What a heartbeat tells; `name_of` gives the id of a rank."""
         boundary, phase, bucket, peers, since = self._state
+        wire = self._wire
+        if wire is not None and not (wire.is_over and (boundary, phase, bucket) > wire.position):
+            since = wire.since if wire.peers else max(since, wire.since)
+            (boundary, phase, bucket), peers = wire.position, wire.peers
         seconds = max(0.0, time.monotonic() - max(since, self._moved))
         named = tuple(map(name_of, peers[:MOST_NAMED]))
         return Activity(self.generation, boundary, phase, bucket, named, seconds, self._slowest)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.group.group import message_bytes
-from shoal.group.unnamed_memory import (
+from shoal.process.unnamed_memory import (
     ADDRESS,
     GROUP,
     TOKEN_BYTES,

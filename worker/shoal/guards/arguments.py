@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from shoal_protos import validation
 from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -55,6 +56,15 @@ def _wrong_kind(name: str, value: Any) -> Iterator[str]:
         yield f"{name} is the class {value.__name__}; expected an object of it, {value.__name__}(…)."
     else:
         yield f"{name} is a {type(value).__name__}; expected one {called}. {SEVERAL}"
+
+
+def refuse_cells(door: str, shape: Shape) -> None:
+    """Raises `UserError` where a cell is several processes. `door`: of a library that counts processes by itself."""
+    if shape.processes > 1:
+        raise UserError(
+            f"{door} does not support cells of several processes ({shape}) yet; write the loop with shoal.initialize, "
+            "or leave `shoal.cell` out."
+        )
 
 
 def lay_out_once(model: nn.Module) -> None:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from shoal_protos.errors import ShoalError, UserError
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
-
-from shoal.process.logs import get_logger
+from shoal_protos.training_log import get_logger
 
 PAGE_BYTES = 4096
 """What direct reads and writes are aligned to, in the file and in memory."""

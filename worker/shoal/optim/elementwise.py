@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch.optim import Optimizer
 
 from shoal.optim.hyper import HOOK_ADVICE
 from shoal.optim.probe import probe
-from shoal.process.logs import get_logger
 
 log = get_logger("shoal.optim")
 

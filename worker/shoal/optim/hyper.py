@@ -38,7 +38,7 @@ def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [_plain_group(number, group) for number, group in enumerate(optimizer.param_groups)]
 
 
-def _is_plain_tuple(value: Any) -> bool:
+def is_plain_tuple(value: Any) -> bool:
     """As betas are."""
     return type(value) is tuple and PLAIN.issuperset(map(type, value))
 
@@ -46,7 +46,7 @@ def _is_plain_tuple(value: Any) -> bool:
 def _plain_group(number: int, group: Group) -> dict[str, Any]:
     return {
         key: value
-        if type(value) in PLAIN or _is_plain_tuple(value)
+        if type(value) in PLAIN or is_plain_tuple(value)
         else plain_value(value, f"{key} of optimizer group {number}")
         for key, value in sorted(group.items())
         if key != "params"

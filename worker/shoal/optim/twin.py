@@ -1,8 +1,12 @@
-"""A twin of the user's optimizer: its class on tensors that are the engine's, and what passes between the two objects.
+"""A twin of the user's optimizer: its class on the engine's tensors, what passes between both, and what a trial shows.
 
 What a step changes in a group (a count of steps, a sum of weights) is the optimizer's own. It goes back into the user's
 group, where vote, joiners and checkpoints find it beside rates. A number that stands in the state beside tensors is
 carried as a tensor without dimensions, and given back as the type that it was. Called by held blocks and by the probe.
+
+`effects_of_steps` asks the optimizer itself, once, what its steps do beside training: by steps of a twin on two
+elements. Called by the held blocks, when training state is made; they, the optimizer's steps and what a run is given go
+by it. Whether an optimizer is elementwise is probed in probe.py.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from shoal.optim.hyper import has_turn, plain_value
+from shoal.core.layout import Layout
+from shoal.optim.hyper import PLAIN, has_turn, is_plain_tuple, plain_value
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Types of a state's numbers that are carried, and as what."""
@@ -102,7 +109,14 @@ def take_over_hyper_parameters(mine: Optimizer, users: Optimizer) -> None:
     for here, theirs in zip(mine.param_groups, users.param_groups, strict=True):
         parameters = here["params"]
         here.clear()
-        here.update({key: own(value) for key, value in theirs.items() if key != "params"}, params=parameters)
+        here.update(
+            {
+                key: value if type(value) in PLAIN or is_plain_tuple(value) else own(value)
+                for key, value in theirs.items()
+                if key != "params"
+            },
+            params=parameters,
+        )
 
 
 def give_back_own_values(mine: Optimizer, users: Optimizer) -> None:
@@ -144,7 +158,7 @@ def failure_from(
     try:
         with without_hooks_on_all():
             twin.step()
-    except Exception as error:  # it is the script's class: nobody knows what it raises
+    except Exception as error:  # of the script's class, which may raise anything
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -190,3 +204,53 @@ def given_back(
     """
     kinds = {key: KINDS.get(one.dtype, numbers[key]) for key, one in state.items() if key in numbers and not one.dim()}
     return {key: kinds[key](one.item()) if key in kinds else one for key, one in state.items()}
+
+
+# ---- what steps do beside training
+
+STEPS = 3
+"""ASGD averages from its second step on."""
+
+Kind = tuple[int, torch.dtype]
+"""The group of a parameter, and what its optimizer computes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEffects:
+    """Nothing: of an optimizer that could not be tried, and was taken at the script's word."""
+
+    moved: frozenset[str] = frozenset()
+    """Keys of groups whose values a step changes."""
+    numbers: Mapping[Kind, Mapping[str, type]] = field(default_factory=dict)
+    """Keys of numbers in the state that are no tensors, with their types after the first step."""
+    only_counts: bool = False
+    """Whether each number that is kept of a parameter, tensors without dimensions too, grows by one with every step;
+    also where there are none. A parameter that has missed steps then has the others' numbers less these. NAdam's
+    product of momenta, or ASGD's averaging rate, is no such number.
+    """
+
+
+def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
+    """Seen in steps of a twin on two elements of each kind."""
+    twin = probing_twin_of(optimizer)
+    kinds = {(bucket.group, bucket.wide_dtype) for bucket in layout.buckets if not bucket.is_frozen}
+    probed = {kind: torch.zeros(2, dtype=kind[1], device=layout.device) for kind in sorted(kinds, key=str)}
+    for (group, _), one in probed.items():
+        twin.param_groups[group]["params"].append(one)
+    first = [own(group) for group in twin.param_groups]
+    numbers, seen = list[dict[Kind, dict[str, type]]](), list[list[float]]()
+    try:
+        with without_hooks_on_all(), with_no_empty_group(twin):
+            for _ in range(STEPS):
+                for one in probed.values():
+                    one.grad = torch.ones_like(one)
+                twin.step()
+                numbers.append({kind: numbers_in(twin.state[one]) for kind, one in probed.items()})
+                states = [carried(twin.state[one]) for one in probed.values()]
+                seen.append([float(value) for state in states for value in state.values() if not value.dim()])
+    except Exception:  # of the script's class, which may raise anything
+        return StepEffects()
+    groups = enumerate(zip(twin.param_groups, first, strict=True))
+    moved = frozenset(key for number, (now, then) in groups for key in changed_values(now, then, number))
+    counts = all(now == [number + 1 for number in before] for before, now in pairwise(seen))
+    return StepEffects(moved, numbers[0], counts)

@@ -30,9 +30,9 @@ from shoal.core.membership import Membership
 from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
-from shoal.group.rendezvous_server import RendezvousServer
-from shoal.session.dialogue import Dialogue, ProcessInfo
-from shoal.session.driver import REPORT_SECONDS, SessionDriver
+from shoal.group.rendezvous import RendezvousServer
+from shoal.session.dialogue import Dialogue, Identity, ProcessInfo
+from shoal.session.driver import REPORT_SECONDS, SessionDriver, not_taken_in
 from shoal.session.link import Ended, Item, JobInfo, Prepared, Stopped
 from shoal.session.settings import SessionSettings
 from shoal.session.shared import SharedSession
@@ -48,13 +48,16 @@ def _nothing() -> None:
 
 
 class ControllerLink:
-    """A `Link`. `transport` builds the groups."""
+    """A `Link`. `transport` builds the groups. `identity`: who this process is, where it has been seated."""
 
     alone = False
 
-    def __init__(self, settings: SessionSettings, transport: Transport = build_gloo) -> None:
+    def __init__(
+        self, settings: SessionSettings, transport: Transport = build_gloo, identity: Identity | None = None
+    ) -> None:
         self._settings, self._transport = settings, transport
-        self._shared = SharedSession(settings, self._build_group)
+        self._identity = identity or Identity(settings.worker, secrets.token_hex(8))
+        self._shared = SharedSession(settings, self._build_group, self._identity)
         self.driver = SessionDriver(self._shared)
         self.before_building: Callable[[], None] = _nothing
         self._closed = False
@@ -91,6 +94,7 @@ class ControllerLink:
             self._server.address,
             self._settings.run,
             self._settings.grace_seconds,
+            self._identity.coordinate,
         )
         shared = self._shared
         shared.introduce(process, description, status)
@@ -102,7 +106,7 @@ class ControllerLink:
             ending, exit_status = self.dialogue.ending, self.dialogue.status
         if ending is not None:
             self.close()
-            raise SystemExit(exit_status) if exit_status else UserError(ending.reason)
+            raise not_taken_in(ending, exit_status)
 
     def _open_server(self) -> RendezvousServer:
         host = self._settings.own_host()

@@ -56,6 +56,17 @@ HEARTBEAT_SECONDS, RECONNECT_SECONDS = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is for its controller, until it starts over under another id."""
+
+    worker: str
+    """Empty: the controller gives it one."""
+    incarnation: str
+    coordinate: int = 0
+    """Its place in a cell, for as long as it lives."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessInfo:
     """What does not change in a process's life."""
 
@@ -69,6 +80,8 @@ class ProcessInfo:
     """Run of the job, as its launcher named it; empty: the first welcome does."""
     grace_seconds: float = GRACE_SECONDS
     """What it asks for where it asks to be drained."""
+    coordinate: int = 0
+    """Its place in a cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +172,7 @@ class Dialogue:
             next_generation=max(self.membership.newest_planned, checkpoint.generation if checkpoint is not None else 0),
             run=self.job.run,
             release=RELEASE,
+            coordinate=self.process.coordinate,
         )
 
     @property
@@ -316,7 +330,7 @@ class Dialogue:
                 return self.end(message)
             case Refusal():
                 self.refusal = message.sentence
-                ended = _is_final(message, self.membership.generation, self.cluster, self.job.run)
+                ended = is_final(message, self.membership.generation, self.cluster, self.job.run)
                 return self.end(Shutdown(Ending.FAILED, message.sentence)) if ended else []
             case Open() | Ask() | Drain() | Alive():
                 pass  # came before; a drain needs nothing but the plan that will leave us out
@@ -369,7 +383,7 @@ def _is_news(status: Status, last_sent: Status) -> bool:
     return bool(_without_progress(status) != _without_progress(last_sent))
 
 
-def _is_final(refusal: Refusal, generation: int, cluster: str, run: str) -> bool:
+def is_final(refusal: Refusal, generation: int, cluster: str, run: str) -> bool:
     """● Whether a process is to end. One that is in a world trains on beside a controller that cannot know.
 
     `generation`: of its world; `cluster`: the store that has welcomed it; `run`: what it was launched or welcomed for.

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
-from shoal_protos.messages import NO_CONTROLLER, Ending, Hello, Refusal, ToController, ToWorker
+from shoal_protos.errors import UserError
+from shoal_protos.messages import (
+    NO_CONTROLLER,
+    AskSeat,
+    Ending,
+    Hello,
+    Refusal,
+    Seat,
+    Shutdown,
+    ToController,
+    ToWorker,
+)
+from shoal_protos.training_log import get_logger
 
-from shoal.process.logs import get_logger
+from shoal.session.dialogue import HEARTBEAT_SECONDS, RECONNECT_SECONDS, is_final
 from shoal.session.shared import SharedSession
 
 REPORT_SECONDS = 60.0
@@ -94,3 +107,77 @@ class SessionDriver:
 
     def on_failure(self, error: Exception) -> None:
         self._shared.on_failure(error)
+
+
+class SeatDriver:
+    """Drives the session's thread of a process that asks for its seat: one question on each stream, until `wait` has
+    the answer. Nothing else is said.
+    """
+
+    heartbeat_seconds = HEARTBEAT_SECONDS
+
+    def __init__(self, ask: AskSeat, is_launched: bool) -> None:
+        self._ask, self._is_launched = ask, is_launched
+        self._over = threading.Event()
+        self._answer: Seat | Shutdown | None = None
+        self._status = 0
+        """What this process then exits with, where it is to end and has not failed."""
+        self._refusal = ""
+
+    def wait(self) -> Seat:
+        """On the calling thread, for as long as no controller answers. Raises where there is no seat."""
+        self._over.wait()
+        if isinstance(self._answer, Seat):
+            return self._answer
+        assert self._answer is not None, "it is over by an answer"
+        raise not_taken_in(self._answer, self._status)
+
+    @property
+    def silent(self) -> bool:
+        return self._over.is_set()
+
+    def say_hello(self) -> AskSeat:
+        return self._ask
+
+    def take_outgoing(self, beat: bool) -> list[ToController]:
+        del beat
+        return []
+
+    def on_message(self, message: ToWorker) -> None:
+        match message:
+            case Seat() | Shutdown():
+                self._end(message)
+            case Refusal(sentence) if is_final(message, 0, "", self._ask.run):
+                self._end(Shutdown(Ending.FAILED, sentence))
+            case Refusal(sentence) if sentence != self._refusal:
+                self._refusal = sentence
+                log.warning("refused", reason=sentence, means="tries again")
+            case _:
+                pass
+
+    def on_controller_unreachable(self, seconds: float, why: str = "") -> None:
+        """A process that a launcher has started waits only so long: as one that says hello."""
+        if self._is_launched and seconds > RECONNECT_SECONDS + REPORT_SECONDS:
+            found = f" ({why})" if why else ""
+            reason = f"no controller was reachable for {seconds:.0f} s{found}, and this worker is in no world"
+            log.warning("leaving", reason=reason, status=NO_CONTROLLER)
+            self._end(Shutdown(Ending.REPLACED, reason), NO_CONTROLLER)
+
+    def on_sigterm(self) -> None:
+        """Nothing is lost by ending at once: the signal does what it does without us."""
+
+    def on_last_word(self) -> None:
+        """There is none."""
+
+    def on_failure(self, error: Exception) -> None:
+        self._end(Shutdown(Ending.FAILED, f"the session with the controller failed: {error}"))
+
+    def _end(self, answer: Seat | Shutdown, status: int = 0) -> None:
+        if not self.silent:
+            self._answer, self._status = answer, status
+            self._over.set()
+
+
+def not_taken_in(ending: Shutdown, status: int) -> SystemExit | UserError:
+    """What ends a script whose process has no part in its job. `status`: what it exits with where it has not failed."""
+    return SystemExit(status) if status else UserError(ending.reason)

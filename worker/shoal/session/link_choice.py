@@ -30,26 +30,28 @@ from shoal.group.group import Group, SoloGroup
 from shoal.group.nccl import own_device
 from shoal.process.device import HOST, Device
 from shoal.session.controller_link import ControllerLink
-from shoal.session.inbox import Inbox
-from shoal.session.link import Item, JobInfo, Link, Opened, Prepared, Recover, Stopped
+from shoal.session.dialogue import Identity
+from shoal.session.link import Inbox, Item, JobInfo, Link, Opened, Prepared, Recover, Stopped
 from shoal.session.settings import SessionSettings
 
 
 def open_link(
-    environment: Mapping[str, str] = os.environ, device: Device = HOST, only_gloo: bool = False
+    environment: Mapping[str, str] = os.environ,
+    device: Device = HOST,
+    only_gloo: bool = False,
+    identity: Identity | None = None,
 ) -> tuple[Link, str]:
     """The link, with groups for tensors of `device`, and the faults that a test has planted (`SHOAL_FAULT`).
 
-    `only_gloo`: whatever devices could do.
+    `only_gloo`: whatever devices could do. `identity`: who this process is, where it has been seated.
     Raises `UserError` for bad settings.
     """
     settings = SessionSettings.from_environment(environment)
     if not settings.controller:
-        _refuse_other_launchers(environment)
-        _refuse_taken_out(environment)
+        refuse_separate_trainings(environment)
         return AloneLink(), settings.fault
     own = _says_nothing if only_gloo else own_device
-    return ControllerLink(settings, groups_of(build_gloo, device, BULK, own)), settings.fault
+    return ControllerLink(settings, groups_of(build_gloo, device, BULK, own), identity), settings.fault
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:
@@ -72,6 +74,12 @@ def _says_nothing(_: torch.device) -> bytes:
 
 STARTERS = {"WORLD_SIZE": "torchrun", "SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun"}
 """The variable by which each tells its processes how many there are."""
+
+
+def refuse_separate_trainings(environment: Mapping[str, str]) -> None:
+    """Raises `UserError` for a process without a controller that is one of several of its script."""
+    _refuse_other_launchers(environment)
+    _refuse_taken_out(environment)
 
 
 def _refuse_other_launchers(environment: Mapping[str, str]) -> None:

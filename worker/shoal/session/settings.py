@@ -20,6 +20,7 @@ from shoal_protos.bearer import UNSENDABLE, is_sendable
 from shoal_protos.errors import UserError
 from shoal_protos.messages import GRACE_SECONDS
 from shoal_protos.pem import read_pem
+from shoal_protos.shape import MOST_PROCESSES
 from shoal_protos.validation import every_sentence
 
 LONGEST_GRACE_SECONDS = 7 * 24 * 3600.0
@@ -33,6 +34,7 @@ VARIABLES = {
     "domain": "SHOAL_FAILURE_DOMAIN",
     "host": "SHOAL_HOST",
     "launcher": "SHOAL_LAUNCHER",
+    "coordinate": "SHOAL_COORDINATE",
     "grace_seconds": "SHOAL_GRACE_SECONDS",
     "tls_ca": "SHOAL_TLS_CA",
     "tls_certificate": "SHOAL_TLS_CERTIFICATE",
@@ -65,6 +67,8 @@ class SessionSettings(BaseModel):
     the route to the controller starts from."""
     launcher: str = ""
     """What started this process, and would start another one in its place. Empty: it was started by hand."""
+    coordinate: int = -1
+    """The coordinate of the process whose place this one takes: its wish, where a cell has several. -1: it has none."""
     grace_seconds: float = GRACE_SECONDS
     """How long this process has after SIGTERM, which it asks its controller for."""
     tls_ca: Path | None = None
@@ -102,6 +106,16 @@ class SessionSettings(BaseModel):
         if token is not None and not is_sendable(token.get_secret_value()):
             raise ValueError(UNSENDABLE)
         return token
+
+    @field_validator("coordinate", mode="before")
+    @classmethod
+    def _a_place(cls, coordinate: object) -> int:
+        text = str(coordinate)
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < MOST_PROCESSES):
+            raise ValueError(
+                f"SHOAL_COORDINATE is {coordinate!r}; expected a whole number from 0 to {MOST_PROCESSES - 1}"
+            )
+        return int(text)
 
     @field_validator("grace_seconds", mode="before")
     @classmethod

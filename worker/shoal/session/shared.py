@@ -11,7 +11,6 @@ the training thread may be inside is closed by the training thread (`bury`).
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +21,16 @@ from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description
 from shoal_protos.messages import Ending, Shutdown, Status
 from shoal_protos.plan import Plan
+from shoal_protos.training_log import get_logger
 
 from shoal.core.membership import Membership
 from shoal.exchange.packing import receive_framed
 from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import WORLD, Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, GroupProgress, WorldChanged
-from shoal.group.rendezvous_server import reachable
-from shoal.process.logs import get_logger
-from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, ProcessInfo
-from shoal.session.inbox import Inbox
-from shoal.session.link import Begun, Recover
+from shoal.group.rendezvous import reachable
+from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, Identity, ProcessInfo
+from shoal.session.link import Begun, Inbox, Recover
 from shoal.session.settings import SessionSettings
 
 log = get_logger("shoal.session")
@@ -45,12 +43,12 @@ def _nobody() -> None:
 class SharedSession:
     """The session's one state. `transport` builds the groups."""
 
-    def __init__(self, settings: SessionSettings, transport: Transport) -> None:
+    def __init__(self, settings: SessionSettings, transport: Transport, identity: Identity) -> None:
         self.settings = settings
         self.lock = threading.RLock()
         self.spoken = threading.Condition(self.lock)
         """Notified when the controller has welcomed us, refused us, or got our last word."""
-        self.membership = Membership(settings.worker, secrets.token_hex(8))
+        self.membership = Membership(identity.worker, identity.incarnation)
         self.inbox = Inbox()
         self.groups = Groups(transport, self.lock, self._on_outcome, self.on_failure)
         self.wake: Callable[[], None] = _nobody

@@ -24,12 +24,12 @@ import grpc.aio
 from shoal_protos.addresses import split_address
 from shoal_protos.channel import CHANNEL_OPTIONS, METHOD, SESSION_TOKEN, SILENT_SECONDS
 from shoal_protos.errors import UserError
-from shoal_protos.messages import Refusal, Result, SessionToken, Shutdown, Welcome
+from shoal_protos.messages import Refusal, Result, Seat, SessionToken, Shutdown, Welcome
+from shoal_protos.training_log import get_logger
 from shoal_protos.wire import decode_controller, encode_worker
 
-from shoal.group.forks import Connections
-from shoal.process.logs import get_logger
-from shoal.session.driver import SessionDriver
+from shoal.process.forks import Connections
+from shoal.session.driver import SeatDriver, SessionDriver
 from shoal.session.settings import SessionSettings
 from shoal.session.signals import TermSignal
 from shoal.session.unreachable import why_unreachable
@@ -65,7 +65,7 @@ Call = grpc.aio.StreamStreamCall[bytes, bytes]
 class SessionThread:
     """Started once per process; `wake` says that something is due, `close` ends it."""
 
-    def __init__(self, driver: SessionDriver, settings: SessionSettings, term: TermSignal | None) -> None:
+    def __init__(self, driver: SessionDriver | SeatDriver, settings: SessionSettings, term: TermSignal | None) -> None:
         self._driver, self._settings, self._term = driver, settings, term
         self._credentials = settings.credentials()
         self._addresses = ControllerAddresses(settings.addresses)
@@ -254,10 +254,11 @@ class SessionThread:
             if not isinstance(data, bytes):
                 return
             message = decode_controller(data)
-            if isinstance(message, Welcome):
+            if isinstance(message, Welcome | Seat):
                 self._welcomed, self._why = True, ""
                 self._complaints.clear()
                 self._connections.settle()
+            if isinstance(message, Welcome):
                 self._addresses.on_welcome(message.controllers)
             elif isinstance(message, SessionToken):
                 self._tokens.on_given(message, self._incarnation, time.monotonic())
@@ -266,7 +267,7 @@ class SessionThread:
                 self._leader = message.leader
                 self._tokens.on_refused()
             self._driver.on_message(message)
-            if isinstance(message, Shutdown | Refusal):
+            if isinstance(message, Shutdown | Refusal | Seat):
                 return
 
     async def _write(self, call: Call) -> None:

@@ -27,10 +27,11 @@ from shoal.blocks.shard_sums import ShardSums
 from shoal.blocks.sharded_memory import ShardedMemory, WholeMemory
 from shoal.blocks.state_home import OnUpdated, unheard
 from shoal.blocks.values import WholeValues
+from shoal.cells.marks import local_of
 from shoal.config.training import TrainingConfig
-from shoal.core.layout import Layout, Trainable
-from shoal.core.lineage import Branch, Lineage
+from shoal.core.layout import WHOLE, CellPart, Layout, Trainable
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
+from shoal.core.manifest_parts import Branch, Lineage
 from shoal.core.misses import Misses, every_one
 from shoal.core.stream_position import StreamPositions
 from shoal.core.units import named_parameters, unit_numbers
@@ -39,17 +40,15 @@ from shoal.exchange.traffic import Traffic
 from shoal.exchange.vote import Record
 from shoal.first_values.building import meant_device
 from shoal.first_values.deferred_values import DeferredValues, deferred_values
-from shoal.guards.agreed_hyper import SetInTime
-from shoal.guards.comparisons import Comparisons
-from shoal.guards.module_modes import ModuleModes
-from shoal.guards.parameter_guards import ModuleGuard
-from shoal.guards.step_guard import StepGuard
+from shoal.guards.agreed_values import ModuleModes, SetInTime
+from shoal.guards.step_guard import Comparisons, Guards, StepGuard
+from shoal.guards.write_guards import ModuleGuard
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.hyper import advance, has_turn, hyper_parameters, load_into
-from shoal.precision.rounding import half_dtype, round_module
 from shoal.process.device import Device, device_of
 from shoal.process.host_memory import tensor_bytes
 from shoal.state.given_values import GivenHyperParameters
+from shoal.state.half_floats import half_dtype, round_module
 from shoal.state.small_state import pack, unpack
 
 NO_STEP = -1
@@ -84,6 +83,8 @@ class Limits:
     """Whether it keeps the parameters of held blocks too, where these are with the state."""
     peers_on_host: bool = True
     """Whether all other workers are on this one's host."""
+    part: CellPart = WHOLE
+    """What of the model this process has."""
 
     @classmethod
     def of(cls, config: TrainingConfig, last_step: int, peers_on_host: bool = True) -> Limits:
@@ -145,8 +146,8 @@ class TrainingState:
     functions of `on_commit` have followed, and with them what it registers.
     """
 
-    guards: tuple[StepGuard, ...]
-    """What the steps of training tell each in turn: see guards/step_guard.py."""
+    guards: Guards
+    """What the steps of training tell: see guards/step_guard.py."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class TrainingState:
         pairs += by_stage.parameters_in_blocks(module, limits.units)
         self.held_layout: Layout
         """Of all that is in blocks; where parameters are sharded, frozen ones too."""
-        self.held_layout, self.placed = lay_out_model(pairs, self.device.kind)
+        self.held_layout, self.placed = lay_out_model(pairs, self.device.kind, limits.part)
         self.layout = self.held_layout.trained  # the same in every stage
         self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
         """The trained ones, in the order of the slots; `placed`: all that are in blocks."""
@@ -191,11 +192,12 @@ class TrainingState:
         self.weights = by_stage.weights(self.held.segments, self.flats)
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
-        self.module_guard = ModuleGuard(module, self._named(), self.memory.always_here, self.comparisons)
+        here = {name: local_of(parameter) for name, parameter in self._named().items()}
+        self.module_guard = ModuleGuard(module, here, self.memory.always_here, self.comparisons)
         self.set_in_time, self._first_keys = SetInTime(optimizer), list(map(frozenset, optimizer.param_groups))
         self.given = GivenHyperParameters(optimizer, scheduler, self.held.effects.moved)
         self.modes, self.misses = ModuleModes(module), Misses(())
-        self.guards = self.module_guard, self.set_in_time, self.modes, gradient_guard, self.comparisons
+        self.guards = Guards(self.module_guard, self.set_in_time, self.modes, gradient_guard, self.comparisons)
         self.loss_scale = first_loss_scale(limits.scaling) if limits.scaling is not None else None
         self.step, self.last_step, self.committed_in, self.followed = NO_STEP, limits.last_step, 0, 0
         self.record: Record | None = None

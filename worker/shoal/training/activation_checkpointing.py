@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +30,6 @@ from shoal.config.training import TrainingConfig
 from shoal.core.units import check_classes, class_names, unit_modules
 from shoal.exchange.module_buffers import LARGE_ELEMENTS
 from shoal.first_values.building import meant_device
-from shoal.process.logs import get_logger
 
 KEY = "shoal.activation_checkpointing"
 OWN_FORWARD = "_forward_before_checkpointing"

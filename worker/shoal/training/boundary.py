@@ -40,7 +40,7 @@ from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.evaluation import Evaluation
-from shoal.training.lagging_states import LaggingStates
+from shoal.training.registered_states import LaggingStates
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport
 
@@ -118,7 +118,7 @@ class Boundary:
     def on_world(self, world: World) -> None:
         """A world begins."""
         self._corruption.on_world(world)
-        self._evaluation.begin_round(world)
+        self._evaluation.begin_round(world, is_new=True)
         self._saving.on_world(world)
         self._requests.on_world()
         if not self._owed:
@@ -253,16 +253,21 @@ class Boundary:
         """The script is through with the last step: what it asks for from now on is of the next one. Waits for nobody.
         Raises `WorldChanged`.
         """
-        self._evaluation.end_round(self._requests.at_hand, self._saving.states.asks_at_hand)
+        if self._evaluation.is_between_batches:
+            self._evaluation.end_round(self._requests.at_hand, self._saving.states.asks_at_hand)
         if not self._owed:  # else the script may be in the midst of an evaluation
             self._saving.states.take()
 
-    def settle_evaluations(self) -> None:
+    def settle_evaluations(self, messages: Sequence[int] = ()) -> None:
         """Before a vote, with the last step's weights: who has not heard what was measured after it hears it now, and
-        what was asked for since is exported or copied. Raises `WorldChanged`.
+        what was asked for since is exported or copied. `messages`: as `Evaluation.settle`. Raises
+        `WorldChanged`.
         """
         evaluation, context = self._evaluation, self._context
-        evaluation.settle()
+        if not evaluation.settle(messages) and not self._requests.at_hand:
+            return  # as a rule
+        if evaluation.messages:
+            return  # with all others, once they have heard it
         is_news = evaluation.measured.is_news(context.rank == 0) and not self._owed
         if is_news or evaluation.asked:
             self.bring_parameters()

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound, UserError
+from shoal_protos.training_log import get_logger
 
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
 from shoal.checkpoint.failure import NeedsFreshProcess
@@ -21,13 +22,12 @@ from shoal.checkpoint.place_marks import host_of
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state, record_of
 from shoal.checkpoint.storage import open_storage
 from shoal.core.checkpoint_errors import CheckpointDamaged, NoneReadable, TransientStorageFailure
-from shoal.core.lineage import Lineage, gone_on
 from shoal.core.loading import Loading, StepZero
+from shoal.core.manifest_parts import Lineage, gone_on
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.optim.schedules import class_of
-from shoal.process.logs import get_logger
 from shoal.state.given_values import OtherValues
 from shoal.training.context import TrainingContext
 from shoal.training.initial_state import agree_on_the_start, check_made
@@ -227,7 +227,8 @@ class CheckpointLoading:
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
-        state, owned, reader = self._context.state, world.owned, found.reader()
+        state, owned = self._context.state, world.owned
+        reader = found.reader(state.layout.part.coordinate)
         if self._context.loop_has_begun:  # else nothing more is read
             self._warn_of_other_data(found)
         self._warn_of_another_scheduler(found)

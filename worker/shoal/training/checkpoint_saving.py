@@ -2,7 +2,8 @@
 
 What follows from a vote's record is decided in core/saving.py, on all members alike. The copy is made here, on the
 training thread; the rest is the saver's, on its own (checkpoint/saver.py). The script's own states come later
-(saved_states.py).
+(registered_states.py). `SavePatience` says how long a write is waited for once all steps are done: one that does not
+come back must not hold a job for ever. Each member asks it for what it writes; the others wait for it so long.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from typing import Any
 
 from shoal_protos.checkpoint import CheckpointRef, SaveReport
 from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
-from shoal.checkpoint.catalogue import SaveName
+from shoal.checkpoint.catalogue import Keep, Ours, SaveName
 from shoal.checkpoint.failure import SaveFailed
 from shoal.checkpoint.named import tied_names
-from shoal.checkpoint.retention import Keep, Ours
 from shoal.checkpoint.saver import Lead, Saver, SaveResult, SaveTask
 from shoal.checkpoint.snapshot import streamed_state, take_snapshot
 from shoal.checkpoint.storage import open_storage
-from shoal.checkpoint.writer import Author, Origin, draft_of
+from shoal.checkpoint.writer import Author, Origin, draft_of, tensors_of_buffers
 from shoal.config.out_of_memory import is_out_of_memory
 from shoal.config.training import agreement
-from shoal.core.layout_entry import LayoutEntry
+from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.plain import encode
 from shoal.core.saving import (
     BUSY,
@@ -46,15 +47,13 @@ from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.optim.schedules import is_made_of_numbers
-from shoal.process.logs import get_logger
 from shoal.process.numerics import identity
 from shoal.state.training_state import frozen_in_blocks, frozen_parameters
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
 from shoal.training.corruption_watch import CorruptionWatch
 from shoal.training.parameters import Parameters
-from shoal.training.save_patience import SavePatience
-from shoal.training.saved_states import SavedStates
+from shoal.training.registered_states import SavedStates
 
 SAVE = Request("save")
 SCHEDULED = Request("scheduled")
@@ -243,7 +242,7 @@ class CheckpointSaving:
         context.faults.at("save", state.step)
         ours = Ours(run, state.lineage)
         lead: Lead | None = None
-        beside: dict[str, Tensor] = {}
+        beside = tensors_of_buffers(state) if save.is_first_there(member) and not part.leads else {}
         if part.leads:
             try:
                 draft, beside = draft_of(state, self.origin, plan.generation, {})
@@ -374,3 +373,43 @@ def _report(outcome: SaveResult) -> SaveReport:
         write_seconds=seconds.get("write", 0.0),
         commit_seconds=seconds.get("commit", 0.0),
     )
+
+
+LEAST_SECONDS = 60.0
+"""However impatient the job is."""
+
+
+class SavePatience:
+    """Of one worker. `saver`: None where nothing is saved."""
+
+    def __init__(self, context: TrainingContext, saver: Saver | None) -> None:
+        self._context, self._saver = context, saver
+        self._since: float | None = None
+        """When all steps were done; None: they are not."""
+        self._is_over = False
+
+    def begin(self) -> None:
+        """All steps are done."""
+        self._since = self._since or time.monotonic()
+
+    def forget(self) -> None:
+        """All have gone back, and make steps again."""
+        self._since = None
+
+    @property
+    def seconds(self) -> float:
+        """For how long a write may be waited for; 0 once one was waited for in vain."""
+        return 0.0 if self._is_over else max(LEAST_SECONDS, self._context.link.job.stall_seconds)
+
+    def check(self) -> None:
+        """Raises `SaveFailed` where what this worker writes takes longer."""
+        if self._saver is None or self._since is None or self._saver.outcome is None:
+            return
+        waited = min(self._saver.seconds_at_work, time.monotonic() - self._since)
+        if waited >= self.seconds:
+            self._is_over = True
+            raise SaveFailed(
+                f"all steps are done, but a checkpoint is not whole: a write to {self._saver.outcome.path} has not "
+                f"come back for {waited:.0f} s (stall_seconds). See what holds its place up; where it is only slow, "
+                "give the job a greater stall_seconds."
+            )

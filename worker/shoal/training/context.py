@@ -11,30 +11,43 @@ engine go. Kept outside the engine, which may not exist by then.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
+from shoal_protos.training_log import get_logger
+
+from shoal.cells.hub import CellHub
 from shoal.checkpoint.manifest import DataPosition
 from shoal.config.training import TrainingConfig
 from shoal.data.seeds import ForwardSeed
 from shoal.exchange.world import World
-from shoal.guards.first_weights import FirstWeights
-from shoal.precision.autocast import Autocast
+from shoal.guards.loop_guards import FirstWeights
 from shoal.process.faults import Faults
-from shoal.process.logs import get_logger
 from shoal.session.link import Link, Prepared
+from shoal.state.half_floats import Autocast
 from shoal.state.training_state import NO_STEP, TrainingState
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.telemetry import Meter
 
 log = get_logger("shoal")
+NOTHING = nullcontext()
+"""A context of no effect, which may be entered any number of times."""
 
 
 class TrainingContext:
     """What the parts of one engine share."""
 
     def __init__(
-        self, config: TrainingConfig, state: TrainingState, link: Link, loop: LaneLoop, faults: Faults
+        self,
+        config: TrainingConfig,
+        state: TrainingState,
+        link: Link,
+        loop: LaneLoop,
+        faults: Faults,
+        hub: CellHub | None = None,
     ) -> None:
         self.config, self.state, self.link, self.loop, self.faults = config, state, link, loop, faults
+        self.hub = hub
+        """What the collectives of this process's cell go through; None where a cell is one process."""
         self.meter = Meter()
         self.forward_seed = ForwardSeed(state.module, config.seed)
         self.first_weights = FirstWeights(self.forward_seed)
@@ -65,6 +78,8 @@ class TrainingContext:
         """The script has gone through its loop, and cannot go back."""
         self.is_through = False
         """The script has gone through all its epochs, where nothing else says at which step the job ends."""
+        self.awaits_vote = False
+        """After the loop it waits for a vote, which all members make."""
         self.awaits_end = False
         """It waits, in a world at rest, until all others have come to that step."""
         self.left_at = ""
@@ -75,6 +90,19 @@ class TrainingContext:
         """The script has ended."""
         self.leaving = False
         """The controller has told this worker to end, or it has said why it failed; nothing is left to report."""
+
+    @property
+    def is_cell_whole(self) -> bool:
+        """Whether all that the batch at hand has been given came from this process's cell."""
+        return self.hub is None or not self.hub.is_void
+
+    def in_backward(self) -> AbstractContextManager[object]:
+        """A context in which a collective that fails raises at once: a backward's rest would be for nothing."""
+        return self.hub.raising() if self.hub is not None else NOTHING
+
+    def in_evaluation(self) -> AbstractContextManager[object]:
+        """A context in which collectives are those of an evaluation."""
+        return self.hub.evaluating() if self.hub is not None else NOTHING
 
     @property
     def global_step(self) -> int:

@@ -20,7 +20,8 @@ import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.plan import Plan
-from shoal_protos.runs import NO_BLOCKS, Runs, union
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.blocks.flat import in_order
@@ -29,7 +30,6 @@ from shoal.core.layout import Stretch
 from shoal.core.sampled_blocks import losing_a_copy, sampled
 from shoal.exchange.vote import NO_COPY, Comparison, Findings, Record, compare
 from shoal.exchange.world import World
-from shoal.process.logs import get_logger
 from shoal.state.training_state import TrainingState
 from shoal.training.context import TrainingContext
 
@@ -163,7 +163,7 @@ class CorruptionWatch:
         if not self._every or not self._copies:
             return None
         world.group.progress.reach(StepPhase.HAND_OUT)
-        found = self._compare_now(world, self._state.everything)
+        found = self._compare_now(world, every(self._state.held_layout.blocks))
         return found if found.corrupt or not found.single else None
 
     def _compare_now(self, world: World, blocks: Runs) -> Findings:

@@ -1,22 +1,26 @@
 """The engine: what a script uses, and nothing else. Each method hands on to the part that does it (parts.py).
 
 `for batch in engine`, `engine.backward(loss)`, `engine.step()`. How the loop is served is in training_loop.py, one
-optimizer step in step.py, a change of the world in resize.py.
+optimizer step in step.py, a change of the world in resize.py. Its base class `Habits` supports habits of other
+libraries: `len(engine)`, `tqdm(engine)`, `engine(inputs)`, and names that are missing, whose error says what takes
+their place.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
+from shoal.cells.hub import CellHub
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.exchange.ballot import Request
@@ -28,14 +32,75 @@ from shoal.training.checkpoint_saving import SAVE
 from shoal.training.context import TrainingContext
 from shoal.training.evaluation import reported_numbers
 from shoal.training.gathered_rows import refuse_metric
-from shoal.training.habits import Habits
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.monitoring import AttachedCallback
 from shoal.training.parts import Parts
 from shoal.training.requests import FINGERPRINT
-from shoal.training.script_end import ScriptEnd
 from shoal.training.telemetry import StepTimes
-from shoal.training.training_loop import TrainingLoop
+from shoal.training.training_loop import ScriptEnd, TrainingLoop
+
+MEANT: Mapping[str, str] = {
+    "train": "engine.module.train() sets the mode; it is as the script leaves it, evaluations put it back",
+    "eval": "evaluate within `with engine.evaluating():`",
+    "zero_grad": "engine.step() begins each step with gradients of zero; leave the line out",
+    "save": 'engine.export("model.safetensors") writes the model, engine.save_checkpoint() what a job goes on from',
+    "save_pretrained": "engine.export(path) writes the weights, and the model's own save_pretrained all else",
+    "load_checkpoint": "a job resumes by itself; `shoal.checkpoint.resume` names another checkpoint",
+    "load_state_dict": "a job resumes by itself; load first weights into the model before shoal.initialize",
+    "optimizer": "the optimizer is the one that was given; one that the config names has no other name here",
+    "lr_scheduler": "the scheduler is the one that was given; engine.step() steps it",
+    "scheduler": "the scheduler is the one that was given; engine.step() steps it",
+    "clip_grad_norm_": "set `gradient_clipping` in the config",
+    "no_sync": "set `shoal.micro_batches_per_lane`: a lane adds up its micro-batches before anything is exchanged",
+    "accumulate": "set `shoal.micro_batches_per_lane`: a lane adds up its micro-batches before anything is exchanged",
+    "prepare": "shoal.initialize has done it",
+    "to": "the model is on the device on which it was given",
+    "local_rank": "a process has one device, engine.device",
+    "log": "engine.report(name=value), or a callback by engine.on_step",
+}
+"""Names of other libraries, and their replacements."""
+
+
+class Habits:
+    """Length, call and missing names of an engine."""
+
+    NAMES: ClassVar[frozenset[str]]
+    """Public names of the engine."""
+    context: TrainingContext
+    module: nn.Module
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        """Return the number of batches that the loop still yields here: for the remaining steps, of the lanes held now,
+        or of all lanes outside a world. Raises `TypeError` if the job has no last step.
+        """
+        context, last = self.context, self.context.state.last_step
+        if last <= 0:
+            raise TypeError("len(engine) is not known: the job has no last step")
+        lanes = len(context.lanes) if context.world is not None else context.config.lanes
+        return max(0, last - context.global_step) * lanes * context.config.micro_batches_per_lane
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model's forward."""
+        return self.module(*inputs, **named)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise an `AttributeError` that names the replacement of a missing name."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"an engine has no `{name}`: {_meant(name, self.NAMES, vars(self).get('module'))}")
+
+
+def _meant(name: str, names: frozenset[str], module: nn.Module | None) -> str:
+    if name in MEANT:
+        return MEANT[name]
+    if module is not None and hasattr(module, name):
+        return f"the model has it, engine.module.{name}"
+    near = difflib.get_close_matches(name, sorted(names), 1)
+    return f"did you mean engine.{near[0]}?" if near else f"it has {', '.join(sorted(names))}"
+
 
 PUBLIC = {
     "backward", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers", "generation",
@@ -51,11 +116,20 @@ class Engine(Habits):
     NAMES = frozenset(PUBLIC)
 
     def __init__(
-        self, config: TrainingConfig, state: TrainingState, link: Link, fetcher: Fetcher, faults: Faults
+        self,
+        config: TrainingConfig,
+        state: TrainingState,
+        link: Link,
+        fetcher: Fetcher,
+        faults: Faults,
+        hub: CellHub | None = None,
     ) -> None:
+        """`hub`: of this process's cell, where that has several."""
         state.stream_positions = fetcher.positions
+        if hub is not None:
+            hub.rest()
         loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
-        self.context = context = TrainingContext(config, state, link, loop, faults)
+        self.context = context = TrainingContext(config, state, link, loop, faults, hub)
         self.parts = Parts.of(context)
         self.training = TrainingLoop(context, self.parts)
         self.script_end = ScriptEnd(context, self.parts, self.training)
@@ -236,6 +310,11 @@ class Engine(Habits):
         """Write the model as safetensors, on rank 0: in the loop after this step, after the loop at once."""
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
+        if self.context.state.layout.part.coordinates > 1:
+            raise UserError(
+                "engine.export is not supported yet where a cell has several processes: each has a part of the model. "
+                "Save a checkpoint, or let the script write each part."
+            )
         self.training.ask(Request("export", str(path)), "engine.export")
 
     def save_checkpoint(self) -> None:

@@ -5,6 +5,11 @@ Right after a step, or after the loop, it is over when its `with` ends: members 
 sums travel with the next vote that passes. Nothing that training reads is changed: modes, random state and buffers are
 put back.
 
+Where a lane is trained by a cell, its members evaluate together. If the cell breaks, the rest of the evaluation is
+answered from here (cells/hub.py) and counts nothing. Before the next lane no member knows how far another has come
+in its script, so evaluations until then count nothing either; after the loop, where no lane comes, members agree in the
+recovery which evaluation is the first that none of them has entered.
+
 `Measured` is what evaluations right after the last step have come to, told once, in order. All members get the same
 numbers: by the exchange itself, or, if the world broke in it, in a recovery (boundary.py) from a survivor that has
 them, before the new world opens.
@@ -25,17 +30,18 @@ from torch.utils.data import DataLoader
 
 from shoal.core.tree import add
 from shoal.data.seeds import RandomState, seed_everything
-from shoal.exchange.evaluation_round import EvaluationRound, LoopPart, Sums
+from shoal.exchange.evaluation_round import Answers, EvaluationRound, LoopPart, Sums
 from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import EVALUATED
 from shoal.exchange.vote import check_names, mean_over_lanes
 from shoal.exchange.world import World
-from shoal.group.group import Work
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_rows import GatheredRows
 
 Numbers = dict[str, float]
 """Means over the lanes that arrived, by name."""
+ALL = 1 << 62
+"""More evaluations than a script has."""
 Listener = Callable[[Numbers], None]
 
 
@@ -90,7 +96,8 @@ class Evaluation:
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self.active = False
-        self._anywhere = False
+        self.is_in_a_callback = False
+        """Whether a function of the script's is called for a committed step."""
         self.rows = GatheredRows(context)
         self._samples: list[int] = []
         """Of the micro-batch of an evaluation that the script has."""
@@ -102,25 +109,37 @@ class Evaluation:
         """What a vote carries now, or has carried that did not pass."""
         self.measured = Measured()
         self._round: EvaluationRound | None = None
+        self._answers: Answers | None = None
+        self._votes = 0
+        """Those that have passed in this world."""
         self._at_hand: Sums | None = None
         """Of the evaluation at hand, where all are to have it when it is over."""
         self._over: _Over | None = None
         self.after_telling: Callable[[], None] = _nothing
         """Called once somebody was told of what was measured."""
+        self._entered = self._broken = 0
+        """Evaluations after the loop that this member has entered, and those that count nothing since a cell broke."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Eval mode without gradients. Raises `UserError` in the middle of a micro-batch."""
         context, module = self._context, self._context.state.module
         at_hand = context.loop.in_flight and (context.forward_seed.begun or context.loop.has_gradient)
-        if at_hand and not self._anywhere:
+        if at_hand and not self.is_in_a_callback:
             raise UserError(
                 "engine.evaluating was entered between a micro-batch's forward and engine.step; evaluate before the "
                 "forward or after engine.step."
             )
+        if context.hub is not None and context.left_loop:
+            self._entered += 1
+            if self._entered > self._broken:
+                context.hub.begin_lane()
         self.active, self._at_hand, weights = True, None, context.state.module_guard.whole()
         try:
-            with _untouched(module), context.forward_seed.away(), context.autocast.here(), torch.no_grad():
+            with (
+                _untouched(module), context.forward_seed.away(), context.autocast.here(), context.in_evaluation(),
+                torch.no_grad(),
+            ):  # fmt: skip
                 module.eval()
                 yield
         finally:
@@ -132,11 +151,11 @@ class Evaluation:
     @contextmanager
     def anywhere(self) -> Iterator[None]:
         """A context for callbacks: one that a change of the world left owed is called in the midst of a lane."""
-        before, self._anywhere = self._anywhere, True
+        before, self.is_in_a_callback = self.is_in_a_callback, True
         try:
             yield
         finally:
-            self._anywhere = before
+            self.is_in_a_callback = before
 
     def shard(self, dataset: Any) -> Iterator[Any]:
         """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short.
@@ -148,7 +167,7 @@ class Evaluation:
         check_numbered(dataset)
         context = self._context
         config, loop = context.config, context.loop
-        if self._is_between_batches and not self._anywhere and self._at_hand is None:
+        if self.is_between_batches and not self.is_in_a_callback and self._at_hand is None:
             self._at_hand = {}
         for lane in context.lanes:
             numbers = list(range(lane, len(dataset), config.lanes))
@@ -166,7 +185,8 @@ class Evaluation:
         """One micro-batch's rows. Raises `UserError` outside `shard`."""
         if not self._samples:
             raise UserError("engine.gather is for the batches of engine.shard, within `with engine.evaluating():`.")
-        self.rows.add(self._samples, named)
+        if self._context.is_cell_whole:
+            self.rows.add(self._samples, named)
 
     def report(self, numbers: dict[str, float]) -> None:
         """One micro-batch's numbers. Raises `UserError` outside `shard`, and for more names than a vote can carry."""
@@ -187,14 +207,15 @@ class Evaluation:
             kept[1] += value
 
     def _lane_over(self) -> None:
-        for name, (count, lane_total) in self._lane.items():
-            _take_in(self._arrived if self._at_hand is None else self._at_hand, name, 1.0, [lane_total / count])
+        if self._context.is_cell_whole:
+            for name, (count, lane_total) in self._lane.items():
+                _take_in(self._arrived if self._at_hand is None else self._at_hand, name, 1.0, [lane_total / count])
         self._lane = {}
 
     # ---- right after a step, and after the loop
 
     @property
-    def _is_between_batches(self) -> bool:
+    def is_between_batches(self) -> bool:
         """Whether this worker has not asked for the next batch since the last vote."""
         return self._round is not None and self._round.is_open and self._context.world is not None
 
@@ -220,7 +241,7 @@ class Evaluation:
     @property
     def can_ask(self) -> bool:
         """Whether what this worker wants of the weights at hand is still heard before they change."""
-        return self._is_between_batches and self._round is not None and self._round.speaks
+        return self.is_between_batches and self._round is not None and self._round.speaks
 
     @property
     def asked(self) -> list[str]:
@@ -239,14 +260,21 @@ class Evaluation:
         if self._round is not None:
             self._round.end(exports, saves)
 
-    def last_words(self) -> list[Work]:
-        """What `end_round` has posted and `settle` does not wait for: the caller does before it."""
-        return self._round.last_words() if self._round is not None else []
+    @property
+    def messages(self) -> int:
+        """What this worker has said of its evaluations that others may not have heard."""
+        return self._round.messages if self._round is not None else 0
 
-    def settle(self) -> None:
-        """Before a vote: all have ended theirs. Raises `WorldChanged`."""
+    def settle(self, messages: Sequence[int] = ()) -> bool:
+        """Before a vote: returns whether anything is known here that was measured after the last step, or asked of its
+        weights. `messages`: by rank, where a vote has told of so many; then all is heard by all. Raises `WorldChanged`.
+        """
         assert self._round is not None
-        self._take(self._round.settle())
+        if messages:
+            self._take(self._round.settle(messages))
+        else:
+            self._round.before_vote()
+        return bool(self.measured.numbers) or not self._round.is_quiet
 
     def tell(self) -> None:
         """What was measured, to all who have not heard it here."""
@@ -254,9 +282,13 @@ class Evaluation:
             self.measured.tell(self._context.rank == 0)
         self.after_telling()
 
-    def begin_round(self, world: World) -> None:
+    def begin_round(self, world: World, is_new: bool = False) -> None:
         """A world begins, or a vote of it has passed."""
-        self._round = EvaluationRound(world.group, world.plan.trainers if world.plan.steps else ())
+        self._votes = 0 if is_new else self._votes + 1
+        if self._answers is None or self._answers.group is not world.group:
+            self._answers = Answers(world.group)
+        speakers = world.traffic.coordinates.speakers if world.plan.steps else ()
+        self._round = EvaluationRound(self._answers, speakers, (world.plan.generation, self._votes))
 
     def _take(self, evaluations: list[list[Sums]]) -> None:
         for sums in evaluations:
@@ -269,6 +301,11 @@ class Evaluation:
 
     def agree(self, world: World) -> None:
         """In a recovery, once its step is committed here. Raises `WorldChanged`."""
+        if self._context.hub is not None:
+            place = torch.tensor([self._entered, self._context.awaits_vote], dtype=torch.int64, device="cpu")
+            entered, wait = world.group.all_gather(place).T.tolist()
+            # for some a vote has passed that others have not seen the end of: these wait for one at the script's end
+            self._broken = max(entered) if all(wait) or not any(wait) else ALL
         self.measured.agree(world)
         self._show()
 

@@ -13,17 +13,18 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from weakref import ReferenceType, finalize, ref
 
-from shoal_protos.errors import ShoalError, UserError
-from shoal_protos.messages import START_AGAIN, WRONG_USE, Fault, Result
+from shoal_protos.errors import ShoalError
+from shoal_protos.messages import START_AGAIN, Fault, Result
+from shoal_protos.training_log import get_logger, say
 
-from shoal.checkpoint.failure import NeedsFreshProcess, result_of, sentence_of
+from shoal.checkpoint.failure import NeedsFreshProcess, result_of
 from shoal.config.out_of_memory import explain
-from shoal.process.logs import get_logger, say
 from shoal.training.engine import Engine
 from shoal.training.memory_report import memory_setting
 
@@ -40,11 +41,21 @@ class _Ending:
         self._engine = engine
         self._failure: BaseException | None = None
         self._hook = sys.excepthook
+        self.starts_again = False
+        """A new process is to run the script."""
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Remembers the exception that ends the script."""
         self._failure = error
         self._hook(kind, error, trace)
+
+    @property
+    def _is_of_a_void_lane(self) -> bool:
+        """Whether the script itself has raised or ended while collectives of its cell were answered from here
+        (cells/hub.py). What it has computed of such answers need not be what it expects: that is no failure of the
+        script.
+        """
+        return not isinstance(self._failure, ShoalError) and not self._engine.context.is_cell_whole
 
     def end_alone(self) -> None:
         """Where nothing but the script says when the job ends, an error that has ended it is no end of the job."""
@@ -54,6 +65,12 @@ class _Ending:
         self.at_exit()
         if context.left_at and self._failure is None:
             log.warning("ended_early", step=context.state.step, means=context.left_at)
+
+    def end(self) -> None:
+        """As `at_exit`; a process that is to be started again says so by its status, however the script has ended."""
+        self.at_exit()
+        if self.starts_again:
+            atexit.register(_leave, START_AGAIN)
 
     def at_exit(self) -> None:
         context = self._engine.context
@@ -78,14 +95,28 @@ class _Ending:
     def _result(self) -> Result:
         context = self._engine.context
         state = context.state
+        if self._is_of_a_void_lane:
+            self.starts_again = True
+            error = f"{type(self._failure).__name__}: {self._failure}" if self._failure else "the script ended"
+            error = error.partition("\n")[0]
+            again = "its cell had lost a member, and collectives were answered from here; a new process takes part"
+            return result_of(NeedsFreshProcess(f"failed in a void lane: {error} ({again})."), state.step)
         if self._failure is not None:
-            return result_of(self._failure, state.step)
+            return self._where_it_ran(result_of(self._failure, state.step))
         step = max(0, state.step)
         of = f" of {state.last_step}" if state.last_step else ""
         why = context.left_at or (
             f"the script ended at step {step}{of}; go through the loop to its end, or call engine.stop()."
         )
         return Result(step, failure=why, everyone=bool(context.left_at), fault=Fault("", why, ""))
+
+    def _where_it_ran(self, result: Result) -> Result:
+        context = self._engine.context
+        if context.hub is None or not context.loop.is_warming_up:
+            return result
+        first, *rest = result.failure.splitlines(keepends=True)
+        alone = "in the warm-up (engine.warming_up), which a process of a cell makes alone"
+        return replace(result, failure=f"{first.rstrip()}, {alone}\n{''.join(rest)}")
 
     def _serve(self) -> None:
         """Votes without a step until told to end. Raises why a checkpoint or an export that is owed cannot be made: a
@@ -109,23 +140,6 @@ class _Ending:
                 atexit.register(_leave, ended.code)
 
 
-class _Sentences:
-    """Exception hook that prints an error of Shoal as its one sentence, with the script's line."""
-
-    def __init__(self) -> None:
-        self._hook = sys.excepthook
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, ShoalError):
-            say(sentence_of(error))
-        else:
-            self._hook(kind, error, trace)
-        if isinstance(error, UserError):
-            raise SystemExit(WRONG_USE)
-        if isinstance(error, NeedsFreshProcess):
-            raise SystemExit(START_AGAIN)
-
-
 class _ExplainsMemory:
     """What Python calls for an error that nobody has caught: where memory ran out, it is said what would need less."""
 
@@ -144,24 +158,6 @@ def _where(engine: Engine) -> str:
     if not (loop.lanes and loop.in_flight):
         return f"before step {step}"
     return f"in the {'backward' if loop.has_gradient else 'forward'} of step {step}, lane {loop.lane}"
-
-
-def tell_errors_in_a_sentence() -> None:
-    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status.
-
-    Once: before an engine's own hook, another one would end the script before the engine has seen why.
-    """
-    if not any(isinstance(hook, _Sentences) for hook in _hooks()):
-        sys.excepthook = _Sentences()
-
-
-def _hooks() -> Iterator[object]:
-    """What Python calls, and what is called by it as far as it is ours."""
-    hook: object = sys.excepthook
-    while hook is not None:
-        hook = getattr(hook, "__self__", hook)  # of a method, what it belongs to
-        yield hook
-        hook = getattr(hook, "_hook", None)
 
 
 def trace_crashes() -> None:
@@ -183,7 +179,7 @@ def serve_at_exit(engine: Engine) -> None:
         return
     ending = _Ending(engine)
     sys.excepthook = ending.excepthook
-    _at_end(ending.at_exit)
+    _at_end(ending.end)
 
 
 def _at_end(act: Callable[[], None]) -> None:

@@ -67,7 +67,7 @@ class GatheredRows:
         """All members call it at the same boundary. Raises `WorldChanged`; then it is called again."""
         world = self._context.world
         assert world is not None
-        own = as_bytes_tensor(self._packed())
+        own = as_bytes_tensor(self._packed() if world.traffic.coordinates.speaks else b"")
         sizes = world.group.all_gather(torch.tensor([self._step, own.numel()], dtype=torch.int64, device="cpu"))
         longest = torch.zeros(int(sizes[:, 1].max()), dtype=torch.uint8, device="cpu")
         longest[: own.numel()] = own

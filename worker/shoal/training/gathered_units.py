@@ -35,7 +35,7 @@ from shoal.exchange.unit_fetch import (
 )
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
-from shoal.guards.unit_watch import ShownWatch, UnitWatch
+from shoal.guards.write_guards import ShownWatch, UnitWatch
 from shoal.process.device import DeviceCopy
 from shoal.training.context import TrainingContext
 
@@ -194,7 +194,11 @@ class GatheredUnits:
             self._have_looked, self._owners = True, self._look(world, key)
         if self._owners is not None and self._memory.mapped is not None:
             return SeenUnits(world.group, self._owners, key, self._memory.mapped)
-        return UnitFetch(world.group, traffic, key, state.flats, self._put_own)
+        loop, module = self._context.loop, state.module
+        return UnitFetch(
+            world.group, traffic, key, state.flats, self._put_own,
+            is_in_lane=lambda: loop.in_flight and module.training,  # and not in an evaluation
+        )  # fmt: skip
 
     def _look(self, world: World, key: Key) -> dict[int, SeenWeights] | None:
         """Maps the memory of all owners, where it can be seen."""

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
+from shoal.checkpoint.writer import TakenStates
 from shoal.core.units import named_buffers
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.traffic import STARTED
 from shoal.exchange.world import World
 from shoal.group.group import Group
-from shoal.process.logs import get_logger
 from shoal.state.training_state import TrainingState, digest_of, frozen_parameters
 
 log = get_logger("shoal")
 
 
 def agree_on_the_start(world: World, state: TrainingState) -> None:
-    """In the first generation rank 0's parameters and buffers replace the others', with a warning where they differ.
+    """In the first generation rank 0's parameters and buffers replace the others', with a warning where they differ. In
+    cells it is the lowest rank at a coordinate, for what is not common to them.
 
     Called before the state begins with them.
     """
-    tensors = {
-        **state.stand_at_the_start().own(),
-        **frozen_parameters(state),
-        **{f"buffer {name}": buffer for name, buffer in named_buffers(state.module)},
-    }
+    begins, own = state.stand_at_the_start().own(), state.layout.part.own
+    common = {name: value for name, value in begins.items() if name not in own} | frozen_parameters(state)
+    mine = {name: value for name, value in begins.items() if name in own}
+    buffers = {f"buffer {name}": buffer for name, buffer in named_buffers(state.module)}
+    ranks, mates = world.plan.ranks, world.traffic.coordinates.mates
+    if not world.plan.homes:
+        replaced = _take_over_from(0, ranks, world, common | buffers)
+    else:
+        _take_over_from(0, ranks, world, common)
+        replaced = _take_over_from(mates[0], mates, world, mine | buffers)
+    if replaced:
+        state.buffers.refresh()
+
+
+def _take_over_from(source: int, ranks: Sequence[int], world: World, tensors: Mapping[str, Tensor]) -> bool:
+    """Those of one rank replace the others' of `ranks`, where they differ; returns whether they did here. All members
+    of a world call it alike.
+    """
     copies = ((name, tensor.detach().clone()) for name, tensor in tensors.items())  # numpy would pin what is looked at
     group, digests = world.group, world.group.all_gather(as_bytes_tensor(digest_of(copies).encode()))
-    others = [rank for rank in range(group.size) if not torch.equal(digests[rank], digests[0])]
+    others = [rank for rank in ranks if not torch.equal(digests[rank], digests[source])]
     if world.rank in others:
-        log.warning("initial_state_replaced", rank=world.rank, by_rank=0,
+        log.warning("initial_state_replaced", rank=world.rank, by_rank=source,
                     hint="seed the script before it builds the model, torch.manual_seed(0)")  # fmt: skip
-    _replace(group, list(tensors.values()), 0, others)
-    if world.rank in others:
-        state.buffers.refresh()
+    _replace(group, list(tensors.values()), source, others)
+    return world.rank in others
 
 
 def check_made(world: World, state: TrainingState) -> None:
@@ -56,6 +70,25 @@ def check_made(world: World, state: TrainingState) -> None:
                 "same on all workers. A reset_parameters() or init may draw random numbers from torch's, numpy's and "
                 "Python's own generators, and from nothing else."
             )
+
+
+def check_registered_alike(world: World, state: TrainingState) -> None:
+    """Raises `UserError` where what the script has registered begins with other tensors at another coordinate of a
+    cell: a checkpoint has one member's alone.
+    """
+    if not world.plan.homes:
+        return
+    taken = TakenStates.of(state.registered)
+    digests = world.group.all_gather(as_bytes_tensor(digest_of(taken.tensors.items()).encode()))
+    firsts = dict[int, Tensor]()
+    for member, digest in zip(world.plan.members, digests, strict=True):
+        firsts.setdefault(member.coordinate, digest)
+    if any(not torch.equal(digest, firsts[0]) for digest in firsts.values()):
+        raise UserError(
+            f"what the script has registered ({', '.join(state.registered)}) differs between the coordinates of a "
+            "cell, and a checkpoint keeps it once for all of them. Register what all processes of a cell have alike, "
+            "or leave checkpoint.path out."
+        )
 
 
 def share_frozen(group: Group, state: TrainingState, source: int, targets: Sequence[int]) -> None:

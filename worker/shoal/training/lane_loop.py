@@ -26,8 +26,7 @@ from shoal.core.tree import push
 from shoal.data.fetch import Fetcher, upcoming
 from shoal.exchange.pieces import Extent
 from shoal.exchange.vote import check_names
-from shoal.guards.loop_guards import CallOrder, check_loss, refuse_more_in_half_precision
-from shoal.guards.ported_loss import PortedLoss
+from shoal.guards.loop_guards import CallOrder, PortedLoss, check_loss, refuse_more_in_half_precision
 from shoal.state.training_state import TrainingState
 
 
@@ -43,12 +42,18 @@ class LaneLoop:
         self.in_flight = False
         """The user's loop has a batch whose lane counts."""
         self._void = self._more = False
+        self.comes_again = False
+        """The lane of the batch that the user's loop had last is void, and there is no next batch yet."""
+        self.void_lanes = 0
+        """Lanes that were begun and counted no more, in the life of this worker."""
         self._order = CallOrder()
         self.begin_step(())
 
     def begin_step(self, lanes: tuple[int, ...]) -> None:
         """From the first lane."""
-        self._void = self._void or self.in_flight
+        if self.in_flight:
+            self._void = self.comes_again = True
+            self.void_lanes += not self.is_warming_up
         self.in_flight = False
         self._order.reset()
         self.lanes, self._index, self._micro = lanes, 0, 0
@@ -78,6 +83,11 @@ class LaneLoop:
     def place(self) -> tuple[int, int]:
         """Lane and micro-batch at hand."""
         return self.lane, self._micro
+
+    @property
+    def begins_lane(self) -> bool:
+        """Whether the next batch is a lane's first one."""
+        return self._micro == 0
 
     @property
     def lanes_done(self) -> bool:
@@ -136,9 +146,9 @@ class LaneLoop:
         place = state.step, self.lane, self._micro
         after = upcoming(place, self.lanes, self._micro_batches, state.last_step)
         batch = self.fetcher.micro_batch(*place, after)
-        for guard in state.guards:
-            guard.on_batch()
-        self.in_flight, self._void = True, False
+        for look in state.guards.on_batch:
+            look()
+        self.in_flight, self._void, self.comes_again = True, False, False
         return batch
 
     def collate(self, dataset: Any, numbers: list[int]) -> Any:
@@ -150,8 +160,8 @@ class LaneLoop:
         self._order.begin("in the warm-up")
         self.is_warming_up = self.in_flight = True
         state.sums.begin_lane()
-        for guard in state.guards:
-            guard.on_batch()
+        for look in state.guards.on_batch:
+            look()
         return self.fetcher.micro_batch(0, 0, 0)
 
     def end_warm_up(self, state: TrainingState) -> None:
@@ -170,10 +180,10 @@ class LaneLoop:
         check_loss(loss)
         if more and self._micro_batches == 1:
             refuse_more_in_half_precision(state.layout)
-        where = self._where(state)
-        for guard in state.guards:
-            guard.before_backward(where, self._order.awaits_more)
-        if self._order.awaits_more:
+        where, is_continued = self._where(state), self._order.awaits_more
+        for check in state.guards.before_backward:
+            check(where, is_continued)
+        if is_continued:
             drop_gradients(state.parameters)
         self._more = more
         state.sums.before_backward()
@@ -187,9 +197,9 @@ class LaneLoop:
         scaled = loss if state.loss_scale is None else loss.float() * state.scale
         (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
         self._order.backward_ends(self._more)
-        state.sums.backward_done(state.parameters)
-        for guard in state.guards:
-            guard.after_backward(arriving)
+        state.sums.backward_done(state.parameters, self.at_lanes_last_backward and not self._more)
+        for look in state.guards.after_backward:
+            look(arriving)
         if not self.is_warming_up:
             self.numbers.add_loss(kept_loss(loss, state))
 
@@ -216,8 +226,8 @@ class LaneLoop:
     def check_step(self, state: TrainingState) -> None:
         """Raises `UserError` where this micro-batch has no gradient, or the script has changed it."""
         self._order.check_step(self._where(state))
-        for guard in state.guards:
-            guard.before_step()
+        for check in state.guards.before_step:
+            check()
 
     def end_warm_up_batch(self, state: TrainingState) -> None:
         """The user's loop is done with the warm-up's batch."""

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import torch
 from shoal_protos.memory_estimate import PARAMETER_BYTES, MemorySetup, Offload, Precision, estimate, state_bytes_of
+from shoal_protos.training_log import get_logger
 
 from shoal.config.out_of_memory import Advice, Setting
 from shoal.config.training import TrainingConfig
 from shoal.exchange.world import World
 from shoal.optim.twin import may_step_in_parts
-from shoal.process.logs import get_logger
 from shoal.state.training_state import TrainingState, frozen_in_blocks, frozen_parameters
 from shoal.training.activation_checkpointing import finds_units
 from shoal.training.context import TrainingContext
@@ -51,13 +51,15 @@ class MemoryReport:
             return
         self._is_said = True
         held = held_bytes(self._context.state)
-        expected = estimate(self._setup(world.plan.world_size))
+        processes = self._context.config.cell.processes
+        expected = estimate(self._setup(max(1, world.plan.world_size // processes), processes))
         in_memory = sum(held.values()) - held.get(FILES, 0)
         files = {"estimated_file_bytes": expected.at_rest("file")} if FILES in held else {}
         log.info("memory", measured_bytes=in_memory,
                  estimated_bytes=expected.at_rest("device") + expected.at_rest("host"), **held, **files)  # fmt: skip
 
-    def _setup(self, workers: int) -> MemorySetup:
+    def _setup(self, workers: int, processes: int) -> MemorySetup:
+        """Of a world of so many cells of so many processes."""
         config, state = self._context.config, self._context.state
         buckets = state.layout.buckets
         precision = PRECISIONS[buckets[0].dtype]
@@ -70,6 +72,7 @@ class MemoryReport:
         frozen = [*frozen_parameters(state).values(), *frozen_in_blocks(state).values()]
         elements = sum(parameter.numel() for parameter in frozen)
         sizes = [slot.parameter.elements for bucket in buckets for slot in bucket.slots]
+        common = sum(slot.parameter.elements for bucket in buckets for slot in bucket.slots if not bucket.is_own)
         return MemorySetup(
             parameters=sum(sizes),
             largest_parameter=max(sizes),
@@ -83,6 +86,8 @@ class MemoryReport:
             precision=precision,
             state_bytes=by_parameter,
             offload=_offload(config, state),
+            tensor=processes,
+            common=common if processes > 1 else 0,
             offload_parameters=config.parameters_on_host and not state.device.on_host,
         )
 

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 
 from shoal.config.document import CsvMonitor, TensorBoard, Wandb
 from shoal.config.sentences import all_of
 from shoal.config.training import Monitoring
-from shoal.process.logs import get_logger
 
 if TYPE_CHECKING:
     from shoal.training.engine import Engine

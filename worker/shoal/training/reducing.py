@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Protocol
-from weakref import WeakMethod
+from weakref import ReferenceType, ref
 
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.traffic import RoundsTraffic
 from shoal.exchange.world import World
 from shoal.training.context import TrainingContext
+from shoal.training.equal_gradients import EqualGradients
 
 OWN_HOOKS = 1
 """On each parameter's accumulated gradient: the one that is made here."""
@@ -74,12 +75,20 @@ class Reducing(Protocol):
 class WholeReducing:
     """All gradients are here until the step's last backward."""
 
-    keeps_lanes, fill_times = True, None
+    fill_times = None
 
     def __init__(self, context: TrainingContext, sums: LaneSums, on_reduced: Callable[[], None]) -> None:
         self._context, self._sums, self._on_reduced = context, sums, on_reduced
         self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums)
+        self._early = [bucket.index for bucket in context.state.layout.buckets if not bucket.is_summed]
+        """The first buckets, which can leave while a backward runs: what is added up over a cell comes later."""
         self._reduction: CanonicalReduction | None = None
+        self.keeps_lanes = context.hub is None  # members of a cell may be at different places in a lane
+        self._equal: EqualGradients | None = None
+        """The check of those that are said to be equal over a cell, where bits are exact."""
+        if context.hub is not None:
+            sums.over_cell = context.hub.reduce_sum
+            self._equal = EqualGradients(context.state.layout, context.hub) if context.config.exact else None
 
     @property
     def is_next(self) -> bool:
@@ -102,13 +111,23 @@ class WholeReducing:
         context = self._context
         arriving = _world(context).traffic.arriving(context.boundaries)
         self._sums.begin_push(context.loop.lane)
-        with self._hooks.armed(self._reduction.on_filled):
+        with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, self._early):
             context.loop.backward(loss, context.state, arriving)
+        if self._equal is not None:
+            self._equal.end_lane(self._sums.live)
         self._sums.end_push()
 
+    def _on_filled(self, bucket: int) -> None:
+        assert self._equal is not None and self._reduction is not None
+        self._equal.note(self._sums.live, bucket)
+        self._reduction.on_filled(bucket)
+
     def backward_here(self, loss: Tensor) -> None:
+        loop = self._context.loop
         with self._hooks.armed_to_take():
-            self._context.loop.backward(loss, self._context.state)
+            loop.backward(loss, self._context.state)
+        if self._equal is not None and loop.at_lanes_last_backward:
+            self._equal.end_lane(self._sums.live)
 
     def skip(self) -> None:
         if self._context.loop.at_last_backward:
@@ -118,11 +137,15 @@ class WholeReducing:
         self._sums.live.zero()
 
     def take(self) -> CanonicalReduction:
+        if self._equal is not None and _world(self._context).lanes:
+            self._equal.compare()
         reduction, self._reduction = self._reduction or self._new(), None
         return reduction
 
     def forget(self) -> None:
         self._reduction = None
+        if self._equal is not None:
+            self._equal.begin_world()
 
 
 class ShardReducing:
@@ -238,7 +261,7 @@ class BucketHooks:
         self._order: Sequence[int] = range(len(self._slots))
         self._next = 0
         owners = [(b, s) for b, count in enumerate(self._slots) for s in range(count)]
-        on_gradient = _weakly(WeakMethod(self._on_gradient))
+        on_gradient = _weakly(ref(self))
         for number, ((bucket, slot), parameter) in enumerate(zip(owners, parameters, strict=True)):
             parameter.register_post_accumulate_grad_hook(partial(on_gradient, number, bucket, slot))
 
@@ -261,7 +284,8 @@ class BucketHooks:
         if self._sums.unused:
             left, first = 0, 0
             for slots, missing in zip(self._slots, self._missing, strict=True):
-                left |= sum(1 << slot for slot in missing) << first
+                if missing:
+                    left |= sum(1 << slot for slot in missing) << first
                 first += slots
             self._sums.unused &= left
 
@@ -298,10 +322,7 @@ class BucketHooks:
             self._on_filled(filled)
 
 
-OnGradient = Callable[[int, int, int, nn.Parameter], None]
-
-
-def _weakly(method: WeakMethod[OnGradient]) -> OnGradient:
+def _weakly(hooks: ReferenceType[BucketHooks]) -> Callable[[int, int, int, nn.Parameter], None]:
     """Python sees no hook that torch keeps: one that keeps the model would be a cycle, and neither ever freed."""
 
     def on_gradient(
@@ -310,8 +331,8 @@ def _weakly(method: WeakMethod[OnGradient]) -> OnGradient:
         slot: int,
         parameter: nn.Parameter,  # of its own shape
     ) -> None:
-        here = method()
+        here = hooks()
         if here is not None:
-            here(number, bucket, slot, parameter)
+            here._on_gradient(number, bucket, slot, parameter)
 
     return on_gradient

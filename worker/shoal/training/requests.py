@@ -10,12 +10,13 @@ from pathlib import Path
 
 from shoal_protos.errors import UserError
 from shoal_protos.messages import Result
+from shoal_protos.training_log import get_logger
 
+from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.fingerprint import fingerprint
 from shoal.checkpoint.model_export import export
 from shoal.exchange.ballot import HALT, Request
 from shoal.exchange.vote import check_requests
-from shoal.process.logs import get_logger
 from shoal.state.training_state import ENDS
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import TrainingContext
@@ -54,6 +55,8 @@ class Requests:
         if context.ended:
             raise UserError(f"{call} was called after the script's end.")
         if context.left_loop and not context.is_over:
+            if not context.is_cell_whole:
+                raise NeedsFreshProcess("failed in a void lane: its loop was left (a new process takes part).")
             raise UserError(
                 f"{call} was called after the loop was left at step {context.state.step} of {context.state.last_step}; "
                 "call it in the loop (engine.stop() ends it early), and go through the loop to its end."
@@ -88,6 +91,8 @@ class Requests:
         """Where this worker wants the model of now to be. Those of an earlier step are there: it could not end without
         them; and where all have gone back, the script comes by that step again.
         """
+        if not self._at_hand:
+            return []
         self._at_hand = [(step, path) for step, path in self._at_hand if step == self._context.state.step]
         return [path for _, path in self._at_hand]
 

@@ -27,13 +27,11 @@ from shoal.config.out_of_memory import Advice
 from shoal.config.training import TrainingConfig
 from shoal.core.layout import Layout, Trainable
 from shoal.exchange.traffic import Traffic
-from shoal.guards.comparisons import Comparisons
-from shoal.guards.gradient_guards import GradientGuard, TakenGradientGuard
-from shoal.guards.step_guard import StepGuard
+from shoal.guards.step_guard import Comparisons, StepGuard
+from shoal.guards.write_guards import GradientGuard, TakenGradientGuard
 from shoal.state.training_state import Limits
 from shoal.training.context import TrainingContext
-from shoal.training.handed_parameters import HandedParameters
-from shoal.training.parameters import Parameters
+from shoal.training.parameters import HandedParameters, Parameters
 from shoal.training.reducing import Reducing, ShardReducing, WholeReducing
 from shoal.training.sharded_parameters import ShardedParameters
 
@@ -66,7 +64,7 @@ class Residency:
         /,
     ) -> tuple[LaneSums | ShardSums, StepGuard]:
         sums = LaneSums(layout, limits.lanes)
-        guarded = not sums.live.has_halves
+        guarded = sums.live.are_whole
         return sums, GradientGuard(sums, parameters, comparisons) if guarded else TakenGradientGuard(parameters)
 
     def weights(self, _: Segments, values: WholeValues, /) -> WholeValues | HeldWeights:

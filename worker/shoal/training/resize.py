@@ -11,8 +11,9 @@ import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import JobFailed
 from shoal_protos.messages import AskKind, Ending
-from shoal_protos.plan import Plan, Reason
+from shoal_protos.plan import Member, Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.training_log import get_logger, say
 
 from shoal.config.out_of_memory import naming
 from shoal.core.checkpoint_errors import CheckpointDamaged
@@ -23,13 +24,12 @@ from shoal.exchange.traffic import FIRST_MESSAGE, STARTED
 from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import Group, WorldChanged
-from shoal.process.logs import get_logger, say
 from shoal.session.link import Asked, Begun, Ended, Opened, Recover, Stopped
 from shoal.state.training_state import frozen_parameters
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_loading import CheckpointLoading
 from shoal.training.context import TrainingContext
-from shoal.training.initial_state import agree_on_the_start, check_made, share_frozen
+from shoal.training.initial_state import agree_on_the_start, check_made, check_registered_alike, share_frozen
 from shoal.training.requests import Requests
 from shoal.training.status import StatusReport
 from shoal.training.step import Step
@@ -53,6 +53,8 @@ class Resize:
         self._context, self._step, self._boundary = context, step, boundary
         self._loading, self._requests, self._status = loading, requests, status
         self._caught_up: World | None = None
+        self._cell: tuple[Member, ...] = ()
+        """The members of this one's cell, by coordinate."""
         self._clock = ChangeClock()
         self._last_word: Ended | None = None
         """What the controller said last of all; it says nothing after that."""
@@ -91,8 +93,7 @@ class Resize:
                 case Opened():
                     waiting = not self._open()
                 case Begun(plan, group, state):
-                    self._join(plan, group, state)
-                    waiting = False
+                    waiting = not self._join(plan, group, state)
                 case Asked(AskKind.END, step):
                     context.state.last_step = context.state.last_step or step
                     self._status.publish()  # a new world is opened to workers that know it
@@ -100,6 +101,12 @@ class Resize:
                     self._requests.add(Request("stop" if kind is AskKind.STOP else "save"))
                 case Ended() as ended:
                     waiting = self._end(ended)
+
+    def leave_broken_cell(self) -> None:
+        """Takes part in the change where a collective of the lane at hand has failed: the script is not told."""
+        context = self._context
+        if context.loop.in_flight and context.world is not None and not context.is_cell_whole:
+            self.take_part(broken=True)
 
     # ---- loss
 
@@ -150,6 +157,8 @@ class Resize:
             agree_on_the_start(world, state)
             state.begin_anew(world.kept)
             check_made(world, state)
+            if self._context.config.checkpoint.path is not None:
+                check_registered_alike(world, state)
             return
         self._share_small_state(world)
         self._share_frozen(world)
@@ -182,18 +191,19 @@ class Resize:
         context.meter.on_step()
 
     def _share_small_state(self, world: World) -> None:
-        """Members whose state does not count get it from the lowest rank whose does."""
+        """Members whose state does not count get it from the lowest rank at their coordinate whose does."""
         recovery, state = world.plan.recovery, self._context.state
         assert recovery is not None
-        if all(recovery.counted):
-            return
-        source = recovery.counted.index(True)
-        if world.rank == source:
+        givers = {}
+        for rank in [rank for rank, counts in enumerate(recovery.counted) if not counts]:
+            mates = (mate for mate in _same_coordinate(world.plan, rank) if recovery.counted[mate])
+            givers[rank] = next(mates, recovery.counted.index(True))  # the others where a coordinate has no blocks
+        if world.rank in givers:
+            state.load_small_state(receive_framed(world.group, givers[world.rank], STARTED))
+        elif world.rank in givers.values():
             content = state.small_state()
-            for send in [FramedSend(world.group, r, STARTED, content) for r, c in enumerate(recovery.counted) if not c]:
+            for send in [FramedSend(world.group, r, STARTED, content) for r, g in givers.items() if g == world.rank]:
                 send.wait()
-        elif not recovery.counted[world.rank]:
-            state.load_small_state(receive_framed(world.group, source, STARTED))
 
     def _share_frozen(self, world: World) -> None:
         """Joiners whose frozen parameters are not the job's get them from the lowest rank whose are."""
@@ -247,27 +257,38 @@ class Resize:
             return
         world = self._world(prepared.plan, prepared.group or old.group)
         self._clock.end_plan(prepared.group_seconds)
-        if world.rank == world.plan.builder:
-            was = set(old.plan.members)
-            for rank, member in enumerate(world.plan.members):
-                if member not in was:
-                    FramedSend(world.group, rank, FIRST_MESSAGE, context.state.small_state()).wait()
-                    self._give_frozen(world, rank)
+        was = set(old.plan.members)
+        for rank in [rank for rank, member in enumerate(world.plan.members) if member not in was]:
+            if world.rank == world.plan.builder:
+                FramedSend(world.group, rank, FIRST_MESSAGE, context.state.small_state()).wait()
+                self._give_frozen(world, rank)
+            elif world.rank == _giver(world.plan, rank):
+                FramedSend(world.group, rank, STARTED, context.state.small_state()).wait()
         self._enter(world)
 
-    def _join(self, plan: Plan, group: Group, small_state: bytes) -> None:
-        """A joiner's first message: it is a standby until a hand-out has given it all parameters."""
+    def _join(self, plan: Plan, group: Group, small_state: bytes) -> bool:
+        """A joiner's first message: it is a standby until a hand-out has given it all parameters. Returns whether it is
+        in the world: where that breaks before, it is a joiner as before.
+        """
         context = self._context
         self._clock.forget()  # whatever it was asked to stop for before, the others trained on
         self._clock.start()
         world = self._world(plan, group)
-        context.state.load_small_state(small_state)
-        self._take_frozen(world)
+        giver = _giver(plan, world.rank)
+        try:
+            if giver != plan.builder:  # whose buffers are those of another coordinate
+                small_state = receive_framed(group, giver, STARTED)
+            context.state.load_small_state(small_state)
+            self._take_frozen(world)
+        except WorldChanged:
+            context.state.give_up()
+            return False  # a PREPARE is on its way
         self._boundary.stand_at(context.state.step)
         context.faults.at("join", context.state.step)
         if not context.state.frozen_in_place:
             self._requests.add(Request("frozen", rank=world.rank))
         self._enter(world)
+        return True
 
     @property
     def _trains_at_once(self) -> bool:
@@ -310,6 +331,7 @@ class Resize:
         context.link.begin(plan, world.group)
         context.world, context.boundaries, self._caught_up = world, 0, None
         context.is_first_step = True
+        self._enter_cell(world)
         self._step.reducing.forget()
         self._step.parameters.on_world(world)
         context.state.held.expect(plan.filled(world.rank, plan.boundaries))
@@ -325,6 +347,22 @@ class Resize:
                  world_size=plan.world_size, lanes=list(world.lanes), step=context.state.step)  # fmt: skip
         self._boundary.on_world(world)
 
+    def _enter_cell(self, world: World) -> None:
+        """Its collectives go over this world's group from here on. Until the next batch they are answered from here,
+        unless the same members go on together: others of a new cell are elsewhere in the loop's body, or in none.
+        """
+        hub, plan = self._context.hub, world.plan
+        if hub is None:
+            return
+        cell = next((cell for cell in plan.cells if world.rank in cell), ())
+        before, self._cell = self._cell, tuple(plan.members[rank] for rank in cell)
+        if plan.recovery is not None or self._cell != before:
+            hub.make_void()
+        if cell:
+            hub.begin(world.group, cell)
+        else:
+            hub.rest()
+
     def _end(self, ended: Ended) -> bool:
         """Leaves, or starts over. True: wait for what comes next."""
         context = self._context
@@ -338,6 +376,7 @@ class Resize:
                 context.meter.on_start_over()
                 self._clock.forget()
                 context.loop.begin_step(())
+                context.loop.void_lanes = 0
                 context.link.end_warm_up()
                 self._status.publish()
                 return True
@@ -350,3 +389,14 @@ class Resize:
                 if ended.status:
                     say(f"{ended.reason}.")
                 raise SystemExit(ended.status)
+
+
+def _same_coordinate(plan: Plan, rank: int) -> list[int]:
+    """The ranks of the members that have the same part of the model, the oldest first."""
+    coordinate = plan.members[rank].coordinate
+    return [other for other, member in enumerate(plan.members) if member.coordinate == coordinate]
+
+
+def _giver(plan: Plan, joiner: int) -> int:
+    """The rank whose small state is a joiner's: the builder's, but in a cell that of the oldest at its coordinate."""
+    return _same_coordinate(plan, joiner)[0] if plan.homes else plan.builder

@@ -23,6 +23,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +33,6 @@ from shoal.data.seeds import RandomState
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.process.compiler import uncompiled, uncompiled_frame
-from shoal.process.logs import get_logger
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.parameters import Parameters

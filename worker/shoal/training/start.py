@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -16,42 +17,54 @@ from shoal_protos.all_at_once import Refusals
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
+from shoal_protos.runs import Runs
+from shoal_protos.training_log import get_logger
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.loaded_state import probe_state_bytes
+from shoal.cells.hub import CellHub, current_hub
+from shoal.cells.marks import is_divided, local_of, marks
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.place_marks import leave_mark
 from shoal.config.load import Beside, load_config
 from shoal.config.out_of_memory import initializing
 from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
+from shoal.core.layout import WHOLE, CellPart, Layout
 from shoal.core.plain import encode
-from shoal.core.units import named_buffers, named_parameters
+from shoal.core.units import named_buffers, named_parameters, plain_name
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.fetch import Fetcher
 from shoal.data.given_data import batch_size_of, check_batch_size, data_of, micro_batches_of
 from shoal.data.source import Source
 from shoal.data.stream_source import source_of
-from shoal.exchange.form import PEER_FORM
+from shoal.exchange.world import PEER_FORM
 from shoal.guards.arguments import SEVERAL, check_given, lay_out_once, refuse_unknown
+from shoal.optim.config_sections import (
+    build_optimizer,
+    build_scheduler,
+    check_scheduled,
+    check_total,
+    optimizer_differs,
+    scheduler_differs,
+)
 from shoal.optim.elementwise import check_optimizer
-from shoal.optim.from_config import build_optimizer, build_scheduler
-from shoal.optim.given_objects import check_scheduled, check_total, optimizer_differs, scheduler_differs
 from shoal.optim.hyper import take_over
 from shoal.optim.schedules import class_of
 from shoal.process.device import Device
 from shoal.process.faults import Faults
-from shoal.process.heap import keep_freed_memory
-from shoal.process.logs import get_logger
+from shoal.process.host_memory import keep_freed_memory
 from shoal.process.numerics import identity, make_exact
+from shoal.session.error_hook import tell_errors_in_a_sentence
 from shoal.session.link import Link
 from shoal.session.link_choice import has_peers_on_host_alone, is_worker, open_link
+from shoal.session.seat import check_seat, own_identity
 from shoal.state.training_state import NO_STEP, Limits, TrainingState
 from shoal.training.activation_checkpointing import checkpoint_activations
 from shoal.training.engine import Engine
-from shoal.training.exit import serve_at_exit, tell_errors_in_a_sentence, trace_crashes
+from shoal.training.exit import serve_at_exit, trace_crashes
 from shoal.training.monitoring import check_monitoring, show
 from shoal.training.residency import residency_of
 
@@ -117,6 +130,7 @@ def initialize(
 def assemble(given: Given) -> Engine:
     """Makes the engine of this worker. Raises `UserError`."""
     _refuse_another()
+    check_seat(given.config.cell)
     trace_crashes()
     with initializing():
         engine = engine_with(replace(given, peers_on_host=has_peers_on_host_alone()), _link_and_faults)
@@ -145,7 +159,7 @@ def _refuse_another() -> None:
 
 
 def _link_and_faults(device: Device, only_gloo: bool) -> tuple[Link, Faults]:
-    link, fault_text = open_link(device=device, only_gloo=only_gloo)
+    link, fault_text = open_link(device=device, only_gloo=only_gloo, identity=own_identity())
     return link, Faults.parse(fault_text, link.worker)
 
 
@@ -163,7 +177,12 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     refusals.raise_all()
     assert source is not None and last_step is not None and found is not None, "refused otherwise"
     optimizer, keeps = found
-    sampler, limits = source.sampler, Limits.of(settled, last_step, given.peers_on_host)
+    hub = current_hub()
+    part = WHOLE
+    if hub is not None:
+        hub.check_collectives = settled.check_collectives
+        part = part_of(model, hub)
+    sampler, limits = source.sampler, replace(Limits.of(settled, last_step, given.peers_on_host), part=part)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     if given.micro_batches is not None and scheduler is not None:
         check_total(scheduler, given.micro_batches, sampler.steps_per_epoch, limits.last_step)
@@ -177,10 +196,45 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     description = _description(settled, state, optimizer, sampler.samples, are_others=not link.alone)
     config = {**description.config, **given.beside, "what the optimizer keeps": keeps}
     link.introduce(replace(description, config=config), status)
-    engine = Engine(settled, state, link, fetcher, faults)
+    engine = Engine(settled, state, link, fetcher, faults, hub)
     engine.parts.loading.begin(engine.parts.status.publish)
     take_over(optimizer, scheduler, lambda: state.step > NO_STEP)
     return engine
+
+
+def part_of(model: nn.Module, hub: CellHub) -> CellPart:
+    """What of the model this process of a cell has, as its parameters say it. Raises `UserError`."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        _check_place(plain_name(name), tensor.device.type)
+    found = marks(model, hub.shape)
+    named = [(name, parameter, found[name]) for name, parameter in model.named_parameters()]
+    for name, parameter, mark in named:
+        if mark.is_own and not parameter.requires_grad:
+            raise UserError(
+                f'parameter "{plain_name(name)}" is frozen, and each process of a cell has a shard of it; not '
+                "supported yet. Train it, or give every process the whole of it."
+            )
+    own = frozenset(plain_name(name) for name, _, mark in named if mark.is_own)
+    summed = frozenset(
+        plain_name(name)
+        for name, parameter, mark in named
+        if not mark.is_own and (mark.gradient == "sum" or is_divided(parameter))
+    )
+    return CellPart(hub.shape.processes, hub.coordinate, own, summed)
+
+
+def _check_place(name: str, device: str) -> None:
+    """Raises `UserError` for a tensor that a process of a cell cannot have yet."""
+    if device == "meta":
+        raise UserError(
+            f'"{name}" has no values: shoal.deferred() is not supported yet where a cell has several processes. Build '
+            "the model outside of it."
+        )
+    if device != "cpu":
+        raise UserError(
+            f'"{name}" lies on a device, {device}: cells of several processes compute on the CPU only in this version. '
+            "Leave the model on the CPU."
+        )
 
 
 def check_joiners_can_be_given(state: TrainingState) -> None:
@@ -224,12 +278,14 @@ def _description(
     place, residency = config.checkpoint.path, residency_of(config.stage)
     trained = {slot.parameter.name: slot.parameter for bucket in state.layout.buckets for slot in bucket.slots}
     parameters = tuple(
-        Parameter(name, tuple(p.shape), str(p.dtype), trained[name].group if name in trained else -1)
+        Parameter(name, tuple(local_of(p).shape), str(p.dtype), trained[name].group if name in trained else -1)
         for name, p in named_parameters(state.module)
     )
     return Description(
         lanes=config.lanes,
         blocks=state.held_layout.blocks,
+        homes=_by_coordinate(state.held_layout, state.held_layout.home_of),
+        models=_by_coordinate(state.held_layout, state.held_layout.model_at),
         block_elements=state.layout.block_elements,
         state_bytes=probe_state_bytes(state.held_layout, optimizer, residency.keeps_weights),
         mirrors=residency.mirrors(config),
@@ -252,7 +308,14 @@ def _description(
         peers=PEER_FORM,
         min_workers=config.min_workers,
         max_workers=config.max_workers,
+        cell=config.cell,
     )
+
+
+def _by_coordinate(layout: Layout, blocks_of: Callable[[int], Runs]) -> tuple[Runs, ...]:
+    """Empty where a cell is one process."""
+    coordinates = range(layout.part.coordinates)
+    return tuple(map(blocks_of, coordinates)) if len(coordinates) > 1 else ()
 
 
 def _beside_the_config(state: TrainingState) -> dict[str, str]:

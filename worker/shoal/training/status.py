@@ -43,14 +43,19 @@ class StatusReport:
             highest_saved=self._loading.highest_saved,
             corrupt=self._corruption.corrupt, last_step=state.last_step if context.config.is_open else 0,
         )  # fmt: skip
-        telemetry = context.meter.telemetry(state.loss, state, self._saving.recent)
-        skipped = " ".join(self._loading.skipped)
-        telemetry = replace(telemetry, skipped_folders=skipped, changed_values=self._loading.changed)
-        context.link.publish(status, replace(telemetry, reports=self._latest_reports()))
+        telemetry = context.meter.telemetry(
+            state, self._saving.recent, " ".join(self._loading.skipped), self._loading.changed, self._latest_reports()
+        )
+        if context.hub is not None:
+            void, waited = context.loop.void_lanes, context.hub.wait_seconds
+            telemetry = replace(telemetry, void_lanes=void, cell_wait_seconds=waited)
+        context.link.publish(status, telemetry)
 
     def _latest_reports(self) -> dict[str, float]:
         """Return the last number of each name: one of every hundredth step is shown until it is reported again."""
         new = reported_numbers(self._context, self._evaluation)
+        if not new:
+            return self._reports
         kept = {name: value for name, value in self._reports.items() if name not in new}
         self._reports = dict([*kept.items(), *new.items()][-MOST_REPORTS:])
         return self._reports

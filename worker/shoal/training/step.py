@@ -12,7 +12,7 @@ where its script goes on after the error.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -31,13 +31,14 @@ from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scal
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import FillTimes
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.vote import Findings, Record, cast, gather_of, halts, unused_text
+from shoal.exchange.vote import Findings, Record, Undecided, cast, gather_of, halts, unused_text
 from shoal.exchange.world import World
 from shoal.group.group import Work
-from shoal.guards.agreed_hyper import agreed_values, refuse_others, take_over_where_no_body_runs
+from shoal.guards.agreed_values import agreed_values, refuse_others, take_over_where_no_body_runs
 from shoal.optim.hyper import Group as Values
 from shoal.optim.hyper import are_untouched, digest, has_turn
 from shoal.process.faults import fault_point
+from shoal.state.training_state import ENDS
 from shoal.training.boundary import Boundary
 from shoal.training.checkpoint_saving import CheckpointSaving
 from shoal.training.context import TrainingContext
@@ -83,18 +84,10 @@ class Step:
         self._reduce(reduction)
         self._receive_fills(fills)
         self._exchange_buffers()
-        norms = self._sums_of_squares()
         take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)
-        self._boundary.settle_evaluations()
-        self.parameters.before_vote()
-        self._boundary.before_vote()
+        norms = self._sums_of_squares()  # by whose turn it is
         wait_for(sends, self._world.group)
-        bad_gradient = reduction.find_bad_gradient()  # what it asks of a device is made beside the rest
-        for guard in self._context.state.guards:
-            guard.before_vote()
-        self._context.state.device.settle()
-        self._note_pending()
-        record = self._vote(bad_gradient, norms)  # past this line the step is committed
+        record = self._pass_vote(reduction.find_bad_gradient, norms)  # past this line the step is committed
         if halts(record):
             self._end_before(record)  # or the job ends before it
             return
@@ -125,7 +118,6 @@ class Step:
 
     @fault_point("exchange")
     def _reduce(self, reduction: CanonicalReduction | RoundReduction) -> None:
-        reduction.beside = self._evaluation.last_words()
         reduction.finish()
 
     @fault_point("mirror")
@@ -165,6 +157,43 @@ class Step:
             if not has_turn(groups[layout.buckets[stretch.bucket].group]):
                 self._context.state.sums.reduced.of(stretch).zero_()
 
+    def _pass_vote(self, find_bad_gradient: Callable[[], str] = str, norms: Tensor | None = None) -> Record:
+        """The vote that decides. One that tells of evaluations which some may not have heard of decides nothing: all
+        hear of them, and vote again.
+        """
+        self._boundary.settle_evaluations()
+        try:
+            record = self._vote_once(find_bad_gradient, norms)
+        except Undecided as undecided:
+            self._boundary.settle_evaluations(undecided.messages)
+            record = self._vote_once(find_bad_gradient, norms)
+        self._world.group.order.begin_step(self._kind_after(record), record.in_order)
+        return record
+
+    def _kind_after(self, record: Record) -> object:
+        """What decides which messages there are until the next vote, as all members have it; None: there may be others
+        than in any step.
+        """
+        context, plan = self._context, self._world.plan
+        voted = set(record.generations)
+        ends = len(voted) == 1 and plan.generation not in voted
+        if self.number == context.state.step or ends or any(request.kind in ENDS for request in record.requests):
+            return None
+        here, following = (min(context.boundaries + more, plan.boundaries) for more in (0, 1))
+        times = self.reducing.fill_times
+        return plan.generation, here, following, times.order if times is not None else None
+
+    def _vote_once(self, find_bad_gradient: Callable[[], str], norms: Tensor | None) -> Record:
+        self.parameters.before_vote()
+        self._boundary.before_vote()
+        bad_gradient = find_bad_gradient()  # what it asks of a device is made beside the rest
+        for check in self._context.state.guards.before_vote:  # also where it broke before its vote
+            check()
+        self._context.state.device.settle()
+        if self.number > self._context.state.step:
+            self._note_pending()
+        return self._vote(bad_gradient, norms)
+
     def _note_pending(self) -> None:
         """All that the commit reads is here: these blocks could roll forward."""
         self._context.state.pending = self._world.replays(self._context.boundaries)
@@ -180,6 +209,8 @@ class Step:
         self.update.apply(record, self._world.plan.generation, hand_out.on_updated, copies)
         self._context.state.forget_gradients()
         self._context.is_first_step = False
+        if self._context.hub is not None:
+            self._context.hub.on_commit()
         self._context.loop.begin_step(self._world.lanes)
 
     @fault_point("hand_out")
@@ -210,13 +241,7 @@ class Step:
         sends = send_slice(group, held, fills)
         context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
-        self._boundary.settle_evaluations()
-        self.parameters.before_vote()
-        self._boundary.before_vote()
-        for guard in context.state.guards:  # also of a step that broke before its vote
-            guard.before_vote()
-        context.state.device.settle()
-        record = self._vote()
+        record = self._pass_vote()
         self._commit_nothing(record, steps=self._world.plan.steps)
         return record
 
@@ -263,12 +288,14 @@ class Voting:
     def vote(self, world: World, step: int, bad_gradient: str, norms: Tensor | None, times: FillTimes | None) -> Record:
         """Returns once all members have voted. `step`: the one that it commits; the last committed one where it commits
         none. `norms`: `(subtrees owned,)` float64, where the step needs the norm. `times`: where the next step goes by
-        them. Raises `WorldChanged`.
+        them. Raises `WorldChanged`, and `Undecided`.
         """
         context, group = self._context, world.group
+        goes_on = step > context.state.step and not 0 < context.state.last_step <= step
+        in_order = group.order.end_step() and goes_on
         saving = self._saving.status
         self._saving.take_in_outcome()  # after the status: who is idle in a ballot says there what was saved
-        ballot = self._ballot(step, bad_gradient, saving)
+        ballot = self._ballot(step, bad_gradient, saving, world.traffic.coordinates.speaks, in_order)
         self._corruption.before_vote()
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)
@@ -286,11 +313,14 @@ class Voting:
             self._digested = values, digest(values).hex()
         return self._digested[1]
 
-    def _ballot(self, step: int, bad_gradient: str, saving: str) -> Ballot:
+    def _ballot(self, step: int, bad_gradient: str, saving: str, tells: bool, in_order: bool) -> Ballot:
+        """`tells`: whether it speaks for its lanes. `in_order`: whether the next step's messages may go as this one's
+        have.
+        """
         context = self._context
         state, loop = context.state, context.loop
         trained, before = step > state.step, state.record
-        numbers = loop.numbers.of_step() if trained else LaneTotals()
+        numbers = loop.numbers.of_step() if trained and tells else LaneTotals()
         return Ballot(
             step=step,
             generation=context.link.enter_vote(state.pending if trained else state.held.runs),
@@ -310,6 +340,8 @@ class Voting:
             requests=self._requests.pending + (self._saving.scheduled_requests() if trained else ()),
             saving=saving,
             saved=self._saving.saved,
+            evaluation_messages=self._evaluation.messages,
+            in_order=int(in_order),
             unused=unused_text(state.sums.unused) if trained and state.held.loaded.only_counts and loop.lanes else "",
         )
 

@@ -11,7 +11,7 @@ import resource
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -90,24 +90,34 @@ class Meter:
             self._changes = [*self._changes[-LATEST_CHANGES + 1 :], change]
             self._change = None
 
-    def telemetry(self, loss: float | None, state: TrainingState, saves: tuple[SaveReport, ...]) -> Telemetry:
-        """Without what is known of checkpoints."""
+    def telemetry(
+        self,
+        state: TrainingState,
+        saves: tuple[SaveReport, ...],
+        skipped_folders: str,
+        changed_values: str,
+        reports: Mapping[str, float],
+    ) -> Telemetry:
+        """All of it: what is counted here, and what others know."""
         record = state.record
         if record is not None and record.not_finite:
             self._not_finite = f"step {record.step}: {record.not_finite}"
         return Telemetry(
-            loss=loss,
+            loss=state.loss,
             step_seconds=self._step_seconds,
             step_seconds_median=self._median(),
             training_seconds=self._training_seconds,
             fill_bytes=self._fill_bytes,
             memory_bytes=self._memory_bytes(state),
             changes=tuple(self._changes),
-            saves=saves,
             skipped_micro_batches=record.skipped_micro_batches if record else 0,
             not_finite_steps=record.not_finite_steps if record else 0,
             not_finite=self._not_finite,
             state_file_bytes_per_second=round(state.held.home.bytes_per_second),
+            saves=saves,
+            skipped_folders=skipped_folders,
+            changed_values=changed_values,
+            reports=reports,
         )
 
     def _memory_bytes(self, state: TrainingState) -> dict[str, int]:

@@ -1,8 +1,13 @@
-"""What the user's loop does, one call after the other: batches, backwards, steps; and the votes where it does none.
+"""What the user's loop does, one call after the other: batches, backwards, steps, votes where it does none, its end.
 
 All that can fail in an exchange is inside `backward` and `end_micro_batch`; when the world changes they take part in
 the change (resize.py) and return, and the next batch is what is to be done next, perhaps the same lane again. Knows the
 controller only through its link.
+
+`ScriptEnd` is the end of a script where nothing else says at which step its job ends: the last step is the one at which
+all end. Alone that is the step at hand. With a controller this worker waits until it is told, outside all exchange:
+another script may be at work for long, or go on with a step that is none here. Called at the script's end (exit.py),
+and by doors whose scripts say that they are through.
 """
 
 from __future__ import annotations
@@ -11,12 +16,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
+from shoal.cells.call import LoopPlace
 from shoal.data.source import NO_SAMPLES
 from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
-from shoal.process.logs import get_logger
 from shoal.process.numerics import check_threads
 from shoal.state.training_state import ENDS
 from shoal.training.context import TrainingContext
@@ -125,8 +131,8 @@ class TrainingLoop:
                 parts.resize.take_part()
             elif context.world.lanes:
                 context.faults.at("forward", context.state.step + 1)
-                for guard in context.state.guards:
-                    guard.before_batch(context.world, context.state.record)
+                for check in context.state.guards.before_batch:
+                    check(context.world, context.state.record)
                 try:
                     parts.boundary.end_body()
                     batch = self._next_batch()
@@ -147,6 +153,10 @@ class TrainingLoop:
         context = self._context
         context.is_busy = True
         try:
+            if context.hub is not None:
+                context.hub.come_to(LoopPlace.LANE)
+                if context.loop.begins_lane:
+                    context.hub.begin_lane()
             return context.loop.next_batch(context.state)
         finally:
             context.is_busy = False
@@ -167,6 +177,7 @@ class TrainingLoop:
         context, loop, state = self._context, self._context.loop, self._context.state
         context.autocast.end()
         self._parts.update.check_whole()
+        self._parts.resize.leave_broken_cell()
         if context.world is not None and context.link.stopping:
             self._parts.resize.take_part()
         if not loop.in_flight:
@@ -180,7 +191,7 @@ class TrainingLoop:
         reducing, parameters = self._parts.step.reducing, self._parts.step.parameters
         if context.world is None or more or not reducing.is_next:
             try:
-                with parameters.in_backward():
+                with parameters.in_backward(), context.in_backward():
                     reducing.backward_here(loss)
                 if more:
                     context.autocast.begin()
@@ -194,7 +205,7 @@ class TrainingLoop:
             self.backward(loss, more)
             return
         try:
-            with parameters.in_backward():
+            with parameters.in_backward(), context.in_backward():
                 reducing.backward(loss)
         except WorldChanged:
             self._parts.resize.take_part(broken=True)
@@ -202,6 +213,7 @@ class TrainingLoop:
     def end_micro_batch(self) -> bool:
         """`Engine.step`."""
         context, loop, state = self._context, self._context.loop, self._context.state
+        self._parts.resize.leave_broken_cell()
         if not loop.in_flight:
             loop.forget_void("engine.step")
             return False
@@ -210,12 +222,14 @@ class TrainingLoop:
             return False
         self._parts.step.parameters.check_step()
         if loop.at_last_backward:
-            for guard in state.guards:
-                guard.before_last_step(context.world)
+            for check in state.guards.before_last_step:
+                check(context.world)
             state.buffers.check()
             check_threads(context.config.torch_threads)
         before = state.step
         loop.end_micro_batch(state)
+        if context.hub is not None:
+            context.hub.come_to(LoopPlace.BETWEEN)
         context.step_on()
         if loop.lanes_done:
             self._guarded(self._parts.step.make)
@@ -226,6 +240,7 @@ class TrainingLoop:
         loop, state = self._context.loop, self._context.state
         self._context.autocast.end()
         self._parts.update.check_whole()
+        self._parts.resize.leave_broken_cell()
         if not loop.in_flight:
             loop.forget_void("engine.skip")
             return False
@@ -271,10 +286,12 @@ class TrainingLoop:
 
     def vote(self) -> None:
         """One vote without a step, or a part in a change of the world."""
+        self._context.awaits_vote = True
         if self._context.world is None or self._context.link.stopping:
             self._parts.resize.take_part()
         else:
             self._guarded(self._vote_and_idle)
+        self._context.awaits_vote = False
 
     def _vote_and_idle(self) -> None:
         """Where no step runs (paused, below `min`, the end), members vote all the same, some times a second."""
@@ -296,10 +313,11 @@ class TrainingLoop:
         """Make a request: in the loop return at once; after it block until carried out, and until a save under way has
         come to its end. A fingerprint's digest is returned then.
 
-        In a warm-up it is ignored: whoever warms up is not in the job yet.
+        In a warm-up it is ignored, as this worker is not in the job yet. So it is in a lane that a broken cell has made
+        void, where the script may ask because of a value that means nothing; it comes by that lane again.
         """
         context, requests, saving = self._context, self._parts.requests, self._parts.saving
-        if context.loop.is_warming_up:
+        if context.loop.is_warming_up or _is_in_a_void_lane(context, self._parts):
             return None
         if context.world is None and context.may_begin_at_its_end:
             self.enter()
@@ -365,3 +383,72 @@ class TrainingLoop:
             saving.patience.check()
             saving.ask_for_what_is_owed()
             self.vote()
+
+
+def _is_in_a_void_lane(context: TrainingContext, parts: Parts) -> bool:
+    is_in_body = not (context.left_loop or parts.evaluation.is_in_a_callback)
+    return is_in_body and not context.is_cell_whole and (context.loop.in_flight or context.loop.comes_again)
+
+
+class ScriptEnd:
+    """Of one engine's script."""
+
+    def __init__(self, context: TrainingContext, parts: Parts, training: TrainingLoop) -> None:
+        self._context, self._parts, self._training = context, parts, training
+        self._loops: list[Callable[[], None]] = []
+
+    def add_loop(self, close: Callable[[], None]) -> None:
+        """Called when the script goes over nothing any more, which may be its first word of a loop that it has left."""
+        self._loops.append(close)
+
+    def close_loops(self) -> None:
+        """No loop of the script goes on."""
+        for close in self._loops:
+            close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing but the script says at which step the job ends, and it has come to where that may be."""
+        context = self._context
+        has_trained = context.world is not None and context.state.step > 0
+        is_there = has_trained or context.may_begin_at_its_end
+        return not context.state.last_step and is_there and not context.left_at
+
+    def reach(self) -> None:
+        """The script is through with its epochs: returns once the job's last step is known, and all that is left of it
+        is done. Before the last step, it does nothing where something else says which one that is. May raise as
+        `Resize.take_part`.
+        """
+        self.close_loops()
+        context = self._context
+        if context.is_over and not context.left_loop:
+            self._training.end()  # a loop that comes back for each epoch was left in the last step's body
+        if not self.is_open:
+            return
+        if context.world is None:
+            self._training.enter()
+        self._end_body()
+        context.is_through = True
+        if context.link.alone:
+            context.state.last_step = context.state.step
+        while not context.state.last_step:
+            self._wait()
+        self._training.end()
+
+    def _end_body(self) -> None:
+        try:
+            self._parts.boundary.end_body()
+        except WorldChanged:
+            self._parts.resize.take_part(broken=True)
+
+    def _wait(self) -> None:
+        context = self._context
+        if context.world is None or context.link.stopping:
+            self._parts.resize.take_part()
+            self._end_body()  # the members of a new world wait for this one's word, too
+            return
+        context.awaits_end = True
+        self._parts.status.publish()
+        while not context.link.stopping:
+            context.link.pause(IDLE_SECONDS)
+        context.awaits_end = False

@@ -41,13 +41,26 @@ def _writer(kind: Any) -> Callable[[Any], Any] | None:
     if issubclass(kind, Runs):
         return Runs.encode
     if is_dataclass(kind):
-        names = [field.name for field in fields(kind)]
-        return lambda value: {name: plain(getattr(value, name)) for name in names}
+        return _dataclass_writer(kind)
     if issubclass(kind, Mapping):
         return lambda value: {key: plain(item) for key, item in value.items()}
     if issubclass(kind, tuple):
         return lambda value: [plain(item) for item in value]
     return bytes.hex if issubclass(kind, bytes) else None
+
+
+def _dataclass_writer(kind: Any) -> Callable[[Any], Any]:
+    names = [field.name for field in fields(kind) if not field.metadata.get("omitted")]
+    omitted = {field.name: field.default for field in fields(kind) if field.metadata.get("omitted")}
+
+    def write(value: Any) -> Any:
+        written = {name: plain(getattr(value, name)) for name in names}
+        for name, default in omitted.items():
+            if (found := getattr(value, name)) != default:
+                written[name] = plain(found)
+        return written
+
+    return write
 
 
 def restored(kind: Any, value: Any) -> Any:

@@ -12,7 +12,7 @@ decided by it, and launchers find their workers again by records of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -21,8 +21,9 @@ from typing import NamedTuple
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.description import Description
 from shoal_protos.messages import Ending
-from shoal_protos.plan import Plan, Reason, WorkerId
+from shoal_protos.plan import OMITTED, Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.shape import ONE, Shape, absent, full_cells
 
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.spec import JobSpec, Phase, WorkerBounds
@@ -98,6 +99,14 @@ class WorkerRecord:
     """The number of the last save that it has reported: it repeats the last ones in every heartbeat."""
     fill_bytes_counted: int = 0
     """How much of what its process has received by fills is counted: it tells the sum in every heartbeat."""
+    void_lanes_counted: int = field(default=0, metadata=OMITTED)
+    """Likewise of its lanes in cells that counted no more."""
+    coordinate: int = field(default=0, metadata=OMITTED)
+    """Its place in a cell, for as long as its process lives."""
+    seated: str = field(default="", metadata=OMITTED)
+    """Incarnation of the process that has its coordinate; empty: none has asked, or a cell is one process."""
+    seated_at: float = field(default=0.0, metadata=OMITTED)
+    """When it was given one, before it had said hello."""
 
     @property
     def serves(self) -> bool:
@@ -192,17 +201,17 @@ class Anew:
     why: str
 
 
-def bounds_of(spec: JobSpec, description: Description | None) -> WorkerBounds:
+def bounds_of(spec: JobSpec, description: Description | None, cell: Shape = ONE) -> WorkerBounds:
     """Those that the job was made with; where it says none, those of its training config, as soon as that is known."""
-    by_default = default_bounds(description)
+    by_default = default_bounds(description, cell)
     return WorkerBounds(spec.min_workers or by_default.least, spec.max_workers or by_default.most)
 
 
-def default_bounds(description: Description | None) -> WorkerBounds:
-    """Those of the training config."""
+def default_bounds(description: Description | None, cell: Shape = ONE) -> WorkerBounds:
+    """Those of the training config; where it says none, one cell at least."""
     if description is None:
-        return WorkerBounds(1, None)
-    return WorkerBounds(description.min_workers or 1, description.max_workers or None)
+        return WorkerBounds(cell.processes, None)
+    return WorkerBounds(description.min_workers or cell.processes, description.max_workers or None)
 
 
 @dataclass(frozen=True)  # no slots: `replaced`
@@ -301,11 +310,32 @@ class Durable:
     """The step at which all scripts have ended, where nothing else says which one is the last; 0: it is not known."""
     version: int = 0
     """How often what is asked of the job was changed: `machine.py` says what counts."""
+    cell: Shape = ONE
+    """What its cells are: as the first worker said that asked for its seat or said hello."""
 
     @property
     def bounds(self) -> WorkerBounds:
         """Between which numbers `wanted` may be."""
-        return self.changed_bounds or bounds_of(self.spec, self.description)
+        return self.changed_bounds or bounds_of(self.spec, self.description, self.cell)
+
+    @property
+    def most_members(self) -> int | None:
+        """So many workers can train at once. None: its lanes are not known yet."""
+        lanes = self.description.lanes if self.description is not None else self.spec.lanes
+        return self.cell.most_members(lanes) if lanes is not None else None
+
+    def full_cells(self, workers: Iterable[WorkerId]) -> int:
+        """How many cells these make."""
+        return full_cells((self.roster[worker].coordinate for worker in workers), self.cell.processes)
+
+    def absent(self, workers: Iterable[WorkerId]) -> str:
+        """The first coordinate that none of these has, as people read it; empty where each has a member."""
+        missing = absent((self.roster[worker].coordinate for worker in workers), self.cell.processes)
+        return next((self.cell.named(coordinate) for coordinate in missing), "")
+
+    def are_enough(self, workers: Sequence[WorkerId]) -> bool:
+        """Whether these make as many full cells as the job has to have."""
+        return self.full_cells(workers) * self.cell.processes >= self.bounds.least
 
     @property
     def last_step(self) -> int | None:

@@ -39,6 +39,10 @@ class EventKind(StrEnum):
     SILENT = "silent", "Most workers are silent; the controller may be cut off, so no worker is evicted."
     HEARD = "heard", "At least half of the workers respond again, or are known to be dead."
 
+    SEATED = "seated", "A process was given its coordinate: its place in a cell."
+    PAIRED = "paired", "Workers train lanes together that did not before; the message names the new cells."
+    COORDINATE_MISSING = "coordinate_missing", "A coordinate has lost its last worker: no cell is whole without one."
+
     PREPARE = "prepare", "Workers were asked to stop and report their inventory, for a new generation."
     PLAN = "plan", "A plan for a new generation was made."
     OPEN = "open", "A new generation may train, after a start or a loss."

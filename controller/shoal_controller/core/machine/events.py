@@ -12,14 +12,31 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal_protos.acts import OperatorRequest
-from shoal_protos.messages import Heartbeat, Hello, Inventory, Ready, Request, Result
+from shoal_protos.messages import AskSeat, Heartbeat, Hello, Inventory, Ready, Request, Result
 from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.durable import Place
 from shoal_controller.core.machine.effects import AskPlanner
 from shoal_controller.core.machine.pending import Notice, PendingReason
-from shoal_controller.core.machine.proof import Proof
 from shoal_controller.core.planning.question import Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What the token of a worker's stream proves: `worker_tokens.py` reads it, `phases/claims.py` judges it.
+
+    A join token names a run of a job; a session token also one process of it.
+    """
+
+    job: str
+    run: str
+    worker: WorkerId = ""
+    """Empty: a join token, which proves nothing of who shows it."""
+    incarnation: str = ""
+
+    @property
+    def names_a_process(self) -> bool:
+        return bool(self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,23 @@ class Connected:
     """What its token proves; None: nothing need be proved."""
     release: str = field(default="", compare=False)
     """The release of Shoal that this controller runs."""
+
+    @property
+    def opening(self) -> Hello:
+        """What it opened the stream with."""
+        return self.hello
+
+
+@dataclass(frozen=True, slots=True)
+class SeatAsked:
+    """A process that has not built its model asks for its coordinate. Answered by `Seat` or `Refusal` on that
+    connection, which ends then.
+    """
+
+    connection: int
+    opening: AskSeat
+    proof: Proof | None = None
+    """What its token proves; None: nothing need be proved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +196,8 @@ class PlannerFailed:
 
 
 Event = (
-    Started | Tick | Connected | MessageReceived | Disconnected | Probed | Spawned | Waiting | Preempted | Spared
-    | Endangered | NeverStarted | Exited | PlannerBegan | PlannerAnswered | PlannerFailed | OperatorRequest
+    Started | Tick | Connected | SeatAsked | MessageReceived | Disconnected | Probed | Spawned | Waiting | Preempted
+    | Spared | Endangered | NeverStarted | Exited | PlannerBegan | PlannerAnswered | PlannerFailed | OperatorRequest
 )  # fmt: skip
 
 One = TypeVar("One")

@@ -65,6 +65,7 @@ COUNTERS: Mapping[str, CounterKind] = {
     "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be saved."),
     "shoal_corrupt_blocks_total": CounterKind("Blocks whose copies differed: silent corruption."),
     "shoal_skipped_micro_batches_total": CounterKind("Micro-batches that the script skipped with engine.skip()."),
+    "shoal_void_lanes_total": CounterKind("Lanes of workers of cells that were begun and trained again."),
     "shoal_preemptions_total": CounterKind(
         "Workers whose end was announced, by what announced it first.", {"signal": NOTICES}
     ),

@@ -24,6 +24,7 @@ from shoal_protos.activity import Activity
 from shoal_protos.messages import Change, Inventory, Status, Telemetry
 from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.shape import ONE
 
 from shoal_controller.core.machine.durable import Durable, Goal
 from shoal_controller.core.machine.events import Connected, PlannerAnswered
@@ -279,7 +280,8 @@ class Job:
 def new_job(spec: JobSpec, now: float) -> Job:
     """A job that was just submitted. Its first event is `Started`."""
     figures = Figures(created=now)
-    return Job(Durable(spec, wanted=spec.wanted, figures=figures), started_at=now, figures=figures)
+    durable = Durable(spec, wanted=spec.wanted, figures=figures, cell=spec.cell or ONE)
+    return Job(durable, started_at=now, figures=figures)
 
 
 def restore(durable: Durable, now: float) -> Job:

@@ -5,11 +5,12 @@ Used by the machine, and before a size is written into the resource that a job w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal_protos.acts import Scale
 from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import UserError
+from shoal_protos.shape import ONE, Shape
 from shoal_protos.text import plural
 
 from shoal_controller.core.machine.spec import WorkerBounds
@@ -30,11 +31,27 @@ class JobSize:
     bounds: WorkerBounds
     lanes: int | None
     """None while nobody has said how many."""
+    cell: Shape = ONE
+    in_a_pod: int = 1
+    """So many are started together."""
+
+    @property
+    def useful(self) -> int | None:
+        """So many workers can train at once."""
+        return self.cell.most_members(self.lanes) if self.lanes is not None else None
 
     @property
     def top(self) -> int | None:
         """Most workers that it can use."""
-        return min((number for number in (self.bounds.most, self.lanes) if number is not None), default=None)
+        return min((number for number in (self.bounds.most, self.useful) if number is not None), default=None)
+
+
+def broken_bounds(bounds: WorkerBounds, processes: int, whole: str = "cell") -> str:
+    """Which bound a job whose cells (or pods: `whole`) have so many processes cannot have; empty: it can have both."""
+    named = (("at least", bounds.least), ("up to", bounds.most))
+    wrong = (f"{which} {plural(most, 'worker')}" for which, most in named if most is not None and most % processes)
+    first = next(wrong, "")
+    return f"{first}: a {whole} of it has {plural(processes, 'worker')}; expected a multiple of that" if first else ""
 
 
 def resized(size: JobSize, asked: Scale) -> JobSize:
@@ -42,11 +59,15 @@ def resized(size: JobSize, asked: Scale) -> JobSize:
     least = size.bounds.least if asked.least is None else asked.least
     most = size.bounds.most if asked.most is None else asked.most or None
     wanted = size.wanted if asked.workers is None else asked.workers
-    found = JobSize(size.job, wanted, WorkerBounds(least, most), size.lanes)
-    if size.lanes is not None and most is not None and most > size.lanes and most != size.bounds.most:
+    found = replace(size, wanted=wanted, bounds=WorkerBounds(least, most))
+    of_pods = broken_bounds(WorkerBounds(asked.least or 0, asked.most), size.in_a_pod, "pod")
+    if why := broken_bounds(found.bounds, size.cell.processes) or of_pods:
+        raise ImpossibleSize(f"job {size.job} cannot have {why}.")
+    if size.useful is not None and most is not None and most > size.useful and most != size.bounds.most:
+        whose = "worker" if size.cell == ONE else f"cell of {plural(size.cell.processes, 'worker')}"
         raise ImpossibleSize(
-            f"job {size.job} cannot have up to {plural(most, 'worker')}: it has {plural(size.lanes, 'lane')}, and "
-            "every worker trains at least one."
+            f"job {size.job} cannot have up to {plural(most, 'worker')}: it has {plural(size.lanes or 0, 'lane')}, and "
+            f"every {whose} trains at least one."
         )
     if least < 1 or (found.top is not None and least > found.top):
         expected = f"1 to {found.top}" if found.top is not None else "1 or more"

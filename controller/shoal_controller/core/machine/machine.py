@@ -2,7 +2,7 @@
 
 `TABLE` maps (phase, event type) to the function that records the event; a worker's messages have a table of their own
 (`worker_messages.MESSAGES`). Then, once per batch, the phase's `settle` concludes from everything known, so the order
-of messages does not matter and what many workers report at once is concluded once. `transitions.py` says which phase
+of messages does not matter and what many workers report at once is concluded once. `turn.py` says which phase
 leads to which. An operator's impossible request raises a `UserError` and changes nothing.
 
 `count_version` then counts the job's version, which `If-Match` names: it grows with what is asked of a job (its size, a
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal_protos.acts import Cancel, OperatorRequest
+from shoal_protos.shape import ONE
 
 from shoal_controller.core.machine.durable import Durable
 from shoal_controller.core.machine.effects import Effect
@@ -33,6 +34,7 @@ from shoal_controller.core.machine.events import (
     PlannerFailed,
     Preempted,
     Probed,
+    SeatAsked,
     Spared,
     Spawned,
     Started,
@@ -43,18 +45,17 @@ from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases import (
     admission,
     checkpoints,
+    claims,
     ending,
     failure_detector,
-    introduction,
-    link_faults,
     operator_requests,
     planner_questions,
-    preemption,
     progress,
     progress_watch,
     recovery,
     running,
     scaling,
+    seating,
     starts,
     waiting,
     worker_messages,
@@ -70,16 +71,18 @@ def on_started(turn: Turn, _: Started) -> None:
     """A controller's life begins. [Note: what a restart changes] in `job.py`."""
     turn.set_clock()
     scaling.on_restart(turn)
-    link_faults.on_restart(turn)
+    progress_watch.on_restart(turn)
     checkpoints.on_restart(turn)
 
 
 def on_tick(turn: Turn, _: Tick) -> None:
     """Time has passed: look for whoever is silent or late, and forget what is old."""
-    introduction.on_tick(turn)
+    claims.on_tick(turn)
+    if turn.durable.cell != ONE:
+        seating.forget_unused_seats(turn)
     failure_detector.watch(turn)
-    link_faults.forget_departed(turn)
-    link_faults.forget_old_backoffs(turn)
+    progress_watch.forget_departed(turn)
+    progress_watch.forget_old_backoffs(turn)
     planner_questions.watch(turn)
     progress.update(turn)
     progress_watch.update(turn)
@@ -96,14 +99,15 @@ ALIVE: dict[type, Handler] = {
     Started: on_started,
     Tick: on_tick,
     Connected: admission.on_connected,
+    SeatAsked: admission.on_seat_asked,
     MessageReceived: worker_messages.on_message,
     Disconnected: failure_detector.on_disconnected,
     Probed: failure_detector.on_probed,
     Spawned: failure_detector.on_spawned,
     Waiting: starts.on_waiting,
-    Preempted: preemption.on_preempted,
-    Spared: preemption.on_spared,
-    Endangered: preemption.on_endangered,
+    Preempted: scaling.on_preempted,
+    Spared: scaling.on_spared,
+    Endangered: scaling.on_endangered,
     NeverStarted: scaling.on_never_started,
     Exited: failure_detector.on_exited,
     PlannerBegan: planner_questions.on_begun,
@@ -115,6 +119,7 @@ OVER: dict[type, Handler] = {
     Started: ending.on_restart,
     Tick: ignore,
     Connected: ending.on_connected,
+    SeatAsked: ending.on_connected,
     MessageReceived: ending.on_message,
     Disconnected: ending.on_disconnected,
     Probed: ignore,
@@ -156,6 +161,8 @@ def step(job: Job, events: Sequence[Event], now: float) -> tuple[Job, list[Effec
     recorded = [TABLE[turn.durable.phase, type(event)](turn, event) for event in events]
     if any(matters is not False for matters in recorded):
         _conclude(turn, any(isinstance(event, Probed) and event.refused for event in events))
+    if turn.durable.cell != ONE and not turn.durable.phase.is_over:
+        seating.tell_of_cells(turn)
     forget_surplus(turn)
     count_version(turn, events)
     return turn.job, turn.effects_in_order()

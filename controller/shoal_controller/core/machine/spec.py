@@ -1,18 +1,53 @@
-"""A job's specification as the core sees it, and the phases and states that people see. Plain data, checked already."""
+"""A job's specification as the core sees it, and the phases and states that people see. Plain data, checked already.
+
+The core asks a job for a trait of its launcher (`JobSpec.traits`), never for its name. A new launcher is a kind and a
+line of `LAUNCHER_TRAITS` here, a line of `launchers/registry.py`, and its module there; if it has settings, they are in
+`settings.py` and come by `LauncherMeans`, which `server.py` fills; a section of a job's body is in `api/models.py` and
+in `JobSpec`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from shoal_protos.activity import Activity
 from shoal_protos.checkpoint import CheckpointRef
-from shoal_protos.plan import Plan
+from shoal_protos.plan import OMITTED, Plan
+from shoal_protos.shape import ONE, Shape
 
 from shoal_controller.core.machine.figures import Figures
-from shoal_controller.core.machine.launcher_traits import NO_LAUNCHER, LauncherTraits, traits_of
 from shoal_controller.core.machine.pending import PendingReason
+
+LauncherKind = Literal["none", "local", "kubernetes"]
+"""Kinds as a job's specification names them: the keys of `LAUNCHER_TRAITS`."""
+NO_LAUNCHER: LauncherKind = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherTraits:
+    """A launcher's, as far as decisions depend on them."""
+
+    starts: bool = True
+    """It starts workers and sees their ends; without it they come by themselves (`shoal worker`)."""
+    readmits: bool = True
+    """An evicted worker may thaw and join again; else its process is ended, for it holds what another one needs."""
+
+
+LAUNCHER_TRAITS: Mapping[str, LauncherTraits] = {
+    "none": LauncherTraits(starts=False),
+    "local": LauncherTraits(),
+    "kubernetes": LauncherTraits(readmits=False),
+}
+
+
+def traits_of(launcher: str) -> LauncherTraits:
+    """Return the traits of a kind; the ordinary ones of one that only a newer Shoal knows, which may have stored it."""
+    return LAUNCHER_TRAITS.get(launcher, LauncherTraits())
 
 
 class Phase(StrEnum):
@@ -66,7 +101,7 @@ class JobSpec:
     max_workers: int | None = None
     """None: what the training config says, else the job's lanes."""
     launcher: str = NO_LAUNCHER
-    """A kind of `launcher_traits.py`."""
+    """A kind of `LAUNCHER_TRAITS`."""
     command: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     lanes: int | None = None
@@ -89,11 +124,15 @@ class JobSpec:
     """The Idempotency-Key of the request that made it; empty: it had none."""
     request_digest: str = ""
     """SHA-256 of that request: with the same key another one is refused."""
+    cell: Shape | None = field(default=None, metadata=OMITTED)
+    """Where given, the cells of every worker's config must be so; None: the first worker says what they are."""
+    started_together: int = field(default=1, metadata=OMITTED)
+    """So many processes its launcher starts at a time, in one place which ends when all of them have ended: a pod."""
 
     @property
     def least_workers(self) -> int:
         """Fewest workers to train with, while the training config is not known."""
-        return self.min_workers or 1
+        return self.min_workers or math.lcm((self.cell or ONE).processes, self.started_together)
 
     @property
     def traits(self) -> LauncherTraits:
@@ -163,6 +202,8 @@ class JobView:
     """Bytes of one block's state: what a fill sends; None: not known."""
     default_bounds: WorkerBounds = WorkerBounds(1, None)
     """Between which numbers `wanted` may be where nobody says so: what the training config says."""
+    cell: Shape = ONE
+    """What its cells are: how many processes train a lane together."""
     deepest_inbox: int = 0
     """Most events that stood in line at a time, in the last minute. The shell knows it."""
 
@@ -170,6 +211,22 @@ class JobView:
     def traits(self) -> LauncherTraits:
         """Of its launcher."""
         return traits_of(self.launcher)
+
+    @property
+    def most_members(self) -> int | None:
+        """So many workers can train at once; None: its lanes are not known."""
+        return self.cell.most_members(self.lanes) if self.lanes is not None else None
+
+    @property
+    def full_cells(self) -> int:
+        """Cells of the world that have lost no member; where a cell is one process nothing is said of it."""
+        left = Counter(worker.cell for worker in self.workers if worker.cell is not None)
+        return sum(members == self.cell.processes for members in left.values())
+
+    @property
+    def wanted_cells(self) -> int:
+        """Whole cells that the wanted workers make."""
+        return self.wanted // self.cell.processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +266,12 @@ class WorkerView:
     """Votes passed in the world that may train."""
     makes_steps: bool = True
     """Whether the world that it is in does: False while the job is paused, or waits for more members."""
+    coordinate: int | None = None
+    """Its place in a cell; None: it has none yet, or a cell is one process."""
+    cell: int | None = None
+    """Number of the cell that it trains lanes in; None: it is in none, or a cell is one process."""
+    cell_wait_seconds: float = 0.0
+    """For which its process has waited in collectives of its cells."""
 
 
 @dataclass(frozen=True, slots=True)

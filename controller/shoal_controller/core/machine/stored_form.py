@@ -18,7 +18,7 @@ from shoal_controller.core.machine.codec import plain, restored
 from shoal_controller.core.machine.durable import Durable
 
 FIELDS = (
-    "spec", "changed_bounds", "description", "reason", "paused_because", "last_refusal", "corruption",
+    "spec", "cell", "changed_bounds", "description", "reason", "paused_because", "last_refusal", "corruption",
     "restored_from", "failures", "link_faults", "backoff_counts", "backoff_until", "figures", "opened_generations",
     "checkpoints", "unreadable_checkpoints", "failed_save", "anew",
     "reports",

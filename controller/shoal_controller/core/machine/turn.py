@@ -3,6 +3,10 @@
 `machine.step` makes a `Turn`, the functions in `phases/` change it, and `machine.step` takes out the result. What is
 durable is written before anything is sent: [Note: stored first] in `effects_in_order`.
 
+`Turn.enter` is the only way to set a job's phase, and it refuses what the table `ALLOWED` does not have;
+docs/phases.md is printed from that. `paused`, and `waiting` with a world that is too small to step, are not phases:
+`view` shows them for a running world that commits no steps.
+
 `replaced` copies the few frozen records that a turn replaces most (about ten thousand times in a batch of a thousand
 workers), at a quarter of the cost of `dataclasses.replace`. Such records have no slots and no checks at construction;
 all others use `dataclasses.replace`.
@@ -22,8 +26,27 @@ from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.job import Job, Process
 from shoal_controller.core.machine.spec import JobSpec, Phase
-from shoal_controller.core.machine.transitions import ALLOWED
 
+LIVING = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.RESIZING, Phase.STALLED)
+"""The phases of a job that is not over."""
+
+ALLOWED: Mapping[tuple[Phase, Phase], str] = {
+    (Phase.WAITING, Phase.STARTING): "enough workers are ready",
+    (Phase.STARTING, Phase.RUNNING): "every member is ready, the world opens",
+    (Phase.STARTING, Phase.WAITING): "too few workers are left to start, or the controller was restarted",
+    (Phase.RUNNING, Phase.RESIZING): "a member is lost or cut off, or all return to a checkpoint",
+    (Phase.RUNNING, Phase.STALLED): "the last members have left",
+    (Phase.RESIZING, Phase.RUNNING): "every member is ready, the world opens",
+    (Phase.RESIZING, Phase.STALLED): "a block has no living copy, or two needed workers cannot reach each other",
+    (Phase.RESIZING, Phase.WAITING): "too few workers are left, and no step was committed yet",
+    (Phase.STALLED, Phase.RESIZING): "a worker came back, or all return to a checkpoint",
+    (Phase.STALLED, Phase.RUNNING): "every member is ready, the world opens",
+    (Phase.STALLED, Phase.WAITING): "no worker is left: others begin from a checkpoint or step 0",
+    (Phase.RUNNING, Phase.SUCCEEDED): "every member has ended its script after the last step",
+    (Phase.STALLED, Phase.SUCCEEDED): "every block is lost after the last step, and the digests are known",
+    **{(phase, Phase.FAILED): "a failure that another attempt cannot cure" for phase in LIVING},
+    **{(phase, Phase.CANCELLED): "an operator has cancelled the job" for phase in LIVING},
+}
 Answer = TypeVar("Answer")
 
 
@@ -173,7 +196,7 @@ class Turn:
         So a number is in the store before anyone hears of it, a world before it is opened, a worker before it is
         started; and a controller that dies between two effects has only left something unsaid, which it will say again.
         The shown step alone is no reason to write: workers know where they are, and the figures of its steps are
-        written once a minute (`phases/step_figures.py`). It is one where a phase has asked for the write (`Persist`).
+        written once a minute (`phases/progress.py`). It is one where a phase has asked for the write (`Persist`).
         """
         before, after = self.before.durable, self.job.durable
         others: list[Effect] = [effect for effect in self.effects if not isinstance(effect, Persist)]

@@ -1,21 +1,27 @@
 """The view of a job that people see: one `JobView` made of all that is known. Nothing is decided here. Pure.
 
+A `Sample` is what a job's curves keep of it once a second: a few figures, made without a look at every worker's row.
+
 The view, the series and the holdings count copies of blocks with `copies_wanted` and `missing_copies`, so that all
 agree. The planner makes as many.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shoal_protos.messages import Ending, MemberState
-from shoal_protos.plan import Plan, Reason
+from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
+from shoal_protos.shape import ONE
 from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import Durable, Resize, Standing, WorkerRecord, default_bounds
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import planned_changes, progress_watch, silence, starts, waiting
+from shoal_controller.core.machine.phases import planned_changes, progress_watch, seating, silence, starts, waiting
 from shoal_controller.core.machine.phases.progress import shown_loss, shown_reports, step_seconds_median
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
 
@@ -33,9 +39,10 @@ def view(job: Job, now: float) -> JobView:
         wanted=durable.wanted,
         active=len(active),
         min_workers=durable.bounds.least,
-        max_workers=durable.bounds.most or lanes,
-        default_bounds=default_bounds(description),
+        max_workers=durable.bounds.most or durable.most_members,
+        default_bounds=default_bounds(description, durable.cell),
         lanes=lanes,
+        cell=durable.cell,
         step=durable.step,
         max_steps=durable.last_step,
         loss=shown_loss(job),
@@ -83,7 +90,16 @@ def shown_phase(job: Job) -> Phase:
     durable = job.durable
     if durable.phase is Phase.RUNNING and durable.current is not None and not durable.current.steps:
         return Phase.PAUSED if durable.paused else Phase.WAITING
-    return durable.phase
+    return Phase.WAITING if _lacks_a_coordinate(job) else durable.phase
+
+
+def _lacks_a_coordinate(job: Job) -> bool:
+    """Whether those who are to go back to a checkpoint wait for one who completes a cell."""
+    durable, attempt = job.durable, job.attempt
+    if durable.phase is not Phase.RESIZING or attempt is None or not attempt.start or durable.cell.processes == 1:
+        return False
+    left = (worker for worker in attempt.starters if worker in durable.roster and durable.roster[worker].serves)
+    return bool(durable.absent(left))
 
 
 def reason(job: Job, now: float) -> str:
@@ -95,7 +111,8 @@ def reason(job: Job, now: float) -> str:
         waits = f"; {job.attempt.waits_for} ({now - job.attempt.since:.0f} s so far)" if job.attempt.waits_for else ""
         return f"{job.attempt.why}{waits}"
     if durable.current is None:
-        return "; ".join(filter(None, (waiting.sentence(job, now), starts.sentence(job, now))))
+        found = waiting.sentence(job, now), starts.sentence(job, now), seating.uneven(durable)
+        return "; ".join(filter(None, found))
     if durable.stopping:
         return "cancelled; the workers end after their step"
     if durable.paused and durable.current.steps:
@@ -105,7 +122,8 @@ def reason(job: Job, now: float) -> str:
         return "; ".join(filter(None, sentences))
     late = now - job.planned_at > spec.progress_seconds
     planned = planned_changes.reason(job, now) if late else ""
-    return "; ".join(filter(None, (progress_watch.reason(job, now), planned, starts.sentence(job, now))))
+    training = progress_watch.reason(job, now), planned, starts.sentence(job, now), seating.uneven(durable)
+    return "; ".join(filter(None, training))
 
 
 def _why_no_steps(job: Job) -> str:
@@ -115,12 +133,16 @@ def _why_no_steps(job: Job) -> str:
         return f"paused: {durable.paused_because}" if durable.paused_because else "paused by an operator"
     if durable.planned and durable.planned[-1].steps:
         return ""
-    active = durable.current.world_size if durable.current is not None else 0
-    if active >= durable.bounds.least:
-        return f"{plural(active, 'worker')} active; a generation that trains is being planned"
-    coming = sum(record.serves for record in durable.roster.values()) > active
+    members = [member.worker for member in durable.current.members] if durable.current is not None else []
+    active = plural(len(members), "worker")
+    if durable.are_enough(members) and durable.cell.tight and durable.current is not None and not durable.current.cells:
+        return f"{active} active; no host has all processes of a cell ({durable.cell})"
+    if durable.are_enough(members):
+        return f"{active} active; a generation that trains is being planned"
+    coming = sum(record.serves for record in durable.roster.values()) > len(members)
     more = "" if coming else waiting.how_to_start(durable)
-    return f"{plural(active, 'worker')} active, min_workers is {durable.bounds.least}{waiting.trouble(durable)}{more}"
+    cells = f" in {plural(durable.full_cells(members), 'whole cell')}" if durable.cell.processes > 1 else ""
+    return f"{active} active{cells}, min_workers is {durable.bounds.least}{waiting.trouble(durable)}{more}"
 
 
 def last_save(job: Job) -> str:
@@ -182,13 +204,20 @@ def _resize(resize: Resize, first_began_at: float | None) -> ResizeView:
 
 
 def _workers(job: Job, now: float) -> tuple[WorkerView, ...]:
-    waited_for = progress_watch.waited_for_seconds(job, now)
+    waited_for, cells = progress_watch.waited_for_seconds(job, now), _cells(job.durable)
     return tuple(
-        _worker(job, record, now, waited_for.get(record.worker, 0.0)) for record in job.durable.roster.values()
+        _worker(job, record, now, waited_for.get(record.worker, 0.0), cells.get(record.worker))
+        for record in job.durable.roster.values()
     )
 
 
-def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: float) -> WorkerView:
+def _cells(durable: Durable) -> Mapping[WorkerId, int]:
+    """The number of each member's cell; none where a cell is one process."""
+    cells = durable.current.workers_of_cells if durable.current is not None else []
+    return {worker: number for number, cell in enumerate(cells) for worker in cell}
+
+
+def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: float, cell: int | None) -> WorkerView:
     process, world = job.processes.get(record.worker), job.durable.current
     rank = (
         world.rank_of(record.worker, record.incarnation)
@@ -226,6 +255,9 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         boundaries=_boundaries(process, world),
         makes_steps=world is None or rank is None or world.steps,
         heartbeat_age_seconds=now - process.last_message_at if process is not None and record.serves else None,
+        cell_wait_seconds=telemetry.cell_wait_seconds if telemetry is not None else 0.0,
+        coordinate=record.coordinate if job.durable.cell != ONE and record.seated else None,
+        cell=cell if rank is not None else None,
     )
 
 
@@ -265,13 +297,14 @@ def state(job: Job, record: WorkerRecord, rank: int | None) -> State:
 
 def copies_wanted(durable: Durable) -> int | None:
     """Of every block in the world that may train, the owner's among them: as many as the job asks for, and no more than
-    there are members that keep blocks, as a joiner does once it is filled. None: there is no world.
+    a coordinate has members that keep blocks, as a joiner does once it is filled. None: there is no world.
     """
     description, world = durable.description, durable.current
     if description is None or world is None:
         return None
-    keepers = sum(map(bool, map(world.kept_by, world.ranks)))
-    return min(description.mirrors, max(1, keepers) - 1) + 1
+    keepers = Counter(member.coordinate for rank, member in enumerate(world.members) if world.kept_by(rank))
+    fewest = min(keepers[coordinate] for coordinate in range(world.coordinates))
+    return min(description.mirrors, max(1, fewest) - 1) + 1
 
 
 def missing_copies(world: Plan | None, wanted: int | None) -> Runs:
@@ -290,3 +323,37 @@ def missing_copies(world: Plan | None, wanted: int | None) -> Runs:
         if copies < wanted:
             missing.append((begin, end))
     return Runs(missing)
+
+
+# ---- the sample that curves keep
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One look at a job."""
+
+    step: int
+    loss: float | None
+    step_seconds: float | None
+    """The median of what workers say of their last steps."""
+    samples: int | None
+    """Read in committed steps; None: not known yet."""
+    goodput_ratio: float
+    active: int
+    wanted: int
+    reports: Mapping[str, float] = field(default_factory=dict)
+    """The last number that the script has reported under each name."""
+
+
+def sample(job: Job, now: float) -> Sample:
+    """The job as it is now."""
+    return Sample(
+        step=job.durable.step,
+        loss=shown_loss(job),
+        step_seconds=step_seconds_median(job),
+        samples=samples_read(job),
+        goodput_ratio=goodput(job, now),
+        active=len(active_members(job)),
+        wanted=job.durable.wanted,
+        reports=shown_reports(job),
+    )

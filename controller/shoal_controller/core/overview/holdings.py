@@ -6,6 +6,7 @@ whom. Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +109,15 @@ def _copies(view: JobView, world: Plan, missing: Runs) -> str:
     if everywhere:
         return "every worker has every block"
     none = view.copies_wanted == 1
+    if none and (alone := _with_one_worker(view, world)):
+        return f"blocks at {listed(alone)} have one copy, as only one worker is there"
     return "no block has a mirror, as none is wanted" if none else f"every block has {view.copies_wanted} copies"
+
+
+def _with_one_worker(view: JobView, world: Plan) -> list[str]:
+    """The coordinates of a cell of several processes at which there is one worker."""
+    workers = Counter(member.coordinate for member in world.members)
+    return [view.cell.named(place) for place, number in sorted(workers.items()) if number == 1 < world.coordinates]
 
 
 def _on_their_way(view: JobView, fills: Sequence[FillProgress]) -> str:

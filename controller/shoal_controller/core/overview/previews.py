@@ -14,12 +14,14 @@ from shoal_protos.acts import Cancel, ConfirmLost, DrainWorker, OperatorRequest,
 from shoal_protos.description import ROUNDS_FROM_STAGE
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import Runs
+from shoal_protos.shape import ONE
 from shoal_protos.text import at_step, plural
 
 from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import duration, listed
 from shoal_controller.core.overview.holdings import exposed_blocks
-from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, share_lanes, share_rounds
+from shoal_controller.core.planning.cells import pair, share_among
+from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT
 
 
 @singledispatch
@@ -48,9 +50,11 @@ def _drain_sentence(before: JobView, after: JobView, worker: WorkerId, grace_sec
     if world is None or worker not in world.workers:
         return ", ".join(filter(None, ("it has no lanes and no blocks", _replacement_sentence(before, after))))
     stays = [member.worker for member in world.members if member.worker != worker and _serves(after, member.worker)]
-    if not stays:
+    coordinate = _coordinates(world)[worker]
+    if not any(_coordinates(world)[name] == coordinate for name in stays):
         saved = "its state is saved in a checkpoint first" if before.can_checkpoint else "nobody has its state then"
-        return f"it is the last one: no step runs without it, {saved}"
+        at = f" at {before.cell.named(coordinate)}" if before.cell != ONE else ""
+        return f"it is the last one{at}: no step runs without it, {saved}"
     only = _only_with(world, {worker})
     copied = f"{plural(len(only), 'block')} copied from it first (at most {duration(grace_seconds)})" if only else ""
     return ", ".join(
@@ -86,18 +90,36 @@ def _lanes_sentence(view: JobView, worker: WorkerId, stays: Sequence[WorkerId]) 
     lanes = world.lanes_by_worker[worker]
     if not lanes:
         return "it has no lanes"
-    shared = lanes_among(view, world, stays)
-    takers = [name for name in stays if set(shared[name]) & set(lanes)]
+    shared, had = lanes_among(view, world, stays), world.lanes_by_worker
+    takers = [name for name in stays if set(shared[name]) & set(lanes) - set(had[name])]
+    if not any(shared.values()):
+        return "no cell is whole without it, so no step runs until there is one"
     return f"its {plural(len(lanes), 'lane')} {'goes' if len(lanes) == 1 else 'go'} to {listed(takers)}"
 
 
 def lanes_among(view: JobView, world: Plan, stays: Sequence[WorkerId]) -> dict[WorkerId, tuple[int, ...]]:
-    """The lanes of each, in a planned change."""
-    domains = {worker.worker: worker.domain for worker in view.workers}
-    numbers = {domain: number for number, domain in enumerate(sorted({domains[name] for name in stays}))}
-    share = share_rounds if (view.stage or 0) >= ROUNDS_FROM_STAGE else share_lanes
-    hosts = [numbers[domains[name]] for name in stays]
-    return dict(zip(stays, share(world.lanes, [NONE_IN_FLIGHT] * len(stays), hosts), strict=True))
+    """The lanes of each, in a planned change: cells are paired and share them out as the planner will have it."""
+    here, known, coordinates = (
+        dict.fromkeys(stays),
+        {worker.worker: worker for worker in view.workers},
+        _coordinates(world),
+    )
+    number = {name: place for place, name in enumerate(here)}
+    domains = {domain: place for place, domain in enumerate(sorted({known[name].domain for name in here}))}
+    trainers = [[number[n] for n in here if coordinates[n] == place] for place in range(world.coordinates)]
+    left = [[number[name] for name in cell if name in here] for cell in world.workers_of_cells]
+    hosts = [known[name].host or known[name].domain for name in here]
+    cells = pair(trainers, hosts, left, bool(view.cell.tight))
+    of = [domains[known[name].domain] for name in here]
+    rounds = (view.stage or 0) >= ROUNDS_FROM_STAGE
+    shared = share_among(cells, world.lanes, [NONE_IN_FLIGHT] * len(cells), of, rounds)
+    lanes = {place: mine for cell, mine in shared.items() for place in cell}
+    return {name: lanes.get(number[name], ()) for name in here}
+
+
+def _coordinates(world: Plan) -> dict[WorkerId, int]:
+    """The coordinate of every member."""
+    return {member.worker: member.coordinate for member in world.members}
 
 
 def _only_with(world: Plan, workers: Collection[WorkerId]) -> Runs:

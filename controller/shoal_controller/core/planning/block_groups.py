@@ -2,7 +2,7 @@
 
 Blocks are alike when the same processes hold them and the same one owned them before. `gather` sweeps once over what
 all hold; `cut` divides blocks without breaking more runs than needed. Workers are indexes into the planner's
-candidates, oldest first. Used by owners.py, mirrors.py, fills.py and planner.py. Pure.
+candidates, oldest first. Used by owners.py, mirrors.py and planner.py. Pure.
 """
 
 from __future__ import annotations

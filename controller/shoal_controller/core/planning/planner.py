@@ -1,24 +1,29 @@
 """The planner: a pure function from what each process holds, who is here and what is wanted to a `Plan`.
 
-Lanes, then owners, then mirrors, then fills. Ownership changes only by promotion: a plan makes owners and mirrors of
-those who hold a block already, and names fills towards its target; when they are done, the next plan promotes the
-filled. So it never needs to know why the world changes. Called by `question.answer`; the job machine
-asks by an effect. docs/architecture.md, "Plans".
+Owners, then mirrors, then fills, of each coordinate by itself; then cells and their lanes. Ownership changes only by
+promotion: a plan makes owners and mirrors of those who hold a block already, and names fills towards its target; when
+they are done, the next plan promotes the filled. So it never needs to know why the world changes. Every copy that the
+target wants and that does not exist yet is sent by one of those who keep the block meanwhile: all have as little to
+send as can be, and blocks with the fewest copies go first. Called by `question.answer`; the job machine asks by an
+effect. docs/architecture.md, "Plans".
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
 
 from shoal_protos.errors import ShoalError
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, WorkerId, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span, every, union
 
-from shoal_controller.core.planning.block_groups import BlockGroup, gather
-from shoal_controller.core.planning.fills import KeptBlocks, name_fills
-from shoal_controller.core.planning.lanes import Lanes, share_lanes, share_rounds
+from shoal_controller.core.planning.before import Before
+from shoal_controller.core.planning.block_groups import BlockGroup, cut, gather
+from shoal_controller.core.planning.cells import Cell, pair, share_among
+from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT, Lanes
 from shoal_controller.core.planning.mirrors import (
     Partners,
     PartnerTerms,
@@ -35,9 +40,12 @@ from shoal_controller.core.planning.placement import is_small
 class BlocksLost(ShoalError):
     """No candidate holds these blocks: there is no plan without a checkpoint."""
 
-    def __init__(self, blocks: Runs, of: int) -> None:
-        super().__init__(f"{len(blocks)} of {of} blocks have no live copy: {blocks}.")
+    def __init__(self, blocks: Runs, terms: Terms) -> None:
         self.blocks = blocks
+        self.coordinates = tuple(c for c, home in enumerate(terms.homes) if home & blocks)
+        """Whose home they are; empty where the shape is one process."""
+        where = f", at home at coordinate {', '.join(map(str, self.coordinates))}" if terms.homes else ""
+        super().__init__(f"{len(blocks)} of {terms.blocks} blocks have no live copy{where}: {blocks}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +69,10 @@ class Candidate:
     """Whether its state counts; only a recovery asks."""
     leaving: bool = False
     """Being drained: no lanes, its blocks are filled elsewhere, and it is in the plan only as long as it is needed."""
-    lane: int = -1
-    """The lane in flight; -1: none."""
+    lane: int = NONE_IN_FLIGHT
+    """The lane in flight. Counts only where the shape is one process: elsewhere no lane in flight is kept."""
+    host: str = ""
+    """Cells are paired within a host first; empty: the failure domain is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,12 @@ class Terms:
     sharded: bool = False
     """Whether parameters are with owners and mirrors only (stage 3), as a part of a block's state: who trains gathers
     them, so nothing is ever handed out, and whoever has none trains at once."""
+    homes: tuple[Runs, ...] = ()
+    """By coordinate, as in a plan (`Plan.homes`)."""
+    models: tuple[Runs, ...] = ()
+    """By coordinate, the blocks whose parameters its model has: its home, and what it has in common with others."""
+    tight: bool = False
+    """Whether the processes of a new cell must share a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +125,7 @@ def plan_start(request: PlanRequest, candidates: Sequence[Candidate], step: int 
         return _plan(request, world, Recovery(step, b"", (True,) * size, (NO_BLOCKS,) * size))
     owners = [replace(c, holds=share.owned) for c, share in zip(world.here, world.shares, strict=True)]
     world = _compose(request.terms, owners, before=None)
-    stale = _stale(request.terms, [share.owned for share in world.shares])
+    stale = _stale(request.terms, world, [share.owned for share in world.shares])
     return _plan(request, world, Recovery(step, b"", (False,) * size, stale, checkpoint))
 
 
@@ -124,17 +140,22 @@ def plan_recovery(
     world = _compose(request.terms, here, before)
     counted = tuple(candidate.counted for candidate in world.here)
     follows = [candidate.current | share.keeps for candidate, share in zip(world.here, world.shares, strict=True)]
-    stale = _stale(request.terms, follows)
+    stale = _stale(request.terms, world, follows)
     return _plan(
         request, world, Recovery(step, record, counted, stale, lanes_in_flight=_in_flight(request.terms, world))
     )
 
 
-def _stale(terms: Terms, right: Sequence[Runs]) -> tuple[Runs, ...]:
+def _stale(terms: Terms, world: _World, right: Sequence[Runs]) -> tuple[Runs, ...]:
     """What is handed out to each before the world opens. `right`: blocks whose parameters are right there."""
     if terms.sharded:
         return (NO_BLOCKS,) * len(right)
-    return tuple(every(terms.blocks) - blocks for blocks in right)
+    return tuple(_model_at(terms, c.member.coordinate) - blocks for c, blocks in zip(world.here, right, strict=True))
+
+
+def _model_at(terms: Terms, coordinate: int) -> Runs:
+    """The blocks whose parameters the model of a process at a coordinate has."""
+    return terms.models[coordinate] if terms.models else every(terms.blocks)
 
 
 def _in_flight(terms: Terms, world: _World) -> tuple[int, ...]:
@@ -167,20 +188,41 @@ class _World:
     here: Sequence[Candidate]
     shares: Sequence[Share]
     fills: Sequence[Fill]
+    cells: Sequence[Cell]
+    """Those with lanes; where the shape is one process, the trainers."""
 
 
 def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _World:
-    """Lanes, owners, mirrors, fills."""
-    groups = gather(terms.blocks, [candidate.holds for candidate in here], _owned_before(before, here))
+    """Owners, mirrors and fills of each coordinate, cells and their lanes."""
+    here = _at_home(terms, here)
+    holds = [candidate.holds for candidate in here]
+    known = Before(before, [candidate.member for candidate in here])
+    groups = gather(terms.blocks, holds, known.owned(holds))
     if lost := union(group.blocks for group in groups if not group.holders):
-        raise BlocksLost(lost, terms.blocks)
-    keepers = _keepers(here)
-    target = _target(terms, here, keepers, before, groups)
-    kept = _promote(target.groups, keepers, min(terms.mirrors, len(keepers) - 1))
-    domains, flights = _domains(here), [here[keeper].lane for keeper in keepers]
-    share = share_rounds if terms.rounds else share_lanes
-    lanes = dict(zip(keepers, share(terms.lanes, flights, [domains[keeper] for keeper in keepers]), strict=True))
-    return _without_the_needless(_World(here, _shares(len(here), kept, lanes), name_fills(kept)), target.partners)
+        raise BlocksLost(lost, terms)
+    of_coordinates: list[list[BlockGroup]] = [[] for _ in range(len(terms.homes) or 1)]
+    for group in groups:
+        of_coordinates[here[next(iter(group.holders))].member.coordinate].append(group)
+    keepers = [_keepers(here, coordinate, bool(mine)) for coordinate, mine in enumerate(of_coordinates)]
+    kept: list[KeptBlocks] = []
+    partners: dict[int, tuple[int, ...]] = {}
+    for staying, mine in zip(keepers, of_coordinates, strict=True):
+        if staying:
+            target = _target(terms, here, staying, known, mine)
+            kept += _promote(target.groups, staying, min(terms.mirrors, len(staying) - 1))
+            partners.update(target.partners)
+    left = known.cells(frozenset(chain.from_iterable(keepers)))
+    cells = pair(keepers, [c.host or c.domain for c in here], left, terms.tight)
+    shared = share_among(cells, terms.lanes, [here[cell[0]].lane for cell in cells], _domains(here), terms.rounds)
+    lanes = {worker: mine for cell, mine in shared.items() for worker in cell}
+    return _without_the_needless(_World(here, _shares(here, kept, lanes, partners), name_fills(kept), tuple(shared)))
+
+
+def _at_home(terms: Terms, here: Sequence[Candidate]) -> Sequence[Candidate]:
+    """In a cell a process keeps blocks of its home only, and has no lane to begin again: its mates may be elsewhere."""
+    if not terms.homes:
+        return here
+    return [replace(c, holds=c.holds & terms.homes[c.member.coordinate], lane=NONE_IN_FLIGHT) for c in here]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +231,11 @@ class _Target:
 
     groups: Sequence[BlockGroup]
     partners: Partners
-    """From among whom an owner's mirrors come; empty where all others mirror everything, or nobody anything."""
+    """From among whom an owner's mirrors come; empty where those are all others, or nobody mirrors anything."""
 
 
 def _target(
-    terms: Terms, here: Sequence[Candidate], keepers: Sequence[int], before: Plan | None, groups: Sequence[BlockGroup]
+    terms: Terms, here: Sequence[Candidate], keepers: Sequence[int], before: Before, groups: Sequence[BlockGroup]
 ) -> _Target:
     mirrors = min(terms.mirrors, len(keepers) - 1)
     domains = _domains(here)
@@ -202,9 +244,13 @@ def _target(
         owned = share_owners(groups, keepers, {}, mirrors, sites)
         return _Target(mirror_everywhere(owned, keepers) if mirrors else owned, {})
     wanted = PartnerTerms(max(terms.mirror_partners, mirrors), mirrors)
-    partners = choose_partners(_partners_before(before, here, wanted.count), keepers, sites, wanted)
+    coordinate, holds = here[keepers[0]].member.coordinate, {keeper: here[keeper].holds for keeper in keepers}
+    partners = choose_partners(before.partners(coordinate, wanted.count), keepers, sites, wanted)
+    few = any(len(chosen) < len(partners) - 1 for chosen in partners.values())
     one = mirrors == 1
-    settled = not (one and is_small(partners.values())) and _at_rest(before, here, keepers)
+    settled = not (one and is_small(partners.values())) and before.is_at_rest(coordinate, holds)
+    if settled and (kept := _as_kept(groups, partners, mirrors)) is not None:
+        return _Target(kept, partners if few else {})
     if one and not settled:
         owned = share_pairs(groups, keepers, partners, sites)
     else:
@@ -212,42 +258,22 @@ def _target(
     mirrored = share_mirrors(owned, partners, mirrors, domains)
     if settled:
         mirrored = leave_mirrors(mirrored, partners, domains)
-    return _Target(let_mirrors_wait(mirrored, partners, domains), partners)
+    return _Target(let_mirrors_wait(mirrored, partners, domains), partners if few else {})
 
 
-def _partners_before(before: Plan | None, here: Sequence[Candidate], count: int) -> Partners:
-    """Those of the plan before who are still here. Where it names none, all were each other's if they were so few."""
-    if before is None:
-        return {}
-    now = {(known.member.worker, known.member.incarnation): worker for worker, known in enumerate(here)}
-    at = [now.get((member.worker, member.incarnation)) for member in before.members]
-    everyone = range(before.world_size) if before.world_size - 1 <= count else ()
-    partners: dict[int, tuple[int, ...]] = {}
-    for rank, (worker, share) in enumerate(zip(at, before.shares, strict=True)):
-        if worker is not None:
-            chosen = (at[partner] for partner in share.partners or everyone if partner != rank)
-            partners[worker] = tuple(partner for partner in chosen if partner is not None)
-    return partners
-
-
-def _at_rest(before: Plan | None, here: Sequence[Candidate], keepers: Sequence[int]) -> bool:
-    """Whether those who keep blocks are the same as before and have all that they were to get.
-
-    Then nothing is moved any more for an even spread of mirrors where the cheapest one was not looked for (several
-    mirrors, a large world), so that planning comes to an end.
+def _as_kept(groups: Sequence[BlockGroup], partners: Partners, mirrors: int) -> list[BlockGroup] | None:
+    """What is at rest, as it is kept, where that is the target: all owners stay where they are even, and held mirrors
+    stay with their partners. None where it is not so, and something has to move.
     """
-    if before is None:
-        return False
-    given = [share.keeps for share in before.shares]
-    for fill in before.fills:
-        given[fill.target] |= fill.blocks
-    keeping = {
-        (member.worker, member.incarnation): blocks
-        for member, blocks in zip(before.members, given, strict=True)
-        if blocks
-    }
-    now = {(here[keeper].member.worker, here[keeper].member.incarnation): here[keeper].holds for keeper in keepers}
-    return keeping.keys() == now.keys() and all(blocks <= now[process] for process, blocks in keeping.items())
+    owned = dict.fromkeys(partners, 0)
+    kept: list[BlockGroup] = []
+    for group in groups:
+        owner, beside = group.previous_owner, group.holders - {group.previous_owner}
+        if len(group.holders) != mirrors + 1 or owner not in partners or not beside.issubset(partners[owner]):
+            return None
+        owned[owner] += len(group.blocks)
+        kept.append(group.decided(owner, tuple(sorted(beside)), group.blocks))
+    return kept if max(owned.values()) - min(owned.values()) <= 1 else None
 
 
 def _by_age(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -265,32 +291,14 @@ def _hosts(here: Sequence[Candidate]) -> tuple[int, ...]:
     return tuple(domains) if 1 < len(set(domains)) < len(domains) else ()
 
 
-def _keepers(here: Sequence[Candidate]) -> list[int]:
+def _keepers(here: Sequence[Candidate], coordinate: int, needed: bool) -> list[int]:
     """Who trains and keeps blocks in the end. When all are leaving, the oldest stays: somebody must be the last."""
-    able = [worker for worker, candidate in enumerate(here) if candidate.can_train]
+    known = [worker for worker, candidate in enumerate(here) if candidate.member.coordinate == coordinate]
+    able = [worker for worker in known if here[worker].can_train]
     staying = [worker for worker in able if not here[worker].leaving]
-    if not able:
-        raise ValueError(f"none of {len(here)} candidates may train; a world needs one who does")
+    if needed and not able:
+        raise ValueError(f"none of {len(known)} candidates may train; a world needs one who does")
     return staying or able[:1]
-
-
-def _owned_before(before: Plan | None, here: Sequence[Candidate]) -> dict[int, Runs]:
-    """What each owned in the plan before, or was to own there and has been filled with since."""
-    if before is None:
-        return {}
-    owned: dict[int, Runs] = {}
-    arrived: dict[int, Runs] = {}
-    for worker, candidate in enumerate(here):
-        rank = before.rank_of(candidate.member.worker, candidate.member.incarnation)
-        if rank is not None:
-            share = before.shares[rank]
-            owned[worker] = share.owned
-            if share.awaited:
-                arrived[worker] = share.awaited & candidate.holds
-    if not arrived:
-        return owned
-    promoted = union(arrived.values())
-    return {worker: (blocks - promoted) | arrived.get(worker, NO_BLOCKS) for worker, blocks in owned.items()}
 
 
 def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int) -> list[KeptBlocks]:
@@ -323,9 +331,11 @@ def _meanwhile(group: BlockGroup, keepers: frozenset[int], mirrors: int) -> Kept
     return KeptBlocks(group, owner, tuple(order)[:mirrors], targets)
 
 
-def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -> list[Share]:
-    owned: list[list[Span]] = [[] for _ in range(size)]
-    mirrored: list[list[Span]] = [[] for _ in range(size)]
+def _shares(
+    here: Sequence[Candidate], kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes], partners: Partners
+) -> list[Share]:
+    owned: list[list[Span]] = [[] for _ in here]
+    mirrored: list[list[Span]] = [[] for _ in here]
     awaited: defaultdict[int, list[Span]] = defaultdict(list)
     for now in kept:
         owned[now.owner] += now.group.blocks.spans
@@ -334,26 +344,28 @@ def _shares(size: int, kept: Sequence[KeptBlocks], lanes: Mapping[int, Lanes]) -
         if now.owner != now.group.owner:
             awaited[now.group.owner] += now.group.blocks.spans
     return [
-        Share(lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker]), awaited=Runs(awaited.get(worker, ())))
-        for worker in range(size)
-    ]
+        Share(
+            lanes.get(worker, ()), Runs(owned[worker]), Runs(mirrored[worker]), partners.get(worker, ()),
+            Runs(awaited.get(worker, ())),
+        )
+        for worker in range(len(here))
+    ]  # fmt: skip
 
 
-def _without_the_needless(world: _World, partners: Partners) -> _World:
+def _without_the_needless(world: _World) -> _World:
     """Lets those go who are leaving and keep nothing any more; the last one trains and stays. Ranks from here on."""
     rank: dict[int, int] = {}
     for worker, (candidate, share) in enumerate(zip(world.here, world.shares, strict=True)):
         if not candidate.leaving or share.keeps or share.lanes:
             rank[worker] = len(rank)
     fills = [Fill(rank[fill.source], rank[fill.target], fill.blocks) for fill in world.fills]
-    few = any(len(chosen) < len(partners) - 1 for chosen in partners.values())
-    shares = [
-        replace(world.shares[worker], partners=tuple(rank[partner] for partner in partners.get(worker, ())))
-        if few
-        else world.shares[worker]
-        for worker in rank
-    ]
-    return _World([world.here[worker] for worker in rank], shares, fills)
+    shares = (world.shares[worker] for worker in rank)
+    return _World(
+        [world.here[worker] for worker in rank],
+        [replace(share, partners=tuple(rank[other] for other in share.partners)) for share in shares],
+        fills,
+        [tuple(rank[worker] for worker in cell) for cell in world.cells],
+    )
 
 
 def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
@@ -370,9 +382,11 @@ def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
         fills=tuple(world.fills),
         fill_blocks_per_step=terms.fill_blocks_per_step,
         builder=_builder(world.here, request.avoid, base),
-        steps=terms.steps,
+        steps=terms.steps and bool(world.cells),
         recovery=begins if isinstance(begins, Recovery) else None,
         hosts=_hosts(world.here),
+        homes=terms.homes,
+        cells=tuple(world.cells) if terms.homes else (),
     )
     check_plan(plan)
     return plan
@@ -390,3 +404,49 @@ def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan |
         return joiner, member.worker in avoid, here[rank].leaving, rank
 
     return min(range(len(here)), key=preference)
+
+
+# ---- fills: who sends which blocks to whom
+
+
+class KeptBlocks(NamedTuple):
+    """Blocks as a plan has them from its first step on: their owner and mirrors hold them with valid bits."""
+
+    group: BlockGroup
+    owner: int
+    mirrors: tuple[int, ...]
+    targets: tuple[int, ...] = ()
+    """Who is to keep them in the end and does not hold them yet."""
+
+
+def name_fills(kept: Sequence[KeptBlocks]) -> list[Fill]:
+    """The fills towards the groups' targets; workers are the planner's indexes."""
+    sent = Counter[int]()
+    spans: defaultdict[tuple[int, int, int], list[Span]] = defaultdict(list)
+    for now in sorted((now for now in kept if now.targets), key=lambda now: len(now.mirrors)):
+        sources = (now.owner, *now.mirrors)
+        for target in now.targets:
+            counts = _even_out([sent[source] for source in sources], len(now.group.blocks))
+            for source, count, blocks in zip(sources, counts, cut(now.group.blocks, counts), strict=True):
+                sent[source] += count
+                if count:
+                    spans[len(now.mirrors), source, target] += blocks.spans
+    return [Fill(source, target, Runs(spans[copies, source, target])) for copies, source, target in sorted(spans)]
+
+
+def _even_out(loads: Sequence[int], more: int) -> list[int]:
+    """Divides `more` so that the highest load is as low as can be."""
+    if len(loads) == 1:
+        return [more]
+    given = [0] * len(loads)
+    order = sorted(range(len(loads)), key=lambda index: loads[index])
+    filled = 0
+    for count, index in enumerate(order, start=1):
+        following = loads[order[count]] if count < len(order) else None
+        filled += loads[index]
+        if following is None or following * count - filled >= more:
+            least, extra = divmod(filled + more, count)
+            for place, member in enumerate(order[:count]):
+                given[member] = least + (place < extra) - loads[member]
+            break
+    return given

@@ -1,22 +1,23 @@
 """Questions to the planner: all that one plan is made from, as plain data, so that another process can answer them.
 
-Made by the job machine (`machine/phases/planner_inputs.py`), answered by `answer`, wherever that runs, and judged by
+Made by the job machine (`machine/phases/planner_questions.py`), answered by `answer`, wherever that runs, and judged by
 `check_answer` where the answer comes in. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal_protos.errors import PeerError
-from shoal_protos.plan import Plan, Recovery, check_plan
+from shoal_protos.plan import Member, Plan, Recovery, WorkerId, check_plan
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
 from shoal_controller.core.planning.planner import (
     BlocksLost,
     Candidate,
     PlanRequest,
+    Terms,
     plan_change,
     plan_recovery,
     plan_start,
@@ -102,16 +103,20 @@ def check_answer(question: Question, answer: Answer) -> None:
         _check_lost_blocks(question, answer)
         return
     check_plan(answer)
-    asked = _questions_in(question)
-    if (found := _terms_of(answer)) not in (terms := [_terms_asked(one) for one in asked]):
+    asked, terms = _questions_in(question), question.request.terms
+    if (found := _terms_of(answer)) not in (expected_terms := [_terms_asked(one, answer) for one in asked]):
         why = "generation, base, lanes, blocks, reason, steps, fill rate"
-        raise _unfit(answer, f"its {why} are {found}; expected {terms[0]}")
+        raise _unfit(answer, f"its {why} are {found}; expected {expected_terms[0]}")
+    if answer.homes != terms.homes:
+        raise _unfit(answer, "its homes are not those of the job")
     known = {candidate.member: candidate for candidate in question.everyone}
     for member, share in zip(answer.members, answer.shares, strict=True):
         if (candidate := known.get(member)) is None:
             raise _unfit(answer, f"its member {member.worker} was no candidate")
         if not isinstance(question, StartQuestion) and (lacking := share.keeps - _usable(candidate)):
             raise _unfit(answer, f"it has {member.worker} keep {lacking}, which it does not hold")
+    if spare := _spare_cell(terms, answer, known):
+        raise _unfit(answer, f"it leaves {', '.join(spare)} without lanes, which are a cell")
     if answer.recovery is not None:
         members = [known[member] for member in answer.members]
         begins, expected = _beginning_of(answer.recovery), [_beginning_asked(one, members) for one in asked]
@@ -119,10 +124,25 @@ def check_answer(question: Question, answer: Answer) -> None:
             raise _unfit(answer, f"it begins with {begins!r:.200}; expected {expected[0]!r:.200}")
 
 
+def _spare_cell(terms: Terms, plan: Plan, known: Mapping[Member, Candidate]) -> list[WorkerId]:
+    """Members without lanes who could train as one cell more."""
+    if not terms.homes or len(plan.cells) >= terms.lanes:
+        return []
+    spare: dict[str, dict[int, WorkerId]] = {}
+    for member, share in zip(plan.members, plan.shares, strict=True):
+        candidate = known[member]
+        if not share.lanes and candidate.can_train and not candidate.leaving:
+            host = candidate.host or candidate.domain if terms.tight else ""
+            spare.setdefault(host, {})[member.coordinate] = member.worker
+    full = (list(cell.values()) for cell in spare.values() if len(cell) == len(terms.homes))
+    return next(full, [])
+
+
 def _check_lost_blocks(question: Question, answer: Runs) -> None:
-    lost = NO_BLOCKS
+    lost, homes = NO_BLOCKS, question.request.terms.homes
     if isinstance(question, RecoveryQuestion):
-        lost = every(question.request.terms.blocks) - union(_usable(candidate) for candidate in question.everyone)
+        held = (_usable(c) & homes[c.member.coordinate] if homes else _usable(c) for c in question.everyone)
+        lost = every(question.request.terms.blocks) - union(held)
     if not lost or answer != lost:
         raise PeerError(f"the planner says that nobody holds {answer!r:.100}; expected {lost or 'a plan'}. {_BUG}")
 
@@ -139,12 +159,13 @@ def _terms_of(plan: Plan) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _terms_asked(question: Question) -> tuple[object, ...]:
+def _terms_asked(question: Question, answer: Plan) -> tuple[object, ...]:
+    """Steps run where they are wanted, and somebody trains."""
     request, base = question.request, question.before.generation if isinstance(question, ChangeQuestion) else 0
     terms = request.terms
     return (
-        request.generation, base, terms.lanes, terms.blocks, request.reason.value, terms.steps,
-        terms.fill_blocks_per_step,
+        request.generation, base, terms.lanes, terms.blocks, request.reason.value,
+        terms.steps and bool(answer.trainers), terms.fill_blocks_per_step,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def pod_groups_path(namespace: str) -> str:
 def pod_group(spec: JobSpec, section: KubernetesSection, metadata: Json) -> Json:
     """What Volcano is told of a job. `metadata`: labels and owners of all that belongs to it."""
     wanted = {
-        "minMember": spec.least_workers, "queue": section.queue, "priorityClassName": section.priority_class,
+        "minMember": least_pods(spec), "queue": section.queue, "priorityClassName": section.priority_class,
     }  # fmt: skip
     return {
         "apiVersion": f"{VOLCANO_GROUP}/{VOLCANO_VERSION}",
@@ -60,7 +60,12 @@ def gang_annotations(worker: WorkerId, spec: JobSpec, section: KubernetesSection
         return {}
     # ● Nobody takes the place of a member that has ended: ids are never used again. Kueue must not wait for one, else
     # the group's quota and its pods, which have a finalizer, would stay for ever.
-    return {f"{KUEUE}/pod-group-total-count": str(spec.least_workers), f"{KUEUE}/retriable-in-group": "false"}
+    return {f"{KUEUE}/pod-group-total-count": str(least_pods(spec)), f"{KUEUE}/retriable-in-group": "false"}
+
+
+def least_pods(spec: JobSpec) -> int:
+    """Pods of the fewest workers that the job trains with."""
+    return -(-spec.least_workers // spec.started_together)
 
 
 def _is_among_first(worker: WorkerId, spec: JobSpec) -> bool:

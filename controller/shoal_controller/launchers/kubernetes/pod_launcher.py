@@ -1,4 +1,4 @@
-"""The Kubernetes launcher: one pod per worker, made, watched and deleted by name and uid.
+"""The Kubernetes launcher: a pod for each worker, or for several, made, watched and deleted by name and uid.
 
 The job decides which workers come and go, and the cluster follows: each request is noted and done in the background,
 and what the watches of pods and nodes show is reported to the job in order. A pod of the right name with another uid is
@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import structlog
 from shoal_protos.errors import PeerError, ShoalError, StoreError, UserError
@@ -68,16 +69,22 @@ class KubernetesLauncher:
     # ---- what the shell asks
 
     async def spawn(self, worker: WorkerId, spec: JobSpec) -> Place:
-        """Ask for a pod of this worker. What it waits for, and that it runs, is told as it comes."""
+        """Ask for a pod of this worker, unless one was asked for another of its workers. What it waits for, and that it
+        runs, is told as it comes.
+        """
         if not spec.kubernetes:
             raise UserError(f"job {spec.job} has launcher kubernetes and no section `kubernetes`; give it an image")
         self._watch()
-        tracked = self._tracked.add(TrackedPod(worker, spec, pod_name(spec.job, worker)))
-        self._write(f"pod {tracked.name}", self._make(tracked))
-        return Place.of_pod(tracked.name)
+        known = self._tracked.by_worker.get((spec.job, worker))
+        if known is None or known.spec.run != spec.run or known.end is not None or len(known.workers) == 1:
+            known = self._tracked.add(TrackedPod.of(worker, spec))
+            self._write(f"pod {known.name}", self._make(known))
+        return Place.of_pod(known.name)
 
     async def kill(self, worker: WorkerId, spec: JobSpec) -> None:
-        """Delete the worker's pod; by force where its node does not answer. One that is not there has ended."""
+        """Delete the worker's pod, with all in it; by force where its node does not answer. One that is not there has
+        ended.
+        """
         tracked = self._tracked.by_worker.get((spec.job, worker)) or await self._found(worker, spec)
         tracked.is_killed = True
         if tracked.uid:
@@ -98,12 +105,13 @@ class KubernetesLauncher:
                 continue
             tracked = self._tracked.by_name.get(pod["metadata"]["name"])
             if tracked is None:
-                tracked = self._tracked.add(TrackedPod(worker_of(pod), spec, pod["metadata"]["name"]))
+                tracked = self._tracked.add(TrackedPod.of(worker_of(pod), spec))
             tracked.uid, tracked.annotated = pod["metadata"]["uid"], annotated(pod)
-            places.pop(tracked.worker, None)
             self._judge(tracked, pod)
-            if tracked.end is None and tracked.state is not None:
-                places[tracked.worker] = tracked.state.place
+            for worker in tracked.workers:
+                places.pop(worker, None)
+                if tracked.end is None and tracked.state is not None:
+                    places[worker] = tracked.state.place
         return places
 
     async def _know_pods(self, job: str) -> None:
@@ -150,7 +158,7 @@ class KubernetesLauncher:
     async def _found(self, worker: WorkerId, spec: JobSpec) -> TrackedPod:
         """A worker whose pod nobody here has made or adopted: perhaps there is none."""
         self._watch()
-        tracked = self._tracked.add(TrackedPod(worker, spec, pod_name(spec.job, worker)))
+        tracked = self._tracked.add(TrackedPod.of(worker, spec))
         try:
             pod = await self._api.get(f"{self._writer.pods}/{tracked.name}")
         except PeerError as error:
@@ -159,7 +167,7 @@ class KubernetesLauncher:
                 return tracked
             self._tracked.remove(tracked)  # else the next kill would take it for one that is being made
             raise
-        if pod["metadata"].get("labels", {}).get(RUN) == run_label(spec.run) and worker_of(pod) == worker:
+        if pod["metadata"].get("labels", {}).get(RUN) == run_label(spec.run) and worker_of(pod) == tracked.worker:
             tracked.uid = pod["metadata"]["uid"]
             self._pods.learn(pod)
         else:
@@ -197,14 +205,14 @@ class KubernetesLauncher:
 
     def _on_node(self, name: str, _: Json | None) -> None:
         """A node has changed: its pods may be told something else."""
-        for tracked in list(self._tracked.by_worker.values()):
+        for tracked in list(self._tracked.by_name.values()):
             pod = self._pods.items.get(tracked.name)
             if pod is not None and node_of(pod) == name and pod["metadata"]["uid"] == tracked.uid:
                 self._judge(tracked, pod)
 
     def _on_nodes_listed(self) -> None:
         """A node that an adopted pod runs on may have gone while nobody looked."""
-        for tracked in list(self._tracked.by_worker.values()):
+        for tracked in list(self._tracked.by_name.values()):
             pod = self._pods.items.get(tracked.name)
             if pod is not None and pod["metadata"]["uid"] == tracked.uid and node_of(pod) not in self._nodes.items:
                 self._judge(tracked, pod)
@@ -328,17 +336,25 @@ class KubernetesLauncher:
     async def _tell_of(self, tracked: TrackedPod) -> None:
         while (news := tracked.news()) is not None and self._tracked.by_name.get(tracked.name) is tracked:
             try:
-                await self._submit(tracked.spec.job, tracked.spec.run, news)
+                for worker in tracked.workers:
+                    await self._tell_one(tracked, replace(news, worker=worker))
             except StoreError as error:
                 log.warning("a job was not told yet", job=tracked.spec.job, worker=tracked.worker, error=str(error))
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
-            except ShoalError as error:
-                log.info("a job does not know this worker", job=tracked.spec.job, error=str(error))
             tracked.was_told(news)
             if isinstance(news, Exited):
                 self._tracked.remove(tracked)
                 self._keep_few(tracked)
+
+    async def _tell_one(self, tracked: TrackedPod, news: News) -> None:
+        """Raises `StoreError` where the job cannot hear. What it was told already makes no difference then."""
+        try:
+            await self._submit(tracked.spec.job, tracked.spec.run, news)
+        except StoreError:
+            raise
+        except ShoalError as error:
+            log.info("a job does not know this worker", job=tracked.spec.job, error=str(error))
 
     def _keep_few(self, tracked: TrackedPod) -> None:
         """Delete the oldest ended pods of a job: their logs are no longer asked for."""

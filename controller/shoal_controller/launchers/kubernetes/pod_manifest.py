@@ -1,6 +1,7 @@
 """What the launcher asks the API server to make: a worker's pod, and the secret with its job's token. Pure.
 
-A pod is known by its labels: job, run and worker. What a pod of ours must have is set last, over whatever the job's
+A pod is known by its labels: job, run and worker. A pod of several workers has the name and the label of the first, and
+`shoal worker` in it starts a process for each. What a pod of ours must have is set last, over all that the job's
 section and its patch say: a worker that misses its SIGTERM, or may become root, is nobody's wish.
 """
 
@@ -49,7 +50,17 @@ def section_of(spec: JobSpec) -> KubernetesSection:
 
 
 def pod_name(job: str, worker: WorkerId) -> str:
+    """`worker`: the first one of its pod."""
     return f"{job}-{worker}"
+
+
+def together(worker: WorkerId, spec: JobSpec) -> tuple[WorkerId, ...]:
+    """The workers of this one's pod, which ids that follow each other have."""
+    each = spec.started_together
+    if each == 1:
+        return (worker,)
+    first = int(worker.removeprefix("w")) // each * each
+    return tuple(f"w{number}" for number in range(first, first + each))
 
 
 def secret_name(job: str) -> str:
@@ -97,7 +108,7 @@ def secret(spec: JobSpec, token: str) -> Json:
 
 
 def pod(worker: WorkerId, terms: PodTerms) -> Json:
-    """One worker's pod."""
+    """The pod of one worker; where pods have several, of those whose first it is."""
     section = terms.section
     wanted: Json = {
         "metadata": {"labels": dict(section.labels), "annotations": dict(section.annotations)},
@@ -112,7 +123,7 @@ def _container(worker: WorkerId, terms: PodTerms) -> Json:
     section, spec = terms.section, terms.spec
     memory = [{"name": "shm", "mountPath": "/dev/shm"}] if section.shm_size else []
     container: Json = {
-        "name": CONTAINER, "image": section.image, "command": list(spec.command),
+        "name": CONTAINER, "image": section.image, "command": _command(spec),
         "resources": section.resources.model_dump(exclude_defaults=True),
         "env": _env(worker, terms),
         "volumeMounts": [*section.volume_mounts, *memory],
@@ -122,12 +133,18 @@ def _container(worker: WorkerId, terms: PodTerms) -> Json:
     return {key: value for key, value in container.items() if value not in ([], {})}
 
 
+def _command(spec: JobSpec) -> list[str]:
+    if spec.started_together == 1:
+        return list(spec.command)
+    return ["shoal", "worker", "--processes", str(spec.started_together), "--", *spec.command]
+
+
 def _env(worker: WorkerId, terms: PodTerms) -> list[Json]:
     """Nothing of the controller's own environment. What Shoal says comes last, so that it stands."""
     spec = terms.spec
     plain = {
         **DEFAULTS, **spec.env, "SHOAL_CONTROLLER": ",".join(terms.controllers), "SHOAL_JOB": spec.job,
-        "SHOAL_RUN": spec.run, "SHOAL_WORKER_ID": worker, "SHOAL_LAUNCHER": "kubernetes",
+        "SHOAL_RUN": spec.run, "SHOAL_WORKER_ID": ",".join(together(worker, spec)), "SHOAL_LAUNCHER": "kubernetes",
         "SHOAL_WANTED_WORKERS": str(spec.wanted),
         "SHOAL_GRACE_SECONDS": str(terms.section.grace_seconds - LEFT_OVER_SECONDS),
     }  # fmt: skip

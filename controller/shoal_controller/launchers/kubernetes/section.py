@@ -26,6 +26,8 @@ LONGEST_GRACE_SECONDS = 7 * 24 * 3600
 LEAST_GRACE_SECONDS = 10
 """A worker gets 5 s less than its pod."""
 
+MOST_IN_A_POD = 128
+
 QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][0-9]+|[munkKMGTPE]i?)?$"
 
 
@@ -53,7 +55,9 @@ class KubernetesSection(BaseModel):
     image_pull_secrets: Annotated[list[str], Field(max_length=20)] = []
     """Names of the secrets that the image is pulled with."""
     resources: KubernetesResources = KubernetesResources()
-    """`requests` and `limits` of a worker, such as `{"limits": {"nvidia.com/gpu": 1}}`."""
+    """`requests` and `limits` of a pod, such as `{"limits": {"nvidia.com/gpu": 1}}`."""
+    processes_per_pod: Annotated[int, Field(ge=1, le=MOST_IN_A_POD)] = 1
+    """Workers of a pod, which share its host; each is a process that sees one of the pod's devices. Default: 1."""
     node_selector: dict[str, str] = {}
     """Labels that a worker's node must have."""
     tolerations: Many = []

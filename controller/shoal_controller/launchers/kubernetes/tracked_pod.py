@@ -1,4 +1,4 @@
-"""One worker as the launcher keeps it: what it is asked for, what its pod is, and what its job has been told of it.
+"""One pod as the launcher keeps it: what it is asked for, what it is, and what its job has been told of its workers.
 
 `news` is what the job does not know yet. It goes by states, not by changes, so that a change that is seen twice, late
 or never makes no difference. Pure.
@@ -13,6 +13,7 @@ from shoal_protos.plan import WorkerId
 
 from shoal_controller.core.machine.events import Endangered, Exited, Preempted, Spared, Spawned, Waiting
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.launchers.kubernetes.pod_manifest import pod_name, together
 from shoal_controller.launchers.kubernetes.pod_state import PodState
 
 News = Spawned | Waiting | Preempted | Spared | Endangered | Exited
@@ -20,9 +21,10 @@ News = Spawned | Waiting | Preempted | Spared | Endangered | Exited
 
 @dataclass(slots=True)
 class TrackedPod:
-    """A worker that was asked for, or adopted, and whose end its job has not been told."""
+    """The pod of a worker that was asked for, or adopted, and whose end its job has not been told."""
 
     worker: WorkerId
+    """The first one, where it has several."""
     spec: JobSpec
     name: str
     uid: str = ""
@@ -46,8 +48,19 @@ class TrackedPod:
     annotated: Mapping[str, str] = field(default_factory=dict)
     """What its pod says of the worker's world, as it was found or written last."""
 
+    @classmethod
+    def of(cls, worker: WorkerId, spec: JobSpec) -> TrackedPod:
+        """That of any of its workers."""
+        first = together(worker, spec)[0]
+        return cls(first, spec, pod_name(spec.job, first))
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        """All that are in it."""
+        return together(self.worker, self.spec)
+
     def news(self) -> News | None:
-        """The next thing to tell; None where its job knows all."""
+        """The next thing to tell of each of its workers; None where its job knows all."""
         if self.end is not None:
             return self.end
         wait = self.refusal if self.refusal is not None else self.state.wait if self.state is not None else None
@@ -95,17 +108,19 @@ class TrackedPods:
     by_name: dict[str, TrackedPod] = field(default_factory=dict)
 
     def add(self, pod: TrackedPod) -> TrackedPod:
-        self.by_worker[pod.spec.job, pod.worker] = self.by_name[pod.name] = pod
+        self.by_worker |= {(pod.spec.job, worker): pod for worker in pod.workers}
+        self.by_name[pod.name] = pod
         return pod
 
     def remove(self, pod: TrackedPod) -> None:
-        if self.by_worker.get((pod.spec.job, pod.worker)) is pod:
-            del self.by_worker[pod.spec.job, pod.worker]
+        for worker in pod.workers:
+            if self.by_worker.get((pod.spec.job, worker)) is pod:
+                del self.by_worker[pod.spec.job, worker]
         if self.by_name.get(pod.name) is pod:
             del self.by_name[pod.name]
 
     def of(self, job: str) -> list[TrackedPod]:
-        return [pod for (name, _), pod in self.by_worker.items() if name == job]
+        return [pod for pod in self.by_name.values() if pod.spec.job == job]
 
     def clear(self) -> None:
         self.by_worker.clear()

@@ -37,7 +37,8 @@ class _World:
     """The newest world of a job's run: what each member's pod is to say."""
 
     run: str
-    by_worker: Mapping[WorkerId, Mapping[str, str]]
+    generation: str
+    ranks: Mapping[WorkerId, str]
 
 
 def annotated(pod: Json) -> Mapping[str, str]:
@@ -60,9 +61,8 @@ class WorldAnnotations:
 
     def began(self, world: Plan, spec: JobSpec) -> None:
         """A world of this job has begun."""
-        generation = str(world.generation)
-        marks = {one.worker: {GENERATION: generation, RANK: str(rank)} for rank, one in enumerate(world.members)}
-        self._worlds[spec.job] = _World(spec.run, marks)
+        ranks = {one.worker: str(rank) for rank, one in enumerate(world.members)}
+        self._worlds[spec.job] = _World(spec.run, str(world.generation), ranks)
         for tracked in self._tracked.of(spec.job):
             self.look(tracked)
 
@@ -87,8 +87,9 @@ class WorldAnnotations:
             return None
         if tracked.is_killed or tracked.end is not None:
             return None
-        wanted = world.by_worker.get(tracked.worker)
-        return wanted if wanted != tracked.annotated else None
+        ranks = ",".join(world.ranks[worker] for worker in tracked.workers if worker in world.ranks)
+        wanted = {GENERATION: world.generation, RANK: ranks}
+        return wanted if ranks and wanted != tracked.annotated else None
 
     # ---- writing
 

@@ -22,7 +22,7 @@ import { TimeAxis } from "./time_axis.js";
 import { Workers } from "./workers.js";
 import { WorldPicture } from "./world_picture.js";
 
-const SPOKEN = new Set(["lost", "failed", "stalled", "resized", "succeeded", "cancelled", "paused", "resumed", "waiting", "anew"]);
+const SPOKEN = new Set(["lost", "failed", "stalled", "resized", "succeeded", "cancelled", "paused", "resumed", "waiting", "anew", "coordinate_missing"]);
 const SAID_MILLISECONDS = 20000; // for which it says what was done
 const FRESH_AFTER = 250; // milliseconds from an event to what it changed
 
@@ -234,7 +234,7 @@ class Facts {
     const open = job.max_steps === null && job.lanes !== null ? "until its scripts end" : "";
     const took = job.ended === null ? open : `took ${duration(job.ended - job.created)}`;
     put("step", job.max_steps === null ? count(job.step) : `${count(job.step)} of ${count(job.max_steps)}`, row.seconds_left === null ? took : `${duration(row.seconds_left)} left`);
-    put("world", `${count(job.workers.active)} of ${plural(job.workers.wanted, "worker")}`, `${count(job.workers.min)} to ${job.workers.max === null ? "as many as lanes" : count(job.workers.max)}, ${job.lanes === null ? "lanes not known" : plural(job.lanes, "lane")}`);
+    put("world", `${count(job.workers.active)} of ${plural(job.workers.wanted, "worker")}`, `${count(job.workers.min)} to ${job.workers.max === null ? "as many as lanes" : count(job.workers.max)}, ${job.lanes === null ? "lanes not known" : plural(job.lanes, "lane")}${job.cells ? `, ${count(job.cells.full)} of ${plural(job.cells.wanted, "cell")}` : ""}`);
     const reported = Object.entries(job.reports ?? {}).map(([name, value]) => `${visible(name)} ${figure(value)}`);
     put("loss", figure(job.loss), [...reported, ...(row.step_seconds === null ? [] : [`${duration(row.step_seconds)} per step`])].join(", "));
     put("samples", row.samples_per_second === null ? "–" : `${figure(row.samples_per_second, 3)}/s`, job.samples === null ? "" : `${count(job.samples)} so far`);

@@ -77,6 +77,7 @@ export const isOver = (phase) => phase === "succeeded" || phase === "failed" || 
 const KINDS_OF_TROUBLE = new Set([
   "lost", "killed", "failed", "refused", "stalled", "suspected", "unreachable", "checkpoint_failed", "checkpoint_damaged",
   "corrupt_block", "not_finite", "anew", "restoring", "unreadable_event", "claim_refused", "kept_out", "silent",
+  "coordinate_missing",
 ]);
 const KINDS_OF_SUCCESS = new Set(["trains", "succeeded", "checkpoint_saved", "joined", "returned", "resized", "open", "begun"]);
 

@@ -1,5 +1,5 @@
 // The workers of a job: state, host, step time, what the training thread does or waits for, memory; and what may be done
-// with one. Called by the job's view.
+// with one. Where several train a lane together they stand by cell. Called by the job's view.
 
 import { bytes, count, duration, plural } from "./amounts.js";
 import { element, foreign, foreignText, keyed, row, setText, table } from "./elements.js";
@@ -7,7 +7,7 @@ import { Evicted } from "./evicted.js";
 import { showLanes } from "./holdings.js";
 import { stateBadge } from "./phases.js";
 
-const TITLES = ["Worker", "State", "Activity", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
+const TITLES = ["Worker", "State", "Cell", "Activity", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
 const GONE = new Set(["lost", "left"]);
 const SHOWN = 200; // rows before the rest is folded
 const STALE_SECONDS = 3; // at least: one look at the workers and a heartbeat
@@ -21,7 +21,7 @@ export class Workers {
     this.summary = element("span", { class: "quiet" });
     this.body = element("tbody");
     this.more = element("button", { type: "button", class: "small", hidden: true, onclick: () => this.unfold() }, "Show all workers");
-    const shown = table("Workers by number", TITLES, this.body, { class: "workers" });
+    const shown = (this.table = table("Workers by number", TITLES, this.body, { class: "workers" }));
     place.append(
       element("div", { class: "filters" }, this.summary, element("label", {}, this.gone, " Show workers that are gone")),
       element("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Workers" }, shown),
@@ -60,7 +60,8 @@ export class Workers {
   draw() {
     if (this.workers === null) return; // nobody has said who is here
     const stay = this.workers.filter((worker) => !this.isGone(worker));
-    const rows = this.gone.checked ? this.workers : stay;
+    this.table.classList.toggle("in-cells", this.workers.some((worker) => "cell" in worker));
+    const rows = byCell(this.gone.checked ? this.workers : stay);
     const evicted = stay.filter((worker) => this.evicted.has(worker)).length;
     const back = evicted ? `, ${count(evicted)} evicted, which may come back` : "";
     setText(this.summary, `${plural(stay.length - evicted, "worker")} here${back}, ${count(this.workers.length - stay.length)} gone`);
@@ -71,7 +72,7 @@ export class Workers {
   }
 
   line(worker) {
-    const cells = Object.fromEntries(["state", "does", "lanes", "step", "memory", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
+    const cells = Object.fromEntries(["state", "seat", "does", "lanes", "step", "memory", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
     const press = (label, words, act) => element("button", { type: "button", class: "small", onclick: act, "aria-label": words }, label);
     const name = worker.worker;
     const acts = this.mayAct()
@@ -94,9 +95,23 @@ export class Workers {
   }
 }
 
+/** Cell by cell, then the others; all as they were where a cell is one process. */
+function byCell(workers) {
+  const last = workers.length; // there are fewer cells
+  return [...workers].sort((one, other) => (one.cell ?? last) - (other.cell ?? last));
+}
+
+/** The number of a worker's cell, and its place in it. */
+function seat({ cell, coordinate, rank }) {
+  const place = Object.entries(coordinate ?? {}).map(([dimension, index]) => `${dimension} ${index}`);
+  const number = cell !== null && cell !== undefined ? [String(cell)] : rank === null ? [] : ["spare"];
+  return [...number, ...place].join(" · ") || "–";
+}
+
 function updateLine(line, worker, median, stale) {
   const { parts } = line;
   once(parts.state, worker.state, () => [stateBadge(worker.state)]);
+  setText(parts.seat, seat(worker));
   const does = worker.why || worker.activity?.sentence || "";
   once(parts.does, does, () => [foreignText(does || "–")]);
   showLanes(parts.lanes, worker.lanes);

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from transformers.trainer_callback import ExportableState, ProgressCallback, TrainerControl
 from transformers.trainer_utils import IntervalStrategy, compare_trainer_and_checkpoint_args
 from transformers.utils import logging
@@ -29,7 +30,6 @@ from shoal.exchange.ballot import HALT
 from shoal.integrations.transformers.engine_config import check_callbacks
 from shoal.integrations.transformers.shared_evaluation import SharedEvaluations
 from shoal.integrations.transformers.step_reader import StepReader
-from shoal.process.logs import get_logger
 from shoal.training.engine import Engine
 
 log = get_logger("shoal")

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from shoal_protos.training_log import get_logger
 from torch import Tensor, nn
-
-from shoal.process.logs import get_logger
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import PeerError, UserError
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
@@ -27,7 +28,6 @@ from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import EVALUATED
 from shoal.exchange.world import World
 from shoal.group.group import USER_STEPS, WorldChanged
-from shoal.process.logs import get_logger
 from shoal.state.small_state import packed, unpacked
 from shoal.training.engine import Engine
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 import transformers
 from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
@@ -32,10 +33,10 @@ from shoal.checkpoint.catalogue import Found, SaveName, checkpoints, latest, sav
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.config.load import Beside, load_config
 from shoal.core.checkpoint_errors import NoneReadable
-from shoal.core.lineage import Lineage
+from shoal.core.manifest_parts import Lineage
 from shoal.data.data_workers import Reading
 from shoal.data.given_data import reading_of
-from shoal.guards.arguments import check_given
+from shoal.guards.arguments import check_given, refuse_cells
 from shoal.integrations.transformers.batch_order import BatchOrder
 from shoal.integrations.transformers.elastic_run import ElasticRun, exported
 from shoal.integrations.transformers.engine_config import (
@@ -52,10 +53,9 @@ from shoal.integrations.transformers.engine_config import (
 )
 from shoal.integrations.transformers.half_precision import mixes_halves, upcast
 from shoal.integrations.transformers.step_reader import BatchFacts, StepReader
-from shoal.process.logs import get_logger
+from shoal.session.error_hook import tell_errors_in_a_sentence
 from shoal.session.link_choice import is_worker
 from shoal.training.engine import Engine
-from shoal.training.exit import tell_errors_in_a_sentence
 from shoal.training.start import Given, assemble
 
 log = get_logger("shoal")
@@ -159,6 +159,7 @@ class ElasticTraining:
         job = TrainerJob(max_steps, self._save_every(order), point.resume, mixes_halves(self.model))
         beside = Beside(optimizer=optimizer is not None, scheduler=scheduler is not None)
         config = load_config(config_of(self.args, self._shoal, sizes, job, beside), beside)
+        refuse_cells("the Trainer", config.cell)
         if config.precision.parameters is None:
             upcast(self.model)
         reading = reading_of(loader)

@@ -3,6 +3,9 @@
 The first hello of a job describes the job; every other one is compared with it. An id belongs to one process for ever,
 and a process keeps its id over broken streams and controllers. With the description comes a note for people on how many
 losses the job survives by its mirrors and its checkpoints (`survival_sentence`).
+
+Where a cell has several processes a worker asks for its coordinate first, before it builds a model. Its seat is the
+worker's for as long as the process lives; one that has come further than the store knows keeps what it says.
 """
 
 from __future__ import annotations
@@ -11,24 +14,25 @@ import json
 from dataclasses import replace
 
 from shoal_protos.description import ANSWER, Description, first_difference, numerics_differ, with_digest
-from shoal_protos.messages import PROTOCOL_VERSION, Drain, Hello, Refusal, Status, Welcome
+from shoal_protos.messages import PROTOCOL_VERSION, AskSeat, Drain, Hello, Refusal, Seat, Status, Welcome
 from shoal_protos.plan import EVERYONE, WorkerId
+from shoal_protos.shape import ONE
 from shoal_protos.text import of_shoal, plural
 
 from shoal_controller.core.machine.durable import Durable, Place, Standing, WorkerRecord, bounds_of, default_bounds
 from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Connected
+from shoal_controller.core.machine.events import Connected, SeatAsked
 from shoal_controller.core.machine.job import Process
+from shoal_controller.core.machine.job_size import broken_bounds
 from shoal_controller.core.machine.phases import (
     checkpoints,
     claims,
     ending,
     failure_detector,
     failures,
-    introduction,
-    older_store,
-    proofs,
+    fencing,
+    seating,
     silence,
     worker_messages,
 )
@@ -44,29 +48,28 @@ REFUSALS = 256
 def on_connected(turn: Turn, event: Connected) -> None:
     """A worker connected: answer with Welcome and the current message, with Refusal, or with Describe."""
     known, was_asked = turn.durable.description, event.connection in turn.job.asked_to_describe
-    introduction.leave(turn, event.connection)
+    claims.stop_waiting(turn, event.connection)
     _on_hello(turn, event)
     if turn.durable.description is not known:
-        for waiting in introduction.known_now(turn):
-            introduction.leave(turn, waiting.connection)
+        for waiting in claims.answerable(turn):
+            claims.stop_waiting(turn, waiting.connection)
             _on_hello(turn, waiting)
     if was_asked:
-        introduction.ask(turn, turn.job.greeting)
+        claims.ask_for_model(turn, turn.job.greeting)
 
 
 def _on_hello(turn: Turn, event: Connected) -> None:
     hello = event.hello
-    if mismatch := claims.run_mismatch(turn.spec, hello):
-        return claims.refuse_run(turn, event, mismatch)
-    if (refusal := proofs.why_not(turn, event)) is not None:
-        return proofs.refuse(turn, event, refusal)
+    if claims.turns_away(turn, event):
+        return None
     if hello.version != PROTOCOL_VERSION:
         return _refuse_protocol(turn, event)
     sentence = _impossible(turn, hello)
     if sentence is not None:
-        return _refuse(turn, event, Refusal(sentence))
-    if introduction.is_unknown(turn, hello):
-        return introduction.wait(turn, event)
+        return _refuse(turn, event.connection, hello, Refusal(sentence))
+    if claims.is_model_unknown(turn, hello):
+        return claims.wait_for_model(turn, event)
+    seating.learn_cell(turn, hello.description.cell)
     if turn.durable.description is None:
         _describe_job(turn, hello)
     _take_over(turn, hello)
@@ -97,8 +100,11 @@ def _on_hello(turn: Turn, event: Connected) -> None:
 def _impossible(turn: Turn, hello: Hello) -> str | None:
     """Why this hello cannot be accepted, whoever says it."""
     name, durable, theirs = hello.worker or "(new)", turn.durable, hello.description
+    most = theirs.most_members
     if false := claims.false_hello(turn, hello):
         return f"worker {name} says that it {false}. Start the controller with the job's own store."
+    if why := seating.impossible_cell(turn, name, theirs.cell) or seating.wrong_seat(turn, hello):
+        return why
     if (jobs := durable.description) is not None:
         return (
             _exchanges_otherwise(turn, hello, jobs)
@@ -110,18 +116,22 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"worker {name} has {theirs.lanes} lanes in its config, job {turn.spec.job} was submitted with "
             f"{turn.spec.lanes}. Make them agree, or leave lanes out of the job."
         )
-    bounds = durable.changed_bounds or bounds_of(turn.spec, theirs)
+    bounds = durable.changed_bounds or bounds_of(turn.spec, theirs, theirs.cell)
+    if why := broken_bounds(bounds, theirs.cell.processes):
+        return f"job {turn.spec.job} cannot have {why}. Change workers.min and workers.max, or `elasticity`."
     if bounds.most is not None and bounds.least > bounds.most:
         return (
             f"job {turn.spec.job} may have {_from_to(durable.bounds)}, and its config's `elasticity` is for "
-            f"{_from_to(default_bounds(theirs))}. Give the job both workers.min and workers.max, or neither."
+            f"{_from_to(default_bounds(theirs, theirs.cell))}. Give the job both workers.min and workers.max, or "
+            "neither."
         )
-    if _fitting(durable.wanted, bounds, theirs.lanes) == durable.wanted or _is_by_default(turn, bounds, theirs.lanes):
+    if _fitting(durable.wanted, bounds, most) == durable.wanted or _is_by_default(turn, bounds, most):
         return None
-    if durable.wanted > theirs.lanes:
+    if durable.wanted > most:
+        whose = "worker" if theirs.cell == ONE else f"cell of {plural(theirs.cell.processes, 'worker')}"
         return (
             f"job {turn.spec.job} asks for {durable.wanted} workers, but its config has {theirs.lanes} lanes and every "
-            f"worker trains at least one. Ask for at most {theirs.lanes} workers, or raise lanes."
+            f"{whose} trains at least one. Ask for at most {most} workers, or raise lanes."
         )
     return (
         f"job {turn.spec.job} asks for {plural(durable.wanted, 'worker')}, but its config's `elasticity` is for "
@@ -133,9 +143,9 @@ def _from_to(bounds: WorkerBounds) -> str:
     return f"{bounds.least} to {bounds.most} workers" if bounds.most else f"{plural(bounds.least, 'worker')} or more"
 
 
-def _fitting(wanted: int, bounds: WorkerBounds, lanes: int) -> int:
+def _fitting(wanted: int, bounds: WorkerBounds, most: int) -> int:
     """The number of workers next to `wanted` that the job can have."""
-    return max(bounds.least, min(wanted, bounds.most or lanes, lanes))
+    return max(bounds.least, min(wanted, bounds.most or most, most))
 
 
 def _exchanges_otherwise(turn: Turn, hello: Hello, jobs: Description) -> str | None:
@@ -199,22 +209,22 @@ def _describe_job(turn: Turn, hello: Hello) -> None:
     """The first hello says what the job is made of; a number of workers that nobody chose becomes one that it can
     have.
     """
-    lanes, wanted = hello.description.lanes, turn.durable.wanted
+    lanes, wanted, most = hello.description.lanes, turn.durable.wanted, hello.description.most_members
     turn.keep(description=with_digest(hello.description))
-    gets = _fitting(wanted, turn.durable.bounds, lanes)
+    gets = _fitting(wanted, turn.durable.bounds, most)
     if gets != wanted:
         by_lanes = f"has {plural(lanes, 'lane')}"
-        why = f"its config {by_lanes if gets == lanes else f'is for {_from_to(turn.durable.bounds)}'}"
+        why = f"its config {by_lanes if gets == most else f'is for {_from_to(turn.durable.bounds)}'}"
         number = f"{gets} of {wanted} workers" if gets < wanted else f"{plural(gets, 'worker')}, not {wanted}"
         turn.note(EventKind.SCALED, f"the job gets {number}, because {why}", hello.worker or "(new)")
         turn.keep(wanted=gets)
     turn.note(EventKind.SURVIVES, survival_sentence(hello.description))
 
 
-def _is_by_default(turn: Turn, bounds: WorkerBounds, lanes: int) -> bool:
+def _is_by_default(turn: Turn, bounds: WorkerBounds, most: int) -> bool:
     """Whether so many workers are only the default, and another number is possible."""
     spec, durable = turn.spec, turn.durable
-    return spec.wanted_by_default and durable.wanted == spec.wanted and bounds.least <= lanes
+    return spec.wanted_by_default and durable.wanted == spec.wanted and bounds.least <= most
 
 
 def _refuse_protocol(turn: Turn, event: Connected) -> None:
@@ -229,13 +239,12 @@ def _refuse_protocol(turn: Turn, event: Connected) -> None:
         f"{hello.version}; this controller is of {of_shoal(event.release)} and speaks {PROTOCOL_VERSION}. Install one "
         "release on both sides."
     )
-    _refuse(turn, event, Refusal(sentence, ends_members=bool(hello.run) and not is_member))
+    _refuse(turn, event.connection, hello, Refusal(sentence, ends_members=bool(hello.run) and not is_member))
 
 
-def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
-    hello = event.hello
-    turn.do(Send(event.connection, refusal))
-    turn.do(Close(event.connection))
+def _refuse(turn: Turn, connection: int, hello: Hello | AskSeat, refusal: Refusal) -> None:
+    turn.do(Send(connection, refusal))
+    turn.do(Close(connection))
     if turn.job.refusals.get(hello.incarnation) != refusal.sentence:
         latest = dict(list(turn.job.refusals.items())[1 - REFUSALS :])
         turn.change(refusals={**latest, hello.incarnation: refusal.sentence})
@@ -250,10 +259,29 @@ def _refuse(turn: Turn, event: Connected, refusal: Refusal) -> None:
             ending.fail(turn, refusal.sentence)
 
 
+# ---- its seat
+
+
+def on_seat_asked(turn: Turn, event: SeatAsked) -> None:
+    """A process that is to build its part of a model: answer with its coordinate, or with Refusal."""
+    ask = event.opening
+    if claims.turns_away(turn, event):
+        return None
+    if why := seating.impossible_cell(turn, ask.worker or "(new)", ask.cell):
+        return _refuse(turn, event.connection, ask, Refusal(why))
+    worker = seating.seated_before(turn, ask) or _identify(turn, ask)
+    if worker is None:
+        sentence = f"a second process (pid {ask.pid} on {ask.host}) cannot have the id of worker {ask.worker}"
+        return _refuse(turn, event.connection, ask, Refusal(f"{sentence}. Start it without SHOAL_WORKER_ID."))
+    turn.do(Send(event.connection, Seat(worker, seating.seat(turn, worker, ask))))
+    turn.do(Close(event.connection))
+    return None
+
+
 # ---- who is it?
 
 
-def _identify(turn: Turn, hello: Hello) -> WorkerId | None:
+def _identify(turn: Turn, hello: Hello | AskSeat) -> WorkerId | None:
     """Find the id of the process that says hello, or give it one; None where it claims the id of another living one."""
     durable = turn.durable
     record = durable.roster.get(hello.worker)
@@ -266,6 +294,9 @@ def _identify(turn: Turn, hello: Hello) -> WorkerId | None:
         is_free = hello.worker and not _was_given_away(durable, hello.worker)
         return hello.worker if is_free else turn.take_id()
     process = turn.process(hello.worker)
+    if isinstance(hello, Hello) and hello.status.generation and _was_given_again(turn, record):
+        _give_another(turn, record)
+        return hello.worker
     gone = record.standing is not Standing.HERE or record.ending is not None
     return turn.take_id() if gone and (process is None or process.connection is None) else None
 
@@ -273,6 +304,27 @@ def _identify(turn: Turn, hello: Hello) -> WorkerId | None:
 def _was_given_away(durable: Durable, worker: WorkerId) -> bool:
     """Whether an id that the roster no longer remembers was in use once."""
     return worker[:1] == "w" and worker[1:].isdecimal() and int(worker[1:]) < durable.next_id
+
+
+def _was_given_again(turn: Turn, record: WorkerRecord) -> bool:
+    """Whether a store that was restored from an older state has given the id of a member to a process that came before
+    it, is in no world and holds nothing.
+    """
+    process = turn.process(record.worker)
+    plans = (turn.durable.current, *turn.durable.planned)
+    member = any(plan is not None and plan.rank_of(record.worker, record.incarnation) is not None for plan in plans)
+    return not (record.launched or member) and (process is None or not process.status.generation)
+
+
+def _give_another(turn: Turn, record: WorkerRecord) -> None:
+    """The process of this record has another id from now on, which it hears when it says hello again."""
+    process = turn.process(record.worker)
+    if process is not None and process.connection is not None:
+        turn.do(Close(process.connection))
+        turn.drop("connections", process.connection)
+    turn.drop("processes", record.worker)
+    turn.enlist(replace(record, worker=turn.take_id()))
+    turn.enlist_new(record.worker)
 
 
 def _refuse_second_process(turn: Turn, event: Connected) -> None:
@@ -287,7 +339,7 @@ def _refuse_second_process(turn: Turn, event: Connected) -> None:
         f"worker {hello.worker} is in job {turn.spec.job} already, as {record.place.name} on {record.host}; a second "
         f"process (pid {hello.pid} on {hello.host}) cannot have its id. Start it without SHOAL_WORKER_ID."
     )
-    _refuse(turn, event, Refusal(sentence, final=connected_now, ends_members=connected_now))
+    _refuse(turn, event.connection, hello, Refusal(sentence, final=connected_now, ends_members=connected_now))
 
 
 # ---- taking it in
@@ -298,7 +350,7 @@ def _take_in(turn: Turn, worker: WorkerId, event: Connected) -> None:
     first = known is None or not known.incarnation
     silence.note_first(turn)
     turn.enlist(_record_with(hello, turn.enlist_new(worker) if known is None else known))
-    turn.keep(last_generation=max(turn.durable.last_generation, older_store.taken(turn, hello)))
+    turn.keep(last_generation=max(turn.durable.last_generation, fencing.taken_number(turn, hello)))
     before = turn.process(worker)
     if before is not None:
         silence.note_return(turn)
@@ -363,20 +415,24 @@ def _record_with(hello: Hello, known: WorkerRecord) -> WorkerRecord:
         place=known.place or Place.of_process(hello.pid),
         standing=Standing.HERE if revived else known.standing,
         why="" if revived else known.why,
+        coordinate=hello.coordinate,
+        seated=hello.incarnation if hello.description.cell != ONE else "",
     )
 
 
 def survival_sentence(made_of: Description) -> str:
     """How many may be lost at once, and what becomes of the job where more are."""
-    return f"{_copies(made_of.mirrors)}; {_without_a_copy(made_of)}"
+    return f"{_copies(made_of.mirrors, made_of.cell != ONE)}; {_without_a_copy(made_of)}"
 
 
-def _copies(mirrors: int) -> str:
+def _copies(mirrors: int, in_cells: bool) -> str:
     if mirrors == EVERYONE:
-        return "every worker keeps every block, so the job goes on while one of them lives"
+        of, living = (" of its coordinate", "at each") if in_cells else ("", "of them")
+        return f"every worker keeps every block{of}, so the job goes on while one {living} lives"
     if not mirrors:
         return "each block is kept by one worker alone (mirrors 0), so none may be lost"
-    return f"each block is kept by {mirrors + 1} workers, so {plural(mirrors, 'worker')} may be lost at once"
+    where = f", where the job has {mirrors + 1} cells" if in_cells else ""
+    return f"each block is kept by {mirrors + 1} workers, so {plural(mirrors, 'worker')} may be lost at once{where}"
 
 
 def _without_a_copy(made_of: Description) -> str:

@@ -11,10 +11,18 @@ from shoal_protos.plan import WorkerId
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.effects import Adopt, Close, Kill, Send
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.events import Connected, Disconnected, Exited, MessageReceived, NeverStarted, Started
-from shoal_controller.core.machine.phases import claims, progress, proofs
+from shoal_controller.core.machine.events import (
+    Connected,
+    Disconnected,
+    Exited,
+    MessageReceived,
+    NeverStarted,
+    SeatAsked,
+    Started,
+)
+from shoal_controller.core.machine.phases import claims, places, progress
 from shoal_controller.core.machine.phases.next_message import send_all_if_due, send_if_due, shutdown_of_all
-from shoal_controller.core.machine.phases.step_figures import count_fills
+from shoal_controller.core.machine.phases.progress import count_fills
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 
@@ -42,7 +50,7 @@ def _kill_the_unheard(turn: Turn) -> None:
     """A process that has not said hello cannot be told that the job is over, and holds nothing."""
     for record in turn.durable.roster.values():
         if record.launched and not record.incarnation and record.standing is not Standing.DEAD:
-            turn.do(Kill(record.worker))
+            places.kill(turn, record.worker)
 
 
 def fail(turn: Turn, reason: str) -> None:
@@ -84,13 +92,9 @@ def on_restart(turn: Turn, _: Started) -> None:
         turn.do(Adopt(lingering))
 
 
-def on_connected(turn: Turn, event: Connected) -> None:
+def on_connected(turn: Turn, event: Connected | SeatAsked) -> None:
     """A worker connects to a job that is over: tell it how the job ended, if the run is its own."""
-    if sentence := claims.run_mismatch(turn.spec, event.hello):
-        claims.refuse_run(turn, event, sentence)
-        return
-    if (refusal := proofs.why_not(turn, event)) is not None:
-        proofs.refuse(turn, event, refusal)
+    if claims.turns_away(turn, event):
         return
     turn.do(Send(event.connection, shutdown_of_all(turn.durable)))
     turn.do(Close(event.connection))

@@ -17,7 +17,7 @@ from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Disconnected, Exited, Probed, Spawned
 from shoal_controller.core.machine.job import PingSent, Process
-from shoal_controller.core.machine.phases import failures, introduction, silence, starts
+from shoal_controller.core.machine.phases import claims, failures, silence, starts
 from shoal_controller.core.machine.phases.next_message import is_member
 from shoal_controller.core.machine.turn import Turn
 
@@ -40,7 +40,7 @@ QUICK_PROBE_SECONDS = 0.05
 def on_disconnected(turn: Turn, event: Disconnected) -> None:
     """A stream ended; its worker may still be alive. The rendezvous port tells whether the process is dead."""
     worker = turn.job.connections.get(event.connection)
-    introduction.on_disconnected(turn, event.connection)
+    claims.on_disconnected(turn, event.connection)
     if worker is None:
         return
     turn.drop("connections", event.connection)
@@ -130,12 +130,25 @@ def _is_gone(turn: Turn, worker: WorkerId) -> bool:
 
 
 def on_spawned(turn: Turn, event: Spawned) -> None:
-    """The launcher has started or adopted a worker."""
-    if event.worker in turn.durable.roster:
+    """The launcher has started or adopted a worker. Where it starts several together, it sees none of them alone."""
+    if turn.durable.phase.is_over and event.worker not in turn.durable.roster:
+        return
+    _take_for_the_launchers(turn, event.worker)
+    if turn.spec.started_together == 1:
         turn.change(live_processes=turn.job.live_processes | {event.worker})
-        turn.mark(event.worker, place=event.place)
-        if event.place.has_started:
-            starts.on_started(turn, event.worker)
+    turn.mark(event.worker, place=event.place)
+    if event.place.has_started:
+        starts.on_started(turn, event.worker)
+
+
+def _take_for_the_launchers(turn: Turn, worker: WorkerId) -> None:
+    """A store that was restored from an older state need not know a process of the launcher's: it is in the roster from
+    now on, under its own id, and as one that the launcher ends.
+    """
+    if worker not in turn.durable.roster:
+        turn.enlist_new(worker, launched=True)
+        turn.put("spawned_at", worker, turn.now)
+    turn.mark(worker, launched=True)
 
 
 def on_exited(turn: Turn, event: Exited) -> None:

@@ -14,18 +14,9 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import Anew, Standing, WorkerRecord
-from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
-from shoal_controller.core.machine.phases import (
-    checkpoints,
-    corruption,
-    ending,
-    failures,
-    history,
-    older_store,
-    step_figures,
-)
+from shoal_controller.core.machine.phases import checkpoints, corruption, ending, failures, fencing, places, progress
 from shoal_controller.core.machine.phases.next_message import send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
@@ -35,7 +26,7 @@ from shoal_controller.core.machine.turn import Turn
 def stall(turn: Turn, attempt: Attempt) -> None:
     """The planner has found blocks of which no inventory has a copy."""
     sentence, holders = _sentence(turn, attempt.lost_blocks), _possible_holders(turn, attempt)
-    turn.enter(Phase.STALLED, f"{sentence}{older_store.if_gone(turn, holders)}")
+    turn.enter(Phase.STALLED, f"{sentence}{fencing.advice_if_gone(turn, holders)}")
     turn.note(EventKind.STALLED, sentence, blocks=len(attempt.lost_blocks))
 
 
@@ -44,7 +35,7 @@ def may_come_back(turn: Turn, attempt: Attempt) -> bool:
     whole there may be others than the store knows: whoever lives comes back by itself.
     """
     members = turn.world.members if turn.world is not None else ()
-    if older_store.may_others_come(turn) and any(turn.process(member.worker) is None for member in members):
+    if fencing.may_others_come(turn) and any(turn.process(member.worker) is None for member in members):
         return True
     return bool(_possible_holders(turn, attempt)) and turn.now - attempt.since <= turn.spec.stall_seconds
 
@@ -58,7 +49,7 @@ def give_up(turn: Turn, attempt: Attempt) -> bool:
         return False
     no_more = _why_no_more(_possible_holders(turn, attempt), turn.now - attempt.since)
     why = f"{_sentence(turn, attempt.lost_blocks)}; {no_more}"
-    history.count_resize(turn, attempt.reason, "failed")
+    progress.count_resize(turn, attempt.reason, "failed")
     found = checkpoints.latest(turn.durable)
     if found is not None:
         turn.keep(reason=why)
@@ -80,8 +71,13 @@ def give_up_waiting(turn: Turn, anew: Anew, ready: int) -> None:
 def _sentence(turn: Turn, blocks: Runs) -> str:
     spans = ", ".join(f"{a}" if b == a + 1 else f"{a} to {b - 1}" for a, b in blocks.spans[:8])
     more = f" and {len(blocks.spans) - 8} more runs" if len(blocks.spans) > 8 else ""
-    count = turn.durable.description.blocks if turn.durable.description is not None else 0
-    return f"no living copy of {len(blocks)} of {count} blocks ({spans}{more})"
+    made_of = turn.durable.description
+    homes = made_of.homes if made_of is not None else ()
+    lost = [turn.durable.cell.named(coordinate) for coordinate, home in enumerate(homes) if home & blocks]
+    where = f", at home at {plural(len(lost), 'coordinate')}, {lost[0]} first" if len(lost) > 1 else ""
+    where = f", at home at {lost[0]}" if len(lost) == 1 else where
+    count = made_of.blocks if made_of is not None else 0
+    return f"no living copy of {len(blocks)} of {count} blocks ({spans}{more}){where}"
 
 
 def _why_no_more(holders: list[WorkerId], waited: float) -> str:
@@ -147,8 +143,8 @@ def start_anew(turn: Turn, why: str) -> None:
         f"{why}; starting again from step {step}{when}, losing {plural(lost_steps, 'step')}",
         lost_steps=lost_steps,
     )
-    step_figures.on_return(turn, step)
-    history.on_return(turn, lost_steps)
+    progress.return_to(turn, step)
+    progress.count_lost_steps(turn, lost_steps)
     for record in tuple(turn.durable.roster.values()):
         process = turn.process(record.worker)
         joiner = process.status.generation == 0 if process is not None else not record.incarnation
@@ -161,4 +157,4 @@ def start_anew(turn: Turn, why: str) -> None:
         send_if_due(turn, record.worker)
         if record.launched and record.standing is not Standing.DEAD:
             turn.expect_end(record.worker)
-            turn.do(Kill(record.worker))
+            places.kill(turn, record.worker)

@@ -33,7 +33,8 @@ def on_scale(turn: Turn, event: Scale) -> None:
     """Change the wanted number of workers and its bounds. A launcher follows; without one the youngest are drained."""
     durable = turn.durable
     lanes = durable.description.lanes if durable.description is not None else turn.spec.lanes
-    before = JobSize(turn.spec.job, durable.wanted, durable.bounds, lanes)
+    together = turn.spec.started_together
+    before = JobSize(turn.spec.job, durable.wanted, durable.bounds, lanes, durable.cell, together)
     size = resized(before, event)
     if size.bounds != before.bounds:
         turn.keep(changed_bounds=size.bounds)
@@ -46,7 +47,8 @@ def on_scale(turn: Turn, event: Scale) -> None:
         turn.note(EventKind.SCALED, sentence, workers=size.wanted)
     if size != before and not turn.spec.traits.starts:
         room = size.top if size.wanted == before.wanted else size.wanted
-        for record in reversed(scaling.staying_workers(turn)[room:] if room is not None else ()):
+        staying = scaling.first_to_stay(turn, scaling.staying_workers(turn), size.wanted)
+        for record in reversed(staying[room:] if room is not None else ()):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
 
 
@@ -58,8 +60,10 @@ def on_drain(turn: Turn, event: DrainWorker) -> None:
     if record.leaving:
         raise Conflict(f"worker {event.worker} is already being drained.").coded(ErrorCode.WORKER_DRAINING)
     if _is_last(turn, record) and not _can_checkpoint(turn):
+        cell = turn.durable.cell
+        at = f" at {cell.named(record.coordinate)}" if cell.processes > 1 else ""
         raise Conflict(
-            f"worker {event.worker} is the last one of job {turn.spec.job}: its state would be lost. "
+            f"worker {event.worker} is the last one of job {turn.spec.job}{at}: its state would be lost. "
             "Start another worker first, or set checkpoint.path."
         ).coded(ErrorCode.LAST_WORKER)
     return scaling.drain(turn, event.worker, Leaving.DRAIN, event.grace_seconds, event.why)
@@ -97,7 +101,8 @@ def _is_last(turn: Turn, record: WorkerRecord) -> bool:
     world = turn.world
     if world is None or not is_member(world, record.worker):
         return False
-    others = [other.worker for other in scaling.staying_workers(turn) if other.worker != record.worker]
+    staying = [other for other in scaling.staying_workers(turn) if other.coordinate == record.coordinate]
+    others = [other.worker for other in staying if other.worker != record.worker]
     ready = planned_changes.waiting_joiners(turn, world)
     return not any(is_member(world, worker) or worker in ready for worker in others)
 

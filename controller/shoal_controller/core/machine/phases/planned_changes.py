@@ -15,21 +15,13 @@ from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_controller.core.machine.durable import Goal, Leaving, Traits
 from shoal_controller.core.machine.events import PlannerAnswered
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import (
-    broken_links,
-    checkpoints,
-    history,
-    link_faults,
-    planner_inputs,
-    planner_questions,
-    progress_watch,
-    scaling,
-)
+from shoal_controller.core.machine.phases import checkpoints, planner_questions, progress, progress_watch, scaling
 from shoal_controller.core.machine.phases.next_message import send_if_due
-from shoal_controller.core.machine.phases.planner_inputs import kept_blocks
+from shoal_controller.core.machine.phases.planner_questions import kept_blocks
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
 from shoal_controller.core.planning.planner import Candidate, same_world
+from shoal_controller.core.planning.seats import Seated, with_room
 
 OUTSTANDING = 2
 """How many planned changes of one base may wait whose members are all here; more are made when one has begun."""
@@ -51,12 +43,12 @@ def on_generation_seen(turn: Turn, generation: int) -> None:
             void = [other for other in turn.durable.planned if other.base != generation and other is not plan]
             turn.keep(current=plan, planned=tuple(p for p in turn.durable.planned if p.base == generation))
             for other in void:
-                history.count_resize(turn, other.reason, "superseded")
+                progress.count_resize(turn, other.reason, "superseded")
             if turn.durable.scaled_up and plan.world_size >= turn.durable.wanted:
                 turn.keep(scaled_up=False)
             _set_goal(turn, turn.job.goals.get(generation), plan)
             checkpoints.on_opened(turn, generation)
-            history.on_begun(turn, plan)
+            progress.on_begun(turn, plan)
             return
 
 
@@ -97,7 +89,7 @@ def settle(turn: Turn, world: Plan) -> None:
         return
     turn.change(goal=goal)
     number = turn.durable.last_generation + 1
-    question = planner_inputs.change_question(turn, world, joiners, number, _reason(turn, world, joiners))
+    question = planner_questions.change_question(turn, world, joiners, number, _reason(turn, world, joiners))
     planner_questions.ask(turn, question, goal)
 
 
@@ -114,7 +106,7 @@ def _on_answer(turn: Turn, world: Plan, event: PlannerAnswered) -> None:
         return None
     turn.keep(last_generation=plan.generation, planned=(*turn.durable.planned, plan))
     turn.change(goals={**turn.job.goals, plan.generation: goal}, planned_at=turn.now)
-    history.on_planned(turn, plan, newest)
+    progress.on_planned(turn, plan, newest)
     for worker in dict.fromkeys(member.worker for member in (*world.members, *plan.members)):
         send_if_due(turn, worker)
     return None
@@ -139,7 +131,7 @@ def judge_building(turn: Turn, world: Plan) -> tuple[BrokenLink, ...]:
     if not turn.durable.planned:
         return ()
     links = progress_watch.broken_links_in_building(turn, turn.durable.planned[-1], _planned_at(turn.job))
-    return () if broken_links.keep_out(turn, world, links) else links
+    return () if progress_watch.keep_out(turn, world, links) else links
 
 
 def _planned_at(job: Job) -> float:
@@ -156,7 +148,11 @@ def reason(job: Job, now: float) -> str:
         return ""
     plan, since = plans[-1], _planned_at(job)
     missing = progress_watch.yet_to_build(job, plan) if plan.members != world.members else []
-    whom = f"waiting for {history.some(missing)} to build its group" if missing else "it begins with the next vote"
+    whom = (
+        f"waiting for {progress.names_or_count(missing)} to build its group"
+        if missing
+        else "it begins with the next vote"
+    )
     return f"generation {plan.generation} is planned ({plan.reason.value}); {whom} ({now - since:.0f} s so far)"
 
 
@@ -194,31 +190,37 @@ def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
         and process.worker not in members
         and (_is_reachable(process) or process.worker in expected)
         and not turn.record(process.worker).leaving
-        and not link_faults.is_backing_off(turn, process.worker)
+        and not progress_watch.is_backing_off(turn, process.worker)
     ]
     if not ready or any(process.status.done for process in turn.serving() if process.worker in members):
         return []  # after the last step nobody joins any more
     ready.sort(key=lambda process: turn.record(process.worker).join_order)
-    staying = sum(not turn.record(worker).leaving for worker in members)
-    return [process.worker for process in ready[: max(0, most_workers(turn) - staying)]]
+    staying = [worker for worker in members if not turn.record(worker).leaving]
+    return with_room(seated(turn, [process.worker for process in ready]), seated(turn, staying), most_of_each(turn))
 
 
 def _is_reachable(process: Process) -> bool:
     return process.connection is not None and (process.ping is None or not process.ping.suspected)
 
 
-def most_workers(turn: Turn) -> int:
-    lanes = turn.durable.description.lanes if turn.durable.description is not None else turn.durable.wanted
-    return min(turn.durable.bounds.most or lanes, lanes)
+def most_of_each(turn: Turn) -> int:
+    """How many members a coordinate may have: those that make the most cells that the job can use."""
+    most = turn.durable.description.most_members if turn.durable.description is not None else turn.durable.wanted
+    return min(turn.durable.bounds.most or most, most) // turn.durable.cell.processes
+
+
+def seated(turn: Turn, workers: Iterable[WorkerId]) -> list[Seated]:
+    """Workers with their coordinates."""
+    return [Seated(worker, turn.record(worker).coordinate) for worker in workers]
 
 
 def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:
     pool = [
-        _traits(turn, m.worker, planner_inputs.can_train(turn, world, rank)) for rank, m in enumerate(world.members)
+        _traits(turn, m.worker, planner_questions.can_train(turn, world, rank)) for rank, m in enumerate(world.members)
     ]
-    pool += [_traits(turn, worker, planner_inputs.joiners_train(turn)) for worker in joiners]
+    pool += [_traits(turn, worker, planner_questions.joiners_train(turn)) for worker in joiners]
     promote = bool(world.fills) and fills_done(turn, world)
-    return Goal(_by_age(turn, pool), planner_inputs.steps_run(turn, len(pool)), promote)
+    return Goal(_by_age(turn, pool), planner_questions.steps_run(turn, [traits.worker for traits in pool]), promote)
 
 
 def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:

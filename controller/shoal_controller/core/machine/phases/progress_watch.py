@@ -1,30 +1,46 @@
-"""The progress watch: everybody is heard, and yet no vote passes, or a plan is not built. Who holds the others up?
+"""The progress watch: all are heard, and yet no vote passes, a plan is not built or a connection breaks. Who has to go?
 
-A connection on which packets are dropped is seen by nobody, so the waits that workers report are examined
-(`wait_graph.py`). A broken link breaks the generation at once (`broken_links.py` says who goes); a straggler is named,
-and ends only when its code has come no further for `stall_seconds`. Votes without a step count as votes, so a paused
-job is judged like any other.
+A connection on which packets are dropped is seen by neither end, so the waits that workers report are examined
+(`wait_graph.py`). A broken link breaks the generation at once; a straggler is named, and ends only when its code has
+come no further for `stall_seconds`. Votes without a step count as votes, so a paused job is judged like any other.
+
+Of all broken links together the worker on most of them goes, at once (a tie: the younger), with a back-off that
+doubles. Where neither end can be spared, because each is the only one that holds some blocks, the job is `stalled`,
+names the pair and tries again, until `stall_seconds` are over.
+
+A connection that breaks is reported by its ends. One break is weather: the world is built anew. After two generations
+broken by the same pair, with no worker lost, the one that was named more often goes (a tie: the younger).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from shoal_protos.activity import Activity, StepPhase
-from shoal_protos.messages import Ending
+from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.text import plural
 
-from shoal_controller.core.machine.effects import Kill
+from shoal_controller.core.machine.durable import LinkFault
 from shoal_controller.core.machine.event_kind import EventKind
-from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import scaling
-from shoal_controller.core.machine.phases.next_message import send_if_due
+from shoal_controller.core.machine.job import Attempt, Job, Process
+from shoal_controller.core.machine.phases import places, scaling
+from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
 from shoal_controller.core.machine.phases.progress import step_seconds_median
+from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import Activities, BrokenLink, broken_links, stragglers
 
 SLOW = 10.0
 """A world may take so many times its median step, and its slowest piece of a message, before it is looked into."""
+PATIENCE = 2
+"""How many generations the same pair may break."""
+FIRST_BACKOFF = 10.0
+LONGEST_BACKOFF = 3600.0
+
+Reports = tuple[tuple[WorkerId, WorkerId], ...]
 
 
 # ---- in every tick
@@ -52,7 +68,7 @@ def is_standing_still(job: Job, now: float) -> bool:
 
 
 def limit_seconds(job: Job) -> float:
-    """Whatever pace workers report, `stall_seconds` are enough."""
+    """The limit while steps run: at any pace that workers report, `stall_seconds` are enough."""
     slow_steps = min(SLOW * (step_seconds_median(job) or 0.0), job.spec.stall_seconds)
     return max(slow_steps, building_limit_seconds(job))
 
@@ -125,7 +141,7 @@ def _build(process: Process, generation: int) -> Activity | None:
 
 
 def _steady(process: Process, activity: Activity) -> Activity:
-    """● What it did while it was not heard does not count: who was frozen has waited for nobody meanwhile."""
+    """The activity without the time in which the worker was not heard: a frozen one has waited for no other."""
     return replace(activity, seconds=min(activity.seconds, max(0.0, process.last_message_at - process.steady_since)))
 
 
@@ -137,7 +153,7 @@ def _name_stragglers(turn: Turn, late: dict[WorkerId, float]) -> None:
 
 
 def reason(job: Job, now: float) -> str:
-    """Who holds the world up; empty while votes pass."""
+    """The workers or links that hold the world up, as a sentence; empty while votes pass."""
     world = job.durable.current
     looked_into = world is not None and job.attempt is None and is_standing_still(job, now)
     if world is None or not looked_into or not _all_are_heard(job, world, now):
@@ -180,7 +196,7 @@ def _last_progress_at(job: Job, process: Process) -> float:
 
 
 def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
-    """● Code that has come no further for `stall_seconds` ends, until its worker has given its digests."""
+    """Code that has come no further for `stall_seconds` ends, until its worker has given its digests."""
     process, record = turn.process(worker), turn.record(worker)
     if process is None or process.status.done or not record.serves:
         return
@@ -192,7 +208,7 @@ def _end_if_stuck(turn: Turn, worker: WorkerId) -> None:
     scaling.dismiss(turn, worker, how, why)
     send_if_due(turn, worker)
     if record.launched:
-        turn.do(Kill(worker))  # a thread that is stuck does not end when it is told to
+        places.kill(turn, worker)  # a thread that is stuck does not end when it is told to
 
 
 # ---- worlds that are being made
@@ -215,3 +231,207 @@ def _links(turn: Turn, activities: Activities, limit: float) -> tuple[BrokenLink
     if not broken_links(activities, limit):
         return ()
     return broken_links(activities, max(limit / 2, limit - 2 * turn.spec.heartbeat_seconds))
+
+
+# ---- broken links: who goes, for how long, and what happens where no end can be spared
+
+
+def links_sentence(links: Iterable[BrokenLink]) -> str:
+    """Both ends of each link, and what was seen."""
+    return "; ".join(f"workers {link.waiting} and {link.peer} cannot reach each other: {link.seen}" for link in links)
+
+
+def most_blamed(turn: Turn, links: Iterable[BrokenLink]) -> list[WorkerId]:
+    """The ends of the links: the one on most of them first, at a tie the younger."""
+    named = Counter(end for link in links for end in link.ends)
+    return sorted(named, key=lambda worker: (named[worker], turn.record(worker).join_order), reverse=True)
+
+
+def judge_links(turn: Turn, attempt: Attempt, can_be_spared: Callable[[WorkerId], bool]) -> Attempt:
+    """All who may hold something have stopped: one of those who cannot reach each other stays outside.
+
+    Not where a third was waited for meanwhile: the links may carry again, and if not, the next group is not built.
+    """
+    are_recent = turn.now - attempt.links_seen_at <= turn.spec.progress_seconds
+    links = [link for link in attempt.links if are_recent and all(turn.record(end).serves for end in link.ends)]
+    if not links:
+        return attempt if attempt.reports else replace(attempt, links=(), inseparable="")
+    blamed = most_blamed(turn, links)
+    spared = next((worker for worker in blamed if can_be_spared(worker)), None)
+    if spared is not None:
+        quarantine(turn, spared, _why_blamed(spared, links))
+        return replace(attempt, links=(), inseparable="")
+    since = attempt.inseparable_since if attempt.inseparable else turn.now
+    both = " and ".join(sorted(links[0].ends))
+    why = f"{both} cannot reach each other, and both hold blocks that nobody else has; trying again"
+    if not attempt.inseparable:
+        turn.note(EventKind.STALLED, why, both=sorted(links[0].ends))
+    elif turn.now - since > turn.spec.stall_seconds:
+        scaling.give_up(
+            turn, blamed[0], f"{_why_blamed(blamed[0], links)} for {turn.now - since:.0f} s (stall_seconds)"
+        )
+        return replace(attempt, links=(), inseparable="")
+    return replace(attempt, links=(), inseparable=why, inseparable_since=since)
+
+
+def _why_blamed(worker: WorkerId, links: Iterable[BrokenLink]) -> str:
+    others = sorted({end for link in links if worker in link.ends for end in link.ends} - {worker})
+    return f"it cannot reach {', '.join(others)}"
+
+
+def delay_most_blamed(turn: Turn, asked: frozenset[WorkerId], links: Iterable[BrokenLink]) -> frozenset[WorkerId]:
+    """No worker holds anything yet: the one on most of the links starts later. Returns the others."""
+    blamed = most_blamed(turn, links)[0]
+    seconds = back_off(turn, blamed)
+    turn.note(EventKind.KEPT_OUT, f"worker {blamed} may join in {seconds:g} s: {_why_blamed(blamed, links)}", blamed)
+    return asked - {blamed}
+
+
+def stall(turn: Turn, attempt: Attempt) -> None:
+    """A job that tries again with two who could not reach each other is stalled, and says so."""
+    if attempt.inseparable:
+        turn.enter(Phase.STALLED, attempt.inseparable)
+
+
+def keep_out(turn: Turn, world: Plan, links: Iterable[BrokenLink]) -> bool:
+    """A planned change cannot be built: its joiner on most broken links comes again after a back-off. False: the links
+    are between members.
+    """
+    joiners = [worker for worker in most_blamed(turn, links) if not is_member(world, worker)]
+    if joiners and not is_backing_off(turn, joiners[0]):
+        seconds = back_off(turn, joiners[0])
+        turn.note(
+            EventKind.KEPT_OUT, f"{links_sentence(links)}; {joiners[0]} may join again in {seconds:g} s", joiners[0]
+        )
+    return bool(joiners)
+
+
+# ---- connections that break: whom to quarantine when it is always the same two
+
+
+def reports(turn: Turn, plan: Plan, building: bool) -> Reports:
+    """Pairs of a world's member and the peer to which it says its connection broke: in training, or in building."""
+    found = []
+    for member in plan.members:
+        process = turn.process(member.worker)
+        if process is None or not process.status.broken:
+            continue
+        status = process.status
+        if building:
+            built = status.promised == plan.generation and status.state in (MemberState.BUILDING, MemberState.READY)
+            peers = [peer for peer in status.broken if built and is_member(plan, peer)]
+        else:
+            peers = _broken_in_training(plan, status)
+        found += [(member.worker, peer) for peer in peers]
+    return tuple(found)
+
+
+def _broken_in_training(plan: Plan, status: Status) -> list[WorkerId]:
+    """The peers it names. A member that the planned change has not reached speaks of the world before: it is stuck."""
+    if status.state is not MemberState.TRAINING:
+        return []
+    behind = 0 < status.generation < plan.generation
+    return [peer for peer in status.broken if behind or is_member(plan, peer)]
+
+
+def reports_sentence(broken: Reports) -> str:
+    reporter, peer = broken[0]
+    more = f" (and {plural(len(broken) - 1, 'more report')})" if len(broken) > 1 else ""
+    return f"worker {reporter} says that its connection to {peer} broke{more}"
+
+
+def judge_reports(turn: Turn, attempt: Attempt) -> None:
+    """All who may hold something have stopped: were all of the broken world among them, its reports count."""
+    world = turn.world
+    if not attempt.reports or world is None:
+        return
+    if any(not turn.record(member.worker).serves for member in world.members):
+        return  # someone was lost: an abort breaks its peers' connections too
+    durable = dict(turn.durable.link_faults)
+    for pair in dict.fromkeys("|".join(sorted(pair)) for pair in attempt.reports):
+        before = durable.get(pair, LinkFault(0, {}))
+        named = Counter(before.blame_counts)
+        named.update(peer for reporter, peer in attempt.reports if "|".join(sorted((reporter, peer))) == pair)
+        durable[pair] = LinkFault(before.times + 1, dict(named))
+    turn.keep(link_faults=durable)
+    for pair, fault in durable.items():
+        if fault.times >= PATIENCE:
+            _quarantine_blamed(turn, pair, fault)
+            return
+
+
+def _quarantine_blamed(turn: Turn, pair: str, fault: LinkFault) -> None:
+    roster = turn.durable.roster
+    blamed = max(pair.split("|"), key=lambda worker: (fault.blame_counts.get(worker, 0), roster[worker].join_order))
+    why = f"its connection to another member broke {fault.times} generations ({pair.replace('|', ' and ')})"
+    quarantine(turn, blamed, why)
+
+
+def quarantine(turn: Turn, worker: WorkerId, why: str) -> None:
+    """It lives, and stays outside of worlds as long as they can do without it; then it comes back."""
+    turn.mark(worker, quarantined=True, why=why)
+    turn.keep(
+        link_faults={name: other for name, other in turn.durable.link_faults.items() if worker not in name.split("|")}
+    )
+    turn.note(EventKind.LOST, f"worker {worker} is evicted for {back_off(turn, worker):g} s: {why}", worker)
+
+
+def back_off(turn: Turn, worker: WorkerId) -> float:
+    """No planned change takes it in for so many seconds."""
+    address = turn.record(worker).address
+    again = 0 if is_backing_off(turn, worker) else 1  # needed though it was evicted: the back-off runs already
+    times = turn.durable.backoff_counts.get(address, 0) + again
+    turn.keep(backoff_counts={**turn.durable.backoff_counts, address: times})
+    if again:
+        turn.keep(backoff_until={**turn.durable.backoff_until, address: turn.now + _backoff_seconds(times)})
+    return _backoff_seconds(times)
+
+
+def _backoff_seconds(times: int) -> float:
+    return min(FIRST_BACKOFF * 2.0 ** (times - 1), LONGEST_BACKOFF)
+
+
+def forget_departed(turn: Turn) -> None:
+    """Forget the link faults of workers that are gone."""
+    roster = turn.durable.roster
+    alive = {
+        name: fault
+        for name, fault in turn.durable.link_faults.items()
+        if all(worker in roster and roster[worker].serves for worker in name.split("|"))
+    }
+    if len(alive) != len(turn.durable.link_faults):
+        turn.keep(link_faults=alive)
+
+
+def forget_old_backoffs(turn: Turn) -> None:
+    """Forget back-offs that have been over for as long as they lasted, of addresses without a worker."""
+    durable = turn.durable
+    if not durable.backoff_counts:
+        return
+    here = {record.address for record in durable.roster.values() if record.ending is None}
+    kept = {
+        address: times
+        for address, times in durable.backoff_counts.items()
+        if address in here or turn.now < durable.backoff_until.get(address, 0.0) + _backoff_seconds(times)
+    }
+    if len(kept) != len(durable.backoff_counts):
+        turn.keep(backoff_counts=kept, backoff_until={a: at for a, at in durable.backoff_until.items() if a in kept})
+
+
+def on_restart(turn: Turn) -> None:
+    """A back-off goes on over a controller's restart. A clock that was set back makes none longer than it was."""
+    times = turn.durable.backoff_counts
+    until = {
+        address: min(at, turn.now + _backoff_seconds(times[address]))
+        for address, at in turn.durable.backoff_until.items()
+    }
+    turn.keep(backoff_until=until)
+
+
+def is_backing_off(turn: Turn, worker: WorkerId) -> bool:
+    return turn.now < turn.durable.backoff_until.get(turn.record(worker).address, 0.0)
+
+
+def has_fault(turn: Turn, worker: WorkerId) -> bool:
+    """Whether a worker is one of a pair whose connection broke: let another one build the group."""
+    return any(worker in pair.split("|") for pair in turn.durable.link_faults)

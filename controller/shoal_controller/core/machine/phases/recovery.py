@@ -19,21 +19,18 @@ from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import PlannerAnswered
 from shoal_controller.core.machine.job import Attempt, AttemptPhase
 from shoal_controller.core.machine.phases import (
-    broken_links,
     checkpoints,
     corruption,
     ending,
     failures,
-    history,
-    link_faults,
+    fencing,
     lost_blocks,
-    older_store,
     planned_changes,
-    planner_inputs,
     planner_questions,
+    progress,
     progress_watch,
     scaling,
-    step_figures,
+    seating,
 )
 from shoal_controller.core.machine.phases.fencing import fenced_workers, is_dead, may_still_train, missing_answers
 from shoal_controller.core.machine.phases.next_message import inventory_for, send_if_due
@@ -67,7 +64,7 @@ def begin(turn: Turn, attempt: Attempt) -> None:
 
 
 def recover(
-    turn: Turn, why: str, noticed: float, reports: link_faults.Reports = (), links: tuple[BrokenLink, ...] = ()
+    turn: Turn, why: str, noticed: float, reports: progress_watch.Reports = (), links: tuple[BrokenLink, ...] = ()
 ) -> None:
     """Something broke the world that may train."""
     begin(turn, Attempt(0, Reason.KILL, why, noticed, turn.now, reports=reports, links=links, links_seen_at=turn.now))
@@ -83,9 +80,9 @@ def start(turn: Turn, workers: list[WorkerId], why: str) -> None:
     begin(turn, Attempt(0, Reason.START, why, turn.now, turn.now, start=True, starters=frozenset(workers)))
 
 
-def retry(turn: Turn, attempt: Attempt, why: str, reports: link_faults.Reports = ()) -> None:
+def retry(turn: Turn, attempt: Attempt, why: str, reports: progress_watch.Reports = ()) -> None:
     """Lost again on the way: the next number."""
-    history.count_resize(turn, attempt.reason, "superseded")
+    progress.count_resize(turn, attempt.reason, "superseded")
     builder = attempt.plan.members[attempt.plan.builder].worker if attempt.plan is not None else ""
     begin(
         turn,
@@ -120,7 +117,7 @@ def _is_behind(turn: Turn, attempt: Attempt) -> bool:
     beyond it: it was given by a store that was restored from an older state, before that worker was heard. Returns
     whether it has.
     """
-    why = older_store.outnumbered(turn, attempt.generation) if turn.world is not None else ""
+    why = fencing.outnumbered(turn, attempt.generation) if turn.world is not None else ""
     if why:
         recover(turn, why, turn.now)
     return bool(why)
@@ -130,29 +127,31 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
     """All who are asked have answered, and no world may train any more: ask for a plan."""
     if _is_behind(turn, attempt):
         return None
-    older_store.confirm_absent(turn)
+    fencing.confirm_absent(turn)
     asked = planner_questions.take(turn)
     if asked is not None and _is_right_now(turn, attempt, asked):
         return _on_answer(turn, attempt, asked)
     if attempt.reason is Reason.RESTORE:
         if not fenced_workers(turn):
             return lost_blocks.start_anew(turn, f"{attempt.why}; nobody is left")
-    elif attempt.start and len(fenced_workers(turn)) < turn.durable.bounds.least:
+        if absent := turn.durable.absent(fencing.beginners(turn, attempt)):
+            return _wait(turn, seating.with_joiners(turn, attempt), f"{absent} has no member")
+    elif attempt.start and not turn.durable.are_enough(fenced_workers(turn)):
         return _give_up_start(turn)
     waiting = missing_answers(turn, attempt)
     if waiting:
-        _wait(turn, attempt, f"waiting for {_names(waiting)} to stop{older_store.if_gone(turn, waiting)}")
+        _wait(turn, attempt, f"waiting for {_names(waiting)} to stop{fencing.advice_if_gone(turn, waiting)}")
         if _overdue(turn, attempt.since):
             _give_up(turn, waiting, "did not stop")
         return None
-    unknown = 0 if attempt.start else older_store.unknown_generation(turn)
-    if unknown and older_store.may_others_come(turn):
+    unknown = 0 if attempt.start else fencing.unknown_generation(turn)
+    if unknown and fencing.may_others_come(turn):
         return _wait(turn, attempt, f"waiting for others of generation {unknown}, which the store does not know")
     world = None if attempt.start else may_still_train(turn)
     if world is not None:
         alive = [m.worker for m in world.members if not is_dead(turn, m.worker)]
         sentence = f"no member of generation {world.generation} has answered, and {_names(alive)} may be alive"
-        _wait(turn, attempt, f"{sentence}: it might still train{older_store.if_gone(turn, alive)}")
+        _wait(turn, attempt, f"{sentence}: it might still train{fencing.advice_if_gone(turn, alive)}")
         if _overdue(turn, attempt.since):
             for worker in alive:
                 scaling.give_up(turn, worker, f"it has been silent for {turn.spec.stall_seconds:g} s")
@@ -160,14 +159,14 @@ def _prepare(turn: Turn, attempt: Attempt) -> None:
     if planner_questions.is_busy(turn):
         return _wait_for_planner(turn, attempt)
     if attempt.start:
-        return _ask_for_start(turn, attempt, fenced_workers(turn))
+        return _ask_for_start(turn, attempt, fencing.beginners(turn, attempt))
     return _ask(turn, attempt)
 
 
 def _ask_for_start(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
-    """Ask for a world of these, unless an earlier question is out: then it is asked when that one is answered."""
-    if not planner_questions.is_busy(turn):
-        planner_questions.ask(turn, planner_inputs.start_question(turn, workers, attempt))
+    """Ask for a world of these; later, where an earlier question is out, or a coordinate has no member yet."""
+    if not planner_questions.is_busy(turn) and not turn.durable.absent(workers):
+        planner_questions.ask(turn, planner_questions.start_question(turn, workers, attempt))
 
 
 def _wait_for_planner(turn: Turn, attempt: Attempt) -> None:
@@ -203,15 +202,17 @@ def _ask(turn: Turn, attempt: Attempt) -> None:
         if inventory.step >= 0 and counts(inventory, committed_in, turn.durable.first_valid_generation)
     }
     attempt = replace(attempt, committed_in=committed_in, respondents=frozenset(inventories))
-    attempt = broken_links.judge(turn, attempt, lambda worker: planner_inputs.can_spare(turn, counting, worker))
+    attempt = progress_watch.judge_links(
+        turn, attempt, lambda worker: planner_questions.can_spare(turn, counting, worker)
+    )
     counting = {worker: inventory for worker, inventory in counting.items() if turn.record(worker).serves}
     if not attempt.judged:
-        link_faults.judge(turn, attempt)
+        progress_watch.judge_reports(turn, attempt)
     attempt = replace(attempt, judged=True, lost_blocks=NO_BLOCKS)  # what was lost without those who came since
     turn.change(attempt=attempt)
     if turn.durable.corruption.restoring:
         return _go_back(turn, attempt, turn.durable.corruption.restoring)
-    question = planner_inputs.recovery_question(turn, counting, attempt)
+    question = planner_questions.recovery_question(turn, counting, attempt)
     if question is not None:
         return planner_questions.ask(turn, question)
     assert turn.durable.description is not None
@@ -225,7 +226,7 @@ def _is_right_now(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> bool:
         return False
     if isinstance(question, RecoveryQuestion) and (attempt.start or turn.durable.corruption.restoring):
         return False  # all are to go back to a checkpoint
-    if isinstance(question, StartQuestion) and not planner_inputs.begins_where_all_would(turn, question):
+    if isinstance(question, StartQuestion) and not planner_questions.begins_where_all_would(turn, question):
         return False
     if isinstance(answer, Runs):  # whoever has come since an earlier question may hold them
         return asked.asked.number == turn.job.planner.asked
@@ -243,7 +244,7 @@ def _on_answer(turn: Turn, attempt: Attempt, asked: PlannerAnswered) -> None:
         answered_by = {worker: inventories[worker] for worker in inventories if worker in attempt.respondents}
         _dismiss_stale(turn, answered_by, attempt.committed_in)
     _send(turn, answer, planned_changes.goal_of(turn, answer, question.everyone))
-    return broken_links.stall(turn, attempt) if isinstance(question, RecoveryQuestion) else None
+    return progress_watch.stall(turn, attempt) if isinstance(question, RecoveryQuestion) else None
 
 
 def _on_lost_blocks(turn: Turn, attempt: Attempt, blocks: Runs) -> None:
@@ -287,19 +288,21 @@ def _go_back(turn: Turn, attempt: Attempt, why: str) -> None:
     )
     turn.change(attempt=attempt)
     turn.enter(Phase.RESIZING)
-    return _ask_for_start(turn, attempt, fenced_workers(turn))
+    return _ask_for_start(turn, attempt, fencing.beginners(turn, attempt))
 
 
 def _begin_again(turn: Turn, attempt: Attempt, workers: list[WorkerId]) -> None:
-    """No step was ever committed, so nothing is lost: whoever is left starts, or whoever comes."""
-    if workers:
+    """No step was ever committed, so nothing is lost: those who are left start, if they make a cell; else others."""
+    absent = turn.durable.absent(workers)
+    if workers and not absent:
         return _ask_for_start(turn, attempt, workers)
     failures.on_world_lost(turn)
     if turn.durable.phase.is_over:
         return None
     turn.enter(Phase.WAITING)
     turn.keep(current=None, planned=())
-    turn.note(EventKind.WAITING, "every worker was lost before the first step; waiting for others")
+    lost = f"{absent} has lost every worker" if workers else "every worker was lost"
+    turn.note(EventKind.WAITING, f"{lost} before the first step; waiting for others")
     return turn.change(attempt=None, goal=None, ready_since=None)
 
 
@@ -360,9 +363,9 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
     if plan.reason is Reason.START and not attempt.start and _has_trained(turn, turn.durable.committed_in):
         # ● who was not heard when the others began again comes back, and they had voted with it
         return retry(turn, attempt, "the first step was committed by a worker that was not heard then")
-    reports = link_faults.reports(turn, plan, building=True)
+    reports = progress_watch.reports(turn, plan, building=True)
     if reports:
-        why = f"{link_faults.sentence(reports)} while generation {plan.generation} was being built"
+        why = f"{progress_watch.reports_sentence(reports)} while generation {plan.generation} was being built"
         return retry(turn, attempt, why, reports)
     links = progress_watch.broken_links_in_building(turn, plan, attempt.planned_at)
     if links:
@@ -383,9 +386,9 @@ def _plan(turn: Turn, attempt: Attempt) -> None:
 
 def _retry_without_unreachable(turn: Turn, attempt: Attempt, plan: Plan, links: tuple[BrokenLink, ...]) -> None:
     """Of a start, where nobody holds anything, one goes at once; else when it is known what each holds."""
-    why = f"{broken_links.sentence(links)} while generation {plan.generation} was being built"
+    why = f"{progress_watch.links_sentence(links)} while generation {plan.generation} was being built"
     if attempt.start:
-        attempt = replace(attempt, starters=broken_links.delay_most_blamed(turn, attempt.starters, links))
+        attempt = replace(attempt, starters=progress_watch.delay_most_blamed(turn, attempt.starters, links))
         return retry(turn, attempt, why)
     return retry(turn, replace(attempt, links=links, links_seen_at=turn.now), why)
 
@@ -417,7 +420,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     if goes_back:
         # whoever was not there when all went back changes nothing any more
         turn.keep(first_valid_generation=plan.generation)
-        step_figures.on_return(turn, step)
+        progress.return_to(turn, step)
         checkpoints.on_return(turn, step)
         path = plan.recovery.checkpoint if plan.recovery is not None else ""
         checkpoints.give_up_after(turn, path, plan.generation)
@@ -438,7 +441,7 @@ def _open(turn: Turn, attempt: Attempt, plan: Plan) -> None:
     )
     turn.change(attempt=None, ready_since=None)
     planned_changes.on_opened(turn, plan, attempt.goal)
-    history.on_opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
+    progress.on_opened(turn, plan, max(0, before - step), _waited(turn, attempt, attempt.planned_at))
     for member in plan.members:
         send_if_due(turn, member.worker)
 

@@ -1,29 +1,41 @@
-"""A world trains: is it whole, is it done, is another one wanted, who is to be let go?"""
+"""A world trains: is it whole, is it done, is another one wanted, who is to be let go?
+
+Where nothing says a job's end beforehand, its last step is the one at which all its scripts have ended. A script that
+has ended waits, outside all exchange, until it is told that step (`next_message.py`): so what it has committed is what
+the others have committed, and a script that begins another step waits for it in vain. That fails the job by name:
+workers that count their batches themselves come to different ends. A *follower* ran no body of that step, so its script
+could not end there: it had no lanes, or gets its first ones with the next step. Where all others have ended it is
+stopped in that next step, and told the end before it trains again.
+
+Where the last members leave and no worker has come, their state goes into a checkpoint, and the job waits. Half of the
+shortest grace they train on for a joiner's sake. Then no steps run any more, they are asked to save, and once the
+checkpoint of the very last step is reported they are let go. Workers that come later begin with it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from shoal_protos.activity import LANES_BEGIN, StepPhase
 from shoal_protos.messages import MemberState
-from shoal_protos.plan import Plan, WorkerId
+from shoal_protos.plan import Plan, Reason, WorkerId
 from shoal_protos.text import at_step
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import (
-    broken_links,
+    checkpoints,
     ending,
     failure_detector,
-    final_drain,
-    link_faults,
-    older_store,
-    open_end,
+    fencing,
+    lost_blocks,
     planned_changes,
-    preemption,
+    progress,
     progress_watch,
     recovery,
     scaling,
-    step_figures,
 )
-from shoal_controller.core.machine.phases.next_message import is_member
+from shoal_controller.core.machine.phases.next_message import is_member, send_all_if_due, send_if_due
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
@@ -34,11 +46,11 @@ def settle(turn: Turn) -> None:
     assert world is not None
     if _at_its_end(turn, world):
         return _end(turn)
-    if open_end.settle(turn, world):
+    if _learn_the_end(turn, world):
         return None
     if _recover_if_broken(turn, world):
         return None
-    preemption.settle(turn)
+    scaling.keep_the_spared(turn)
     _settle_last_ones(turn, world)
     if turn.world is None:
         return None  # the last ones have left
@@ -64,10 +76,71 @@ def _at_its_end(turn: Turn, world: Plan) -> bool:
 
 def _end(turn: Turn) -> None:
     turn.keep(step=max(turn.durable.step, known_step(turn)))
-    step_figures.count_steps(turn, turn.durable.step)
+    progress.count_steps(turn, turn.durable.step)
     if turn.durable.stopping:
         return ending.finish(turn, Phase.CANCELLED, f"cancelled {at_step(turn.durable.step)}")
     return ending.succeed(turn)
+
+
+# ---- an end that nothing says beforehand
+
+
+def _learn_the_end(turn: Turn, world: Plan) -> bool:
+    """Learn the last step. Returns whether that ends this world: the job has failed, or followers are stopped."""
+    durable = turn.durable
+    if durable.description is None or durable.last_step is not None:
+        return False
+    found = (turn.process(member.worker) for member in world.members)
+    members = [process for process in found if process is not None and process.status.generation == world.generation]
+    known = max((process.status.last_step for process in members), default=0)
+    if known:
+        turn.keep(ends_at=known)  # a store that was restored has forgotten it, or the script has stopped the job
+        return False
+    ended = [process for process in members if process.status.ended]
+    if not ended:
+        return False
+    last, followers = ended[0].status.step, _followers(world, members)
+    living = {member.worker for member in world.members if turn.record(member.worker).serves}
+    at_work = living - {process.worker for process in ended}
+    beyond = {one.worker for one in members if one.worker in living and _is_beyond(one, ended[0])}
+    ahead = min(beyond - followers, default="")
+    if ahead:
+        ending.fail(
+            turn,
+            f"the script of worker {ended[0].worker} has ended at step {last}, and worker {ahead} goes on with step "
+            f"{last + 1}; scripts must end at the same step on all workers. Loop over whole epochs, or leave the loop "
+            "by engine.global_steps.",
+        )
+        return True
+    is_broken = len(living) < world.world_size
+    if not at_work <= (followers if is_broken else beyond):
+        return False
+    turn.keep(ends_at=last)
+    if is_broken:
+        return False  # those of the next world are told before it begins
+    if at_work:
+        names = ", ".join(sorted(at_work))
+        why = f"all scripts that trained step {last} have ended, and {names}, which had no lanes in it, is to end too"
+        recovery.pause(turn, why)
+        return True
+    send_all_if_due(turn)
+    return False
+
+
+def _followers(world: Plan, members: Sequence[Process]) -> frozenset[WorkerId]:
+    """Members that ran no body of the last step: any of them at a world's first step, unless all began with it."""
+    has_begun = any(process.status.committed_in == world.generation for process in members)
+    if not has_begun and world.reason not in (Reason.START, Reason.RESTORE):
+        return world.workers
+    return frozenset(worker for worker, lanes in world.lanes_by_worker.items() if not lanes)
+
+
+def _is_beyond(process: Process, ended: Process) -> bool:
+    """Whether it has begun to exchange a step after the one at which another script has ended, or ended later."""
+    activity = process.activity
+    exchanges = (activity.phase, activity.bucket) >= (StepPhase.LANES, LANES_BEGIN)
+    in_next = activity.generation == process.status.generation and activity.boundary > ended.status.boundaries
+    return (in_next and exchanges) or process.status.step > ended.status.step
 
 
 # ---- is it whole?
@@ -88,15 +161,15 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
     if turn.durable.paused_because and world.steps:
         recovery.pause(turn, turn.durable.paused_because)
         return True
-    reports = link_faults.reports(turn, world, building=False)
+    reports = progress_watch.reports(turn, world, building=False)
     if reports:
         for _, peer in reports:
             failure_detector.probe_peer(turn, peer)
-        recovery.recover(turn, link_faults.sentence(reports), turn.now, reports)
+        recovery.recover(turn, progress_watch.reports_sentence(reports), turn.now, reports)
         return True
     links = progress_watch.judge_training(turn, world) or planned_changes.judge_building(turn, world)
     if links:
-        recovery.recover(turn, broken_links.sentence(links), turn.job.last_vote_at, links=links)
+        recovery.recover(turn, progress_watch.links_sentence(links), turn.job.last_vote_at, links=links)
         return True
     stopped = next((member.worker for member in world.members if _has_stopped(turn, world, member.worker)), None)
     if stopped is not None:
@@ -104,7 +177,7 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
         return True
     ahead = next((process for process in turn.serving() if process.status.generation > world.generation), None)
     if ahead is not None:
-        recovery.recover(turn, older_store.ahead(turn, world.generation), turn.now)
+        recovery.recover(turn, fencing.ahead(turn, world.generation), turn.now)
         return True
     back = _who_could_rejoin(turn, world)
     if back is not None:
@@ -150,7 +223,7 @@ def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
         stands
         and not is_member(world, process.worker)
         and max(turn.durable.committed_in, turn.durable.first_valid_generation) <= status.generation < world.generation
-        and not (record.leaving or link_faults.is_backing_off(turn, process.worker))
+        and not (record.leaving or progress_watch.is_backing_off(turn, process.worker))
     )
 
 
@@ -158,7 +231,7 @@ def _could_rejoin(turn: Turn, world: Plan, process: Process) -> bool:
 
 
 def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
-    """● A step was committed in a later generation than a worker's: it changes nothing any more."""
+    """A step was committed in a later generation than a worker's: it changes nothing any more."""
     committed_in = turn.durable.committed_in
     valid = max(committed_in, turn.durable.first_valid_generation)
     for process in [process for process in turn.serving() if 0 < process.status.generation < valid]:
@@ -166,13 +239,23 @@ def _dismiss_the_stale(turn: Turn, world: Plan) -> None:
             recovery.dismiss_stale(turn, process.worker, process.status.generation, committed_in)
 
 
-def _settle_last_ones(turn: Turn, world: Plan) -> None:
-    """Nobody has come for whom the last leaving workers stayed: their grace is over, the state goes with them."""
+def _last_ones(turn: Turn, world: Plan) -> list[WorkerId]:
+    """The leaving members that are alone at their coordinate, without even one that is about to join."""
     members = [member.worker for member in world.members]
-    if not all(turn.record(worker).leaving for worker in members) or planned_changes.waiting_joiners(turn, world):
+    staying = {turn.record(worker).coordinate for worker in members if not turn.record(worker).leaving}
+    if len(staying) < turn.durable.cell.processes:
+        joiners = planned_changes.waiting_joiners(turn, world)
+        staying.update(turn.record(worker).coordinate for worker in joiners)
+    return [worker for worker in members if turn.record(worker).coordinate not in staying]
+
+
+def _settle_last_ones(turn: Turn, world: Plan) -> None:
+    """No worker has come to take over from the last ones that leave: their grace is over, the state goes with them."""
+    members = _last_ones(turn, world)
+    if not members:
         return turn.keep(final_drain=False) if turn.durable.final_drain else None
     if turn.durable.description is not None and turn.durable.description.can_checkpoint:
-        return final_drain.settle(turn, world, members)
+        return _save_last_ones(turn, world, members)
     if all(turn.now >= turn.record(worker).leaves_at for worker in members):
         turn.note(
             EventKind.LOST,
@@ -181,3 +264,63 @@ def _settle_last_ones(turn: Turn, world: Plan) -> None:
         for worker in members:
             scaling.dismiss_last(turn, worker)
     return None
+
+
+# ---- the last ones leave
+
+
+def _save_last_ones(turn: Turn, world: Plan, members: list[WorkerId]) -> None:
+    """Save their state and let them go. Called while all members are leaving and no joiner waits."""
+    if not turn.durable.final_drain:
+        if any(_half_gone(turn, worker) for worker in members if not _goes_by_plan(turn, worker)):
+            turn.keep(final_drain=True)
+            turn.change(failed_save_step=-1)
+            turn.note(
+                EventKind.PARTING,
+                f"no worker came to take over from {', '.join(members)}: their state is being saved",
+            )
+        return
+    if world.steps or not _are_all_in(turn, world):
+        return  # the change to a world without steps is under way
+    step = known_step(turn)
+    found = checkpoints.latest(turn.durable)
+    if found is not None and found.step == step:  # perhaps by an earlier world: no step is saved twice
+        _release_last_ones(turn, members, found.path)
+    elif turn.job.failed_save_step == step and turn.durable.save is None:
+        turn.note(
+            EventKind.LOST, f"the state of the last workers ({', '.join(members)}) could not be saved: it is lost"
+        )
+        _release_last_ones(turn, members, "")
+    elif turn.durable.save is None:
+        checkpoints.request_save(turn)
+        for worker in members:
+            send_if_due(turn, worker)
+
+
+def _goes_by_plan(turn: Turn, worker: WorkerId) -> bool:
+    """A planned world is without it: others have its blocks, and its grace hurries no other."""
+    return not all(is_member(plan, worker) for plan in turn.durable.planned)
+
+
+def _half_gone(turn: Turn, worker: WorkerId) -> bool:
+    record = turn.record(worker)
+    return turn.now >= record.leaves_at - record.grace_seconds / 2
+
+
+def _are_all_in(turn: Turn, world: Plan) -> bool:
+    processes = (turn.process(member.worker) for member in world.members)
+    return all(p is not None and p.status.generation == world.generation for p in processes)
+
+
+def _release_last_ones(turn: Turn, members: list[WorkerId], path: str) -> None:
+    """Let them go; the job has no world any more. Where they are only the last ones at their coordinate, the others go
+    back to what was saved, with those who come.
+    """
+    for worker in members:
+        scaling.dismiss_last(turn, worker, f"; its state is in {path}" if path else "")
+    if turn.world is not None and len(members) < turn.world.world_size:
+        turn.keep(final_drain=False)
+        return
+    left = f"a new worker continues from the checkpoint at {path}" if path else "their state is lost"
+    lost_blocks.start_anew(turn, f"the last workers were drained; {left}")
+    turn.enter(Phase.WAITING)

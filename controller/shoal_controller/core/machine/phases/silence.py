@@ -112,7 +112,7 @@ def is_deserted(durable: Durable) -> bool:
 
 
 def note_first(turn: Turn) -> None:
-    """● Somebody comes where nobody was: the time since the last tick, which may be long (`rest.py`), is no silence."""
+    """A worker comes where none was: the time since the last tick, which may be long (`rests_until`), is no silence."""
     if not turn.job.connections and is_deserted(turn.durable):
         turn.change(ticked_at=turn.now)
 

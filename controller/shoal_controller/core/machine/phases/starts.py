@@ -15,12 +15,11 @@ from shoal_protos.plan import WorkerId
 from shoal_protos.text import plural
 
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
-from shoal_controller.core.machine.effects import Kill
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Waiting
 from shoal_controller.core.machine.job import Job
 from shoal_controller.core.machine.pending import Pending, PendingReason, with_advice
-from shoal_controller.core.machine.phases import ending
+from shoal_controller.core.machine.phases import ending, places
 from shoal_controller.core.machine.phases.failures import LONGEST_BACKOFF
 from shoal_controller.core.machine.turn import Turn
 
@@ -59,7 +58,7 @@ def _give_up(turn: Turn, record: WorkerRecord, why: str) -> None:
     turn.note(EventKind.FAILED, f"worker {worker} cannot start: {why}", worker)
     turn.expect_end(worker)
     turn.drop("spawned_at", worker)
-    turn.do(Kill(worker))
+    places.kill(turn, worker)
     if record.join_order >= turn.durable.unstartable_before:  # what was asked for at a time is one attempt
         times = turn.durable.unstartable + 1
         pause = min(2.0**times, LONGEST_BACKOFF)

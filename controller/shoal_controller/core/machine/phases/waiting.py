@@ -1,19 +1,34 @@
-"""No world yet: waiting for enough workers to begin with."""
+"""No world yet: waiting for enough workers to begin with, and how rarely a job that waits needs a tick. Pure.
+
+A thousand jobs may wait for days, for room in a cluster or for workers that come by themselves. All that happens to one
+is an event and is handled at once; `rests_until` says when time alone brings something. Which jobs may be ticked less
+often while a world trains: `Job.is_calm`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from shoal_protos.messages import Ending, MemberState
 from shoal_protos.plan import WorkerId
 from shoal_protos.text import plural
 
-from shoal_controller.core.machine.durable import Durable, Standing
+from shoal_controller.core.machine.durable import Durable, Standing, WorkerRecord
 from shoal_controller.core.machine.job import Job, Process
-from shoal_controller.core.machine.phases import link_faults, lost_blocks, planned_changes, recovery, scaling
+from shoal_controller.core.machine.phases import lost_blocks, planned_changes, progress_watch, recovery, scaling
 from shoal_controller.core.machine.phases.next_message import send_if_due
+from shoal_controller.core.machine.phases.scaling import LINGER_SECONDS
+from shoal_controller.core.machine.phases.silence import introduced, is_deserted
+from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.planning.seats import with_room
 
 PATIENCE_SECONDS = 10.0
 """How long a job waits for all wanted workers once the first is ready; then `min` are enough."""
+REST_SECONDS = 2.0
+"""Between the ticks of a job without workers, where nothing is due earlier."""
+CALM_TICKS = 0.25
+"""Heartbeat intervals between the ticks of a job whose workers are all heard: a tick goes through all of them."""
 
 
 def settle(turn: Turn) -> None:
@@ -32,16 +47,16 @@ def settle(turn: Turn) -> None:
         since = turn.now
         turn.change(ready_since=since)
     waited = turn.now - since
-    enough = len(ready) >= turn.durable.wanted
-    if enough or (waited >= PATIENCE_SECONDS and len(ready) >= turn.durable.bounds.least):
-        chosen = ready[: planned_changes.most_workers(turn)]
+    chosen = with_room(planned_changes.seated(turn, ready), (), planned_changes.most_of_each(turn))
+    enough = len(ready) >= turn.durable.wanted and turn.durable.full_cells(chosen) > 0
+    if enough or (waited >= PATIENCE_SECONDS and turn.durable.are_enough(chosen)):
         recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
     return None
 
 
 def _dismiss_the_left_behind(turn: Turn) -> None:
-    """● Who comes back to a job that waits, from a world that lost all its other members before the first step, begins
-    again: nobody starts with a worker that is in a world, and it would be waited for for ever.
+    """A worker that comes back to a job that waits, from a world that lost all its other members before the first step,
+    begins again: no world starts with a worker that is in another one, and it would be waited for for ever.
     """
     for process in turn.serving():
         generation = process.status.generation
@@ -60,7 +75,7 @@ def ready_to_start(turn: Turn) -> list[WorkerId]:
         for process in turn.serving()
         if is_ready(turn.job, process)
         and not roster[process.worker].leaving
-        and not link_faults.is_backing_off(turn, process.worker)
+        and not progress_watch.is_backing_off(turn, process.worker)
     ]
     return sorted(ready, key=lambda worker: roster[worker].join_order)
 
@@ -79,6 +94,8 @@ def sentence(job: Job, now: float) -> str:
     coming = sum(record.serves for record in durable.roster.values()) - ready
     since = f"; waiting for {now - job.ready_since:.0f} s" if job.ready_since is not None else ""
     short = f", min_workers is {durable.bounds.least}" if ready < durable.bounds.least else ""
+    absent = durable.absent(process.worker for process in serving if is_ready(job, process)) if ready else ""
+    short = f"{short}, {absent} has no member" if absent else short
     paused = "paused by an operator; " if durable.paused else ""
     found = f"{paused}{ready} of {durable.wanted} workers ready{short}, {coming} more starting{since}{trouble(durable)}"
     found = f"{found}{_lost(durable)}{how_to_start(durable)}" if short and not coming else found
@@ -118,8 +135,43 @@ def _lost(durable: Durable) -> str:
 
 
 def how_to_start(durable: Durable) -> str:
-    """What starts more workers where nobody but people does, as the end of a sentence."""
+    """The command that starts more workers where only people start any, as the end of a sentence."""
     if durable.spec.traits.starts:
         return ""
     command = f"shoal worker --controller HOST:PORT --job {durable.spec.job} -- COMMAND"
     return f'; launcher is none: start workers with "{command}"'
+
+
+# ---- until when time brings nothing
+
+
+def rests_until(job: Job) -> float:
+    """The time of the next tick that a job without a world needs; 0: the next one that there is."""
+    last, durable = job.ticked_at, job.durable
+    if last is None or durable.phase is not Phase.WAITING or durable.stopping or durable.planned:
+        return 0.0
+    if job.attempt is not None or job.greeting or job.planner.asked_at is not None or job.planner.failures:
+        return 0.0
+    if is_deserted(durable):
+        pause = REST_SECONDS
+    elif all(_is_heard(job, record) for record in introduced(durable)):
+        pause = CALM_TICKS * durable.spec.heartbeat_seconds
+    else:
+        return 0.0
+    return min((last + pause, *(at for at in _deadlines(job) if at >= last)))
+
+
+def _is_heard(job: Job, record: WorkerRecord) -> bool:
+    process = job.processes.get(record.worker)
+    return process is not None and process.connection is not None and process.ping is None
+
+
+def _deadlines(job: Job) -> Iterator[float]:
+    """The times at which time alone brings something. What was due at the last tick was done then, if it could be."""
+    durable = job.durable
+    yield durable.spawn_after
+    yield from durable.backoff_until.values()
+    yield from (at + durable.spec.stall_seconds for at in job.spawned_at.values())
+    yield from (max(since, job.started_at) + LINGER_SECONDS for since in durable.ending_since.values())
+    if job.ready_since is not None:
+        yield job.ready_since + PATIENCE_SECONDS

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_protos.messages import Heartbeat, Inventory, Ready, Request, Result, Status
-from shoal_protos.milestones import passes_milestone
 from shoal_protos.plan import WorkerId
+from shoal_protos.text import passes_milestone
 
 from shoal_controller.core.machine.durable import Leaving, Standing
 from shoal_controller.core.machine.event_kind import EventKind
@@ -25,8 +25,8 @@ from shoal_controller.core.machine.phases import (
     corruption,
     ending,
     failures,
-    history,
     planned_changes,
+    progress,
     scaling,
 )
 from shoal_controller.core.machine.phases.next_message import is_member, send_if_due
@@ -54,9 +54,10 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     stands = {**_activity(turn, known, heartbeat), **_standing(known, status)} if is_newer else {}
     pace_before = (known.status.step, in_steps) if in_steps else None
     note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **stands)
-    history.on_telemetry(turn, worker)
+    progress.on_telemetry(turn, worker)
     checkpoints.on_telemetry(turn, worker)
     _count_spoilt_steps(turn, worker)
+    _count_void_lanes(turn, worker)
     if is_newer:
         _learn(turn, worker, status, known.status)
     send_if_due(turn, worker)
@@ -153,7 +154,7 @@ def _learn(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None
     planned_changes.on_status(turn, status)
     if status.committed_in > durable.committed_in:
         turn.keep(committed_in=status.committed_in)
-        history.on_first_commit(turn, worker)
+        progress.on_first_commit(turn, worker)
     failures.forgive(turn, status)
     if status.drain:
         scaling.drain(turn, worker, Leaving.DRAIN, status.grace_seconds)
@@ -191,6 +192,13 @@ def _take_result(turn: Turn, worker: WorkerId, result: Result) -> None:
             step=max(turn.durable.step, result.step),
             step_seconds_median=step_seconds_median(turn.job),
         )
+
+
+def _count_void_lanes(turn: Turn, worker: WorkerId) -> None:
+    now, counted = turn.job.processes[worker].telemetry.void_lanes, turn.record(worker).void_lanes_counted
+    if now > counted:
+        turn.mark(worker, void_lanes_counted=now)
+        turn.count("shoal_void_lanes_total", now - counted)
 
 
 def _count_spoilt_steps(turn: Turn, worker: WorkerId) -> None:

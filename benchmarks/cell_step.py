@@ -1,0 +1,193 @@
+"""A step of two processes by tensor parallelism: `parallelize_module` in plain torch over gloo, and in a cell.
+
+    python benchmarks/cell_step.py [--size 10M] [--rounds 5] [--steps 12]
+
+The same model, plan, micro-batch, samples and AdamW. Each round starts both anew, one after the other; a step's seconds
+are medians of a round, CPU seconds of both processes together. The median of the rounds' ratios counts: at most 1.10.
+There is one cell and no mirror: nothing is exchanged but what the two processes exchange in plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import model
+import torch
+import torch.distributed as dist
+from cluster import Cluster, Job, end_cleanly
+from steps import until
+from tables import Figure, note, show, spread, verdict
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+PROCESSES = 2
+STEPS = 1_000_000
+"""More than any run makes."""
+WARM_STEPS = 3
+TARGET = 1.10
+PATIENCE_SECONDS = 600.0
+
+Took = tuple[float, float]
+"""Wall and CPU seconds of a step."""
+
+
+def divided(size: str, mesh: Any) -> nn.Module:
+    """The model with every perceptron divided."""
+    gpt = model.build(size)
+    for block in gpt.blocks:
+        plan = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
+        parallelize_module(block, mesh, plan, src_data_rank=None)  # type: ignore[arg-type]
+    return gpt
+
+
+def adamw(gpt: nn.Module) -> torch.optim.AdamW:
+    """As all benchmarks have it; a fused one takes no DTensors together with others."""
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+    for parameter in gpt.parameters():
+        parts[isinstance(parameter, DTensor)].append(parameter)
+    return torch.optim.AdamW([{"params": part} for part in parts], lr=1e-4, fused=True)
+
+
+def measured(step: Callable[[], None], steps: int) -> Took:
+    for _ in range(WARM_STEPS):
+        step()
+    took: list[Took] = []
+    for _ in range(steps):
+        wall, processor = time.perf_counter(), time.process_time()
+        step()
+        took.append((time.perf_counter() - wall, time.process_time() - processor))
+    return median(one[0] for one in took), median(one[1] for one in took)
+
+
+def plain(given: argparse.Namespace) -> None:
+    """One process of plain torch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{given.place}/store", rank=given.rank, world_size=PROCESSES)
+    gpt = divided(given.size, dist.device_mesh.init_device_mesh("cpu", (PROCESSES,)))
+    optimizer, windows = adamw(gpt), model.Windows()
+    batches = _batches(windows)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        gpt(**next(batches)).backward()
+        optimizer.step()
+
+    _tell(given.place, given.rank, measured(step, given.steps))
+    dist.barrier()
+
+
+def _batches(windows: model.Windows) -> Iterator[Any]:
+    at = 0
+    while True:
+        numbers = [(at + one) % len(windows) for one in range(model.MICRO_BATCH)]
+        yield torch.utils.data.default_collate([windows[number] for number in numbers])
+        at += model.MICRO_BATCH
+
+
+def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MICRO_BATCH) -> Any:
+    """The engine of one process of a cell."""
+    import shoal
+
+    settled = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "zero_optimization": {"stage": 1},
+        "shoal": {
+            "cell": {"tensor": PROCESSES}, "lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "torch_threads": 1,
+        },
+    }  # fmt: skip
+    gpt = divided(size, shoal.cell(settled).mesh["tensor"])
+    return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=adamw(gpt))
+
+
+def in_cell(given: argparse.Namespace) -> None:
+    """One process of a cell."""
+    engine = initialize(given.size, lanes=1, mirrors=0)
+    batches = iter(engine)
+
+    def step() -> None:
+        before = engine.global_step
+        while engine.global_step == before:
+            engine.backward(engine.module(**next(batches)))
+            engine.step()
+
+    step()  # the world has begun
+    _tell(given.place, dist.get_rank(), measured(step, given.steps))
+    while True:
+        step()
+
+
+def _tell(place: str, rank: int, took: Took) -> None:
+    file = Path(place) / f"{rank}.new"
+    file.write_text(json.dumps(took))
+    file.rename(file.with_suffix(".json"))
+
+
+def _both(place: str) -> Took | tuple[()]:
+    """Empty until both have told."""
+    files = [Path(place) / f"{rank}.json" for rank in range(PROCESSES)]
+    if not all(file.exists() for file in files):
+        return ()
+    took = [json.loads(file.read_text()) for file in files]
+    return max(one[0] for one in took), sum(one[1] for one in took)
+
+
+def round_of(way: str, size: str, steps: int) -> Took:
+    """Seconds of a step, in processes of its own."""
+    with tempfile.TemporaryDirectory() as place:
+        given = ("--way", way, "--place", place, "--steps", str(steps))
+        if way == "cell":
+            job = Job(size=size, workers=PROCESSES, lanes=1, script="cell_step.py", arguments=given)
+            with Cluster(job):
+                return until("the figures of both processes", lambda: _both(place), PATIENCE_SECONDS)
+        command = [sys.executable, __file__, "--size", size, *given]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(PROCESSES)]
+        try:
+            return until("the figures of both processes", lambda: _both(place), PATIENCE_SECONDS)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", choices=list(model.SIZES), default="10M")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--way", choices=["plain", "cell"], help=argparse.SUPPRESS)
+    parser.add_argument("--place", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    given, _ = parser.parse_known_args()
+    if given.way:
+        (plain if given.way == "plain" else in_cell)(given)
+        return
+    end_cleanly()
+    took: dict[str, list[Took]] = {"plain": [], "cell": []}
+    for _ in range(given.rounds):
+        for way, rounds in took.items():
+            rounds.append(round_of(way, given.size, given.steps))
+    rows = [
+        [way, spread([one[0] for one in rounds]), spread([one[1] for one in rounds])] for way, rounds in took.items()
+    ]
+    show(f"A step of {given.size} by tensor parallelism, two processes", ["", "step, s", "CPU s of both"], rows)
+    pairs = list(zip(took["cell"], took["plain"], strict=True))
+    ratios = [mine[0] / theirs[0] for mine, theirs in pairs]
+    processor = median(mine[1] / theirs[1] for mine, theirs in pairs)
+    print(f"ratio of steps {median(ratios):.3f} ({verdict(median(ratios), TARGET)}), of CPU {processor:.3f}")
+    note(Figure("a step of a cell, of plain torch's", f"{given.size}, tensor 2", ratios, TARGET))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Cells of two real processes, beside a spare: the same bits in any number of cells, through any loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.hosts import Hosts
+from integration.cluster import Cluster
+from integration.test_hosts import FarWorkers
+from matrices import further, shortened
+from rule import holds
+from shoal_protos.messages import START_AGAIN
+from tiers import check, promise
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "integration.cell_scripts:train"
+OPTIONS: dict[str, Any] = {"max_steps": 12, "lanes": 4}
+
+
+def cells_of(by: str, workers: int, **options: Any) -> Cluster:
+    return Cluster(workers, {**OPTIONS, "by": by, **options}, script=SCRIPT, pace=0.05)
+
+
+@cache
+def one_cell(by: str, **options: Any) -> dict[str, Any]:
+    """What an undisturbed job of one cell comes to."""
+    with cells_of(by, 2, **options) as cluster:
+        cluster.wait_done()
+        return cluster.result("w0")
+
+
+@promise("a cell loses a process", "w1-hand")
+@holds("Any number of cells ends in the same bits")
+@pytest.mark.parametrize("by", ["hand", "plan"])
+@pytest.mark.parametrize("killed", shortened(["w1", "w0"], "w1"))
+def test_a_process_of_a_cell_is_killed_and_a_spare_takes_its_place(by: str, killed: str) -> None:
+    with cells_of(by, 5) as cluster:
+        cluster.wait_step(3)
+        cluster.kill(killed)
+        cluster.wait_done()
+        report, result = cluster.report(), cluster.result("w2")
+    assert report["fingerprint"] == one_cell(by)["fingerprint"]
+    assert result["loss"] == one_cell(by)["loss"]
+    assert [world["lost_steps"] for world in report["generations"]] == [0] * len(report["generations"])
+
+
+def kills_a_whole_cell(cluster: Cluster) -> None:
+    cluster.kill("w2", "w3")
+
+
+def kills_one_of_each_coordinate(cluster: Cluster) -> None:
+    cluster.kill("w0", "w3")
+
+
+def freezes_one(cluster: Cluster) -> None:
+    cluster.stop("w1")
+    cluster.until("the others to go on", lambda job: job["workers"]["active"] < 5)
+    cluster.cont("w1")
+
+
+def drains_one(cluster: Cluster) -> None:
+    cluster.drain("w1")
+    cluster.wait_state("w1", "left", "gone", "drained")
+
+
+def scales_down_and_up(cluster: Cluster) -> None:
+    cluster.scale(2)
+    cluster.wait_world(2)
+    cluster.scale(4)
+    cluster.add(2)
+    cluster.wait_world(4)
+
+
+@further
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    "act", [kills_a_whole_cell, kills_one_of_each_coordinate, freezes_one, drains_one, scales_down_and_up]
+)
+def test_cells_end_in_the_same_bits_whatever_happens_to_their_processes(
+    act: Callable[[Cluster], None], stage: int
+) -> None:
+    with cells_of("hand", 5, stage=stage, max_steps=40) as cluster:
+        cluster.wait_step(3)
+        act(cluster)
+        cluster.wait_done()
+        assert cluster.fingerprint == one_cell("hand", max_steps=40)["fingerprint"]
+
+
+@check("a checkpoint of cells in processes; the crew has its bits")
+def test_all_workers_of_two_cells_are_killed_and_one_cell_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
+    with cells_of("hand", 4, shoal={"checkpoint": {"path": str(tmp_path), "every_steps": 3}}) as cluster:
+        step = cluster.wait_saved(3)
+        cluster.kill("w0", "w1", "w2", "w3")
+        cluster.scale(2)
+        cluster.add(2)
+        cluster.wait_done()
+        report = cluster.report()
+    assert report["fingerprint"] == one_cell("hand")["fingerprint"]
+    assert report["generations"][-1]["from_step"] >= step
+
+
+@check("statuses of processes; the crew has the bits")
+@holds("A script that raises in a void lane")
+@pytest.mark.parametrize("end", ["raise", "exit", "break"])
+def test_a_process_whose_script_ends_in_a_void_lane_is_to_be_started_again_and_the_others_train_on(end: str) -> None:
+    with cells_of("hand", 4, alone=end) as cluster:
+        assert cluster.wait_exit("w0") == START_AGAIN
+        cluster.wait_done()
+        [failure] = cluster.messages("failed")
+        assert failure.startswith("worker w0 failed: failed in a void lane: ")
+        assert cluster.fingerprint == one_cell("hand")["fingerprint"]
+
+
+@check("a failure of processes; the crew has the sentence")
+@holds("Gradients that are said to be equal")
+def test_a_script_whose_gradients_are_said_to_be_equal_and_are_not_fails_with_one_sentence() -> None:
+    with cells_of("hand", 2, unequal=True) as cluster:
+        cluster.wait_phase("failed")
+        for worker in ("w0", "w1"):
+            assert cluster.wait_exit(worker) == 1
+            [sentence] = [line for line in cluster.log(worker).splitlines() if line.startswith("shoal: ")]
+            assert 'parameter "norm.weight" is said to have equal gradients on both tensor coordinates' in sentence
+
+
+@check("DTensors in half precision; the crew has plain parameters")
+def test_one_and_two_cells_agree_on_dtensors_in_half_precision() -> None:
+    found = set()
+    for workers in (2, 4):
+        with cells_of("plan", workers, precision={"bf16": {"enabled": True}}) as cluster:
+            cluster.wait_done()
+            found.add(cluster.report()["fingerprint"])
+    assert len(found) == 1
+
+
+@further
+@pytest.mark.skipif(not Hosts.can_be_had(), reason="network namespaces need root, `ip`, `tc` and `nft`")
+@pytest.mark.parametrize("hosts_apart", [(1, 2), (1, 3)], ids=["within a cell", "between two cells"])
+def test_a_cable_that_is_cut_costs_one_process_of_a_cell_and_no_bit(hosts_apart: tuple[int, int]) -> None:
+    given = {"options": {**OPTIONS, "by": "hand", "max_steps": 30}, "spec": {"progress_seconds": 2.0}}
+    one, other = hosts_apart
+    with Hosts(5) as hosts, FarWorkers(hosts, workers=5, script=SCRIPT, pace=0.06, **given) as cluster:
+        cluster.wait_world(5)
+        cluster.wait_step(3)
+        hosts.cut(one, other)
+        hosts.cut(other, one)
+        step = cluster.job()["step"]
+        cluster.wait_world(4)
+        cluster.wait_step(step + 3)
+        hosts.heal()
+        cluster.wait_done()
+        assert cluster.fingerprint == one_cell("hand", max_steps=30)["fingerprint"]
+
+
+def test_the_examples_of_the_page_on_cells_run() -> None:
+    page, example = ROOT / "docs/cells.md", ROOT / "examples/tensor_parallel.py"
+    definitions, _, rest = example.read_text().partition("\ncell = shoal.cell(config)")
+    assert rest, f"{example} calls shoal.cell after its definitions"
+    options = {"page": str(page), "definitions": definitions}
+    with Cluster(2, options, script="integration.cell_scripts:of_the_page") as cluster:
+        cluster.wait_done()
+        for worker in ("w0", "w1"):
+            assert cluster.wait_exit(worker) == 0
+        assert cluster.result("w0") == cluster.result("w1")

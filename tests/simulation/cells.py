@@ -1,0 +1,64 @@
+"""Jobs whose lanes are trained by several processes together: their shapes, sizes, homes and models, as a seed has
+them.
+
+Drawn apart from the rest, and only where a simulation is asked for cells: a job of one process a cell goes as it did
+before there were others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from shoal_protos.runs import Runs
+from shoal_protos.shape import ONE, Shape
+
+SHAPES = {"": ONE, "2": Shape(tensor=2), "2x2": Shape(tensor=2, pipeline=2)}
+DRAWN = "drawn"
+MOST_CELLS = 3
+
+
+def shape_of(seed: int, name: str) -> Shape:
+    """Of a name in `SHAPES`, or drawn."""
+    return SHAPES[Random(f"{seed} cell").choice(("2", "2x2")) if name == DRAWN else name]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many processes a job wants, needs and may have, and how many lanes it has."""
+
+    wanted: int
+    least: int
+    most: int
+    lanes: int
+
+
+def sizes_of(drawn: Sizes, seed: int, cell: Shape) -> Sizes:
+    """What was drawn; where a cell has several processes, whole cells, now and then with a spare process."""
+    if cell == ONE:
+        return drawn
+    chance, processes = Random(f"{seed} cells"), cell.processes
+    cells = chance.randint(1, MOST_CELLS)
+    spare = chance.choice((0, 0, 1)) if cells < MOST_CELLS else 0
+    least = min(chance.choice((1, 1, 2)), cells)
+    lanes = chance.randint(MOST_CELLS, 2 * MOST_CELLS)
+    return Sizes(cells * processes + spare, least * processes, MOST_CELLS * processes, lanes)
+
+
+def homes_of(blocks: int, cell: Shape) -> tuple[Runs, ...]:
+    """Most blocks are a coordinate's own; the last quarter is what all coordinates have, dealt to them by number."""
+    if cell == ONE:
+        return ()
+    common = _common(blocks)
+    home = [block % cell.processes if block in common else block * cell.processes // blocks for block in range(blocks)]
+    return tuple(Runs.of(b for b in range(blocks) if home[b] == coordinate) for coordinate in cell.coordinates)
+
+
+def models_of(blocks: int, homes: tuple[Runs, ...]) -> tuple[Runs, ...]:
+    """The model of each coordinate: its home, and all that they have in common."""
+    common = Runs.of(_common(blocks))
+    return tuple(home | common for home in homes)
+
+
+def _common(blocks: int) -> range:
+    return range(blocks - blocks // 4, blocks)

@@ -1,0 +1,112 @@
+"""Checkpoints of jobs whose lanes are trained by cells of two workers: real engines in one process, real files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import fresh, save, trained
+from crew import Crew, Task
+from rule import Edit, rule
+from shoal.checkpoint.catalogue import Found, at
+from shoal.checkpoint.export import export, export_dcp
+from shoal.checkpoint.fingerprint import verify
+from shoal.checkpoint.restore import fits
+from shoal.checkpoint.storage import open_storage
+from shoal.core.layout import CellPart
+from shoal_protos.errors import UserError
+from tensor_parallel import CellTask, crew_of
+
+STEP = 2
+
+
+def task_of(place: Path, max_steps: int = 6, stage: int = 1, **checkpoint: Any) -> CellTask:
+    """With buffers."""
+    options = {"max_steps": max_steps, "stage": stage, "shoal": {"checkpoint": {"path": str(place), **checkpoint}}}
+    return CellTask(options, buffers=True)
+
+
+@cache
+def undisturbed() -> str:
+    """The fingerprint of one cell that saves nothing."""
+    with crew_of("ab", CellTask(buffers=True)) as crew:
+        return crew.finish()
+
+
+@pytest.mark.parametrize(("before", "after", "stage"), [("ab", "abcd", 1), ("dcba", "ba", 0)])
+@rule(
+    "A checkpoint has the blocks and buffers of every coordinate of a cell, and any number of cells goes on from it",
+    "Cells",
+    broken_by=[
+        Edit(
+            "shoal.checkpoint.reader",
+            "if file.coordinate == coordinate or not self.blocks.buckets[piece.bucket].is_own",
+            "if file.coordinate == 0 or not self.blocks.buckets[piece.bucket].is_own",
+        ),
+        Edit(
+            "shoal.checkpoint.restore", "beside[buffer_tensor(name, reader.coordinate)]", "beside[buffer_tensor(name)]"
+        ),
+    ],
+)
+def test_any_number_of_cells_goes_on_from_a_checkpoint(before: str, after: str, stage: int, tmp_path: Path) -> None:
+    with crew_of(before, task_of(tmp_path, STEP, every_steps=STEP)) as crew:
+        fingerprint = crew.finish()
+    path = str(next(tmp_path.glob(f"step-{STEP:012d}-*")))
+    assert verify(at(path, print).reader()).fingerprint == fingerprint
+    with crew_of(after, task_of(tmp_path, stage=stage)) as crew:
+        assert crew.finish() == undisturbed()
+        assert crew.job.durable.history[0].from_step == STEP
+
+
+# ---- what is refused
+
+
+@pytest.fixture(scope="module")
+def of_cells(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A checkpoint of cells of two."""
+    place = tmp_path_factory.mktemp("cells")
+    with crew_of("ab", task_of(place, STEP, every_steps=STEP)) as crew:
+        crew.finish()
+    return at(str(next(place.glob(f"step-{STEP:012d}-*"))), print)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_in_a_sentence(of_cells: Found) -> None:
+    alone, of_one = fresh(), save(trained(1), open_storage("memory://of one"))[1]
+    in_cells = fresh()
+    in_cells.layout = replace(in_cells.layout, part=CellPart(2))
+    for manifest, state, found, expected in (
+        (of_cells.manifest, alone, "cells of 2 processes", "one process"),
+        (of_one, in_cells, "one process", "cells of 2 processes"),
+        (of_one.model_copy(update={"kind": "model"}), in_cells, "one process", "cells of 2 processes"),
+    ):
+        with pytest.raises(UserError) as refusal:
+            fits(manifest, state, ("new", "missing"), "PLACE")
+        assert str(refusal.value) == (
+            f"PLACE is of {found}, and this job's lanes are trained by {expected}; going on with another shape of a "
+            "cell is not supported yet."
+        )
+    with pytest.raises(UserError, match="Taking what matches by name is not supported yet where a cell has several"):
+        fits(of_cells.manifest, in_cells, ("new", "missing"), "PLACE")
+
+
+def test_a_worker_alone_does_not_go_on_from_a_checkpoint_of_cells(of_cells: Found, tmp_path: Path) -> None:
+    shoal = {"checkpoint": {"path": str(tmp_path), "resume": of_cells.path}}
+    with Crew("a", Task({"max_steps": 6, "shoal": shoal})) as crew:
+        crew.until("its error", lambda: bool(crew.workers["a"].failure))
+        assert "going on with another shape of a cell is not supported yet" in crew.workers["a"].failure
+
+
+@pytest.mark.parametrize("kind", [export, export_dcp])
+def test_a_checkpoint_of_cells_is_not_exported(kind: Any, of_cells: Found, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it is of cells of 2 processes, each of which has a part of the model"):
+        kind(of_cells.reader(), tmp_path / "exported", None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_model_of_a_job_of_cells_is_not_exported() -> None:
+    with crew_of("ab", CellTask(prepare=lambda engine: engine.export("model.safetensors"))) as crew:
+        crew.until("its error", lambda: bool(crew.workers["a"].failure))
+        assert "engine.export is not supported yet where a cell has several processes" in crew.workers["a"].failure

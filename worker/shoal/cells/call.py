@@ -1,0 +1,135 @@
+"""Which collective a member makes, in 32 bytes, and the sentence where two members of a cell make different ones.
+
+Without the comparison a script that differs between coordinates would hang, or look like a broken connection. Pure but
+for the tensor that carries the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Kind(IntEnum):
+    """A collective, or a message."""
+
+    BARRIER = 0
+    ALL_REDUCE = 1
+    REDUCE = 2
+    ALL_GATHER = 3
+    GATHER = 4
+    REDUCE_SCATTER = 5
+    SCATTER = 6
+    BROADCAST = 7
+    ALL_TO_ALL = 8
+    SEND = 9
+    RECV = 10
+
+    @property
+    def words(self) -> str:
+        """Its name in `torch.distributed`."""
+        return self.name.lower()
+
+
+class LoopPlace(IntEnum):
+    """Where in its loop a script makes a collective."""
+
+    LANE = 0
+    EVALUATION = 1
+    BETWEEN = 2
+
+    @property
+    def words(self) -> str:
+        """For a sentence."""
+        return ("in a lane", "in an evaluation", "between engine.step and the next batch")[self]
+
+
+class Op(IntEnum):
+    """How values of members become one."""
+
+    NONE = 0
+    SUM = 1
+    AVG = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
+    BAND = 6
+    BOR = 7
+    BXOR = 8
+
+
+NO_ROOT = (1 << 32) - 1
+CONTENT = struct.Struct("<IBBBBQQII")
+"""The number in its group, kind, op, dtype, place; elements to the peer, and from it; the group, the root."""
+DTYPES = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+"""Those that are told by name."""
+
+
+@dataclass(slots=True)
+class CollectiveCall:
+    """What a script calls on one member."""
+
+    kind: Kind
+    dtype: torch.dtype
+    elements: int
+    """That each member gives, or gets from each."""
+    op: Op = Op.NONE
+    root: int = NO_ROOT
+    by_peer: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Where they differ between peers: elements to each, and from each."""
+    tag: int = 0
+    """Of a message, as the script gave it."""
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is between two members."""
+        return self.kind >= Kind.SEND
+
+    def to_tensor(self, number: int, place: LoopPlace, group: int, peer: int) -> Tensor:  # (32,) uint8
+        """What a peer is told: it is the `number`-th of the group."""
+        sent, awaited = self.elements, self.elements
+        if self.by_peer is not None:
+            sent, awaited = self.by_peer[0][peer], self.by_peer[1][peer]
+        dtype = DTYPES.index(self.dtype) if self.dtype in DTYPES else len(DTYPES)
+        content = CONTENT.pack(number, self.kind, self.op, dtype, place, sent, awaited, group, self.root)
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def compared(
+    mine: Tensor,  # (32,) uint8
+    theirs: Tensor,  # (32,) uint8
+    here: int,
+    there: int,
+) -> str:
+    """Why two members do not make the same collective, the same words on both; empty where they do. `here`, `there`:
+    their coordinates.
+    """
+    own, other = CONTENT.unpack(mine.numpy().tobytes()), CONTENT.unpack(theirs.numpy().tobytes())
+    number, kind, op, dtype, place, sent, awaited, group, root = other
+    if own == (number, kind, op, dtype, place, awaited, sent, group, root):
+        return ""
+    first, second = sorted(((here, own), (there, other)))
+    both = f"coordinate {first[0]} makes {_sentence(first[1])}, and coordinate {second[0]} {_sentence(second[1])}"
+    if own[7] != group:
+        both += ", in another process group"
+    return (
+        f"the members of a cell make different collectives: {both}; a script must make the same collectives in the "
+        "same order at every coordinate of a cell."
+    )
+
+
+def _sentence(content: tuple[int, ...]) -> str:
+    number, kind, op, dtype, place, sent, awaited, _, root = content
+    name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "other"
+    ways = f"{sent}" if sent == awaited else f"{sent} (and {awaited} back)"
+    by = f" ({Op(op).name})" if op != Op.NONE else ""
+    rooted = f" with root {root}" if root != NO_ROOT else ""
+    nth = f"as number {number} of its process group in this world"
+    return f"{Kind(kind).words}{by} of {ways} {name} elements{rooted} {nth}, {LoopPlace(place).words}"

@@ -1,0 +1,383 @@
+"""The cell of this process: over which group its collectives go, or why they are answered from here.
+
+A process has one `CellHub` for its life, and so have the process groups that its script holds (process_group.py); the
+cell behind it is another one in every generation. The training engine drives it: `begin` and `rest` at a change,
+`begin_lane` before a lane's first micro-batch, `raising` around its own backward. Until the first of these the script
+builds its model and has no partner: a worker that joins builds in the middle of a run.
+
+[Note: void lanes] A collective that fails raises nothing into a script: no frame there could do anything sensible with
+it, and other members may be a collective behind. It is answered from here, and so are all later ones until the next
+lane begins: the lane is void, and the engine has it trained again. Answers are values like any others, and never
+memory as it was, so that a script comes to its lane's end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
+from torch import Tensor
+
+from shoal.cells.call import CONTENT, CollectiveCall, Kind, LoopPlace, compared
+from shoal.cells.collectives import Collective, Round, all_gather, all_reduce
+from shoal.group.group import RESERVED_TAGS, Group, Work, WorldChanged
+
+CALLS_TAG = 1 << 16
+"""Tags from here to `RESERVED_TAGS` are a cell's. This one is of calls, which are compared in the order of the script
+in all groups together; the others are dealt to process groups by their names, which all members know."""
+BUILDING = (
+    "a collective ({}) has no partner while a model is built, because a worker that joins builds it in the middle of a "
+    "run. parallelize_module and distribute_tensor send rank 0's values while the model is built; all workers make the "
+    "same ones from the seed: give them src_data_rank=None. Other collectives belong behind shoal.initialize."
+)
+
+
+class _World:
+    """The cell in one generation."""
+
+    def __init__(self, group: Group, ranks: tuple[int, ...]) -> None:
+        """`ranks`: of the group, by coordinate."""
+        self.group, self.ranks = group, ranks
+        self.calls: Counter[str] = Counter()
+        """Collectives that each process group has begun in it."""
+        self.has_stepped = False
+        """Whether a step was committed in it."""
+
+
+class CellHub:
+    """Of this process."""
+
+    def __init__(self, shape: Shape, coordinate: int) -> None:
+        self.shape, self.coordinate = shape, coordinate
+        self.check_collectives = False
+        """Whether all calls are compared, and not those of a world's first step and the first of each place alone."""
+        self.is_void = False
+        """Whether a collective of the present lane has failed, or its lane is made void: all are answered from here."""
+        self.where, self._is_first = LoopPlace.LANE, True
+        """Where the script is, and whether it has made no collective of the whole cell there."""
+        self.wait_seconds = 0.0
+        """For which this process has waited in collectives."""
+        self._is_building, self._raises = True, 0
+        self._world: _World | None = None
+        self._whole = GroupPlace(self, tuple(shape.coordinates), "the whole cell")
+
+    # ---- driven by the engine
+
+    def begin(self, group: Group, ranks: tuple[int, ...]) -> None:
+        """Collectives go over this group from now on. `ranks`: of the members of this process's cell, by coordinate."""
+        self._is_building = False
+        self._world = _World(group, ranks)
+
+    def rest(self) -> None:
+        """This process is in no cell: collectives are answered from here."""
+        self._is_building = False
+        self._world = None
+
+    def on_commit(self) -> None:
+        """A step is committed: at the same place in the loop of all members of the cell."""
+        if self._world is not None:
+            self._world.has_stepped = True
+
+    def begin_lane(self) -> None:
+        """The next lane's first micro-batch begins."""
+        self.is_void = False
+
+    def come_to(self, place: LoopPlace) -> None:
+        """The script is at another place of its loop, as those of all members are when they make its collectives."""
+        self.where, self._is_first = place, True
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation, after which the script is where it was."""
+        before = self.where, self._is_first
+        self.come_to(LoopPlace.EVALUATION)
+        try:
+            yield
+        finally:
+            self.where, self._is_first = before
+
+    def make_void(self) -> None:
+        """The present lane counts no more. From any thread."""
+        self.is_void = True
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Within it a collective that fails, or is called in a void lane, raises `WorldChanged`, on whichever thread:
+        for frames that are the engine's own.
+        """
+        self._raises += 1
+        try:
+            yield
+        finally:
+            self._raises -= 1
+
+    def reduce_sum(self, tensors: Sequence[Tensor]) -> None:
+        """Adds tensors of one dtype up over the cell, each in its place, in the order of coordinates. Raises
+        `WorldChanged`.
+        """
+        if not tensors:
+            return
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        with self.raising():
+            self._whole.begin(all_reduce(self._whole.me, self._whole.size, flat)).finish()
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+    def gather(
+        self,
+        tensor: Tensor,  # of any shape
+    ) -> Tensor:  # (processes of a cell, …)
+        """What the members of the cell have of it, by coordinate. Raises `WorldChanged`."""
+        found = torch.stack([tensor] * self._whole.size)
+        with self.raising():
+            self._whole.begin(all_gather(self._whole.me, self._whole.size, found.unbind(), tensor)).finish()
+        return found
+
+    # ---- asked by process groups
+
+    @property
+    def world(self) -> _World | None:
+        """The cell of the present lane; None where collectives are answered from here."""
+        return None if self.is_void else self._world
+
+    def refuse_while_building(self, call: CollectiveCall) -> None:
+        """Raises `UserError`."""
+        if self._is_building and call.kind is not Kind.BARRIER:
+            raise UserError(BUILDING.format(call.kind.words))
+
+    def on_answer(self) -> None:
+        """A collective is about to be answered from here. Raises `WorldChanged` in the engine's own frames."""
+        if self.is_void and self._raises:
+            raise WorldChanged("a collective was called in a lane that is void")
+
+    def is_present(self, world: _World) -> bool:
+        """Whether this is still the cell of this process."""
+        return world is self._world
+
+    def on_failure(self, failure: WorldChanged, world: _World) -> None:
+        """A collective has failed: the lane is void. Raises `failure` in the engine's own frames."""
+        self.is_void = self.is_void or self.is_present(world)
+        if self._raises:
+            raise failure
+
+    def compares(self, world: _World, is_whole: bool) -> bool:
+        """Whether members tell each other which collective they make before they make it. `is_whole`: it is one of all
+        members of the cell, of which each has the same first one at a place.
+        """
+        is_first = self._is_first and is_whole
+        self._is_first = self._is_first and not is_whole
+        return is_first or self.check_collectives or not world.has_stepped
+
+
+class GroupPlace:
+    """This process's place in a process group of its cell: what posts collectives and finishes them."""
+
+    def __init__(self, hub: CellHub, coordinates: Sequence[int], name: str) -> None:
+        """`coordinates`: of the group's members, by their rank in it."""
+        self.hub, self.coordinates, self.name = hub, tuple(coordinates), name
+        self.me, self.size = self.coordinates.index(hub.coordinate), len(self.coordinates)
+        self.is_whole = self.coordinates == tuple(hub.shape.coordinates)
+        self.under_way: deque[Doing] = deque()
+        """Collectives that are posted and not finished, in the order of the script."""
+        self.number = _number(name)
+        """Its name, as short as it is told to others."""
+        self.tag_of = lru_cache(maxsize=1 << 12)(lambda *purpose: _tag(name, purpose))
+        """That of a message, by what it is for and how long it is: members that make different collectives wait for
+        each other then, and take no bytes for what they are not (gloo ends a process whose receive is too short).
+        """
+
+    def begin(self, collective: Collective) -> Doing:
+        """Posts what can be posted. Raises `UserError`, and `WorldChanged` in the engine's own frames."""
+        hub = self.hub
+        doing = Doing(self, collective)
+        if self.size > 1:
+            hub.refuse_while_building(collective.call)
+            if (world := hub.world) is not None:
+                doing.post(world)
+                return doing
+            hub.on_answer()
+        doing.answer()
+        return doing
+
+    def rank_of(self, world: _World, peer: int) -> int:
+        """The rank that a peer has in a world."""
+        return world.ranks[self.coordinates[peer]]
+
+
+class Doing:
+    """A collective of this process under way.
+
+    Receives and sends of its first round are posted when it begins, so that no member waits for one whose script does
+    something else in between; the second round's when it is finished. Collectives of one group are finished in the
+    order in which they began, so that messages of one tag are posted in one order everywhere.
+    """
+
+    __slots__ = ("_calls", "_is_done", "_number", "_place", "_round", "_where", "_works", "_world", "collective")
+
+    def __init__(self, place: GroupPlace, collective: Collective) -> None:
+        self._place, self.collective = place, collective
+        self._world: _World | None = None
+        self._works: list[Work] = []
+        self._calls: list[tuple[int, Tensor]] = []
+        """By peer, what it says that it calls, where that is compared and not yet known."""
+        self._number = self._round = 0
+        """Its own in its group and world, and that of the round that is posted next."""
+        self._where = place.hub.where
+        """Where in the loop it was made."""
+        self._is_done = False
+
+    def post(self, world: _World) -> None:
+        """Posts its first messages."""
+        place, self._world = self._place, world
+        try:
+            if not self.collective.call.is_message:
+                world.calls[place.name] += 1
+                self._number = world.calls[place.name]
+                if place.is_whole:
+                    world.group.progress.step_on()
+                place.under_way.append(self)
+                if place.hub.compares(world, place.is_whole):
+                    self._tell_call(world)
+                    return
+            self._advance(world)
+        except WorldChanged as failure:
+            self._fail(failure)
+
+    def finish(self) -> None:
+        """Waits until it is done, here or by an answer. Raises `UserError` where members make different collectives,
+        `WorldChanged` in the engine's own frames.
+        """
+        while not self._is_done:
+            earlier = self if self.collective.call.is_message else self._place.under_way[0]
+            earlier._finish()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its results are there."""
+        return self._is_done
+
+    def _finish(self) -> None:
+        hub, world = self._place.hub, self._world
+        if world is None or not hub.is_present(world):  # of a lane that is over: it counts no more
+            self.answer()
+        elif hub.is_void:
+            self._fail(WorldChanged("a collective of a lane that is void"))
+        else:
+            try:
+                while not self._is_done:
+                    self._wait(world.group)
+                    if self._calls:
+                        self._compare_calls()
+                    self._advance(world)
+            except WorldChanged as failure:
+                self._fail(failure)
+            except BaseException:  # it was given up, and stands before no other
+                self._end()
+                raise
+
+    def _wait(self, group: Group) -> None:
+        """Until the messages of a round are there. Raises `WorldChanged`."""
+        began = time.monotonic()
+        try:
+            group.wait(self._works)
+        finally:
+            self._place.hub.wait_seconds += time.monotonic() - began
+
+    def answer(self) -> None:
+        """As if all others had what this process has, and zeros where it has nothing."""
+        self._end()
+        with torch.no_grad():
+            for target, source in self.collective.here:
+                if source is None:
+                    target.zero_()
+                else:
+                    target.copy_(source.reshape(target.shape))
+
+    # ---- parts of it
+
+    def _advance(self, world: _World) -> None:
+        """Posts the next round, or ends."""
+        following = next(self.collective.rounds, None)
+        if following is None:
+            self._end()
+        else:
+            self._post_round(world, following)
+
+    def _post_round(self, world: _World, messages: Round) -> None:
+        """All messages of a round: receives first, so that what comes finds its place."""
+        place, group, call = self._place, world.group, self.collective.call
+        purpose = ("message", call.tag) if call.is_message else (self._round, call.kind, call.op)
+        self._round += 1
+        rank_of, tag_of, (sends, receives) = place.rank_of, place.tag_of, messages
+        self._works = [
+            group.receive(one, rank_of(world, peer), tag_of(*purpose, one.nbytes))
+            for peer, one in receives
+            if one.numel()
+        ]
+        self._works += [
+            group.send(one, rank_of(world, peer), tag_of(*purpose, one.nbytes)) for peer, one in sends if one.numel()
+        ]
+
+    def _tell_call(self, world: _World) -> None:
+        place, group = self._place, world.group
+        peers = [peer for peer in range(place.size) if peer != place.me]
+        self._calls = [(peer, torch.empty(CONTENT.size, dtype=torch.uint8)) for peer in peers]
+        for peer, content in self._calls:
+            self._works.append(group.receive(content, place.rank_of(world, peer), CALLS_TAG))
+        for peer in peers:
+            self._works.append(group.send(self._call(peer), place.rank_of(world, peer), CALLS_TAG))
+
+    def _call(self, peer: int) -> Tensor:  # (32,) uint8
+        return self.collective.call.to_tensor(self._number, self._where, self._place.number, peer)
+
+    def _compare_calls(self) -> None:
+        """Raises `UserError`, on all members that differ from one another."""
+        place, (calls, self._calls) = self._place, (self._calls, [])
+        for peer, content in calls:
+            difference = compared(self._call(peer), content, place.hub.coordinate, place.coordinates[peer])
+            if difference:
+                raise UserError(difference)
+
+    def _fail(self, failure: WorldChanged) -> None:
+        """The lane is void, and this is answered from here. Raises it in the engine's own frames."""
+        assert self._world is not None
+        self.answer()
+        self._place.hub.on_failure(failure, self._world)
+
+    def _end(self) -> None:
+        self._is_done = True
+        if self in self._place.under_way:
+            self._place.under_way.remove(self)
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+def _tag(name: str, purpose: object) -> int:
+    """One of a cell's. That two are equal is as likely as to guess one, and harms nothing while members post in one
+    order.
+    """
+    return CALLS_TAG + 1 + _number(f"{name}/{purpose}") % (RESERVED_TAGS - CALLS_TAG - 1)
+
+
+_hub: CellHub | None = None
+
+
+def current_hub() -> CellHub | None:
+    """The process's; None where its cell is one process."""
+    return _hub
+
+
+def set_hub(hub: CellHub | None) -> None:
+    """Makes it the process's."""
+    global _hub
+    _hub = hub

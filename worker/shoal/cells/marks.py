@@ -1,0 +1,193 @@
+"""What of a module is divided among the places of a cell, and what all of them have.
+
+A parameter is a place's *own*, a shard that no other place has, or *common*. The gradients of a common one are equal on
+all places, or each place has a part of their sum. A DTensor says it by its placements, a parameter of Megatron's layers
+by its attributes, any other by `shoal.sharded` or `shoal.common`; one without a mark is common with equal gradients.
+The engine asks `marks` once, when it takes a module over; it works on the parts of DTensors that lie in this process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from shoal_protos.errors import UserError
+from shoal_protos.shape import DIMENSIONS, Shape
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+_MARK = "_shoal_mark"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a parameter is to the places of a cell's tensor dimension."""
+
+    is_own: bool = False
+    """A shard that no other place has; else all have the same."""
+    gradient: Literal["equal", "sum"] = "equal"
+    """Of a common one: what places have of its gradient. A DTensor's gradient says itself where it is a sum."""
+    dim: int = -1
+    """Along which an own one is cut; -1: nothing says it."""
+    stride: int = 1
+    """Pieces that a place has of each of its cuts, as Megatron's fused layers interleave them."""
+
+
+COMMON = Mark()
+
+
+# ---- given by scripts
+
+
+def sharded(parameter: AnyTensor, *, dim: int = 0, over: str = "tensor") -> AnyTensor:
+    """Marks a parameter of which each place of a dimension has a part of its own, cut along `dim`. Returns it. Raises
+    `UserError`.
+    """
+    _check(parameter, over)
+    if not -parameter.dim() <= dim < max(parameter.dim(), 1):
+        raise UserError(f"shoal.sharded is given dim {dim} of a parameter of shape {tuple(parameter.shape)}.")
+    setattr(parameter, _MARK, (over, Mark(True, dim=dim % max(parameter.dim(), 1))))
+    return parameter
+
+
+def common(parameter: AnyTensor, *, over: str = "tensor", gradient: Literal["equal", "sum"] = "equal") -> AnyTensor:
+    """Marks a parameter that all places of a dimension have alike. `gradient`: "equal" on all of them, or a part of a
+    "sum" on each, as behind layers that divide a sequence. Returns it. Raises `UserError`.
+    """
+    _check(parameter, over)
+    if gradient not in ("equal", "sum"):
+        raise UserError(f'shoal.common is given gradient {gradient!r:.60}; expected "equal" or "sum".')
+    setattr(parameter, _MARK, (over, Mark(gradient=gradient)))
+    return parameter
+
+
+def _check(parameter: Tensor, over: str) -> None:
+    if over not in DIMENSIONS:
+        raise UserError(f"a parameter is marked over {over!r:.60}; expected one of {', '.join(DIMENSIONS)}.")
+    if is_divided(parameter):
+        raise UserError("a DTensor is marked; its placements say what it is, so leave the mark out.")
+
+
+# ---- asked by the engine
+
+
+def marks(module: nn.Module, shape: Shape) -> dict[str, Mark]:
+    """What each parameter is, by all names that it has. Raises `UserError` for one that cannot be divided so."""
+    named = module.named_parameters(remove_duplicate=False)
+    if shape.tensor == 1:
+        return {name: COMMON for name, _ in named}
+    return {name: _mark(name, parameter, shape) for name, parameter in named}
+
+
+def _mark(name: str, parameter: Tensor, shape: Shape) -> Mark:
+    if is_divided(parameter):
+        return _placed(name, parameter, shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        return Mark(True, dim=int(getattr(parameter, "partition_dim", -1)),
+                    stride=int(getattr(parameter, "partition_stride", 1)))  # fmt: skip
+    if getattr(parameter, "sequence_parallel", False):
+        return Mark(gradient="sum")
+    over, mark = cast(tuple[str, Mark], getattr(parameter, _MARK, ("tensor", COMMON)))
+    return mark if over == "tensor" else COMMON
+
+
+def _placed(name: str, parameter: Any, shape: Shape) -> Mark:
+    found = COMMON
+    for size, placement in _sized(parameter):
+        if size != shape.tensor:
+            raise UserError(
+                f'parameter "{name}" is a DTensor on a mesh of {size} places, and the cell has {shape.tensor} in its '
+                'tensor dimension; make it on cell.mesh["tensor"].'
+            )
+        if placement.is_partial():
+            raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
+        if placement.is_shard():
+            if parameter.shape[placement.dim] % size:
+                raise UserError(
+                    f'parameter "{name}" of shape {tuple(parameter.shape)} is a DTensor that is cut into {size} parts '
+                    f"along dimension {placement.dim}, which are not equal; not supported yet."
+                )
+            found = Mark(True, dim=placement.dim)
+    return found
+
+
+# ---- DTensors
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What of it lies in this process: a DTensor's part, and any other as it is."""
+    if not is_divided(tensor):
+        return tensor
+    local = cast(Any, tensor)._local_tensor
+    return cast(Tensor, local.wait() if hasattr(local, "wait") else local)  # one that a collective is still filling
+
+
+def adopt_local(parameter: Tensor, memory: Tensor) -> None:
+    """Gives a DTensor's part this memory, which has its values.
+
+    Under a storage of its own: torch.compile cannot trace a DTensor whose part is a view of a larger storage.
+    """
+    part = from_dlpack(memory)
+    part.requires_grad_(local_of(parameter).requires_grad)
+    cast(Any, parameter)._local_tensor = part
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradient:
+    """The gradient of the part of a parameter that lies in this process, or what becomes it."""
+
+    tensor: Tensor
+    is_partial: bool = False
+    """It is to be added up over the places of the tensor dimension first."""
+    cut: tuple[int, int, int] | None = None
+    """Dimension, start and length of the part of the sum that belongs to this process."""
+
+    def own(self, total: Tensor) -> Tensor:
+        """Of what the sum has become."""
+        return total if self.cut is None else total.narrow(*self.cut)
+
+
+def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
+    """What this process has of a gradient, whose placements may differ from its parameter's. Raises `UserError`."""
+    local = local_of(gradient)
+    if not (is_divided(parameter) and is_divided(gradient)):
+        return LocalGradient(local)
+    part, index = local_of(parameter), _index(parameter)
+    pairs = zip(_sized(parameter), _sized(gradient), strict=True)
+    wanted, given = next(((mine, theirs) for (_, mine), (_, theirs) in pairs), (None, None))
+    if wanted is None or given is None or wanted == given:
+        return LocalGradient(local)
+    if given.is_partial() and given.reduce_op != "sum":
+        raise UserError(f"a DTensor's gradient has placement {given}; expected a sum.")
+    if given.is_shard():  # a part of what all have: zeros elsewhere make it a part of a sum
+        whole = local.new_zeros(parameter.shape)
+        length = local.shape[given.dim]
+        whole.narrow(given.dim, index * length, length).copy_(local)
+        local = whole
+    if not wanted.is_shard():
+        return LocalGradient(local, is_partial=True)
+    length = part.shape[wanted.dim]
+    cut = wanted.dim, index * length, length
+    if given.is_replicate():
+        return LocalGradient(local.narrow(*cut))
+    return LocalGradient(local, is_partial=True, cut=cut)
+
+
+def _sized(tensor: Any) -> Iterator[tuple[int, Any]]:
+    """The dimensions of its mesh that have several places, and how it lies on them."""
+    return ((size, one) for size, one in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if size > 1)
+
+
+def _index(tensor: Any) -> int:
+    """This process's place in the one dimension of its mesh that has several."""
+    mesh = tensor.device_mesh
+    return int(next((mesh.get_local_rank(at) for at, size in enumerate(mesh.shape) if size > 1), 0))

@@ -1,0 +1,274 @@
+"""A checkpoint of another layout than this job's model has: in what they differ, and what of it is taken by name.
+
+The same layout: blocks are read as they are, training goes on. Another one is an error that names the first parameter
+that differs, unless `checkpoint.allow` names the difference: then parameters and buffers that match by name are taken,
+all others keep their initial values, and training begins at step 0 with a fresh optimizer (fine-tuning).
+
+What is taken are values that parameters in another layout begin with: read in parts, so a worker has never more of them
+than of values that it makes: what it keeps, and a tensor or a stretch of blocks. Every part is verified. Names that are
+tied in the module stand for the one under which the module knows the tensor. Called by restore.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+from shoal.blocks.loaded_state import MASTER
+from shoal.checkpoint.manifest import Manifest, StateEntry, buffer_tensor
+from shoal.checkpoint.named import Known, names, tied_names
+from shoal.checkpoint.reader import Reader
+from shoal.core.layout import Bucket, Layout, Slot, Stretch
+from shoal.core.units import named_parameters
+from shoal.exchange.module_buffers import persistent_buffers
+
+ALLOWED = ("new", "missing")
+"""`new`: of the model, unknown to the checkpoint. `missing`: of the checkpoint, unknown to the model."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Tensors by name: what is taken from the checkpoint, what keeps its initial value, what is left behind."""
+
+    taken: tuple[str, ...]
+    new: tuple[str, ...]
+    missing: tuple[str, ...]
+    has_optimizer: bool = False
+    """Whether optimizer states are taken too."""
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.taken)} tensors are taken by name"]
+        if self.new:
+            parts.append(f"{_listed(self.new)} keep their initial values")
+        if self.missing:
+            parts.append(f"{_listed(self.missing)} of the checkpoint are left out")
+        optimizer = "the optimizer states that came with them" if self.has_optimizer else "a fresh optimizer"
+        return f"{'; '.join(parts)}; training begins at step 0 with {optimizer}."
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(f'"{name}"' for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None:
+    """What keeps blocks from being read as they are, one sentence; None where nothing does."""
+    if manifest.kind == "model":
+        return "it holds a model without a training state."
+    theirs, ours = _slots(manifest.blocks), _slots(layout)
+    for found, wanted in zip_longest(theirs, ours):
+        sentence = _parameters_differ(found, wanted)
+        if sentence:
+            return sentence
+    if manifest.blocks.text() != layout.text():
+        return _blocks_differ(manifest.blocks, layout)
+    if manifest.optimizer != optimizer:
+        return f"its optimizer is {manifest.optimizer}, this job's is {optimizer}."
+    return None
+
+
+def _slots(layout: Layout) -> list[Slot]:
+    return [slot for bucket in layout.buckets for slot in bucket.slots]
+
+
+def _blocks_differ(theirs: Layout, ours: Layout) -> str:
+    mine, other = ({bucket.slots[0].parameter.name for bucket in one.buckets if bucket.slots} for one in (ours, theirs))
+    for whose, only in (("the checkpoint", other - mine), ("the model", mine - other)):
+        if only:
+            return (
+                f'it was written with other units: only in {whose} a bucket begins with parameter "{min(only)}". '
+                "Give `shoal.units` as it was."
+            )
+    return "its parameters lie in other blocks: it was written by another version of Shoal."
+
+
+def _parameters_differ(found: Slot | None, wanted: Slot | None) -> str | None:
+    if found is None or wanted is None:
+        only = found or wanted
+        assert only is not None
+        whose = "the checkpoint" if wanted is None else "the model"
+        return f'only {whose} has parameter "{only.parameter.name}".'
+    mine, theirs = wanted.parameter, found.parameter
+    if mine.name != theirs.name:
+        return f'parameter "{mine.name}" of the model is where the checkpoint has "{theirs.name}".'
+    for kind in ("shape", "dtype"):
+        if getattr(mine, kind) != getattr(theirs, kind):
+            return (
+                f'parameter "{mine.name}" has {kind} {getattr(mine, kind)}, the checkpoint\'s {getattr(theirs, kind)}.'
+            )
+    if mine.group != theirs.group:
+        return f'parameter "{mine.name}" is in optimizer group {mine.group}, the checkpoint\'s in {theirs.group}.'
+    return None
+
+
+def match(theirs: Mapping[str, Shape], ours: Mapping[str, Shape], allow: Sequence[str], where: str) -> Match:
+    """What is taken by name: same name and same shape (another dtype is converted).
+
+    Raises `UserError` naming the first tensor that only one side has, or has in another shape, where `allow` does not
+    name that difference. One of another shape is both new and missing.
+    """
+    taken = tuple(name for name, shape in ours.items() if theirs.get(name) == shape)
+    new = tuple(name for name in ours if name not in taken)
+    missing = tuple(name for name in theirs if name not in taken)
+    needed = [kind for kind, differing in (("new", new), ("missing", missing)) if differing]
+    for kind, differing, whose in (("new", new, "the model"), ("missing", missing, "the checkpoint")):
+        if differing and kind not in allow:
+            raise UserError(
+                f"{where} does not fit: {_why(differing[0], theirs, ours, whose)} To begin at step 0 with what matches "
+                f"by name, set `shoal.checkpoint.allow: {json.dumps(needed)}`."
+            )
+    return Match(taken, new, missing)
+
+
+def _why(name: str, theirs: Mapping[str, Shape], ours: Mapping[str, Shape], whose: str) -> str:
+    if name in theirs and name in ours:
+        return f'"{name}" has shape {ours[name]}, the checkpoint\'s {theirs[name]}.'
+    return f'only {whose} has "{name}".'
+
+
+PART_ELEMENTS = 1 << 20
+"""Of tensors that are compared, at a time."""
+
+
+class TakenTensors:
+    """`GivenValues` of a checkpoint. `taken`: the model's names, each with the checkpoint's."""
+
+    def __init__(self, reader: Reader, taken: Mapping[str, str]) -> None:
+        self._reader, self._taken = reader, taken
+        buckets = reader.manifest.blocks.buckets
+        self._slots = {slot.parameter.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
+        self._states: dict[int, Mapping[str, StateEntry]] = {}
+        """By bucket what all its pieces have, of an import."""
+        if reader.manifest.kind == "model":
+            self._states = {one.bucket: one.state for file in reader.manifest.files for one in file.pieces}
+        self._whole: tuple[str, Tensor] | None = None
+        """A tensor beside the blocks, which can be read whole alone."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._taken
+
+    def part(self, name: str, first: int, last: int) -> Tensor:  # (last - first,) of the checkpoint's dtype, or wider
+        """Elements of a tensor, flat. Raises `CheckpointDamaged` where they are not what was written."""
+        theirs = self._taken[name]
+        if theirs in self._slots:
+            return self._of_blocks(*self._slots[theirs], first, last)
+        if self._whole is None or self._whole[0] != theirs:
+            self.forget()
+            self._whole = theirs, self._beside(theirs)
+        return self._whole[1].reshape(-1)[first:last]
+
+    def forget(self) -> None:
+        """What was read last."""
+        self._whole = None
+
+    # ---- optimizer states, of a checkpoint that was imported with them
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are any."""
+        return any(self._states.values())
+
+    def kept(self, name: str) -> tuple[int, Mapping[str, bool]]:
+        """What an optimizer keeps of a parameter: a number that is the same for those of which all is alike, and by key
+        whether it is one number for the whole parameter.
+        """
+        bucket, _ = self._slots[self._taken[name]]
+        return bucket.group, {key: entry.scalar for key, entry in self._states.get(bucket.index, {}).items()}
+
+    def state_part(self, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,), or ()
+        """Elements of a parameter's optimizer state, flat, or its one number. Raises `CheckpointDamaged` where they are
+        not what was written.
+        """
+        stretch, start = self._stretch_of(*self._slots[self._taken[name]], first, last)
+        found = self._reader.states([stretch], only=key)
+        parts = [found[one][key] for one in sorted(found)]
+        return parts[0] if parts[0].dim() == 0 else torch.cat(parts)[start : start + last - first]
+
+    # ---- reading
+
+    def _stretch_of(self, bucket: Bucket, slot: Slot, first: int, last: int) -> tuple[Stretch, int]:
+        """Blocks that hold elements of a tensor, and where these begin in them."""
+        size = self._reader.manifest.blocks.block_elements
+        start, stop = slot.start + first, slot.start + last
+        return Stretch(bucket.index, start // size, -(-stop // size)), start % size
+
+    def _of_blocks(self, bucket: Bucket, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
+        size = self._reader.manifest.blocks.block_elements
+        stretch, start = self._stretch_of(bucket, slot, first, last)
+        values = self._masters(stretch) if bucket.has_masters else None
+        if values is None:
+            window = _Window(stretch, torch.empty(stretch.blocks * size, dtype=bucket.dtype), size)
+            self._reader.parameters([stretch], window)
+            values = window.values
+        return values[start : start + last - first]
+
+    def _masters(self, stretch: Stretch) -> Tensor | None:  # (elements,), where there are such
+        states = self._reader.states([stretch], only=MASTER)
+        if not states or any(MASTER not in state for state in states.values()):
+            return None
+        return torch.cat([states[one][MASTER] for one in sorted(states)])
+
+    def _beside(self, name: str) -> Tensor:  # of its own shape
+        found = self._reader.frozen([name])
+        return found[name] if name in found else self._reader.tensors([buffer_tensor(name)])[buffer_tensor(name)]
+
+
+class _Window:
+    """`BlockValues` of the blocks that are read."""
+
+    def __init__(
+        self,
+        stretch: Stretch,
+        values: Tensor,  # (elements,)
+        size: int,
+    ) -> None:
+        self._stretch, self.values, self._size = stretch, values, size
+
+    def of(self, stretch: Stretch) -> Tensor:  # (elements,)
+        return self.range(stretch.bucket, stretch.start * self._size, stretch.stop * self._size)
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        assert bucket == self._stretch.bucket
+        first = self._stretch.start * self._size
+        return self.values[start - first : stop - first]
+
+
+def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tuple[Match, TakenTensors]:
+    """What matches. Raises `UserError` as `match` does, and where what the module ties are different tensors."""
+    ours = {**dict(named_parameters(module)), **persistent_buffers(module)}
+    tied = tied_names(module)
+    found = names(reader.manifest)
+    for name in found:
+        if tied.get(name) in found:
+            _check_tied(reader, found, name, tied[name])
+    theirs = {tied[name]: (name, known.shape) for name, known in found.items() if name in tied}
+    theirs |= {name: (name, known.shape) for name, known in found.items() if name not in tied}
+    shapes = {name: shape for name, (_, shape) in theirs.items()}
+    matched = match(shapes, {name: tuple(tensor.shape) for name, tensor in ours.items()}, allow, reader.where)
+    taken = TakenTensors(reader, {name: theirs[name][0] for name in matched.taken})
+    is_whole = not (matched.new or matched.missing)
+    return replace(matched, has_optimizer=is_whole and taken.has_states), taken
+
+
+def _check_tied(reader: Reader, found: Mapping[str, Known], name: str, first: str) -> None:
+    """Only one of two tensors that the module ties can be taken, so the checkpoint must have the same bits of both."""
+    values, elements = TakenTensors(reader, {name: name, first: first}), math.prod(found[name].shape)
+
+    def is_alike(start: int) -> bool:
+        one, other = (values.part(of, start, min(elements, start + PART_ELEMENTS)) for of in (name, first))
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+    if found[name] != found[first] or not all(map(is_alike, range(0, elements, PART_ELEMENTS))):
+        raise UserError(
+            f'{reader.where} does not fit: "{first}" and "{name}" are one tensor in the model and differ in the '
+            "checkpoint. Build the model without the tie, or import one in which they are the same."
+        )

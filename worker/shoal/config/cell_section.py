@@ -1,0 +1,56 @@
+"""The shape of a job's cells, from its config: what it is, and what it does not work with yet.
+
+Called by `load.py` and `training.py`. DeepSpeed's names of the sizes have become those of the section `shoal.cell` by
+then (`shoal_protos.old_config_keys`). Where a cell is one process nothing here changes anything. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal_protos.shape import DIMENSIONS, Shape, broken_shape
+from shoal_protos.text import shown
+
+from shoal.config.document import Cell, Document
+
+BUILT = ("tensor",)
+"""Dimensions in which a cell may have several processes."""
+HIGHEST_STAGE = 1
+"""Of ZeRO, for cells of several processes."""
+
+
+def shape_in(section: Cell) -> Shape:
+    """What a checked section says."""
+    return Shape(**section.model_dump())
+
+
+def impossible(shape: Shape) -> Iterator[str]:
+    """Why there are no such cells, or not yet."""
+    if why := broken_shape(shape):
+        yield f"`shoal.cell` is no shape: {why}."
+    for dimension in DIMENSIONS:
+        if dimension not in BUILT and (size := getattr(shape, dimension)) > 1:
+            yield (
+                f"`shoal.cell.{dimension}` is {size}, which is not supported yet: a cell has several processes in the "
+                f"dimension {' and '.join(BUILT)} only."
+            )
+
+
+def cell_faults(document: Document) -> Iterator[str]:
+    """What cells of several processes cannot be, or do not work with yet."""
+    shape, zero = shape_in(document.shoal.cell), document.zero_optimization
+    yield from impossible(shape)
+    if shape.processes == 1:
+        return
+    unfit: dict[str, object] = {
+        "zero_optimization.stage": zero.stage if zero.stage > HIGHEST_STAGE else None,
+        "zero_optimization.offload_optimizer.device": _or_none(zero.offload_optimizer.device),
+        "zero_optimization.offload_param.device": _or_none(zero.offload_param.device),
+    }
+    for key, value in unfit.items():
+        if value is not None:
+            yield f"`{key}` is {shown(value)}, which is not supported yet where a cell has several processes ({shape})."
+
+
+def _or_none(device: str | None) -> str | None:
+    return None if device == "none" else device

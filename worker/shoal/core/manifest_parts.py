@@ -1,0 +1,154 @@
+"""Parts of a manifest that training knows too: the layout as it is written, and the lineage of a run.
+
+Buckets are written with their slots, and with the other names under which tensors are known. A layout that was read is
+built again as the worker's own `Layout`, so that both sides address blocks by one thing. Where it does not add up
+(slots that overlap, a block size that no layout has), the manifest is a damaged one.
+
+The lineage says which checkpoints a run's training goes back to, and which ones were given up when it went back to an
+older one. The manifest keeps it, so that a folder tells it without any controller. Several runs may share a folder:
+what is of none of a run's lineage is not its to count or to delete. The rest of a manifest is in
+checkpoint/manifest.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from shoal_protos.shape import MOST_PROCESSES
+
+from shoal.core.container import CODES, DTYPES
+from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, CellPart, Layout, Slot, Trainable
+
+
+class Entry(BaseModel):
+    """A section of a manifest: frozen, exact types, no key but the listed ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Name = Annotated[str, Field(max_length=4_096)]
+RunName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$")]
+Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
+Code = Literal[
+    "F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL",
+    "C64",
+]  # fmt: skip
+"""safetensors' names of dtypes."""
+
+
+def only_of_cells(default: int) -> Any:
+    """A field that stands in the manifest only where a cell is several processes. `default`: what it is else."""
+    return Field(default, ge=default, le=MOST_PROCESSES, exclude_if=lambda value: value == default)
+
+
+class SlotEntry(Entry):
+    """Where a parameter lies in its bucket: from element `start` on."""
+
+    name: Name
+    shape: Shape
+    start: Count
+
+
+class BucketEntry(Entry):
+    group: Annotated[int, Field(ge=0, le=1 << 20)]
+    dtype: Code
+    blocks: Annotated[int, Field(ge=1, le=1 << 20)]
+    slots: tuple[SlotEntry, ...]
+    own: Annotated[bool, Field(exclude_if=lambda own: not own)] = False
+    """Whether each coordinate of a cell has one of its own."""
+
+
+class LayoutEntry(Entry):
+    version: Literal[2] = VERSION
+    block_elements: Count
+    buckets: tuple[BucketEntry, ...]
+    tied: dict[Name, Name]
+    """Other names of parameters and buffers → the name under which they are written."""
+    coordinates: int = only_of_cells(1)
+    """The processes of a cell; all have buckets alike."""
+
+    @classmethod
+    def of(cls, layout: Layout, tied: dict[str, str]) -> LayoutEntry:
+        """The entry as it is written."""
+        buckets = tuple(
+            BucketEntry(
+                group=bucket.group,
+                dtype=CODES[bucket.dtype],  # type: ignore[arg-type]
+                blocks=bucket.blocks,
+                slots=tuple(
+                    SlotEntry(name=slot.parameter.name, shape=slot.parameter.shape, start=slot.start)
+                    for slot in bucket.slots
+                ),
+                own=bucket.is_own,
+            )
+            for bucket in layout.buckets
+        )
+        coordinates = layout.part.coordinates
+        return cls(block_elements=layout.block_elements, buckets=buckets, tied=tied, coordinates=coordinates)
+
+    def layout(self) -> Layout:
+        """The layout as it is used, at coordinate 0 of a cell."""
+        buckets: list[Bucket] = []
+        for index, entry in enumerate(self.buckets):
+            dtype = DTYPES[entry.dtype]
+            slots = tuple(
+                Slot(Trainable(s.name, s.shape, dtype, entry.group, own=entry.own), s.start) for s in entry.slots
+            )
+            elements = entry.blocks * self.block_elements
+            buckets.append(Bucket(index, entry.group, dtype, slots, entry.blocks, elements))
+        own = frozenset(slot.name for entry in self.buckets if entry.own for slot in entry.slots)
+        return Layout(self.block_elements, tuple(buckets), part=CellPart(self.coordinates, own=own))
+
+    def broken(self) -> Iterator[str]:
+        """What no layout is like."""
+        if not self.buckets:
+            yield "its layout has no parameters"
+        size = self.block_elements
+        if size < SMALLEST_BLOCK or size & (size - 1):
+            yield f"its blocks have {size} elements; expected a power of two from {SMALLEST_BLOCK} on"
+        layout = self.layout()
+        most = max(MOST_BLOCKS, len(self.buckets) * self.coordinates)
+        if layout.blocks > most:
+            yield f"it has {layout.blocks} blocks; expected at most {most}"
+        names: set[str] = set()
+        for bucket in layout.buckets:
+            at = 0
+            for slot in bucket.slots:
+                if slot.start < at or slot.start + slot.parameter.elements > bucket.elements:
+                    yield f'parameter "{slot.parameter.name}" does not fit into bucket {bucket.index}'
+                if slot.parameter.name in names:
+                    yield f'parameter "{slot.parameter.name}" is in it twice'
+                names.add(slot.parameter.name)
+                at = slot.start + slot.parameter.elements
+
+
+MOST_BRANCHES = 64
+"""How far back it is remembered: retention has long deleted what is older, but for every n-th."""
+
+
+class Branch(Entry):
+    """Training went on from a checkpoint: what was saved after it and before the generation `began` was given up."""
+
+    run: RunName
+    """Run of the checkpoint."""
+    generation: Count
+    step: Count
+    began: Count
+    """The first generation that went on from it."""
+
+
+Lineage = tuple[Branch, ...]
+"""Newest first."""
+
+
+def gone_on(run: str, generation: int, step: int, before: Lineage, began: int) -> Lineage:
+    """The lineage of a world that goes on from a checkpoint whose own lineage is `before`."""
+    return (Branch(run=run, generation=generation, step=step, began=began), *before)[:MOST_BRANCHES]
+
+
+def is_given_up(generation: int, step: int, lineage: Sequence[Branch]) -> bool:
+    """Whether training went back behind this save and on without it."""
+    return any((b.generation, b.step) < (generation, step) and generation < b.began for b in lineage)

@@ -1,0 +1,51 @@
+"""What Python does with an error that nothing in a script has caught: those of Shoal are told in their one sentence.
+
+Called by all that a script calls first: `shoal.cell`, `shoal.initialize` and the doors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.messages import START_AGAIN, WRONG_USE
+from shoal_protos.training_log import say
+
+from shoal.checkpoint.failure import NeedsFreshProcess, sentence_of
+
+
+def tell_errors_in_a_sentence() -> None:
+    """Called as soon as anything can be refused. A mistake of the user's ends the script with its own exit status.
+
+    Once: before an engine's own hook, another one would end the script before the engine has seen why.
+    """
+    if not any(isinstance(hook, _Sentences) for hook in _hooks()):
+        sys.excepthook = _Sentences()
+
+
+def _hooks() -> Iterator[object]:
+    """What Python calls, and what is called by it as far as it is ours."""
+    hook: object = sys.excepthook
+    while hook is not None:
+        hook = getattr(hook, "__self__", hook)  # of a method, what it belongs to
+        yield hook
+        hook = getattr(hook, "_hook", None)
+
+
+class _Sentences:
+    """Exception hook that prints an error of Shoal as its one sentence, with the script's line."""
+
+    def __init__(self) -> None:
+        self._hook = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ShoalError):
+            say(sentence_of(error))
+        else:
+            self._hook(kind, error, trace)
+        if isinstance(error, UserError):
+            raise SystemExit(WRONG_USE)
+        if isinstance(error, NeedsFreshProcess):
+            raise SystemExit(START_AGAIN)

@@ -1,0 +1,78 @@
+"""The check that gradients that are said to be equal over a cell are: in the first steps of every world.
+
+A parameter that is common to a cell and has no mark is trained with the gradient of one member; where a layer divides a
+sequence, say, that would be a part of the sum, and nothing else would notice it. The checksums of a step's lanes are
+compared over the cell before the step's exchange ends. Called by reducing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from shoal_protos.errors import JobFailed
+
+from shoal.blocks.flat import Gradients, views
+from shoal.cells.hub import CellHub
+from shoal.core.layout import Layout
+
+STEPS = 2
+"""Of a world: more would cost without finding more."""
+WORDS = {4: torch.int32, 8: torch.int64}
+
+
+class EqualGradients:
+    """Of one process. `note` is called with what a lane's backward has left of each bucket, before it is added up."""
+
+    def __init__(self, layout: Layout, hub: CellHub) -> None:
+        self._layout, self._hub = layout, hub
+        self._first: dict[int, int] = {}
+        """By bucket, the place of its first parameter among those that are compared."""
+        self._names: list[str] = []
+        for bucket in layout.buckets:
+            if not (bucket.is_own or bucket.is_summed):
+                self._first[bucket.index] = len(self._names)
+                self._names += [slot.parameter.name for slot in bucket.slots]
+        self._noted: set[int] = set()
+        self.begin_world()
+
+    def begin_world(self) -> None:
+        """Its first step is to be compared."""
+        self._left = STEPS
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._sums = torch.zeros(len(self._names), dtype=torch.int64, device="cpu")
+        self._noted.clear()
+
+    def note(self, gradients: Gradients, bucket: int) -> None:
+        """The lane's gradient of a bucket is whole."""
+        if self._left and bucket in self._first:
+            self._noted.add(bucket)
+            flat = gradients.flats[bucket]
+            words = [one.reshape(-1).view(WORDS[flat.itemsize]).sum(dtype=torch.int64)
+                     for one in views(self._layout.buckets[bucket], flat)]  # fmt: skip
+            self._sums[self._first[bucket] :][: len(words)] += torch.stack(words).cpu()
+
+    def end_lane(self, gradients: Gradients) -> None:
+        """Its backwards are over, and what was not noted has not left."""
+        for bucket in self._first.keys() - self._noted:
+            self.note(gradients, bucket)
+        self._noted.clear()
+
+    def compare(self) -> None:
+        """All lanes of a step are done. Raises `WorldChanged`, and `JobFailed` on all members of a cell that differ."""
+        if self._left and self._names:
+            rows = self._hub.gather(self._sums)
+            self._left -= 1
+            if differing := (rows != rows[0]).any(0).nonzero().flatten().tolist():
+                self._refuse(self._names[one] for one in differing)
+            self._begin_step()
+
+    def _refuse(self, names: Iterable[str]) -> None:
+        size = self._hub.shape.tensor
+        places = "both" if size == 2 else f"all {size}"
+        raise JobFailed(
+            f'parameter "{next(iter(names))}" is said to have equal gradients on {places} tensor coordinates, and they '
+            'differ: mark it sequence_parallel (or shoal.common(p, gradient="sum")).'
+        )
