@@ -32,7 +32,9 @@ def running(
     """The command with that script as its own; whatever is left of it is ended."""
     counts = (str(restarts), str(processes))
     command = [sys.executable, "-c", PARENT, *counts, sys.executable, "-c", script, *arguments]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")} | env
+    # Not PYTHONUNBUFFERED: a line would be written in parts, and several processes write to one pipe.
+    left_out = ("SHOAL_", "PYTHONUNBUFFERED")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | env
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
         try:
             yield one
