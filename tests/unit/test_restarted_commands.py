@@ -32,9 +32,7 @@ def running(
     """The command with that script as its own; whatever is left of it is ended."""
     counts = (str(restarts), str(processes))
     command = [sys.executable, "-c", PARENT, *counts, sys.executable, "-c", script, *arguments]
-    # Not PYTHONUNBUFFERED: a line would be written in parts, and several processes write to one pipe.
-    left_out = ("SHOAL_", "PYTHONUNBUFFERED")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)} | env
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")} | env
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
         try:
             yield one
@@ -51,6 +49,11 @@ def ended(
         return one.returncode, output.splitlines(), errors
 
 
+WRITE = """
+import os, signal, sys
+def write(*words):  # a line at once, from a signal's handler too, beside other processes that write to the same pipe
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
+"""
 TELLS = "import os, sys; print(sys.argv[1:], os.environ['SHOAL_JOB'], os.environ['MINE'], os.getcwd()); sys.exit(%s)"
 
 
@@ -73,13 +76,14 @@ def test_a_command_that_a_launcher_starts_again_is_left_to_that() -> None:
     assert (status, len(lines), errors) == (START_AGAIN, 1, "")
 
 
-WAITS = """
-import os, signal, sys
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, lambda number, _: (print(number, flush=True), number in (10, 12) or sys.exit(75)))
-print(os.getpid(), flush=True)
+WAITS = f"""{WRITE}
+numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # one that came just before a wait by `pause` would be slept through
+write(os.getpid())
 while True:
-    signal.pause()
+    number = signal.sigwait(numbers)
+    write(int(number))
+    number in (10, 12) or sys.exit(75)
 """
 
 
@@ -103,21 +107,27 @@ def test_the_command_is_killed_with_its_parent() -> None:
         assert one.stdout.read() == "", "a command that lives keeps its output open"
 
 
-OF_EACH = """
-import os, sys
-print(*(os.environ.get(name) for name in ("SHOAL_WORKER_ID", "CUDA_VISIBLE_DEVICES", "SHOAL_HOST")), flush=True)
+OF_EACH = f"""{WRITE}
+write(*(os.environ.get(name) for name in ("SHOAL_WORKER_ID", "CUDA_VISIBLE_DEVICES", "SHOAL_HOST")))
 """
 
 
-def test_each_of_several_processes_has_its_id_and_device_and_the_first_failure_is_the_status() -> None:
-    others_first = OF_EACH + "sys.exit({'w4': 0, 'w5': 7, 'w6': 75}[os.environ['SHOAL_WORKER_ID']])"
-    status, lines, errors = ended(
-        others_first, processes=3, SHOAL_WORKER_ID="w4,w5,w6", SHOAL_LAUNCHER="kubernetes", SHOAL_HOST="10.0.0.9",
-        CUDA_VISIBLE_DEVICES="2,5",
-    )  # fmt: skip
-    assert sorted(lines) == ["w4 2 10.0.0.9", "w5 5 10.0.0.9", "w6 2 10.0.0.9"]
-    assert status == 7
-    assert errors.count("has ended with status") == 2, "the last one leaves none"
+def test_each_of_several_processes_has_its_id_and_device_and_the_first_failure_is_the_status(tmp_path: Path) -> None:
+    os.mkfifo(gate := tmp_path / "gate")
+    script = OF_EACH + "worker = os.environ['SHOAL_WORKER_ID']; worker == 'w6' and open(sys.argv[1]).read()\n"
+    script += "sys.exit({'w4': 0, 'w5': 7, 'w6': 75}[worker])"
+    with running(
+        script, str(gate), processes=3, SHOAL_WORKER_ID="w4,w5,w6", SHOAL_LAUNCHER="kubernetes",
+        SHOAL_HOST="10.0.0.9", CUDA_VISIBLE_DEVICES="2,5",
+    ) as one:  # fmt: skip
+        assert one.stderr is not None
+        first, second = one.stderr.readline(), one.stderr.readline()
+        gate.write_text("")  # the last one may end
+        output, errors = one.communicate(timeout=60)
+    assert sorted(output.splitlines()) == ["w4 2 10.0.0.9", "w5 5 10.0.0.9", "w6 2 10.0.0.9"]
+    assert one.returncode == 7
+    assert "has ended with status" in first and "has ended with status" in second
+    assert "has ended with status" not in errors, "the last one leaves none"
 
 
 def test_a_process_that_dies_or_begins_anew_leaves_the_others_alone_and_signals_reach_all() -> None:
