@@ -53,7 +53,7 @@ CALLS: list[tuple[Callable[[Engine], Any], str]] = [
     "A step",
     broken_by=Edit(
         "shoal.optim.hyper",
-        "    if scheduler is not None and not isinstance(scheduler, _Taken):\n",
+        "    if not isinstance(scheduler, _Taken):\n",
         "    if scheduler is None:\n",
     ),
 )
@@ -115,9 +115,12 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("model", "optimizer", "sentence"),
     [
-        ([MODEL, MODEL], None, r"model is a list; expected one torch\.nn.*Module\. An engine trains one model by one"),
+        ([MODEL, MODEL], None, r"model is a list; expected one torch\.nn.*Module\. An engine trains one model: put"),
         (None, None, r"model is a NoneType; expected one"),
-        (MODEL, [adam(MODEL)], r"optimizer is a list; expected one .*Optimizer\."),
+        (MODEL, [], r"optimizer is an empty list; expected one torch\.optim\.Optimizer at least\."),
+        (MODEL, [adam(MODEL), 0.1], r"optimizer\[1\] is a float; expected one torch\.optim\.Optimizer\."),
+        (MODEL, {"head": torch.optim.SGD}, r"optimizer\['head'\] is the class SGD; expected an object of it, SGD\("),
+        (MODEL, {0: adam(MODEL)}, r"optimizer is a dict; expected one torch\.optim\.Optimizer\."),
         (Nested(nn.LazyLinear(4)), None, r'parameter "part\.weight" has no shape yet \(a lazy module\); run one batch'),
         (Nested(nn.LazyBatchNorm1d(affine=False)), None, r'buffer "part\.running_mean" has no shape yet'),
         (Nested(nn.Embedding(3, 3, max_norm=1.0)), None, r'module "part" has max_norm=1\.0: its forward would change'),
@@ -134,6 +137,8 @@ def test_what_cannot_be_trained_is_refused_by_name_before_anything_is_built(
         initialize(model=model, config={}, dataset=None, optimizer=optimizer)
 
 
-def test_schedulers_come_one_at_a_time() -> None:
-    with pytest.raises(UserError, match=r"scheduler is a tuple; expected one torch\.optim\.lr_scheduler\.LRScheduler"):
+def test_a_list_of_schedulers_has_some() -> None:
+    with pytest.raises(UserError, match=r"scheduler is an empty tuple; expected one .*LRScheduler at least\."):
         check_given(MODEL, adam(MODEL), ())
+    with pytest.raises(UserError, match=r"scheduler\[0\] is a NoneType; expected one .*LRScheduler\."):
+        check_given(MODEL, adam(MODEL), [None])

@@ -10,34 +10,13 @@ from typing import Any
 import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
+from gan import Gan, body, whose
 from rule import Edit, holds, rule
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
-
-WIDTH = 64
-
-
-class Gan(nn.Module):
-    """A generator of rows from half of a row, and a discriminator that tells them from sequences of tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 16))
-        self.discriminator = nn.Sequential(nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
-
-    def of_discriminator(self, real: Tensor) -> Tensor:
-        with torch.no_grad():
-            fake = self.generator(real[:, :8])
-        judged = self.discriminator(torch.cat([real, fake]))
-        expected = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)])
-        return nn.functional.binary_cross_entropy_with_logits(judged, expected)
-
-    def of_generator(self, like: Tensor) -> Tensor:
-        judged = self.discriminator(self.generator(like[:, :8]))
-        return nn.functional.binary_cross_entropy_with_logits(judged, torch.ones(len(like), 1))
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -48,19 +27,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 def constant(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-
-
-def whose(engine: Engine) -> str:
-    """Two steps of the discriminator for one of the generator."""
-    return "generator" if engine.global_step % 3 == 2 else "discriminator"
-
-
-def body(engine: Engine, batch: Any) -> None:
-    turn, real = whose(engine), batch["tokens"].float() / 255
-    engine.turn(turn)
-    assert isinstance(engine.module, Gan)
-    engine.backward(engine.module.of_generator(real) if turn == "generator" else engine.module.of_discriminator(real))
-    engine.step()
 
 
 def gan(stage: int, **options: Any) -> Task:
@@ -83,8 +49,8 @@ def gan(stage: int, **options: Any) -> Task:
         ),
         Edit(
             "shoal.optim.hyper",
-            "        group[TURN] = group.get(NAME) in names\n",
-            "        group[TURN] = group.get(TURN, False) or group.get(NAME) in names\n",
+            "        group[TURN] = not own.isdisjoint(names)\n",
+            "        group[TURN] = group.get(TURN, False) or not own.isdisjoint(names)\n",
         ),
     ],
 )

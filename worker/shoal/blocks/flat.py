@@ -22,6 +22,7 @@ from shoal.blocks.values import WholeValues
 from shoal.cells.marks import adopt_local, is_divided, local_gradient, local_of
 from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Layout, Stretch, Trainable, lay_out
 from shoal.core.units import named_parameters, unit_numbers
+from shoal.optim.several import groups_by_parameter, only_group
 from shoal.process.host_memory import memory_on
 
 Flats = list[Tensor]  # each (elements,) of its bucket's dtype
@@ -46,20 +47,16 @@ def trainable(
 
     `units`: the classes that `shoal.units` names; `half`: the half precision that parameters may have.
 
-    Raises `UserError` for one that requires a gradient but is in no
-    optimizer group, for a dtype without an exact optimizer state, and for separate parameters that share storage.
+    Raises `UserError` for one that requires a gradient but is in no optimizer group, or in two optimizers, for a dtype
+    without an exact optimizer state, and for separate parameters that share storage.
     """
-    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups_of = groups_by_parameter(optimizer)
     unit_of = unit_numbers(model, units)
     found: list[tuple[Trainable, nn.Parameter]] = []
     for name, parameter in named_parameters(model):
         if not parameter.requires_grad:
             continue
-        if id(parameter) not in group_of:
-            raise UserError(
-                f'parameter "{name}" requires a gradient but is in no group of the optimizer. '
-                "Give it to the optimizer, or freeze it with requires_grad_(False)."
-            )
+        group = only_group(name, optimizer, groups_of.get(id(parameter), ()))
         if parameter.dtype not in (torch.float32, torch.float64, half):
             raise UserError(
                 f'parameter "{name}" has dtype {parameter.dtype}; expected torch.float32 or torch.float64: '
@@ -74,8 +71,7 @@ def trainable(
                 "`zero_optimization.stage`)."
             )
         refuse_hooks(name, parameter, own=0)
-        group, unit = group_of[id(parameter)], unit_of[id(parameter)]
-        shape = tuple(local_of(parameter).shape)
+        shape, unit = tuple(local_of(parameter).shape), unit_of[id(parameter)]
         info = Trainable(name, shape, parameter.dtype, group, unit, wrapped=is_divided(parameter))
         found.append((info, parameter))
     if not found:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
 from shoal.core.misses import Missed, Misses
+from shoal.optim.several import member_of, members_of, own_state_of
 from shoal.optim.twin import carried, probing_twin_of, without_hooks_on_all
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
@@ -67,7 +68,7 @@ class LoadedState:
         for bucket in self._layout.trained.buckets:
             made = probe_state(self._user, bucket, 2, self._layout.device)
             kinds = {key: value.dim() == 0 for key, value in made.items()}
-            _check_given(given, bucket, kinds, type(self._user), self.only_counts)
+            _check_given(given, bucket, kinds, type(member_of(self._user, bucket.group)[0]), self.only_counts)
             self._dtypes[bucket.index] = {key: value.dtype for key, value in made.items()}
         self._given, self._known = given, {}
 
@@ -95,12 +96,12 @@ class LoadedState:
                 dtypes = self._dtypes[bucket.index]
                 self._known[alike] = {key: part.reshape(()).to(dtypes[key]) for key, part in parts} if keys else None
             return self._known[alike]
-        user = carried(self._user.state.get(self._tensor_of[name], {}))
+        user = carried(own_state_of(self._user, self._tensor_of[name]))
         numbers = {key: value for key, value in user.items() if not value.dim()}
         if slot.parameter.shape == ():
             one_element = probe_state(self._user, bucket, 1, self._layout.device)
             numbers = {key: numbers[key] for key in numbers.keys() & one_element if not one_element[key].dim()}
-        found = {key: self._first_value(key) if value.is_meta else value for key, value in numbers.items()}
+        found = {key: self._first_value(bucket, key) if value.is_meta else value for key, value in numbers.items()}
         return {key: value.cpu() for key, value in found.items()} if user else None
 
     def of(self, stretch: Stretch) -> State:  # each (elements,), or ()
@@ -109,17 +110,17 @@ class LoadedState:
         bucket = self._layout.buckets[stretch.bucket]
         if self._given is not None and not bucket.is_frozen:
             return self._given_of(self._given, stretch)
-        if not self._user.state or bucket.is_frozen:
+        if bucket.is_frozen or not any(member.state for member in members_of(self._user)):
             return state
         start, stop = self._layout.elements(stretch)
         one_element = probe_state(self._user, bucket, 1, self._layout.device)
         shared = {key for key, value in one_element.items() if value.dim() == 0}
         for slot in bucket.slots:
-            user = self._user.state.get(self._tensor_of[slot.parameter.name], {})
+            user = own_state_of(self._user, self._tensor_of[slot.parameter.name])
             first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
             for key, value in carried(user).items():
                 if value.is_meta:
-                    value = self._first_value(key).expand(value.shape)
+                    value = self._first_value(bucket, key).expand(value.shape)
                 if value.dim() == 0 and (slot.parameter.shape != () or key in shared):
                     is_most = key not in state or not self.only_counts or bool(value > state[key])
                     state[key] = value.clone() if is_most else state[key]
@@ -144,14 +145,15 @@ class LoadedState:
                     )
         return state
 
-    def _first_value(self, key: str) -> Tensor:  # ()
+    def _first_value(self, bucket: Bucket, key: str) -> Tensor:  # ()
         """What the optimizer's constructor puts into a state, where the parameters had no values then.
 
         Raises `UserError` for state that no constructor makes.
         """
-        kind, one = type(self._user), nn.Parameter(torch.zeros(1))
+        user, one = member_of(self._user, bucket.group)[0], nn.Parameter(torch.zeros(1))
+        kind = type(user)
         try:
-            made = kind([one], **self._user.defaults).state[one][key]
+            made = kind([one], **user.defaults).state[one][key]
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f'optimizer {kind.__name__} has a state "{key}" of parameters without values (they were built within '
@@ -203,9 +205,10 @@ def probe_state(
     optimizer: torch.optim.Optimizer, bucket: Bucket, elements: int, device: torch.device
 ) -> State:  # each (elements,), or ()
     """The state that one update makes of so many zeros of that bucket; none where the optimizer's step fails."""
-    twin, zeros = probing_twin_of(optimizer), torch.zeros(elements, dtype=bucket.wide_dtype, device=device)
+    member, group = member_of(optimizer, bucket.group)
+    twin, zeros = probing_twin_of(member), torch.zeros(elements, dtype=bucket.wide_dtype, device=device)
     zeros.grad = torch.zeros_like(zeros)
-    twin.param_groups[bucket.group]["params"] = [zeros]
+    twin.param_groups[group]["params"] = [zeros]
     try:
         with without_hooks_on_all():
             twin.step()

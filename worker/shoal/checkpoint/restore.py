@@ -36,6 +36,7 @@ from shoal.exchange.module_buffers import persistent_buffers
 from shoal.exchange.vote import Record
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import Schedule, class_of
+from shoal.optim.several import title_of
 from shoal.optim.twin import failure_from
 from shoal.process.host_memory import host_memory
 from shoal.state.given_values import OtherValues, ValuesOfRun
@@ -59,7 +60,7 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
             f"{where} is of {_cells_of(manifest.layout.coordinates)}, and this job's lanes are trained by "
             f"{_cells_of(part.coordinates)}; going on with another shape of a cell is not supported yet."
         )
-    differs = difference(manifest, state.layout, type(state.optimizer).__name__)
+    differs = difference(manifest, state.layout, title_of(state.optimizer))
     if differs is None:
         return True
     if part.coordinates > 1:
@@ -96,7 +97,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
         if has_scheduler_of(manifest, state):
             _load_scheduler(reader, beside, state.scheduler)
         else:
-            state.given.begin_schedule_anew(state.optimizer, state.scheduler)
+            state.given.begin_schedule_anew()
     outcome = _replace_given(reader, beside, state)
     if state.loss_scale is not None and manifest.scaler is not None:
         _load_loss_scale(reader, beside, state, state.loss_scale)
@@ -148,7 +149,7 @@ def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: Training
     if len(groups) != len(own.groups):
         raise CheckpointDamaged(f"{reader.where} is damaged: it has given values of {len(groups)} optimizer groups.")
     saved = ValuesOfRun(groups, decode(entry.schedule, beside))
-    outcome = state.given.replace(state.optimizer, state.scheduler, saved, has_scheduler_of(reader.manifest, state))
+    outcome = state.given.replace(saved, has_scheduler_of(reader.manifest, state))
     if outcome.taken:
         _refuse_other_states(reader, state, outcome)
     return outcome

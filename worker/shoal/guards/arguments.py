@@ -7,7 +7,7 @@ doors for other libraries; what the configuration says is refused in config/.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -25,8 +25,8 @@ KINDS: dict[str, tuple[type, str]] = {
     "scheduler": (LRScheduler, "torch.optim.lr_scheduler.LRScheduler"),
 }
 SEVERAL = (
-    "An engine trains one model by one optimizer: put several networks into one module, and their parameters into "
-    "groups of one optimizer, each with a `name`; engine.turn(name) steps them in turn."
+    "An engine trains one model: put several networks into one module. Give their optimizers as a list, or by names, "
+    '`optimizer={"generator": a, "critic": b}`; engine.turn(name) steps them in turn.'
 )
 WRAPPERS = {
     "DataParallel": "give the module within it (model.module), and start one worker for each device",
@@ -41,19 +41,32 @@ _laid_out: WeakSet[nn.Module] = WeakSet()
 
 
 def check_given(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raises `UserError` for several models, optimizers or schedulers, and for what `check_model` refuses."""
-    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    if faults := [fault for name, value in given.items() for fault in _wrong_kind(name, value)]:
+    """Raises `UserError` for several models, for what is no optimizer or scheduler or no list of such, and for what
+    `check_model` refuses.
+    """
+    given = [("model", model), *_each("optimizer", optimizer), *_each("scheduler", scheduler)]
+    if faults := [fault for name, value in given for fault in _wrong_kind(name, value)]:
         raise UserError(validation.all_of(faults, "the call"))
     check_model(model)
 
 
+def _each(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Of a list or a mapping, what is in it, by what it is called; an empty one is itself."""
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        return [(f"{name}[{key!r}]", one) for key, one in value.items()]
+    if isinstance(value, list | tuple) and value:
+        return [(f"{name}[{number}]", one) for number, one in enumerate(value)]
+    return [(name, value)]
+
+
 def _wrong_kind(name: str, value: Any) -> Iterator[str]:
-    kind, called = KINDS[name]
-    if isinstance(value, kind) or (value is None and name != "model"):
+    kind, called = KINDS[name.partition("[")[0]]
+    if isinstance(value, kind) or (value is None and name in ("optimizer", "scheduler")):
         return
     if isinstance(value, type):
         yield f"{name} is the class {value.__name__}; expected an object of it, {value.__name__}(…)."
+    elif name in ("optimizer", "scheduler") and isinstance(value, list | tuple | Mapping) and not value:
+        yield f"{name} is an empty {type(value).__name__}; expected one {called} at least."
     else:
         yield f"{name} is a {type(value).__name__}; expected one {called}. {SEVERAL}"
 

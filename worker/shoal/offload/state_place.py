@@ -34,6 +34,7 @@ from shoal.offload.state_file import StateFile
 from shoal.offload.state_pieces import HeldPiece, PieceStore
 from shoal.offload.transfers import Buffer
 from shoal.optim.hyper import has_turn
+from shoal.optim.several import title_of
 from shoal.optim.twin import may_step_in_parts
 from shoal.process.device import HOST, Device
 
@@ -104,7 +105,7 @@ def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
     """Raises `UserError` for an optimizer whose step must be one for all parameters."""
     if not may_step_in_parts(optimizer):
         raise UserError(
-            f"optimizer state in files is updated piece by piece, and {type(optimizer).__name__} may count its "
+            f"optimizer state in files is updated piece by piece, and {title_of(optimizer)} may count its "
             "steps; use a class of torch.optim, or keep the state in memory "
             '(`zero_optimization.offload_optimizer.device`: "none").'
         )

@@ -31,6 +31,7 @@ from shoal.config.document import Scheduler as SchedulerSection
 from shoal.config.sentences import all_of, sentences_of, unread_in
 from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, names
 from shoal.optim.schedules import FORMULAS, Schedule
+from shoal.optim.several import members_of, schedulers_of
 
 Made = TypeVar("Made")
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
@@ -201,7 +202,11 @@ def check_total(scheduler: LRScheduler, micro_batches: int, steps_per_epoch: int
 
 
 def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:
-    """A sentence for each value of the section that the object does not have."""
+    """A sentence for each value of the section that the object does not have, of several that any has not."""
+    return iter(dict.fromkeys(fault for one in members_of(given) for fault in _optimizer_differs(section, one)))
+
+
+def _optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:
     name, kind = section.type.lower(), type(given).__name__
     if kind.lower() not in (name, OTHER_NAMES.get(name)):
         yield _other_class("optimizer", section.type, kind)
@@ -215,7 +220,11 @@ def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[s
 
 
 def scheduler_differs(section: SchedulerSection, given: LRScheduler) -> Iterator[str]:
-    """A sentence for each value of the section that the object does not have, as far as it shows."""
+    """A sentence for each value of the section that the object does not have, as far as it shows; see above."""
+    return iter(dict.fromkeys(fault for one in schedulers_of(given) for fault in _scheduler_differs(section, one)))
+
+
+def _scheduler_differs(section: SchedulerSection, given: LRScheduler) -> Iterator[str]:
     kind = type(given).__name__
     if kind.lower() != section.type.lower():
         if any(value != "auto" for value in section.params.values()):

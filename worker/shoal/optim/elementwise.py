@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shoal.optim.hyper import HOOK_ADVICE
 from shoal.optim.probe import probe
+from shoal.optim.several import members_of
 
 log = get_logger("shoal.optim")
 
@@ -103,6 +104,11 @@ def check_optimizer(optimizer: Optimizer, elementwise: bool) -> str:
 
     Raises `UserError` for one that may not run on blocks, with what the probe saw, and for one with step hooks.
     """
+    kept = [_check(member, elementwise) for member in members_of(optimizer)]
+    return "; ".join(dict.fromkeys(kept))
+
+
+def _check(optimizer: Optimizer, elementwise: bool) -> str:
     _refuse_step_hooks(optimizer)
     found, kind = probe(optimizer), type(optimizer)
     names_known = (NOT_ELEMENTWISE.get(ancestor.__name__.lower()) for ancestor in kind.__mro__)

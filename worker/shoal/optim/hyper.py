@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal.optim.several import members_of, names_by_group, schedulers_of
+
 Group = Mapping[str, Any]
 DIGEST_BYTES = 16
 PLAIN = frozenset({type(None), bool, int, float, str})
@@ -144,6 +146,13 @@ SCHEDULE = (
 
 def take_over(optimizer: Optimizer, scheduler: LRScheduler | None, in_loop: Callable[[], bool]) -> None:
     """Called once by `shoal.initialize`. `in_loop`: whether state lies in blocks already."""
+    for one in dict.fromkeys((optimizer, *members_of(optimizer))):
+        _take_over_optimizer(one, in_loop)
+    for each in schedulers_of(scheduler):
+        _take_over_scheduler(each)
+
+
+def _take_over_optimizer(optimizer: Optimizer, in_loop: Callable[[], bool]) -> None:
     step = _refusing(STEP)
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
@@ -160,7 +169,10 @@ def take_over(optimizer: Optimizer, scheduler: LRScheduler | None, in_loop: Call
         load(*args, **kwargs)
 
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
-    if scheduler is not None and not isinstance(scheduler, _Taken):
+
+
+def _take_over_scheduler(scheduler: LRScheduler) -> None:
+    if not isinstance(scheduler, _Taken):
         kind = type(scheduler)
         # not on the object: a scheduler's attributes are its state_dict
         scheduler.__class__ = type(kind.__name__, (_Taken, kind), {"__module__": kind.__module__})
@@ -182,6 +194,11 @@ class _Taken:
 
 def advance(scheduler: LRScheduler, loss: float | None) -> None:
     """One step of the schedule, by the engine. `loss`: of the step, for schedulers that look at it."""
+    for one in schedulers_of(scheduler):
+        _advance(one, loss)
+
+
+def _advance(scheduler: LRScheduler, loss: float | None) -> None:
     own: Any = super(_Taken, scheduler) if isinstance(scheduler, _Taken) else scheduler
     if isinstance(scheduler, ReduceLROnPlateau):
         own.step(loss if loss is not None else 0.0)
@@ -189,8 +206,8 @@ def advance(scheduler: LRScheduler, loss: float | None) -> None:
         own.step()
 
 
-NAME, TURN = "name", "turn"
-"""Keys of an optimizer's group."""
+TURN = "turn"
+"""A key of an optimizer's group: whether the next update is one of it."""
 
 
 def has_turn(group: Mapping[str, Any]) -> bool:
@@ -198,9 +215,12 @@ def has_turn(group: Mapping[str, Any]) -> bool:
     return bool(group.get(TURN, True))
 
 
-def set_turn(groups: Sequence[dict[str, Any]], names: Collection[str]) -> None:
-    """From now on only these groups are updated. Raises `UserError` for names that no group has."""
-    known = [str(group[NAME]) for group in groups if NAME in group]
+def set_turn(optimizer: Optimizer, names: Collection[str]) -> None:
+    """From now on only these groups are updated, each by its name or its optimizer's. Raises `UserError` for names that
+    neither has.
+    """
+    by_group = names_by_group(optimizer)
+    known = [name for own in by_group for name in sorted(own)]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         have = ", ".join(dict.fromkeys(known)) or 'none (give each a "name" beside its "params")'
@@ -208,5 +228,5 @@ def set_turn(groups: Sequence[dict[str, Any]], names: Collection[str]) -> None:
             f"engine.turn got {', '.join(map(repr, unknown)) or 'no name'}; expected names of the optimizer's groups: "
             f"{have}."
         )
-    for group in groups:
-        group[TURN] = group.get(NAME) in names
+    for group, own in zip(optimizer.param_groups, by_group, strict=True):
+        group[TURN] = not own.isdisjoint(names)

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.config.document import Section, Switch, Whole
 from shoal.optim.hyper import in_place_of, plain_value
+from shoal.optim.several import PLUS, schedulers_of
 
 Rate = Annotated[
     float | Annotated[tuple[float, ...], Field(strict=False)],
@@ -313,14 +314,16 @@ def is_made_of_numbers(scheduler: LRScheduler | None) -> bool:
     """Whether its state is what schedulers of torch and of Shoal keep, all through. Any other may read parameters when
     it is asked for its state.
     """
-    if scheduler is None:
-        return True
+    return all(map(_is_made_of_numbers, schedulers_of(scheduler)))
+
+
+def _is_made_of_numbers(scheduler: LRScheduler) -> bool:
     parts = vars(scheduler)
     rules = [rule for rule in parts.get("lr_lambdas", ()) if not isinstance(rule, FunctionType)]
     return (
         type(scheduler).__module__ in (lr_scheduler.__name__, __name__)
         and not any(getattr(rule, "__dict__", None) for rule in rules)
-        and all(map(is_made_of_numbers, parts.get("_schedulers", ())))
+        and all(map(_is_made_of_numbers, parts.get("_schedulers", ())))
     )
 
 
@@ -329,9 +332,9 @@ def is_made_of_numbers(scheduler: LRScheduler | None) -> bool:
 
 def class_of(scheduler: LRScheduler | None) -> str:
     """What it is called: the formula's class, where it has one. Empty: there is none."""
-    if scheduler is None:
-        return ""
-    return type(scheduler.formula if isinstance(scheduler, Schedule) else scheduler).__name__
+    return PLUS.join(
+        type(one.formula if isinstance(one, Schedule) else one).__name__ for one in schedulers_of(scheduler)
+    )
 
 
 def schedule_values(scheduler: LRScheduler | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from shoal.core.layout import Layout
 from shoal.optim.hyper import PLAIN, has_turn, is_plain_tuple, plain_value
+from shoal.optim.several import Several, member_of, members_of
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Types of a state's numbers that are carried, and as what."""
@@ -35,7 +36,11 @@ LEFT_OUT = ("state", "param_groups")
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same class, hyper-parameters and attributes, without parameters."""
+    """An optimizer of the same class, hyper-parameters and attributes, without parameters. Of several: theirs, which
+    keep their state in one place.
+    """
+    if isinstance(optimizer, Several):
+        return _joined([twin_of(member) for member in optimizer.members])
     twin = copy.copy(optimizer)  # torch copies no attribute that a class of the user's own has set
     for name, value in vars(optimizer).items():
         if name != "step":  # a scheduler has put a wrapper there that is bound to the user's object
@@ -47,12 +52,21 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
 
 def probing_twin_of(optimizer: Optimizer) -> Optimizer:
     """The same, for steps that must leave nothing behind: lists, tensors and plain objects in it are its own."""
+    if isinstance(optimizer, Several):
+        return _joined([probing_twin_of(member) for member in optimizer.members])
     twin = twin_of(optimizer)
     for name, value in vars(twin).items():
         if name not in LEFT_OUT:
             twin.__dict__[name] = _own_object(value) if _is_plain_object(value) else own(value)
     take_over_hyper_parameters(twin, optimizer)
     return twin
+
+
+def _joined(twins: Sequence[Optimizer]) -> Several:
+    joined = Several(twins)
+    for twin in twins:
+        twin.state = joined.state
+    return joined
 
 
 def own(value: Any) -> Any:
@@ -98,7 +112,7 @@ def may_step_in_parts(optimizer: Optimizer) -> bool:
 
     It does where a class of the user's own counts its steps. Step hooks are refused.
     """
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return all(type(member).__module__.startswith("torch.optim.") for member in members_of(optimizer))
 
 
 # ---- values of groups
@@ -150,6 +164,7 @@ def failure_from(
     """Why a step of a parameter of this group fails that goes on from such a state, or empty. `kept`: by key, the dtype
     of what the state has, and whether it is one number for all elements. `one`: a parameter.
     """
+    optimizer, group = member_of(optimizer, group)
     twin, one.grad = probing_twin_of(optimizer), torch.zeros_like(one)
     twin.param_groups[group]["params"] = [one]
     state = {key: one.new_zeros(() if scalar else 1, dtype=dtype) for key, (dtype, scalar) in kept.items()}

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.core.plain import decode, encode
 from shoal.optim.hyper import Group, hyper_parameters, in_place_of
 from shoal.optim.schedules import Schedule, class_of, momenta_of, scale_rates, schedule_values, take_keys
+from shoal.optim.several import pairs_of
 
 RATE, BASE = "lr", "initial_lr"
 OF_SCHEDULES = (BASE, "max_lr", "min_lr", "base_momentum", "max_momentum")
@@ -62,12 +63,22 @@ class GivenHyperParameters:
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Collection[str]) -> None:
         """`moved`: keys of groups that steps change. Raises `UserError` for a scheduler that cannot be saved."""
-        self._first, self._beside = hyper_parameters(optimizer), dict[str, Tensor]()
-        state = scheduler.state_dict() if scheduler is not None else None
-        self._schedule = encode(state, self._beside, "the scheduler's state")
+        self._parts, number = list[_OfOptimizer](), 0
+        for member, over in pairs_of(optimizer, scheduler):
+            self._parts.append(_OfOptimizer(member, over, moved, number, len(optimizer.param_groups)))
+            number += len(member.param_groups)
+        schedules = [
+            {self._name(index, key): value for key, value in part.values.schedule.items()}
+            for index, part in enumerate(self._parts)
+        ]
         self.values = ValuesOfRun(
-            [_given(group, moved, scheduler) for group in self._first], schedule_values(scheduler)
+            [group for part in self._parts for group in part.values.groups],
+            {key: value for schedule in schedules for key, value in schedule.items()},
         )
+
+    def _name(self, part: int, key: str) -> str:
+        """What a value of the schedule of one of several optimizers is called."""
+        return f"{part}.{key}" if len(self._parts) > 1 else key
 
     def texts(self) -> dict[str, str]:
         """What all workers of a run must agree in, by name."""
@@ -78,22 +89,57 @@ class GivenHyperParameters:
             f"{key} of the scheduler": _short([value]) for key, value in schedule.items()
         }
 
-    def begin_schedule_anew(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+    def begin_schedule_anew(self) -> None:
         """The checkpoint's scheduler is of another kind: this one stands where it began, with the rates as saved."""
-        scheduler.load_state_dict(decode(self._schedule, self._beside))
-        for group, first in zip(optimizer.param_groups, self._first, strict=True):
+        for part in self._parts:
+            part.begin_schedule_anew()
+
+    def replace(self, saved: ValuesOfRun, goes_on: bool) -> OtherValues:
+        """Called once optimizer and scheduler have what was saved. What differs from `saved` now, which the
+        checkpoint's run was given, replaces it: in groups, and as the base of a schedule. `goes_on`: whether the saved
+        schedule does.
+        """
+        outcomes, at = list[OtherValues](), 0
+        for index, part in enumerate(self._parts):
+            groups = saved.groups[at : at + len(part.values.groups)]
+            at += len(groups)
+            own = {key: self._name(index, key) for key in part.values.schedule}
+            schedule = {key: saved.schedule[name] for key, name in own.items() if name in saved.schedule}
+            outcomes.append(part.replace(ValuesOfRun(groups, schedule), goes_on))
+        return OtherValues(
+            tuple(text for one in outcomes for text in one.taken), tuple(text for one in outcomes for text in one.kept)
+        )
+
+
+class _OfOptimizer:
+    """What one was given, with the scheduler over it."""
+
+    def __init__(
+        self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Collection[str], number: int, of: int
+    ) -> None:
+        """`number`: its first group's, of so many in all."""
+        self._optimizer, self._scheduler, self._number, self._of = optimizer, scheduler, number, of
+        self._first, self._beside = hyper_parameters(optimizer), dict[str, Tensor]()
+        state = scheduler.state_dict() if scheduler is not None else None
+        self._schedule = encode(state, self._beside, "the scheduler's state")
+        self.values = ValuesOfRun(
+            [_given(group, moved, scheduler) for group in self._first], schedule_values(scheduler)
+        )
+
+    def begin_schedule_anew(self) -> None:
+        """See above."""
+        if self._scheduler is None:
+            return
+        self._scheduler.load_state_dict(decode(self._schedule, self._beside))
+        for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
             group.update({key: first[key] for key in OF_SCHEDULES if key in first})
 
-    def replace(
-        self, optimizer: Optimizer, scheduler: LRScheduler | None, saved: ValuesOfRun, goes_on: bool
-    ) -> OtherValues:
-        """Called once both have what was saved. What differs from `saved` now, which the checkpoint's run was given,
-        replaces it: in groups, and as the base of a schedule. `goes_on`: whether the saved schedule does.
-        """
-        changes = _changes(self.values.groups, saved.groups)
+    def replace(self, saved: ValuesOfRun, goes_on: bool) -> OtherValues:
+        """See above."""
+        changes, scheduler = _changes(self.values.groups, saved.groups), self._scheduler
         rates = changes.pop(RATE, {}) if scheduler is not None else {}
         for key, changed in changes.items():
-            _set(optimizer, key, {number: new for number, (_, new) in changed.items()})
+            _set(self._optimizer, key, {number: new for number, (_, new) in changed.items()})
         taken = [text for key, changed in changes.items() for text in self._named(key, changed)]
         if scheduler is None:
             return OtherValues(tuple(taken))
@@ -124,9 +170,10 @@ class GivenHyperParameters:
     def _named(self, key: str, changed: Changed) -> tuple[str, ...]:
         """By group, unless all have changed alike."""
         arrows = [_arrow(*pair) for pair in changed.values()]
-        if len(arrows) == len(self._first) and len(set(arrows)) == 1:
+        if len(arrows) == self._of and len(set(arrows)) == 1:
             return (f"{key}: {arrows[0]}",)
-        named = [f"{key} of group {number}: {arrow}" for number, arrow in zip(changed, arrows, strict=True)]
+        numbers = [self._number + number for number in changed]
+        named = [f"{key} of group {number}: {arrow}" for number, arrow in zip(numbers, arrows, strict=True)]
         more = [f"{key} of {len(named) - MOST_NAMED} more groups"] if len(named) > MOST_NAMED else []
         return (*named[:MOST_NAMED], *more)
 

@@ -45,6 +45,7 @@ from shoal.guards.step_guard import Comparisons, Guards, StepGuard
 from shoal.guards.write_guards import ModuleGuard
 from shoal.offload.state_place import StatePlace, held_blocks
 from shoal.optim.hyper import advance, has_turn, hyper_parameters, load_into
+from shoal.optim.several import members_of
 from shoal.process.device import Device, device_of
 from shoal.process.host_memory import tensor_bytes
 from shoal.state.given_values import GivenHyperParameters
@@ -276,7 +277,8 @@ class TrainingState:
             self._update(record, on_updated)
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
-        self.optimizer.state.clear()  # what the user's object brought along lives in the held blocks now
+        for member in members_of(self.optimizer):
+            member.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
         self.current, self.pending = self._current(self.held.runs), NO_BLOCKS

@@ -227,12 +227,12 @@ class Engine(Habits):
         return self.training.skip()
 
     def turn(self, *names: str) -> None:
-        """Update only these groups of the optimizer (by their key `name`) from this step on.
+        """Update only these from this step on: groups of the optimizer (by their key `name`), or optimizers by name.
 
         The other groups keep parameters and state. Call it at the top of the loop's body, from `engine.global_step`
         alone, as you would set a learning rate.
         """
-        set_turn(self.context.state.optimizer.param_groups, names)
+        set_turn(self.context.state.optimizer, names)
 
     # ---- what a script asks for
 

@@ -16,6 +16,7 @@ from shoal_protos.training_log import get_logger
 from shoal.config.out_of_memory import Advice, Setting
 from shoal.config.training import TrainingConfig
 from shoal.exchange.world import World
+from shoal.optim.several import title_of
 from shoal.optim.twin import may_step_in_parts
 from shoal.state.training_state import TrainingState, frozen_in_blocks, frozen_parameters
 from shoal.training.activation_checkpointing import finds_units
@@ -63,7 +64,7 @@ class MemoryReport:
         config, state = self._context.config, self._context.state
         buckets = state.layout.buckets
         precision = PRECISIONS[buckets[0].dtype]
-        by_parameter: float | None = state_bytes_of(type(state.optimizer).__name__, state.optimizer.defaults)
+        by_parameter: float | None = state_bytes_of(title_of(state.optimizer), state.optimizer.defaults)
         if by_parameter is None:
             blocks = len(state.held_layout.trained_runs(state.held.runs))
             by_parameter = state.held.home.state_bytes() / (blocks * state.layout.block_elements)

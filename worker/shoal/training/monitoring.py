@@ -28,6 +28,8 @@ from shoal_protos.training_log import get_logger
 from shoal.config.document import CsvMonitor, TensorBoard, Wandb
 from shoal.config.sentences import all_of
 from shoal.config.training import Monitoring
+from shoal.optim.schedules import class_of
+from shoal.optim.several import title_of
 
 if TYPE_CHECKING:
     from shoal.training.engine import Engine
@@ -182,9 +184,9 @@ def settled(engine: Engine) -> dict[str, Any]:
         "trained_parameters": sum(slot.parameter.elements for b in state.layout.buckets for slot in b.slots),
         "blocks": state.layout.blocks,
         "block_elements": state.layout.block_elements,
-        "optimizer": type(state.optimizer).__name__,
+        "optimizer": title_of(state.optimizer),
         "groups": _plain(groups),
-        "scheduler": type(state.scheduler).__name__ if state.scheduler is not None else None,
+        "scheduler": class_of(state.scheduler) or None,
         "device": str(engine.device),
         "last_step": state.last_step or None,
     }

@@ -53,6 +53,7 @@ from shoal.optim.config_sections import (
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import take_over
 from shoal.optim.schedules import class_of
+from shoal.optim.several import Optimizers, Schedulers, Several, schedulers_of, schedules, several, title_of
 from shoal.process.device import Device
 from shoal.process.faults import Faults
 from shoal.process.host_memory import keep_freed_memory
@@ -78,9 +79,9 @@ class Given:
     model: nn.Module
     config: TrainingConfig
     dataset: Any
-    optimizer: Optimizer | None = None
+    optimizer: Optimizers | None = None
     """None: the config names it."""
-    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None
+    scheduler: Schedulers | Callable[[Optimizer], LRScheduler] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     parameters: Iterable[Any] | None = None
     """What the config's optimizer trains, parameters or groups of them; None: all that require a gradient."""
@@ -100,8 +101,8 @@ def initialize(
     model: nn.Module,
     config: str | Path | Mapping[str, Any],
     dataset: Any = None,
-    optimizer: Optimizer | None = None,
-    scheduler: LRScheduler | None = None,
+    optimizer: Optimizers | None = None,
+    scheduler: Schedulers | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **unknown: Any,
 ) -> Engine:
@@ -109,7 +110,8 @@ def initialize(
 
     `model`: any module with parameters in float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
     any map-style dataset, an IterableDataset, or a DataLoader that shuffles the one or reads the other. `optimizer`,
-    `scheduler`: objects over the model's parameters, if the config names none.
+    `scheduler`: objects over the model's parameters, if the config names none; several as a list, or as a mapping by
+    names for `engine.turn`, with each scheduler over one of the optimizers.
     Raises `UserError` with one sentence for each unusable argument or key.
     """
     tell_errors_in_a_sentence()
@@ -184,8 +186,9 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
         part = part_of(model, hub)
     sampler, limits = source.sampler, replace(Limits.of(settled, last_step, given.peers_on_host), part=part)
     scheduler = _scheduler(given, optimizer, limits.last_step)
-    if given.micro_batches is not None and scheduler is not None:
-        check_total(scheduler, given.micro_batches, sampler.steps_per_epoch, limits.last_step)
+    if given.micro_batches is not None:
+        for one in schedulers_of(scheduler):
+            check_total(one, given.micro_batches, sampler.steps_per_epoch, limits.last_step)
     lay_out_once(model)
     state = TrainingState(model, optimizer, scheduler, limits, residency_of(settled.stage))
     check_joiners_can_be_given(state)
@@ -245,6 +248,8 @@ def check_joiners_can_be_given(state: TrainingState) -> None:
 def _optimizer(given: Given) -> tuple[Optimizer, str]:
     """And what of it is carried, in words."""
     settled, optimizer = given.config, given.optimizer
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        optimizer = several(optimizer)
     if settled.optimizer is not None:
         if optimizer is None:
             optimizer = build_optimizer(settled.optimizer, given.model, given.parameters)
@@ -257,9 +262,13 @@ def _optimizer(given: Given) -> tuple[Optimizer, str]:
 
 def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRScheduler | None:
     section, scheduler = given.config.scheduler, given.scheduler
-    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+    if callable(scheduler) and not isinstance(scheduler, LRScheduler):
         scheduler = scheduler(optimizer)
         check_given(given.model, optimizer, scheduler)
+    if isinstance(scheduler, LRScheduler) and isinstance(optimizer, Several) and scheduler.optimizer is not optimizer:
+        scheduler = [scheduler]
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        scheduler = schedules(scheduler, optimizer)
     if scheduler is not None:
         check_scheduled(scheduler, optimizer)
     if section is None:
@@ -294,7 +303,7 @@ def _description(
         fill_bytes_per_step=config.fill_bytes_per_step,
         max_steps=state.last_step,
         parameters=parameters,
-        optimizer=type(optimizer).__name__,
+        optimizer=title_of(optimizer),
         config={**agreement(config), "dataset.samples": str(samples or "a stream"), **_beside_the_config(state)},
         numerics=identity(state.device.kind, updates_on_host=config.updates_on_host),
         mixed_numerics=config.mixed_numerics,
