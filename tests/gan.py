@@ -23,12 +23,12 @@ class Gan(nn.Module):
         with torch.no_grad():
             fake = self.generator(real[:, :8])
         judged = self.discriminator(torch.cat([real, fake]))
-        expected = torch.cat([torch.ones(len(real), 1), torch.zeros(len(fake), 1)])
+        expected = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(fake[:, :1])])
         return nn.functional.binary_cross_entropy_with_logits(judged, expected)
 
     def of_generator(self, like: Tensor) -> Tensor:
         judged = self.discriminator(self.generator(like[:, :8]))
-        return nn.functional.binary_cross_entropy_with_logits(judged, torch.ones(len(like), 1))
+        return nn.functional.binary_cross_entropy_with_logits(judged, torch.ones_like(like[:, :1]))
 
 
 def whose(engine: Engine) -> str:
@@ -37,7 +37,7 @@ def whose(engine: Engine) -> str:
 
 
 def body(engine: Engine, batch: Any) -> None:
-    turn, real = whose(engine), batch["tokens"].float() / 255
+    turn, real = whose(engine), (batch["tokens"].float() / 255).to(engine.module.generator[0].weight.dtype)
     engine.turn(turn)
     assert isinstance(engine.module, Gan)
     engine.backward(engine.module.of_generator(real) if turn == "generator" else engine.module.of_discriminator(real))

@@ -434,7 +434,7 @@ def test_a_buffer_of_another_shape_is_named(two: Two) -> None:
 def test_a_scheduler_of_another_class_does_not_take_the_checkpoints_state_over(two: Two) -> None:
     found, state = resolve(two[0].url, "latest", print), fresh()
     state.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(state.optimizer, T_max=10)
-    state.given = GivenHyperParameters(state.optimizer, state.scheduler, ())
+    state.given = GivenHyperParameters(state.optimizer, state.scheduler, {})
     before = state.scheduler.state_dict()
     assert found is not None and not has_scheduler_of(found.manifest, state)
     load_small_state(found.reader(), state, {})

@@ -45,7 +45,7 @@ class Run:
         groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": rate * times} for times in (1, 4)]
         self.optimizer = torch.optim.AdamW(groups, **more)
         self.scheduler = scheduler(self.optimizer)
-        self.given = GivenHyperParameters(self.optimizer, self.scheduler, ())
+        self.given = GivenHyperParameters(self.optimizer, self.scheduler, {})
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.go_on(steps)
 
@@ -264,7 +264,7 @@ def test_other_kinds_of_the_same_number_are_no_other_values_and_many_groups_are_
     def made(rate: float, decay: float) -> tuple[Optimizer, GivenHyperParameters]:
         groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate * (number > 0)} for number in range(20)]
         optimizer = torch.optim.SGD(groups, lr=1.0, weight_decay=decay)
-        return optimizer, GivenHyperParameters(optimizer, None, ())
+        return optimizer, GivenHyperParameters(optimizer, None, {})
 
     (_, before), (optimizer, now) = made(1.0, 0), made(2.0, 0.0)
     outcome = now.replace(before.values, goes_on=True)

@@ -188,7 +188,9 @@ class Manifest(Entry):
     last_step: Count
     layout: LayoutEntry
     optimizer: Name
-    """Class name."""
+    """Class name; of several optimizers `SGD + Adam`."""
+    classes: tuple[Name, ...] = ()
+    """Class of the optimizer that has it, by group; empty: there is one."""
     groups: list[dict[str, Json]]
     """Hyper-parameters by optimizer group."""
     given: GivenEntry | None = None
@@ -336,6 +338,8 @@ def _broken(manifest: Manifest) -> Iterator[str]:
     groups = {bucket.group for bucket in manifest.blocks.buckets}
     if manifest.kind == "training" and groups and max(groups) >= len(manifest.groups):
         yield f"it has {len(manifest.groups)} optimizer groups, its layout {max(groups) + 1}"
+    if manifest.classes and len(manifest.classes) != len(manifest.groups):
+        yield f"it has {len(manifest.groups)} optimizer groups, and classes of {len(manifest.classes)}"
 
 
 def broken_file(file: FileEntry, layout: Layout) -> Iterator[str]:

@@ -86,9 +86,10 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
 
     Master weights are not among them: they are parameters.
     """
-    begins_with_zeros = reader.manifest.optimizer in BEGINNING_WITH_ZEROS
+    classes = reader.manifest.classes
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
     for bucket in reader.manifest.blocks.buckets:
+        kind = classes[bucket.group] if classes else reader.manifest.optimizer
         flats: dict[str, Tensor] = {}
         for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
             for key, value in state.items():
@@ -105,7 +106,7 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
                 slot.parameter.name,
                 {
                     key: flat - its.updates if flat.dim() == 0 else flat[first:stop].view(slot.parameter.shape)
-                    for key, flat in (flats if begins_with_zeros or not its.is_new else {}).items()
+                    for key, flat in (flats if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}).items()
                 },
             )
 

@@ -51,7 +51,7 @@ from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.plain import Json, encode
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import class_of
-from shoal.optim.several import title_of
+from shoal.optim.several import classes_of, title_of
 from shoal.state.training_state import TrainingState
 
 CHUNK_BYTES = 1 << 20
@@ -274,6 +274,7 @@ def draft_of(
         last_step=state.last_step,
         layout=origin.layout,
         optimizer=title_of(state.optimizer),
+        classes=classes_of(state.optimizer),
         groups=[
             encode(group, tensors, f"optimizer group {number}")
             for number, group in enumerate(hyper_parameters(state.optimizer))

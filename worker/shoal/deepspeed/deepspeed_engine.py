@@ -28,6 +28,7 @@ from shoal.deepspeed import rank_reads
 from shoal.deepspeed.elastic_loader import ElasticLoader
 from shoal.deepspeed.own_loader import OwnLoaders, watch
 from shoal.guards.arguments import refuse_unknown
+from shoal.optim.several import members_of
 from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
 
@@ -81,9 +82,11 @@ class EngineFacts:
         """What the optimizer's groups have as momentum: of SGD and RMSprop that, of others their betas; 0 where a group
         has none.
         """
-        optimizer = self.elastic.context.state.optimizer
-        key = "momentum" if type(optimizer).__name__ in ("SGD", "RMSprop") else "betas"
-        return [group.get(key, 0.0) for group in optimizer.param_groups]
+        return [
+            group.get("momentum" if type(member).__name__ in ("SGD", "RMSprop") else "betas", 0.0)
+            for member in members_of(self.elastic.context.state.optimizer)
+            for group in member.param_groups
+        ]
 
     def get_global_grad_norm(self) -> float | None:
         """The last step's norm, before clipping; None where nothing is clipped."""

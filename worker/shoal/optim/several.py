@@ -89,6 +89,13 @@ def title_of(optimizer: Optimizer) -> str:
     return PLUS.join(type(member).__name__ for member in members_of(optimizer))
 
 
+def classes_of(optimizer: Optimizer) -> tuple[str, ...]:
+    """Of several: by group the class of its optimizer. Else none."""
+    if not isinstance(optimizer, Several):
+        return ()
+    return tuple(type(member).__name__ for member in optimizer.members for _ in member.param_groups)
+
+
 def own_state_of(
     optimizer: Optimizer,
     parameter: Tensor,  # of its own shape

@@ -234,8 +234,8 @@ Kind = tuple[int, torch.dtype]
 class StepEffects:
     """Nothing: of an optimizer that could not be tried, and was taken at the script's word."""
 
-    moved: frozenset[str] = frozenset()
-    """Keys of groups whose values a step changes."""
+    moved: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By group, keys whose values a step changes; of groups without any nothing."""
     numbers: Mapping[Kind, Mapping[str, type]] = field(default_factory=dict)
     """Keys of numbers in the state that are no tensors, with their types after the first step."""
     only_counts: bool = False
@@ -246,13 +246,27 @@ class StepEffects:
 
 
 def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
-    """Seen in steps of a twin on two elements of each kind."""
+    """Seen in steps of a twin on two elements of each kind; of several by each one's own."""
+    first, seen = 0, list[StepEffects]()
+    for member in members_of(optimizer):
+        seen.append(_effects_of_steps(member, first, layout))
+        first += len(member.param_groups)
+    return StepEffects(
+        {group: keys for one in seen for group, keys in one.moved.items()},
+        {kind: types for one in seen for kind, types in one.numbers.items()},
+        all(one.only_counts for one in seen),
+    )
+
+
+def _effects_of_steps(optimizer: Optimizer, first: int, layout: Layout) -> StepEffects:
+    """`first`: the number that its first group has in the layout."""
     twin = probing_twin_of(optimizer)
-    kinds = {(bucket.group, bucket.wide_dtype) for bucket in layout.buckets if not bucket.is_frozen}
+    groups = range(first, first + len(twin.param_groups))
+    kinds = {(bucket.group, bucket.wide_dtype) for bucket in layout.buckets if bucket.group in groups}
     probed = {kind: torch.zeros(2, dtype=kind[1], device=layout.device) for kind in sorted(kinds, key=str)}
     for (group, _), one in probed.items():
-        twin.param_groups[group]["params"].append(one)
-    first = [own(group) for group in twin.param_groups]
+        twin.param_groups[group - first]["params"].append(one)
+    before = [own(group) for group in twin.param_groups]
     numbers, seen = list[dict[Kind, dict[str, type]]](), list[list[float]]()
     try:
         with without_hooks_on_all(), with_no_empty_group(twin):
@@ -265,7 +279,7 @@ def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
                 seen.append([float(value) for state in states for value in state.values() if not value.dim()])
     except Exception:  # of the script's class, which may raise anything
         return StepEffects()
-    groups = enumerate(zip(twin.param_groups, first, strict=True))
-    moved = frozenset(key for number, (now, then) in groups for key in changed_values(now, then, number))
-    counts = all(now == [number + 1 for number in before] for before, now in pairwise(seen))
-    return StepEffects(moved, numbers[0], counts)
+    pairs = zip(groups, twin.param_groups, before, strict=True)
+    moved = {number: frozenset(changed_values(now, then, number)) for number, now, then in pairs}
+    counts = all(now == [number + 1 for number in last] for last, now in pairwise(seen))
+    return StepEffects({number: keys for number, keys in moved.items() if keys}, numbers[0], counts)

@@ -32,6 +32,8 @@ MOST_NAMED = 8
 
 Changed = Mapping[int, tuple[Any, Any]]
 """By group, the old and the new value."""
+Moved = Mapping[int, Collection[str]]
+"""By group, the keys of values that steps of the optimizer change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +63,20 @@ class OtherValues:
 class GivenHyperParameters:
     """Those of this process; made before anything moves them."""
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Collection[str]) -> None:
-        """`moved`: keys of groups that steps change. Raises `UserError` for a scheduler that cannot be saved."""
-        self._parts, number = list[_OfOptimizer](), 0
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Moved) -> None:
+        """Raises `UserError` for a scheduler that cannot be saved."""
+        self._parts, first = list[_OfOptimizer](), 0
         for member, over in pairs_of(optimizer, scheduler):
-            self._parts.append(_OfOptimizer(member, over, moved, number, len(optimizer.param_groups)))
-            number += len(member.param_groups)
+            numbers = range(first, first + len(member.param_groups))
+            self._parts.append(_OfOptimizer(member, over, moved, numbers, len(optimizer.param_groups)))
+            first = numbers.stop
+        groups = [group for part in self._parts for group in part.values.groups]
         schedules = [
-            {self._name(index, key): value for key, value in part.values.schedule.items()}
+            (self._name(index, key), value)
             for index, part in enumerate(self._parts)
+            for key, value in part.values.schedule.items()
         ]
-        self.values = ValuesOfRun(
-            [group for part in self._parts for group in part.values.groups],
-            {key: value for schedule in schedules for key, value in schedule.items()},
-        )
+        self.values = ValuesOfRun(groups, dict(schedules))
 
     def _name(self, part: int, key: str) -> str:
         """What a value of the schedule of one of several optimizers is called."""
@@ -115,15 +117,16 @@ class _OfOptimizer:
     """What one was given, with the scheduler over it."""
 
     def __init__(
-        self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Collection[str], number: int, of: int
+        self, optimizer: Optimizer, scheduler: LRScheduler | None, moved: Moved, numbers: range, of: int
     ) -> None:
-        """`number`: its first group's, of so many in all."""
-        self._optimizer, self._scheduler, self._number, self._of = optimizer, scheduler, number, of
+        """`numbers`: of its groups, among so many in all."""
+        self._optimizer, self._scheduler, self._numbers, self._of = optimizer, scheduler, numbers, of
         self._first, self._beside = hyper_parameters(optimizer), dict[str, Tensor]()
         state = scheduler.state_dict() if scheduler is not None else None
         self._schedule = encode(state, self._beside, "the scheduler's state")
+        groups = zip(numbers, self._first, strict=True)
         self.values = ValuesOfRun(
-            [_given(group, moved, scheduler) for group in self._first], schedule_values(scheduler)
+            [_given(group, moved.get(number, ()), scheduler) for number, group in groups], schedule_values(scheduler)
         )
 
     def begin_schedule_anew(self) -> None:
@@ -172,8 +175,7 @@ class _OfOptimizer:
         arrows = [_arrow(*pair) for pair in changed.values()]
         if len(arrows) == self._of and len(set(arrows)) == 1:
             return (f"{key}: {arrows[0]}",)
-        numbers = [self._number + number for number in changed]
-        named = [f"{key} of group {number}: {arrow}" for number, arrow in zip(numbers, arrows, strict=True)]
+        named = [f"{key} of group {self._numbers[own]}: {arrow}" for own, arrow in zip(changed, arrows, strict=True)]
         more = [f"{key} of {len(named) - MOST_NAMED} more groups"] if len(named) > MOST_NAMED else []
         return (*named[:MOST_NAMED], *more)
 
