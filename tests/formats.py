@@ -195,7 +195,8 @@ def _peers() -> Iterator[str]:
     yield f"frame {_frames()}"
     yield f"digests {fingerprint.ENTRY.format}, in order {fingerprint.ENTRY.pack(1, 64).hex()}"
     yield f"fill {_fill_head()}"
-    yield f"small state {small_state.LENGTH.format}: {', '.join(sorted(small_state.FIELDS))}"
+    fields = [*small_state.FIELDS, *(f"{name} (optional)" for name in small_state.OPTIONAL)]
+    yield f"small state {small_state.LENGTH.format}: {', '.join(sorted(fields))}"
     yield f"place in a stream {Bookmark(1, 2, 3, 4, 5, 'state').to_text()}"
     yield f"rendezvous {entry('key', b'value').hex()}"
     for struct in (unnamed_memory.ADDRESS, host_peers.PLACE, shared_weights.KEY, shared_weights.PAGE):

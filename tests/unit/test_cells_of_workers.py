@@ -133,7 +133,7 @@ def test_half_a_cell_joins_and_is_a_spare_until_the_other_half_comes() -> None:
 @rule(
     "Buffers of a cell's coordinates are each their own",
     "Cells",
-    broken_by=[Edit("shoal.exchange.module_buffers", "[list(traffic.coordinates.mates)].amax", ".amax")],
+    broken_by=[Edit("shoal.exchange.buffer_exchange", "rows[list(traffic.coordinates.mates)]", "rows")],
 )
 def test_each_coordinate_has_buffers_of_its_own() -> None:
     found = {}

@@ -52,7 +52,7 @@ def tree_sum(values: list[Tensor]) -> Tensor:
     "stays as it is; a large one is read only if its version counter moved, or if the counter has proved unreliable",
     "Arithmetic and layout",
     broken_by=Edit(
-        "shoal.exchange.module_buffers", "name: torch.promote_types(value.dtype, torch.float32)", "name: torch.float32"
+        "shoal.exchange.buffer_joins", "return torch.promote_types(dtype, torch.float32) if", "return torch.float32 if"
     ),
 )
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.randoms(use_true_random=False))

@@ -1,10 +1,11 @@
 """Module buffers (running means and the like) that are the same in every world.
 
 Every lane starts from the step's buffers. Afterwards the persistent floating-point buffers that some lane changed are
-the canonical mean over lanes, taken in the wider of float32 and their own dtype, other changed ones lane 0's value;
-unchanged ones are left alone, because the mean of equal values is not always the value. Every member has the new ones
-before it votes; they are the module's at the commit. Non-persistent buffers are the module's own. In a cell each
-coordinate has buffers of its own, whose means are over the members there.
+the canonical mean over lanes, taken in the wider of float32 and their own dtype, other changed ones lane 0's value,
+unless the script has declared another join (buffer_joins.py); unchanged ones are left alone, because the mean of equal
+values is not always the value. Every member has the new ones before it votes; they are the module's at the commit.
+Non-persistent buffers are the module's own. What the lanes have made is kept in lane_results.py, and joined by
+buffer_exchange.py.
 
 Large buffers mostly are constants (masks, tables), so they are not read in every lane: a tensor's version counter tells
 whether it was written. Writes through `.data` are not counted; see `_look_closely`.
@@ -12,17 +13,17 @@ whether it was written. Writes through `.data` are not counted; see `_look_close
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from shoal_protos.errors import UserError
-from shoal_protos.runs import Span
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from shoal.core.tree import fold, push
 from shoal.core.units import plain_name
-from shoal.exchange.traffic import BUFFERS, Traffic
-from shoal.group.group import Group, Work
+from shoal.exchange.buffer_exchange import BufferExchange
+from shoal.exchange.buffer_joins import DeclaredJoins
+from shoal.exchange.lane_results import LaneResults
+from shoal.exchange.traffic import Traffic
+from shoal.group.group import Group
 
 LARGE_ELEMENTS = 1 << 14
 """Above it, a buffer that was not written is not read either."""
@@ -38,6 +39,16 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:  # each of its o
                 seen.add(id(buffer))
                 found[plain_name(f"{prefix}.{name}" if prefix else name)] = buffer
     return found
+
+
+def _buffers_of_norms(module: nn.Module) -> set[str]:
+    """Names of the buffers that norm layers own: running statistics."""
+    return {
+        plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, part in module.named_modules()
+        if isinstance(part, _NormBase) or "running_mean" in part._buffers
+        for name in part._buffers
+    }
 
 
 ADVICE = (
@@ -57,47 +68,19 @@ def _refuse_shared_elements(
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _LaneSum:
-    """Sums of a subtree of lanes: of the buffers that one of them changed, by name; others kept their value."""
-
-    lanes: int
-    changed: dict[str, Tensor]  # each of its buffer's shape, in the dtype of the sum
-
-    def of(
-        self,
-        name: str,
-        unchanged: Tensor,  # of the buffer's shape, in the dtype of the sum: the value that it had before
-    ) -> Tensor:  # the same
-        """The sum of one buffer."""
-        sum_of_changed = self.changed.get(name)
-        return sum_of_changed if sum_of_changed is not None else _sum_of_equals(unchanged, self.lanes)
-
-
-def _sum_of_equals(
-    value: Tensor,  # of the buffer's shape, in the dtype of the sum
-    count: int,
-) -> Tensor:  # the same
-    """`count` equal leaves, added in the tree's shape: the left child is the largest power of two below `count`."""
-    if count == 1:
-        return value
-    left = 1 << (count - 1).bit_length() - 1
-    return _sum_of_equals(value, left) + _sum_of_equals(value, count - left)
-
-
 class ModuleBuffers:
     """The step's buffers (`committed`), what the lanes made of them, and what the next commit brings (`pending`)."""
 
     def __init__(self, module: nn.Module, lanes: int) -> None:
-        self._module, self._lanes = module, lanes
+        self._module = module
         found = persistent_buffers(module)
         _refuse_shared_elements(found)
         self.committed = {name: buffer.clone() for name, buffer in found.items()}
-        self._sum_dtypes = {
-            name: torch.promote_types(value.dtype, torch.float32)
-            for name, value in self.committed.items()
-            if value.is_floating_point()
-        }
+        own = (plain_name(name) for name, _ in module.named_buffers() if plain_name(name) not in found)
+        self.joins = DeclaredJoins(self.committed, own)
+        """How lanes are joined, as far as the script has declared it."""
+        self._results = LaneResults(self.committed, self.joins, lanes, _buffers_of_norms(module))
+        self._exchange = BufferExchange(self.committed, self._results)
         self.pending: dict[str, Tensor] = {}
         self._unwritten: dict[str, tuple[Tensor, int]] = {}
         """Buffers by name: the tensor that had the committed value, and its version counter then."""
@@ -131,9 +114,7 @@ class ModuleBuffers:
 
     def clear(self) -> None:
         """Forget what this step's lanes have made."""
-        self._changed = dict.fromkeys(self.committed, False)
-        self._stack: list[tuple[Span, _LaneSum]] = []
-        self._lane_0: dict[str, Tensor] = {}
+        self._results.clear()
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -168,14 +149,9 @@ class ModuleBuffers:
         now = self._found()
         self._look_closely(now)
         changed = [name for name, value in now.items() if self._has_changed(name, value)]
-        for name in changed:
-            self._changed[name] = True
         for name in now.keys() - changed:
             self._note_equal(name, now[name])
-        sums = {n: now[n].to(self._sum_dtypes[n], copy=True) for n in changed if n in self._sum_dtypes}
-        push(self._stack, lane, _LaneSum(1, sums), self._lanes, self._add)
-        if lane == 0:
-            self._lane_0 = {name: now[name].clone() for name in changed if name not in self._sum_dtypes}
+        self._results.add(lane, now, changed)
 
     def _has_changed(
         self,
@@ -220,70 +196,11 @@ class ModuleBuffers:
             self._uncounted.add(name)
             del self._unwritten[name]
 
-    def _add(self, kept: _LaneSum, new: _LaneSum) -> _LaneSum:
-        wide = {n: self._wide(n) for n in kept.changed.keys() | new.changed.keys()}
-        sums = {name: kept.of(name, value) + new.of(name, value) for name, value in wide.items()}
-        return _LaneSum(kept.lanes + new.lanes, sums)
-
-    def _wide(self, name: str) -> Tensor:  # of the buffer's shape, in the dtype of the sum
-        """The committed value in the dtype of the sum."""
-        return self.committed[name].to(self._sum_dtypes[name])
-
     def exchange(self, group: Group, traffic: Traffic) -> None:
         """Leaves the buffers of the coming commit in `pending`, the same on every member."""
         self.pending = {}
-        if not self.committed:
-            return
-        changes = [self._changed[name] for name in self.committed]
-        flags = torch.tensor(changes, dtype=torch.uint8, device="cpu")  # (buffers,)
-        anywhere = group.all_gather(flags)[list(traffic.coordinates.mates)].amax(dim=0).tolist()
-        changed = [name for name, flag in zip(self.committed, anywhere, strict=True) if flag]
-        for dtype in (torch.float32, torch.float64):
-            names = [name for name in changed if self._sum_dtypes.get(name) is dtype]
-            if names:
-                self._average(group, traffic, names)
-        self._copy_lane_0(group, traffic, [name for name in changed if name not in self._sum_dtypes])
-
-    def _average(self, group: Group, traffic: Traffic, names: list[str]) -> None:
-        """The canonical mean of buffers that are summed in one dtype."""
-        dtype = self._sum_dtypes[names[0]]
-        spans = [(span, rank) for rank in range(group.size) for span in traffic.lane_spans[rank]]
-        length = sum(self.committed[name].numel() for name in names)
-        wide = {name: self._wide(name) for name in names}
-        rows = [torch.cat([sums.of(n, wide[n]).reshape(-1) for n in names]) for _, sums in self._stack]
-        device = wide[names[0]].device
-        mine = torch.stack(rows or [torch.empty(0, dtype=dtype, device=device)])  # (own subtrees, elements of all)
-        received, works = {group.rank: mine}, list[Work]()
-        for peer in traffic.other_mates:
-            if traffic.lane_spans[peer]:
-                received[peer] = torch.empty(len(traffic.lane_spans[peer]), length, dtype=dtype, device=device)
-                works.append(group.receive(received[peer], peer, BUFFERS))
-            if self._stack:
-                works.append(group.send(mine, peer, BUFFERS))
-        group.wait(works)
-        rows = [row.clone() for rank in range(group.size) if traffic.lane_spans[rank] for row in received[rank]]
-        root = 0
-        for into, other in fold([span for span, _ in spans], self._lanes):
-            rows[into] += rows[other]
-            root = into
-        at = 0
-        for name in names:
-            old = self.committed[name]
-            self.pending[name] = (rows[root][at : at + old.numel()] / self._lanes).view(old.shape).to(old.dtype)
-            at += old.numel()
-
-    def _copy_lane_0(self, group: Group, traffic: Traffic, names: list[str]) -> None:
-        first = traffic.plan.trainer_of(0, traffic.layout.part.coordinate)
-        works: list[Work] = []
-        for name in names:
-            if group.rank == first:
-                value = self._lane_0.get(name, self.committed[name]).contiguous()
-                works += [group.send(_as_bytes(value), peer, BUFFERS) for peer in traffic.other_mates]
-            else:
-                value = torch.empty_like(self.committed[name]).contiguous()
-                works.append(group.receive(_as_bytes(value), first, BUFFERS))
-            self.pending[name] = value
-        group.wait(works)
+        if self.committed:
+            self.pending = self._exchange.join(group, traffic)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -299,7 +216,7 @@ class ModuleBuffers:
 
     def refresh(self) -> None:
         """The step's buffers are what the module has now: another member's initial ones."""
-        self.committed = {name: buffer.clone() for name, buffer in persistent_buffers(self._module).items()}
+        self.committed.update((name, buffer.clone()) for name, buffer in persistent_buffers(self._module).items())
         self._unwritten = {}
 
     def load(
@@ -317,9 +234,3 @@ class ModuleBuffers:
             self.committed[name] = value.to(self.committed[name].device, copy=True)
             self._unwritten.pop(name, None)
         self.put_back()
-
-
-def _as_bytes(
-    value: Tensor,  # contiguous, of any shape and dtype
-) -> Tensor:  # (bytes,) uint8
-    return value.reshape(-1).view(torch.uint8)

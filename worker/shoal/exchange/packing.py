@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.blocks.values import RangeValues
 from shoal.exchange.pieces import Extent, elements_in, is_alone
+from shoal.exchange.traffic import DIGESTS
 from shoal.group.group import Group, Work
 
 Posted = tuple[Work, Tensor]
@@ -152,6 +153,16 @@ def exchange_framed(group: Group, tag: int, content: bytes) -> dict[int, bytes]:
     others = [rank for rank in range(group.size) if rank != group.rank]
     sends = [FramedSend(group, rank, tag, content) for rank in others]
     found = {rank: receive_framed(group, rank, tag) for rank in others}
+    for send in sends:
+        send.wait()
+    return found
+
+
+def contents_of(group: Group, ranks: Sequence[int], content: bytes) -> list[bytes]:
+    """What these members have, in that order; all call it alike. `content`: this one's own. Raises `WorldChanged`."""
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in ranks else []
+    found = [content if rank == group.rank else receive_framed(group, rank, DIGESTS) for rank in ranks]
     for send in sends:
         send.wait()
     return found

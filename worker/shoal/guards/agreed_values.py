@@ -22,8 +22,8 @@ from shoal_protos.errors import JobFailed, UserError
 from torch import nn
 
 from shoal.core.units import plain_name
-from shoal.exchange.packing import FramedSend, receive_framed
-from shoal.exchange.traffic import DIGESTS, HYPER
+from shoal.exchange.packing import FramedSend, contents_of, receive_framed
+from shoal.exchange.traffic import HYPER
 from shoal.exchange.vote import Record
 from shoal.exchange.world import World
 from shoal.group.group import Group
@@ -155,13 +155,8 @@ def refuse_others(
         return
     rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
     mine = agreed_values(optimizer, modes, samples)
-    content = json.dumps(mine).encode()
-    others = [peer for peer in range(group.size) if peer != group.rank]
-    sends = [FramedSend(group, peer, DIGESTS, content) for peer in others] if group.rank in (0, rank) else []
-    theirs = {peer: json.loads(receive_framed(group, peer, DIGESTS)) for peer in (0, rank) if peer != group.rank}
-    for send in sends:
-        send.wait()
-    (*here, modes_here), (*there, modes_there) = theirs.get(rank, mine), theirs.get(0, mine)
+    there_and_here = contents_of(group, (0, rank), json.dumps(mine).encode())
+    (*there, modes_there), (*here, modes_here) = map(json.loads, there_and_here)
     difference = first_difference(here, there)
     if difference:
         raise JobFailed(

@@ -22,7 +22,7 @@ from shoal.core.plain import decode, encode
 
 LENGTH = struct.Struct("<Q")
 
-FIELDS: Mapping[str, type | tuple[type, ...]] = {
+FIELDS: dict[str, type | tuple[type, ...]] = {
     "step": int,
     "committed_in": int,
     "record": bytes,
@@ -39,10 +39,12 @@ FIELDS: Mapping[str, type | tuple[type, ...]] = {
     "registered": dict,
     "followed": int,
 }
+OPTIONAL: dict[str, type | tuple[type, ...]] = {"joins": dict}
+"""Left out where the script has declared none of it."""
 
 
 def pack(content: Mapping[str, Any]) -> bytes:
-    """`content` has exactly `FIELDS`. Raises `UserError` naming a value that cannot be kept."""
+    """`content` has all `FIELDS`, and perhaps `OPTIONAL` ones. Raises `UserError` naming what cannot be kept."""
     return packed(dict(content), "the small state")
 
 
@@ -56,11 +58,11 @@ def packed(content: Any, called: str) -> bytes:
 def unpack(message: bytes) -> dict[str, Any]:
     """The inverse of `pack`. Raises `PeerError` for bytes that `pack` does not make."""
     content = unpacked(message, "the small state")
-    if not isinstance(content, dict) or content.keys() != FIELDS.keys():
+    if not isinstance(content, dict) or content.keys() - OPTIONAL.keys() != FIELDS.keys():
         found = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
         raise PeerError(f"the small state that another worker sent has {found}; expected {sorted(FIELDS)}")
-    for name, kind in FIELDS.items():
-        if not isinstance(content[name], kind):
+    for name, kind in (FIELDS | OPTIONAL).items():
+        if name in content and not isinstance(content[name], kind):
             raise PeerError(f"the small state that another worker sent has {type(content[name]).__name__} as {name}")
     return content
 

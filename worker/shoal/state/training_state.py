@@ -385,6 +385,7 @@ class TrainingState:
                 "missed": self.misses.runs(),
                 "registered": {name: of.state_dict() for name, of in self.registered.items()},
             }
+            | ({"joins": self.buffers.joins.texts} if self.buffers.joins.declared else {})
         )
 
     def load_hyper_parameters(self, hyper: Sequence[Mapping[str, Any]]) -> None:
@@ -416,6 +417,7 @@ class TrainingState:
             self.misses = Misses.from_runs(self.layout, given["missed"])
         except (TypeError, ValueError) as error:
             raise PeerError(f"the small state that another worker sent cannot be read: {error}") from None
+        self.buffers.joins.check_same(given.get("joins", {}))
         self.buffers.load(given["buffers"])
         self.last_step = given["last_step"] or self.last_step  # which this worker may know before that one
         self.lineage = tuple(Branch(**branch) for branch in given["lineage"])

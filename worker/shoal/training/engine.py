@@ -24,6 +24,7 @@ from shoal.cells.hub import CellHub
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.exchange.ballot import Request
+from shoal.exchange.buffer_joins import Join
 from shoal.optim.hyper import set_turn
 from shoal.process.faults import Faults
 from shoal.session.link import Link
@@ -103,9 +104,10 @@ def _meant(name: str, names: frozenset[str], module: nn.Module | None) -> str:
 
 
 PUBLIC = {
-    "backward", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers", "generation",
-    "global_step", "lanes", "loss", "module", "on_commit", "on_evaluation", "on_step", "rank", "register_state",
-    "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop", "turn", "warming_up", "world_size",
+    "backward", "buffer", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers",
+    "generation", "global_step", "lanes", "loss", "module", "on_commit", "on_evaluation", "on_step", "rank",
+    "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop", "turn", "warming_up",
+    "world_size",
 }  # fmt: skip
 """What scripts may use; all else is between the parts of this package."""
 
@@ -332,6 +334,18 @@ class Engine(Habits):
         Rank 0's state is saved in checkpoints and given to joiners.
         """
         self.parts.saving.register(name, of)
+
+    def buffer(self, name: str, join: str, modulo: int | None = None, dim: int = 0, pointer: str | None = None) -> None:
+        """Declare how the lanes' values of a persistent buffer of the module become the step's, before the loop.
+
+        `join`: "writes", the rows (of `dim`) that each lane has changed in a ring, one lane after the other; "rows",
+        where they are; "sum", what all lanes have added, counted `modulo` that number; "mean"; "lane0". `pointer`: the
+        buffer, declared as a sum, that counts the rows written; by default, those that changed are counted. Raises
+        `UserError`.
+        """
+        if self.context.loop_has_begun or self.context.world is not None:
+            raise UserError(f"engine.buffer({name!r}, …) was called in the loop; call it before.")
+        self.context.state.buffers.joins.declare(name, Join(join, modulo, dim, pointer))
 
     def stop(self) -> None:
         """End the job early, by vote: all members leave their loops after the same step."""
