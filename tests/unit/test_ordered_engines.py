@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -129,6 +130,22 @@ def test_units_that_are_gathered_in_ever_other_ways_change_no_bit(seed: int) -> 
         assert late_ones, "the order was never known, or no unit ever came otherwise"
 
 
+def test_members_that_take_other_ways_for_ever_always_ask_and_say_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def turn_always(engine: Engine) -> None:
+        loop = engine.context.loop
+        engine.module.way = 100 * engine.global_step + (0 if loop.is_warming_up else loop.lane)
+
+    task = late({"stage": 3, "max_steps": 12}, model=lambda: Routes(0.1, True), in_loop=turn_always)
+    with OrderedCrew("abc", task) as crew:
+        assert crew.finish() == right(task, turn_always)
+        assert all(asked[step] for asked in crew.asked.values() for step in range(1, 13))
+        layout = crew.workers["a"].engine.context.state.held_layout
+        units = {slot.parameter.unit for bucket in layout.buckets for slot in bucket.slots}
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if "order_of_units_differs" in line]
+    assert len(lines) == 3, "each member says it once, though its ways differ in seven more steps"
+    assert all(line["level"] == "info" and line["unit"] in range(len(units)) for line in lines)
+
+
 def test_an_evaluation_now_and_then_costs_the_steps_after_it_their_order_and_no_more() -> None:
     def look(engine: Engine) -> None:
         if engine.global_step == 6:
@@ -151,7 +168,7 @@ def test_a_message_out_of_order_ends_the_world_and_the_next_ones_ask_again(monke
     def on_post(self: LearntOrder, post: Post, size: int) -> PostPlace:
         if self.repeats and not broken:
             broken.append(post)
-            raise OutOfOrder("the test says so")
+            raise OutOfOrder("the test says so", post.peer)
         return real(self, post, size)
 
     real = LearntOrder.on_post

@@ -108,13 +108,12 @@ def test_messages_posted_in_any_order_by_all_members_come_as_they_were_meant(num
 
 
 @rule(
-    "A group whose order is broken says so, and is not left hanging",
+    "A group whose order is broken says so, naming the member at the other end of the message, and is not left hanging",
     "Devices",
-    broken_by=Edit(
-        "shoal.group.ordered",
-        "            self._host.on_failure((self.rank + 1) % self.size, str(error))",
-        "            assert self.rank < self.size",
-    ),
+    broken_by=[
+        Edit("shoal.group.ordered", "            self._host.on_failure(error.peer,", "            assert (error.peer,"),
+        Edit("shoal.group.ordered", "on_failure(error.peer,", "on_failure((self.rank + 1) % self.size,"),
+    ],
 )
 @pytest.mark.parametrize("wrong", ["more", "fewer", "later"])
 def test_steps_repeat_their_order_over_a_strict_wire_until_a_member_does_otherwise(wrong: str) -> None:
@@ -152,12 +151,13 @@ def test_steps_repeat_their_order_over_a_strict_wire_until_a_member_does_otherwi
             if group.rank or wrong == "fewer":
                 step(group, mine if group.rank else [], 9)
             elif wrong == "more":
-                group.send(torch.zeros(5), 1, 2).wait()
-                group.send(torch.zeros(6), 1, 2)
+                group.send(torch.zeros(5), 2, 2).wait()
+                group.send(torch.zeros(6), 2, 2)
             else:
                 group.begin_wait([group.receive(torch.zeros(5), mine[-1].peer, mine[-1].tag)]).wait()
             vote(group, True)
-        assert bool(group.broken_peers) or group.rank
+        if not group.rank:
+            assert group.broken_peers == ({"more": 2, "fewer": mine[0].peer, "later": mine[-1].peer}[wrong],)
         raise WorldChanged("the test is over")
 
     with pytest.raises(WorldChanged, match="the test is over"):

@@ -67,7 +67,11 @@ Gathered = tuple[int, bool]
 
 
 class OutOfOrder(Exception):
-    """A message that the step which is repeated did not have there: a sentence."""
+    """A message that the step which is repeated did not have there: a sentence. `peer`: the rank of its other end."""
+
+    def __init__(self, sentence: str, peer: int) -> None:
+        super().__init__(sentence)
+        self.peer = peer
 
 
 @dataclass(slots=True)
@@ -153,7 +157,8 @@ class LearntOrder:
             known = self._known.posts.get(post, [])
             if len(now) >= len(known) or known[len(now)] != size:
                 expected = f"{known[len(now)]} bytes" if len(now) < len(known) else f"{len(known)} such messages"
-                raise OutOfOrder(f"{_words(post)} of {size} bytes is posted, and the step before had {expected} there")
+                found = f"{_words(post)} of {size} bytes is posted, and the step before had {expected} there"
+                raise OutOfOrder(found, post.peer)
         now.append(size)
         self._now.made += 1
         return PostPlace(post, len(now) - 1)
@@ -179,7 +184,7 @@ class LearntOrder:
         """The step is over here. Raises `OutOfOrder` where a message of the one that it repeats is missing."""
         for post, known in self._known.posts.items() if self.repeats else ():
             if len(self._now.posts[post]) < len(known) and not self._is_gathered(post):
-                raise OutOfOrder(f"{_words(post)} is missing, which the step before had")
+                raise OutOfOrder(f"{_words(post)} is missing, which the step before had", post.peer)
 
     # ---- waits
 

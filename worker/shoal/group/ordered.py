@@ -366,7 +366,7 @@ class OrderedGroup:
         with self.device.at_home():
             message = next(self._answering[post.peer], None)
             if message is None:
-                raise OutOfOrder(f"rank {post.peer} waits for more of the units here than it had asked for")
+                raise OutOfOrder(f"rank {post.peer} waits for more of the units here than it had asked for", post.peer)
             work = self._to_send(message, post)
         with self.changed:
             self._check_open()
@@ -381,10 +381,10 @@ class OrderedGroup:
         """Raises `OutOfOrder` where a thread waits for what comes later than what it is to post."""
         if not self._lacks or self._at_hand is None:
             return
-        late = next((f"a message with tag {work.post.tag}" for work in self._awaited if not work.over.is_set()), None)
+        late = next((work.post for work in self._awaited if not work.over.is_set()), None)
         if late is not None:
             earlier = f"all that came earlier in the step before is posted (batch {self._at_hand.number})"
-            raise OutOfOrder(f"{late} is waited for before {earlier}")
+            raise OutOfOrder(f"a message with tag {late.tag} is waited for before {earlier}", late.peer)
 
     # ---- its end
 
@@ -397,7 +397,7 @@ class OrderedGroup:
             self._trust.holds = False
             log.error("message_out_of_order", found=str(error),
                       means="the world is made anew, and from now on the order of messages is asked for")  # fmt: skip
-            self._host.on_failure((self.rank + 1) % self.size, str(error))  # the controller is told of a broken group
+            self._host.on_failure(error.peer, str(error))  # the controller is told of a broken group
             self._fail(f"a message is out of order: {error}")
             self.abort()
             raise WorldChanged(self._over) from None
