@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +21,13 @@ from tiers import check, promise
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "integration.cell_scripts:train"
 OPTIONS: dict[str, Any] = {"max_steps": 12, "lanes": 4}
+LAUNCHED = f"""
+import json, os, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from integration.cell_scripts import train
+folder, options = sys.argv[1:]
+train(result=os.path.join(folder, os.environ["SHOAL_WORKER_ID"]), **json.loads(options))
+"""
 
 
 def cells_of(by: str, workers: int, **options: Any) -> Cluster:
@@ -88,6 +97,29 @@ def test_cells_end_in_the_same_bits_whatever_happens_to_their_processes(
         act(cluster)
         cluster.wait_done()
         assert cluster.fingerprint == one_cell("hand", max_steps=40)["fingerprint"]
+
+
+@check("a launcher's processes; the machine's decision is a test of seats")
+@holds("Where another process in place of a spare one")
+def test_a_spare_makes_room_by_itself_where_the_launcher_starts_one_that_a_cell_lacks(tmp_path: Path) -> None:
+    options = {**OPTIONS, "by": "hand", "max_steps": 40, "pace": 0.2, "until": str(tmp_path / "go")}
+    command = [sys.executable, "-c", LAUNCHED, str(tmp_path), json.dumps(options)]
+    spec = {"launcher": "local", "command": command, "stall_seconds": 90.0}  # fresh Pythons on two busy cores
+    with Cluster(5, options, spec=spec) as cluster:
+        cluster.wait_world(5)
+        cluster.wait_step(2)
+        fewest = [name for name, worker in cluster.workers().items() if worker["coordinate"]["tensor"] == 1]
+        cluster.kill(fewest[-1])
+        cluster.wait_state(fewest[-1], "lost")
+        cluster.scale(4)  # what was to take its place has no coordinate yet, and is not started: three are at one
+        cluster.until("a spare to make room", lambda _: "2 cells could train" in str(cluster.messages("draining")))
+        cluster.wait_state("w6", "active")
+        (tmp_path / "go").touch()
+        cluster.wait_done()
+        assert cluster.fingerprint == one_cell("hand", max_steps=40)["fingerprint"]
+        assert sum("could train" in sentence for sentence in cluster.messages("draining")) == 1
+        assert [cells.partition(";")[0] for cells in cluster.messages("paired")] == ["2 cells train", "2 cells train"]
+        assert not any(world["lost_steps"] for world in cluster.report()["generations"])
 
 
 @check("a checkpoint of cells in processes; the crew has its bits")

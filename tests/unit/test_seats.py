@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from cells_driver import OF_PAIRS, PAIR, SQUARE, Pairs
 from machine_driver import MADE_OF, stored, through_the_store, training
-from rule import Edit, rule
+from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.job_size import ImpossibleSize
 from shoal_controller.core.machine.spec import Phase
@@ -266,6 +266,63 @@ def test_the_youngest_cell_goes_whole() -> None:
     job.hello("w4", coordinate=job.seat("w4"))
     job.feed(Scale(2, None, None))
     assert [record.worker for record in job.job.durable.roster.values() if record.leaving] == ["w0", "w4"]
+
+
+def leaving(job: Pairs) -> list[str]:
+    return [one.worker for one in job.job.durable.roster.values() if one.leaving and one.serves]
+
+
+@rule(
+    "Where another process in place of a spare one makes one cell more, the spare is drained and a launcher starts the "
+    "other: one at a time, and never one of a whole cell",
+    "Cells",
+    broken_by=[
+        Edit("shoal_controller.core.machine.machine", "        seating.make_even(turn)\n", "        pass\n"),
+        Edit("shoal_controller.core.machine.phases.seating", " and one.worker not in busy]", "]"),
+        Edit("shoal_controller.core.machine.phases.seating", "    if len(here) < len(serving) or ", "    if "),
+        Edit(
+            "shoal_controller.core.machine.phases.seating", "    if counts[lacking] >= possible:\n", "    if False:\n"
+        ),
+        Edit("shoal_controller.core.machine.phases.seating", "== lacking\n", "is not None\n"),
+    ],
+)
+def test_a_spare_process_makes_room_for_one_that_a_cell_lacks() -> None:
+    job = Pairs(launcher="local")
+    for worker, coordinate, host in (("w0", 0, "a"), ("w1", 1, "b"), ("w3", 0, "b")):
+        job.hello(worker, coordinate=coordinate, host=host)
+    job.wait(11)
+    job.recover()
+    assert job.job.durable.current and job.job.durable.current.workers_of_cells == [("w3", "w1")]
+    job.hello("w2", coordinate=0, host="c")
+    assert leaving(job) == ["w2"] and job.spawned == ["w4"]
+    assert job.job.durable.roster["w2"].leaving_because == (
+        "2 cells could train and 1 can, because coordinate 1 (tensor 1) has 1 worker; the process in its place gets "
+        "that one"
+    )
+    job.wait(2)
+    job.hello("w4", coordinate=job.seat("w4"))
+    staying = [one.coordinate for one in job.job.durable.roster.values() if one.serves and not one.leaving]
+    assert staying == [0, 1, 0, 1]
+    job.wait(2)
+    assert leaving(job) == ["w2"], "which has not gone yet, and no other"
+    pods = Pairs(wanted=6, launcher="kubernetes", started_together=2)
+    for number, coordinate in enumerate((0, 1, 0, 0, 0)):
+        pods.hello(f"w{number}", coordinate=coordinate)
+    assert not leaving(pods), "w5 is still to come"
+    pods.hello("w5", coordinate=0)
+    assert leaving(pods) == ["w5"]
+    pods.wait(2)
+    assert leaving(pods) == ["w5"] and [*pods.job.durable.roster][6:] == ["w6", "w7"], "those of another pod are"
+
+
+@holds("Where another process in place of a spare one")
+def test_one_is_not_asked_to_make_room_where_its_host_would_give_another_coordinate() -> None:
+    """Else it went on so for ever."""
+    tight = replace(SQUARE, tight=("tensor",))
+    job = Pairs(wanted=4, made_of=replace(OF_PAIRS, cell=tight, homes=(), models=()), launcher="local")
+    for number, coordinate in enumerate((0, 0, 0, 1)):
+        job.hello(f"w{number}", coordinate=coordinate)
+    assert not leaving(job)
 
 
 @rule(

@@ -177,6 +177,8 @@ def _conclude(turn: Turn, refused: bool) -> None:
         operator_requests.settle_cancelled(turn)
     if not turn.durable.phase.is_over:
         scaling.settle(turn)
+    if turn.durable.cell != ONE and not turn.durable.phase.is_over:
+        seating.make_even(turn)
 
 
 def count_version(turn: Turn, events: Sequence[Event]) -> None:

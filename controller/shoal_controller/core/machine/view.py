@@ -111,7 +111,7 @@ def reason(job: Job, now: float) -> str:
         waits = f"; {job.attempt.waits_for} ({now - job.attempt.since:.0f} s so far)" if job.attempt.waits_for else ""
         return f"{job.attempt.why}{waits}"
     if durable.current is None:
-        found = waiting.sentence(job, now), starts.sentence(job, now), seating.uneven(durable)
+        found = waiting.sentence(job, now), starts.sentence(job, now), seating.advice(durable)
         return "; ".join(filter(None, found))
     if durable.stopping:
         return "cancelled; the workers end after their step"
@@ -122,7 +122,7 @@ def reason(job: Job, now: float) -> str:
         return "; ".join(filter(None, sentences))
     late = now - job.planned_at > spec.progress_seconds
     planned = planned_changes.reason(job, now) if late else ""
-    training = progress_watch.reason(job, now), planned, starts.sentence(job, now), seating.uneven(durable)
+    training = progress_watch.reason(job, now), planned, starts.sentence(job, now), seating.advice(durable)
     return "; ".join(filter(None, training))
 
 

@@ -8,7 +8,8 @@ for its model is built. Which coordinate is best: `core/planning/seats.py`. Noth
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from shoal_protos.description import shapes_differ
 from shoal_protos.messages import AskSeat, Hello, MemberState
@@ -16,7 +17,7 @@ from shoal_protos.plan import WorkerId
 from shoal_protos.shape import Shape, absent
 from shoal_protos.text import plural
 
-from shoal_controller.core.machine.durable import Durable, Standing, bounds_of
+from shoal_controller.core.machine.durable import Durable, Leaving, Standing, WorkerRecord, bounds_of
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Attempt
 from shoal_controller.core.machine.job_size import broken_bounds
@@ -137,25 +138,76 @@ def _without_workers(durable: Durable) -> frozenset[int]:
     return frozenset(absent(seated, durable.cell.processes))
 
 
-def uneven(durable: Durable) -> str:
-    """Why fewer cells train than those who are there could make, and what makes them more; empty where as many do, and
-    where others may still come.
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """Fewer cells train than those who are there could make, and nobody else is to come."""
+
+    possible: int
+    cells: int
+    lacking: int
+    """The coordinate with the fewest."""
+    spare: WorkerRecord | None
+    """Whose place another process can have that gets that coordinate, and no cell lacks it; None: nobody's yet."""
+
+    def sentence(self, cell: Shape) -> str:
+        """Why fewer cells train, without an end."""
+        return (
+            f"{plural(self.possible, 'cell')} could train and {self.cells} can, because {cell.named(self.lacking)} has "
+            f"{plural(self.cells, 'worker')}"
+        )
+
+
+def uneven(durable: Durable) -> Uneven | None:
+    """What keeps those who are there from making as many cells as they could; None where nothing does, or where others
+    may still come.
     """
+    cell = durable.cell
     serving = [one for one in durable.roster.values() if one.serves and not one.leaving]
     here = [one for one in serving if one.seated and one.incarnation]
     if len(here) < len(serving) or len(here) + durable.spec.started_together <= durable.wanted:
-        return ""
+        return None
     counts = Counter(one.coordinate for one in here)
-    possible = min(len(here), durable.wanted) // durable.cell.processes
-    fewest = min(durable.cell.coordinates, key=counts.__getitem__)
-    if (cells := counts[fewest]) >= possible:
+
+    def helps(spare: WorkerRecord) -> bool:
+        """Whether the process in its place would get the coordinate that is lacking."""
+        others = (Seated(one.worker, one.coordinate, one.host) for one in here if one is not spare)
+        return best_seat(cell, others, spare.host) == lacking
+
+    possible = min(len(here), durable.wanted) // cell.processes
+    lacking = min(cell.coordinates, key=counts.__getitem__)
+    if counts[lacking] >= possible:
+        return None
+    most, busy = max(counts.values()), _in_whole_cells(durable)
+    spares = [one for one in here if counts[one.coordinate] == most and one.worker not in busy]
+    spares.sort(key=lambda one: one.join_order, reverse=True)
+    return Uneven(possible, counts[lacking], lacking, next((one for one in spares if helps(one)), None))
+
+
+def _in_whole_cells(durable: Durable) -> frozenset[WorkerId]:
+    """The workers of the cells that train with nobody missing."""
+    whole = (cell for cell in _cells(durable) if all(durable.roster[worker].serves for worker in cell))
+    return frozenset(chain.from_iterable(whole))
+
+
+def make_even(turn: Turn) -> None:
+    """Drain a spare process where another one in its place makes one cell more, and a launcher starts that."""
+    durable = turn.durable
+    if not durable.spec.traits.starts or durable.stopping:
+        return
+    if (found := uneven(durable)) is not None and found.spare is not None:
+        why = f"{found.sentence(durable.cell)}; the process in its place gets that one"
+        scaling.drain(turn, found.spare.worker, Leaving.DRAIN, scaling.SCALE_DOWN_GRACE, why)
+
+
+def advice(durable: Durable) -> str:
+    """Why fewer cells train than could, and what makes them more; empty where as many do, and where `make_even` does
+    it.
+    """
+    found = uneven(durable) if not durable.spec.traits.starts else None
+    if found is None or found.spare is None:
         return ""
-    most = max(durable.cell.coordinates, key=counts.__getitem__)
-    spare = max((one for one in here if one.coordinate == most), key=lambda one: one.join_order)
-    return (
-        f"{plural(possible, 'cell')} could train and {cells} can, because {durable.cell.named(fewest)} has "
-        f'{plural(cells, "worker")}: "shoal drain {durable.spec.job} {spare.worker}" makes room there for another one'
-    )
+    drain = f'"shoal drain {durable.spec.job} {found.spare.worker}"'
+    return f"{found.sentence(durable.cell)}: {drain} makes room there for another one"
 
 
 def with_joiners(turn: Turn, attempt: Attempt) -> Attempt:
