@@ -52,8 +52,10 @@ def _ranks(size: int) -> tuple[int, ...]:
     return tuple(reversed(range(size)))
 
 
-def in_cell(size: int, act: Callable[[Member], object], worlds: int = 1) -> None:
-    """Calls `act` on every member, each in a thread of its own, and returns when all are through."""
+def in_cell(size: int, act: Callable[[Member], object], worlds: int = 1, ends_together: bool = True) -> None:
+    """Calls `act` on every member, each in a thread of its own, and returns when all are through. `ends_together`: a
+    member that leaves closes what others may be in, so all come to a barrier.
+    """
 
     def member(groups: Sequence[Group]) -> None:
         coordinate = _ranks(size)[groups[0].rank]
@@ -61,8 +63,8 @@ def in_cell(size: int, act: Callable[[Member], object], worlds: int = 1) -> None
         one = Member(hub, CellGroup(hub, range(size), "cell"), groups)
         one.enter(0)
         act(one)
-        if not hub.is_void:
-            one.group.barrier().wait()  # a member that leaves closes what others may be in
+        if ends_together and not hub.is_void:
+            one.group.barrier().wait()
 
     over_gloos(size, worlds, member)
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from cell_members import Member, in_cell, program, run
 from matrices import further
-from rule import Edit, rule
-from shoal.cells.call import LoopPlace
-from shoal.cells.hub import CellHub
+from rule import Edit, holds, rule
+from shoal.cells.call import CollectiveCall, Kind, LoopPlace, Op
+from shoal.cells.hub import CALLS_TAG, CellHub, GroupPlace
 from shoal.cells.process_group import CellGroup
 from shoal.group.group import WorldChanged
 from shoal_protos.errors import UserError
@@ -365,6 +365,47 @@ def test_members_that_make_different_collectives_get_one_sentence_that_names_bot
     assert sentences[0] == sentences[1]
     assert "coordinate 0 makes all_gather of 3 float32 elements as number 2" in sentences[0]
     assert "and coordinate 1 all_reduce (MAX) of 3 float32 elements as number 2" in sentences[0]
+
+
+RIGHT = CollectiveCall(Kind.ALL_REDUCE, torch.float32, 3, Op.SUM)
+"""What both members of these tests make first."""
+
+
+@pytest.mark.parametrize(
+    ("at", "byte", "words"),
+    [
+        (0, 9, "as number 9 of its process group"),
+        (4, 99, "an unknown collective (99) (SUM) of 3 float32"),
+        (5, 200, "all_reduce (unknown, 200) of 3 float32"),
+        (6, 255, "all_reduce (SUM) of 3 other elements"),
+        (7, 77, "in this world, at place 77"),
+        (8, 4, "of 4 (and 3 back) float32"),
+        (23, 255, "float32 elements"),
+        (24, 1, "in another process group"),
+        (28, 1, "with root "),
+    ],
+)
+@holds("Members of a cell that make different collectives")
+def test_what_no_member_of_this_release_calls_is_told_in_one_sentence(at: int, byte: int, words: str) -> None:
+    sentences: list[str] = []
+
+    def act(member: Member) -> None:
+        world = member.worlds[0]
+        if member.rank == 0:
+            with pytest.raises(UserError) as caught:
+                dist.all_reduce(torch.ones(3), group=member.group)
+            sentences.append(str(caught.value))
+        else:
+            peer = 1 - world.rank
+            forged = RIGHT.to_tensor(1, LoopPlace.LANE, GroupPlace(member.hub, (0, 1), "cell").number, 0)
+            forged[at] = byte
+            answer = torch.empty_like(forged)
+            world.wait([world.receive(answer, peer, CALLS_TAG), world.send(forged, peer, CALLS_TAG)])
+
+    in_cell(2, act, ends_together=False)
+    (sentence,) = sentences
+    assert sentence.startswith("the members of a cell make different collectives: coordinate 0 makes all_reduce (SUM)")
+    assert words in sentence.partition(", and coordinate 1 ")[2]
 
 
 def test_messages_of_different_collectives_never_land_in_one_another() -> None:

@@ -129,6 +129,56 @@ def test_what_is_answered_here_in_an_evaluation_is_in_no_result(
     assert set(found) == {PARTNERS}
 
 
+@pytest.mark.parametrize(
+    "point", ["vote", *(pytest.param(one, marks=check("as vote")) for one in ("in_vote", "mirror"))]
+)
+@pytest.mark.parametrize("killed", ["d", pytest.param("a", marks=check("as d"))])
+def test_a_callback_of_evaluations_hears_each_once_on_every_member(killed: str, point: str) -> None:
+    """A spare one too, which is told at another place of its loop than those who have evaluated."""
+    hearings: dict[str, list[tuple[int, float]]] = {}
+
+    def prepare(engine: Engine) -> None:
+        def look(now: Engine) -> None:
+            hearings.setdefault(worker_of(now), []).append((now.global_step, now.reports["evaluated"]))
+
+        engine.on_evaluation(look)
+
+    task = CellTask(body=lambda engine, batch: after_each_step(engine, batch, evaluate), prepare=prepare)
+    with crew_of("ab", task) as crew:
+        digest = crew.finish()
+    expected = hearings["a"]
+    assert [step for step, _ in expected] == [1, 2, 3, 4, 5, 6] and hearings["b"] == expected
+    hearings.clear()
+    with crew_of("abcde", task) as crew:
+        crew.train_to(2)
+        crew.plant(killed, 4, point)
+        assert crew.finish() == digest
+        assert not crew.workers[killed].planned
+    del hearings[killed]
+    assert hearings == dict.fromkeys(set("abcde") - {killed}, expected)
+
+
+@pytest.mark.parametrize("verb", ["on_evaluation", "on_step", "on_commit"])
+@rule(
+    "A collective in a function that members of a cell call at different places of their loops is refused",
+    "Cells",
+    broken_by=Edit("shoal.cells.hub", "        if self._callbacks:\n", "        if False:\n"),
+)
+def test_a_collective_in_a_callback_fails_the_job_with_one_sentence(verb: str) -> None:
+    """A spare that takes a lost member's place hears of an evaluation before its vote, its partner at the end of it."""
+
+    def prepare(engine: Engine) -> None:
+        getattr(engine, verb)(forward)
+
+    task = CellTask(body=lambda engine, batch: after_each_step(engine, batch, evaluate), prepare=prepare)
+    with crew_of("abcde", task) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
+    reason = crew.job.durable.reason
+    assert crew.job.durable.phase.value == "failed"
+    assert "a collective (all_reduce) is made in a function that engine.on_step, on_evaluation or on_commit" in reason
+
+
 @rule(
     "After the loop an evaluation that no member had entered when a cell broke has its numbers",
     "Cells",

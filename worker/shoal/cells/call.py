@@ -126,10 +126,13 @@ def compared(
 
 
 def _sentence(content: tuple[int, ...]) -> str:
+    """Also of a content that no member of this release tells."""
     number, kind, op, dtype, place, sent, awaited, _, root = content
     name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "other"
     ways = f"{sent}" if sent == awaited else f"{sent} (and {awaited} back)"
-    by = f" ({Op(op).name})" if op != Op.NONE else ""
+    made = Kind(kind).words if kind < len(Kind) else f"an unknown collective ({kind})"
+    by = f" ({Op(op).name if op < len(Op) else f'unknown, {op}'})" if op != Op.NONE else ""
     rooted = f" with root {root}" if root != NO_ROOT else ""
     nth = f"as number {number} of its process group in this world"
-    return f"{Kind(kind).words}{by} of {ways} {name} elements{rooted} {nth}, {LoopPlace(place).words}"
+    where = LoopPlace(place).words if place < len(LoopPlace) else f"at place {place}"
+    return f"{made}{by} of {ways} {name} elements{rooted} {nth}, {where}"

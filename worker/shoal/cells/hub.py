@@ -37,6 +37,11 @@ BUILDING = (
     "run. parallelize_module and distribute_tensor send rank 0's values while the model is built; all workers make the "
     "same ones from the seed: give them src_data_rank=None. Other collectives belong behind shoal.initialize."
 )
+IN_A_CALLBACK = (
+    "a collective ({}) is made in a function that engine.on_step, on_evaluation or on_commit calls: after a change of "
+    "the world the members of a cell call it at different places of their loops, and on_step's one member alone. Make "
+    "it in the body of the loop or in an evaluation, and keep what comes of it for the function."
+)
 
 
 class _World:
@@ -64,7 +69,7 @@ class CellHub:
         """Where the script is, and whether it has made no collective of the whole cell there."""
         self.wait_seconds = 0.0
         """For which this process has waited in collectives."""
-        self._is_building, self._raises = True, 0
+        self._is_building, self._raises, self._callbacks = True, 0, 0
         self._world: _World | None = None
         self._whole = GroupPlace(self, tuple(shape.coordinates), "the whole cell")
 
@@ -102,6 +107,15 @@ class CellHub:
             yield
         finally:
             self.where, self._is_first = before
+
+    @contextmanager
+    def calling_back(self) -> Iterator[None]:
+        """Around a function of the script's that members call at different places: it may make no collective."""
+        self._callbacks += 1
+        try:
+            yield
+        finally:
+            self._callbacks -= 1
 
     def make_void(self) -> None:
         """The present lane counts no more. From any thread."""
@@ -148,8 +162,10 @@ class CellHub:
         """The cell of the present lane; None where collectives are answered from here."""
         return None if self.is_void else self._world
 
-    def refuse_while_building(self, call: CollectiveCall) -> None:
-        """Raises `UserError`."""
+    def check_place(self, call: CollectiveCall) -> None:
+        """Raises `UserError` where a collective has no partner that makes it too."""
+        if self._callbacks:
+            raise UserError(IN_A_CALLBACK.format(call.kind.words))
         if self._is_building and call.kind is not Kind.BARRIER:
             raise UserError(BUILDING.format(call.kind.words))
 
@@ -199,7 +215,7 @@ class GroupPlace:
         hub = self.hub
         doing = Doing(self, collective)
         if self.size > 1:
-            hub.refuse_while_building(collective.call)
+            hub.check_place(collective.call)
             if (world := hub.world) is not None:
                 doing.post(world)
                 return doing

@@ -104,6 +104,10 @@ class TrainingContext:
         """A context in which collectives are those of an evaluation."""
         return self.hub.evaluating() if self.hub is not None else NOTHING
 
+    def in_callback(self) -> AbstractContextManager[object]:
+        """A context in which collectives are refused."""
+        return self.hub.calling_back() if self.hub is not None else NOTHING
+
     @property
     def global_step(self) -> int:
         """Committed steps of the job; before a world those that it had when it welcomed this worker, or those of the

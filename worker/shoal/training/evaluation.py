@@ -153,7 +153,8 @@ class Evaluation:
         """A context for callbacks: one that a change of the world left owed is called in the midst of a lane."""
         before, self.is_in_a_callback = self.is_in_a_callback, True
         try:
-            yield
+            with self._context.in_callback():
+                yield
         finally:
             self.is_in_a_callback = before
 
