@@ -43,7 +43,11 @@ def gan(stage: int, **options: Any) -> Task:
             "        if not bucket.is_frozen and turns[bucket.group]\n",
             "        if not bucket.is_frozen or turns is None\n",
         ),
-        Edit("shoal.offload.state_place", " and turns[one.stretch.bucket]\n", "\n"),
+        Edit(
+            "shoal.offload.state_place",
+            "        turns = [has_turn(segments.twin.param_groups[bucket.group]) for bucket in",
+            "        turns = [bool(bucket.slots) for bucket in",
+        ),
         Edit(
             "shoal.training.step", "        self._forget_gradients_without_a_turn()\n        return", "        return"
         ),

@@ -44,7 +44,7 @@ class HeldBlocks:
 
     def state_bytes_of_a_block(self) -> int:
         """What one block's state takes, also before there is any."""
-        return probe_state_bytes(self.layout, self.segments.twin)
+        return probe_state_bytes(self.layout, self.segments.twin, averages=self.segments.average_rule is not None)
 
     # ---- to hold, to take, to free
 

@@ -24,6 +24,8 @@ MASTER = "master"
 """The key of master weights."""
 WEIGHTS = "weights"
 """The key of parameters, where a block's are with its state and nowhere else."""
+AVERAGE = "average of weights"
+"""The key of a block's average, once there is any: in the wide dtype of its bucket, beside the optimizer's state."""
 
 
 class GivenStates(Protocol):
@@ -217,14 +219,16 @@ def probe_state(
     return carried(twin.state[zeros])
 
 
-def probe_state_bytes(layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False) -> int:
+def probe_state_bytes(
+    layout: Layout, optimizer: torch.optim.Optimizer, with_weights: bool = False, averages: bool = False
+) -> int:
     """Bytes of optimizer state of one block (the most of any bucket), found by one update of a block of zeros.
 
-    `with_weights`: and of its parameters, which masters tell where there are such.
+    `with_weights`: and of its parameters, which masters tell where there are such; `averages`: and of their average.
     """
     return max(
         sum(value.nbytes for value in _made_by(optimizer, bucket, layout.device).values())
-        + (with_weights or bucket.has_masters) * bucket.wide_dtype.itemsize * bucket.block_elements
+        + ((with_weights or bucket.has_masters) + averages) * bucket.wide_dtype.itemsize * bucket.block_elements
         for bucket in layout.buckets
     )
 

@@ -33,6 +33,7 @@ class Segment:
     parameter: Tensor  # (elements,): of the bucket's dtype, or master weights of its wide dtype
     has_master: bool
     weights: Tensor | None  # (elements,) of the bucket's dtype: where they are with the state
+    average: Tensor | None = None  # (elements,) of the bucket's wide dtype: once there is one
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ import torch
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 from torch import Tensor
 
-from shoal.blocks.loaded_state import MASTER, WEIGHTS, State
+from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, State
 from shoal.blocks.optimizer_step import OptimizerStep, Segment
 from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.update_place import UpdatePlace
 from shoal.blocks.values import BlockValues
+from shoal.core.average_rule import AverageRule
 from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.twin import carried, effects_of_steps, given_back, twin_of
 from shoal.process.host_memory import memory_on
@@ -63,6 +64,10 @@ class Segments:
         """The blocks that are held, here and elsewhere."""
         self.shared: SharedWeights | None = None
         """Where parameters lie that are with the state; set before anything is held. None: in memory of their own."""
+        self.average_rule: AverageRule | None = None
+        """None: no averages are kept."""
+        self.averages_now = False
+        """Whether the next update counts in averages."""
 
     # ---- one segment
 
@@ -73,6 +78,8 @@ class Segments:
             found[MASTER] = segment.parameter
         if segment.weights is not None:
             found[WEIGHTS] = segment.weights
+        if segment.average is not None:
+            found[AVERAGE] = segment.average
         return found
 
     def part_of(self, segment: Segment, stretch: Stretch) -> State:  # each (elements of the stretch,), or ()
@@ -101,8 +108,8 @@ class Segments:
         parameter = state[MASTER] if has_master else self.parameters.of(stretch) if weights is None else weights
         if self.have_state and not (has_master or bucket.is_frozen):
             parameter = self.place.updated(parameter)
-        segment = Segment(stretch, parameter, has_master, weights)
-        apart = {MASTER, WEIGHTS} if has_master else {WEIGHTS}
+        segment = Segment(stretch, parameter, has_master, weights, state.get(AVERAGE))
+        apart = {AVERAGE, MASTER, WEIGHTS} if has_master else {AVERAGE, WEIGHTS}
         self.give_state(segment, {key: value for key, value in state.items() if key not in apart})
         return segment
 
@@ -124,6 +131,23 @@ class Segments:
         if own:
             numbers = self.effects.numbers.get((bucket.group, bucket.wide_dtype), {})
             self.twin.state[segment.parameter].update(given_back(own, numbers))
+
+    def average(self, segments: Sequence[Segment], are_updated: bool) -> None:
+        """Takes the exact weights of these into their averages: the first ones are the average. `are_updated`: whether
+        the update at hand has just made them; else they are read where others read them.
+        """
+        rule, pairs = self.average_rule, list[tuple[Tensor, Tensor]]()
+        assert rule is not None
+        for one in segments:
+            exact = (one.parameter if one.has_master or are_updated else self.parameters_of(one)).detach()
+            if one.average is None:
+                dtype = self.layout.buckets[one.stretch.bucket].wide_dtype
+                one.average = self.place.memory(exact.numel(), dtype).copy_(exact)
+            else:
+                pairs.append((one.average, exact.to(one.average.device)))
+        if pairs:
+            averages, weights = map(list, zip(*pairs, strict=True))
+            torch._foreach_lerp_(averages, weights, rule.taken)
 
     def _weights(
         self,

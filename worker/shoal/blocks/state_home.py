@@ -24,7 +24,7 @@ import torch
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
-from shoal.blocks.loaded_state import MASTER, WEIGHTS, LoadedState, State
+from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, LoadedState, State
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.segments import Segments
 from shoal.blocks.update_place import Coming
@@ -229,8 +229,12 @@ class InMemory:
         for index, part in enumerate(parts):
             following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []
             place.update(segments.optimizer_step, part.segments, coming, scale)
+            if segments.averages_now:
+                segments.average(part.segments, are_updated=True)
             coming = following
             on_updated(part.first_bucket)
+        if segments.averages_now:
+            segments.average(without_a_turn(segments.in_order, segments.layout, segments.twin), are_updated=False)
 
     def _bring_down(self, segments: Sequence[Segment], gradients: BlockValues) -> list[Coming]:
         place, parameters_of = self.segments.place, self.segments.parameters_of
@@ -260,6 +264,13 @@ def trained_segments(segments: list[Segment], layout: Layout, twin: torch.optim.
         for segment, bucket in ((segment, buckets[segment.stretch.bucket]) for segment in segments)
         if not bucket.is_frozen and turns[bucket.group]
     ]
+
+
+def without_a_turn(segments: list[Segment], layout: Layout, twin: torch.optim.Optimizer) -> list[Segment]:
+    """Those that are not frozen, and are not updated now: their weights enter averages all the same."""
+    buckets, turns = layout.buckets, [has_turn(group) for group in twin.param_groups]
+    trained = ((segment, buckets[segment.stretch.bucket]) for segment in segments)
+    return [segment for segment, bucket in trained if not (bucket.is_frozen or turns[bucket.group])]
 
 
 def parts_of(segments: list[Segment], may_be_several: bool) -> list[UpdatePart]:
@@ -294,6 +305,17 @@ def check_masters(
         if not bucket.has_masters or (master is not None and master.dim() and master.dtype == bucket.wide_dtype):
             continue
         raise ValueError(f"{_named(stretch)} need one {bucket.wide_dtype} master weight per element; {_found(master)}")
+
+
+def check_averages(
+    layout: Layout,
+    states: Mapping[Stretch, State],  # each (elements of the stretch,), or () for what all its blocks share
+) -> None:
+    """Raises `ValueError` for averages that are not of the masters' dtype, one for each element."""
+    for stretch, state in states.items():
+        dtype, average = layout.buckets[stretch.bucket].wide_dtype, state.get(AVERAGE)
+        if average is not None and not (average.dim() and average.dtype == dtype):
+            raise ValueError(f"{_named(stretch)} need one {dtype} average per element; {_found(average)}")
 
 
 def check_weights(

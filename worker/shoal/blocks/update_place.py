@@ -105,6 +105,9 @@ class BesideParameters:
         """Begins to bring what an update needs."""
         return Coming(gradient, parameters, [])
 
+    def leave_out(self, coming: Coming) -> None:
+        """What was brought is here, and no update follows."""
+
     def update(self, step: OptimizerStep, segments: Sequence[Segment], coming: Sequence[Coming], scale: float) -> None:
         """One step on these segments; what they have become is then where others read it, or on its way there."""
         step.make(segments, [one.gradient for one in coming], scale)
@@ -185,6 +188,11 @@ class OnTheHost:
         if updated is not None and self._device.holds(parameters):
             copies.append(self._device.to_host(parameters, updated))
         return Coming(here, parameters, copies)
+
+    def leave_out(self, coming: Coming) -> None:
+        for copy in coming.copies:
+            copy.wait()
+        self._device.give_back(coming.gradient)
 
     def update(self, step: OptimizerStep, segments: Sequence[Segment], coming: Sequence[Coming], scale: float) -> None:
         for one in coming:

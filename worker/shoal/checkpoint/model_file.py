@@ -25,7 +25,7 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
-from shoal.blocks.loaded_state import MASTER, WEIGHTS
+from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS
 from shoal.checkpoint.dcp_folder import INDEX, LARGEST, FolderTensors, Index, Place, Shape, read_index
 from shoal.checkpoint.named import Known
 from shoal.core.container import CODES, DTYPES
@@ -227,7 +227,7 @@ class DcpFolder:
         if kept.stored not in self._index.tensors:
             return self._number(kept, where)
         state, known = self._tensors.known(kept.stored), self.known[kept.parameter]
-        if state.shape not in ((), known.shape) or kept.key in (MASTER, WEIGHTS):
+        if state.shape not in ((), known.shape) or kept.key in (AVERAGE, MASTER, WEIGHTS):
             raise UserError(
                 f"{where} with shape {state.shape}; expected a state of its shape {known.shape}, or one number. "
                 f"{REMEDY.capitalize()}."

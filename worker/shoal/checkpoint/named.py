@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.blocks.flat import views
-from shoal.blocks.loaded_state import MASTER
+from shoal.blocks.loaded_state import AVERAGE, MASTER
 from shoal.blocks.values import WholeValues
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader
@@ -84,7 +84,7 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     updates that it has missed. One that was never used has zeros where a state begins with them, so that all names are
     found; else it has none.
 
-    Master weights are not among them: they are parameters.
+    Master weights and averages are not among them: they are parameters.
     """
     classes = reader.manifest.classes
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
@@ -93,7 +93,7 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
         flats: dict[str, Tensor] = {}
         for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
             for key, value in state.items():
-                if key == MASTER:
+                if key in (AVERAGE, MASTER):
                     continue
                 if value.dim() == 0:
                     flats[key] = value

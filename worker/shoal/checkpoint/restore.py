@@ -20,8 +20,8 @@ from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.blocks.loaded_state import MASTER, WEIGHTS
-from shoal.blocks.state_home import check_masters
+from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS
+from shoal.blocks.state_home import check_averages, check_masters
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.other_layout import Match, difference, take_by_name
 from shoal.checkpoint.reader import Reader
@@ -160,7 +160,7 @@ def _refuse_other_states(reader: Reader, state: TrainingState, outcome: OtherVal
     tried = set()
     for piece in (piece for file in reader.manifest.files for piece in file.pieces):
         bucket = state.layout.buckets[piece.bucket]
-        own = sorted((key, entry) for key, entry in piece.state.items() if key != MASTER)
+        own = sorted((key, entry) for key, entry in piece.state.items() if key not in (AVERAGE, MASTER))
         kept = {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in own}
         tried.add((bucket.group, bucket.wide_dtype, tuple(kept.items())))
     for group, dtype, entries in tried:
@@ -262,8 +262,12 @@ def load_blocks(reader: Reader, state: TrainingState, blocks: Runs) -> None:
         _load_frozen_blocks(reader, state, frozen)
     for portion in state.held.home.portions([one for one in stretches if one.bucket < trained]):
         states = reader.states(portion)
+        if state.held.segments.average_rule is None:
+            for one in states.values():
+                one.pop(AVERAGE, None)
         try:
             check_masters(state.layout, states)
+            check_averages(state.layout, states)
         except ValueError as error:
             raise CheckpointDamaged(f"{reader.where} is damaged: {error}.") from None
         state.held.take(states)

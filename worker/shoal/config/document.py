@@ -254,6 +254,19 @@ class Cell(Section):
     """Dimensions within which the processes of a cell must be on one host."""
 
 
+class Average(Section):
+    """`shoal.average`: an exponential moving average of the weights, kept in float32 beside them (api.md)."""
+
+    decay: Annotated[float, Field(gt=0, lt=1), Allowed("a number between 0 and 1, neither of them")]
+    """What of the average an update keeps: average = decay × average + (1 - decay) × weights, in the order of
+    operations of `torch.optim.swa_utils.get_ema_multi_avg_fn`. Required."""
+    every: Annotated[Positive, Allowed("a whole number from 1 to 10^15")] = 1
+    """Steps between two updates of the average."""
+    from_step: Natural = 0
+    """Step after which updates are counted: the first is at step `from_step` + `every`, and makes the weights of that
+    step the average. Before it the average is the weights."""
+
+
 class Shoal(Section):
     """`shoal`: settings that DeepSpeed does not have."""
 
@@ -329,6 +342,7 @@ class Shoal(Section):
     """True: the processes of a cell compare every collective before they make it, and a script that makes different
     ones fails the job with a sentence. False: they do so in the first step of each world, and then with the first
     collective of each micro-batch and of each evaluation. No effect where a cell is one process."""
+    average: Average | None = None
     cell: Cell = Cell()
     checkpoint: Checkpoint = Checkpoint()
 

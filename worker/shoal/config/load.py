@@ -28,7 +28,7 @@ from shoal_protos.training_log import get_logger
 from shoal_protos.validation import MOST_FAULTS, what_is_left
 
 from shoal.config.cell_section import cell_faults, impossible, shape_in
-from shoal.config.document import Cell, Checkpoint, Document, OffloadOptimizer, Optimizer
+from shoal.config.document import Average, Cell, Checkpoint, Document, OffloadOptimizer, Optimizer
 from shoal.config.sentences import all_of, misplaced_key, not_built, sentences_of, unread_in, wrong_value
 from shoal.config.sifting import Sifted, sift
 from shoal.config.training import (
@@ -44,6 +44,7 @@ from shoal.config.training import (
     precision_faults,
     settle,
 )
+from shoal.core.average_rule import AverageRule
 
 NUMBERS = ("lr", "weight_decay", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay", "momentum_decay", "lambd")
 """Parameters of optimizers that are one number in every class that has them."""
@@ -220,6 +221,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         parameters_on_host=document.zero_optimization.offload_param.device == "cpu",
         gradient_clipping=float(_value_or_none(document.gradient_clipping) or 0.0),
         precision=Precision.of(document),
+        average=_average(shoal.average),
         optimizer=document.optimizer,
         scheduler=document.scheduler,
         checkpoint=_with_paths(shoal.checkpoint),
@@ -244,6 +246,10 @@ def _left_open(document: Document) -> str:
         return ""
     named = " and ".join([", ".join(keys[:-1]), keys[-1]] if len(keys) > 1 else keys)
     return f' So the "auto" of {named} stays open.'
+
+
+def _average(section: Average | None) -> AverageRule | None:
+    return None if section is None else AverageRule(section.decay, section.every, section.from_step)
 
 
 def _state_folder(offload: OffloadOptimizer) -> str | None:

@@ -31,6 +31,7 @@ from shoal_protos.text import plural, shown
 
 from shoal.config.cell_section import shape_in
 from shoal.config.document import Checkpoint, CsvMonitor, Document, Optimizer, Scheduler, TensorBoard, Wandb
+from shoal.core.average_rule import AverageRule
 from shoal.core.loss_scale import LossScaleRule
 
 
@@ -83,6 +84,8 @@ class TrainingConfig:
     gradient_clipping: float
     """0: off."""
     precision: Precision
+    average: AverageRule | None
+    """How weights are averaged; None: not at all."""
     optimizer: Optimizer | None
     scheduler: Scheduler | None
     checkpoint: Checkpoint
@@ -110,9 +113,11 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
     checkpointing, offload) or is compared elsewhere (threads: in the numeric identity)."""
     elastic = {} if config.elastic_workers is None else {"elasticity workers": config.elastic_workers}
     compares = {"shoal.check_collectives": True} if config.check_collectives else {}
+    averages = {} if config.average is None else {"shoal.average": asdict(config.average)}
     values: dict[str, object] = {
         **elastic,
         **compares,
+        **averages,
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization.stage": config.stage,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.loaded_state import State
-from shoal.blocks.state_home import check_masters, check_weights, numbers_of
+from shoal.blocks.state_home import check_averages, check_masters, check_weights, numbers_of
 from shoal.core.container import CODES, DTYPES
 from shoal.core.layout import Stretch
 from shoal.exchange.packing import FramedSend, receive_framed
@@ -89,6 +89,7 @@ def blank_states(head: bytes, fill: Fill, held: HeldBlocks) -> States:
             for where, state in announced.items()
         }
         check_masters(held.layout, states)
+        check_averages(held.layout, states)
         if held.keeps_weights:
             check_weights(held.layout, states)
         return states

@@ -23,7 +23,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.loaded_state import MASTER, WEIGHTS, State, probe_state
+from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, State, probe_state
 from shoal.blocks.optimizer_step import Segment
 from shoal.blocks.segments import HeldWeights, Segments
 from shoal.blocks.state_home import InMemory, OnUpdated, StateSource
@@ -145,7 +145,8 @@ class InFile:
         if kind not in self._known:
             state = probe_state(self.segments.user, bucket, 2, self.segments.layout.device)
             self._known[kind] = sum(value.dtype.itemsize for value in state.values() if value.dim())
-            self._known[kind] += bucket.has_masters * bucket.wide_dtype.itemsize
+            beside = bucket.has_masters + (self.segments.average_rule is not None)
+            self._known[kind] += beside * bucket.wide_dtype.itemsize
         return self._known[kind]
 
     # ---- to hold
@@ -211,15 +212,18 @@ class InFile:
         segments, transfers = self.segments, self.store.transfers
         segments.place.begin_update()
         turns = [has_turn(segments.twin.param_groups[bucket.group]) for bucket in segments.layout.trained.buckets]
+        are_carried = [has_its or segments.averages_now for has_its in turns]
         pieces = [  # frozen ones come last
-            one for one in self.store.pieces[::-1] if one.stretch.bucket < len(turns) and turns[one.stretch.bucket]
+            one
+            for one in self.store.pieces[::-1]
+            if one.stretch.bucket < len(turns) and are_carried[one.stretch.bucket]
         ]
         before = transfers.moved, transfers.seconds
         coming: list[tuple[Tensor | None, Coming]] = []
         for index, buffer in enumerate(transfers.carry([piece.ranges() for piece in pieces], self._most_bytes(pieces))):
             coming += [self._bring_down(piece, gradients) for piece in pieces[index + len(coming) : index + 2]]
-            self._update_piece(pieces[index], buffer, *coming.pop(0), scale)
             bucket = pieces[index].stretch.bucket
+            self._update_piece(pieces[index], buffer, *coming.pop(0), scale if turns[bucket] else None)
             if index + 1 < len(pieces) and pieces[index + 1].stretch.bucket != bucket:
                 on_updated(bucket)
         on_updated(0)
@@ -243,13 +247,19 @@ class InFile:
         return updated, segments.place.bring_down(gradients.of(stretch), parameters, updated)
 
     def _update_piece(
-        self, piece: HeldPiece, buffer: Buffer, updated: Tensor | None, coming: Coming, scale: float
+        self, piece: HeldPiece, buffer: Buffer, updated: Tensor | None, coming: Coming, scale: float | None
     ) -> None:
+        """`scale`: None: it is not its turn, and its weights enter averages alone."""
         segments, state = self.segments, piece.state(buffer)
-        parameter = state.pop(MASTER) if updated is None else updated
-        segment = Segment(piece.stretch, parameter, has_master=updated is None, weights=None)
+        parameter, average = state.pop(MASTER) if updated is None else updated, state.pop(AVERAGE, None)
+        segment = Segment(piece.stretch, parameter, has_master=updated is None, weights=None, average=average)
         segments.give_state(segment, state)
-        segments.place.update(segments.optimizer_step, [segment], [coming], scale)
+        if scale is not None:
+            segments.place.update(segments.optimizer_step, [segment], [coming], scale)
+        else:
+            segments.place.leave_out(coming)
+        if segments.averages_now:
+            segments.average([segment], are_updated=True)
         if updated is not None:
             segments.place.give_back(updated, coming.parameters)
         self.store.keep(piece, buffer, segments.state_of(segment))

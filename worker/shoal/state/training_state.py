@@ -29,6 +29,7 @@ from shoal.blocks.state_home import OnUpdated, unheard
 from shoal.blocks.values import WholeValues
 from shoal.cells.marks import local_of
 from shoal.config.training import TrainingConfig
+from shoal.core.average_rule import AverageRule
 from shoal.core.layout import WHOLE, CellPart, Layout, Trainable
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.manifest_parts import Branch, Lineage
@@ -86,6 +87,8 @@ class Limits:
     """Whether all other workers are on this one's host."""
     part: CellPart = WHOLE
     """What of the model this process has."""
+    average: AverageRule | None = None
+    """How weights are averaged; None: not at all."""
 
     @classmethod
     def of(cls, config: TrainingConfig, last_step: int, peers_on_host: bool = True) -> Limits:
@@ -95,7 +98,7 @@ class Limits:
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, one, half_dtype(precision),
             precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
-            peers_on_host,
+            peers_on_host, average=config.average,
         )  # fmt: skip
 
 
@@ -189,7 +192,7 @@ class TrainingState:
         tensors = {info.name: tensor for info, tensor in pairs}
         place = StatePlace(limits.state_folder, limits.state_on_host, self.device, limits.parameters_on_host)
         self.held = held_blocks(place, self.held_layout, optimizer, self.flats, tensors, by_stage.keeps_weights)
-        self.held.segments.shared = self.memory.shared
+        self.held.segments.shared, self.held.segments.average_rule = self.memory.shared, limits.average
         self.weights = by_stage.weights(self.held.segments, self.flats)
         """The parameters of the blocks that are held, at least."""
         self.buffers = ModuleBuffers(module, limits.lanes)
@@ -293,6 +296,8 @@ class TrainingState:
         """Of the parameters that some lane has used."""
         unused = int(record.unused or "0", 16) & every_one(self.layout)
         self.held.optimizer_step.cuts = self.misses.cuts(self.layout, unused)
+        rule = self.held.segments.average_rule
+        self.held.segments.averages_now = rule is not None and rule.is_due(record.step)
         self.held.apply(self.sums.reduced, self._clip(record.norm), on_updated)
         turns = [has_turn(group) for group in self.optimizer.param_groups]
         self.misses = self.misses.after(self.layout, unused, turns)

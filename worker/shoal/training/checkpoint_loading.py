@@ -16,6 +16,7 @@ from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.training_log import get_logger
 
+from shoal.blocks.loaded_state import AVERAGE
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
 from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.place_marks import host_of
@@ -232,6 +233,7 @@ class CheckpointLoading:
         if self._context.loop_has_begun:  # else nothing more is read
             self._warn_of_other_data(found)
         self._warn_of_another_scheduler(found)
+        self._tell_of_averages(found)
         self._tell_of_other_values(found, load_small_state(reader, state, state.registered))
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
@@ -275,6 +277,17 @@ class CheckpointLoading:
                 else "the rates stay as they were saved"
             )
             log.warning("other_scheduler", checkpoint=found.path, saved=saved, means=means)
+
+    def _tell_of_averages(self, found: Found) -> None:
+        """Only the checkpoint has averages, or only this job."""
+        pieces = (piece for file in found.manifest.files for piece in file.pieces)
+        saved, rule = any(AVERAGE in piece.state for piece in pieces), self._context.config.average
+        if saved and rule is None:
+            means = "this job keeps none (`shoal.average`), so the checkpoint's averages are left out"
+            log.warning("averages_left_out", checkpoint=found.path, means=means)
+        elif rule is not None and not saved and rule.is_past(found.manifest.step):
+            means = "it has no averages of weights; they begin with the weights of the next step that is averaged"
+            log.warning("averages_begin", checkpoint=found.path, means=means)
 
     def on_unreadable(self, path: str, error: CheckpointDamaged) -> None:
         """The plan's checkpoint cannot be read: say so, and look for the one before. Raises `JobFailed` where there is

@@ -296,7 +296,9 @@ def _description(
         homes=_by_coordinate(state.held_layout, state.held_layout.home_of),
         models=_by_coordinate(state.held_layout, state.held_layout.model_at),
         block_elements=state.layout.block_elements,
-        state_bytes=probe_state_bytes(state.held_layout, optimizer, residency.keeps_weights),
+        state_bytes=probe_state_bytes(
+            state.held_layout, optimizer, residency.keeps_weights, averages=config.average is not None
+        ),
         mirrors=residency.mirrors(config),
         stage=residency.number,
         mirror_partners=config.mirror_partners,
