@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
 from crew_saves import saved
+from integration.scripts import Samples
 from late_device import LateDevice
 from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
+from safetensors.torch import load_file
 from shoal.blocks.loaded_state import AVERAGE
 from shoal.checkpoint.catalogue import checkpoints
 from shoal.checkpoint.fingerprint import verify
@@ -23,7 +26,8 @@ from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.acts import DrainWorker
-from torch import Tensor
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from unit.test_turns import Gan, constant
 from unit.test_turns import body as gan_body
@@ -291,3 +295,172 @@ def test_a_checkpoint_of_a_job_without_averages_begins_them_with_its_weights(
     with Crew("a", Task({**before, "shoal": {"checkpoint": {"resume": made.path}}})) as crew:
         assert crew.finish() == reference(Task(before))
     assert "are left out" in capsys.readouterr().err
+
+
+# ---- reading them
+
+Values = dict[str, Tensor]  # each of its parameter's shape
+
+
+def values_of(module: nn.Module) -> Values:
+    """Copies of all trained parameters."""
+    return {name: one.detach().clone() for name, one in module.named_parameters() if one.requires_grad}
+
+
+@rule(
+    "What a script reads as averages are those of the last step, whole, from their owners, whichever member asks, and "
+    "none but it; what it trains afterwards has the bits that it has without",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.blocks.segments", "if segment.average is None:\n            return", "if True:\n            return"
+        ),
+        Edit(
+            "shoal.training.whole_averages", "                    values.of(stretch).copy_", "                    copy("
+        ),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("form", ["", "bf16"])
+def test_one_member_alone_evaluates_with_averages(stage: int, form: str) -> None:
+    """Which are those that a worker alone holds."""
+    precision = {"precision": BF16} if form else {}
+    alone: list[Values] = []
+
+    def keep(engine: Engine) -> None:
+        found = averages_of(engine).items()
+        alone.append({name: value.to(torch.bfloat16 if form else value.dtype) for name, value in found})
+
+    undisturbed(Task(options(**precision), prepare=lambda engine: engine.on_commit(keep)))
+    seen: dict[int, Values] = {}
+
+    def look(engine: Engine) -> None:
+        if engine.rank == 1 and engine.global_step not in seen:
+            with engine.evaluating(), engine.averaged():
+                engine.module(**collated(engine))
+                with engine.gathered():
+                    seen[engine.global_step] = values_of(engine.module)
+
+    with Crew("abc", Task(options(stage=stage, **precision), in_loop=look)) as crew:
+        assert crew.finish() == reference(Task(options(**precision)))
+    assert len(seen) > 2
+    for step, values in seen.items():
+        if step:
+            assert all(torch.equal(values[name], value) for name, value in alone[step - 1].items())
+
+
+def collated(engine: Engine) -> Any:
+    samples = Samples(4)
+    return engine.context.loop.collate(samples, [0, 1])
+
+
+@holds("What a script reads as averages")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_teacher_of_averages_runs_within_a_lane_in_every_world(stage: int) -> None:
+    """Before and after the student's own forward; with kills, and a joiner that warms up."""
+
+    def distil(engine: Engine, batch: Any) -> None:
+        with engine.averaged():
+            before = engine.module(**batch)
+        loss = engine.module(**batch)
+        with engine.averaged():
+            engine.module.eval()
+            after = engine.module(**batch)
+        engine.backward(loss + 0.1 * (loss - before - after).square())
+        engine.step()
+
+    task = Task(options(max_steps=12), body=distil)
+    with Crew("abc", replace(task, options={**task.options, "stage": stage})) as crew:
+        crew.train_to(2)
+        crew.plant("b", 3, "backward")
+        crew.train_to(4)
+        joiner = crew.add("d")
+        crew.train_until("d is in", lambda: joiner in crew.members() and crew.at_rest())
+        crew.plant("c", crew.allowed + 1, "gather" if stage == 3 else "exchange")
+        fingerprint = crew.finish()
+    assert fingerprint == reference(task)
+    assert fingerprint != reference(Task(options(max_steps=12)))
+
+
+@holds("What a script reads as averages")
+@pytest.mark.parametrize("stage", shortened([0, 1, 2, 3], 1, 3))
+def test_forwards_with_averages_change_no_bit_of_training(stage: int) -> None:
+    """Though they draw dropout and move the statistics of batch normalization."""
+
+    def look(engine: Engine) -> None:
+        with engine.averaged():
+            engine.module(**collated(engine))
+
+    assert undisturbed(Task(options(stage=stage), in_loop=look)) == reference(Task(options()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_within_averages_nothing_is_trained(stage: int) -> None:
+    refusals: list[str] = []
+
+    def wrong(engine: Engine, batch: Any) -> None:
+        loss = engine.module(**batch)
+        with engine.averaged():
+            for call in (lambda: engine.backward(loss), engine.step, engine.skip, lambda: enter(engine)):
+                with pytest.raises(UserError) as refused:
+                    call()
+                refusals.append(str(refused.value))
+        engine.backward(loss)
+        engine.step()
+
+    assert undisturbed(Task(options(stage=stage), body=wrong)) == reference(Task(options()))
+    assert refusals[:4] == [
+        "engine.backward was called within engine.averaged; leave that context before it.",
+        "engine.step was called within engine.averaged; leave that context before it.",
+        "engine.skip was called within engine.averaged; leave that context before it.",
+        "engine.averaged was entered within engine.averaged; leave the first one before it.",
+    ]
+
+
+def enter(engine: Engine) -> None:
+    with engine.averaged():
+        raise AssertionError
+
+
+def test_a_job_without_averages_has_none_to_be_read(tmp_path: Path) -> None:
+    refusals: list[str] = []
+
+    def ask(engine: Engine) -> None:
+        for call in (lambda: enter(engine), lambda: engine.export(tmp_path / "m.safetensors", averaged=True)):
+            with pytest.raises(UserError) as refused:
+                call()
+            refusals.append(str(refused.value))
+
+    undisturbed(Task({"max_steps": 1, "lanes": 1}, in_loop=ask))
+    assert refusals == [
+        "engine.averaged needs averages of weights, and this job keeps none; set `shoal.average`.",
+        "engine.export(…, averaged=True) needs averages of weights, and this job keeps none; set `shoal.average`.",
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("where", ["in the body", "after the loop"])
+def test_averages_are_exported(stage: int, where: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def ask(engine: Engine) -> None:
+        if where == "in the body" and engine.global_step == 3 and engine.rank == 1:
+            engine.export(path, averaged=True)
+
+    def script(engine: Engine, before: Callable[[], None]) -> None:
+        for batch in engine:
+            before()
+            ask(engine)
+            engine.backward(engine.module(**batch))
+            engine.step()
+        if where == "after the loop":
+            engine.export(path, averaged=True)
+
+    with Crew("abc", Task(options(stage=stage), script=script)) as crew:
+        assert crew.finish() == reference(Task(options()))
+    alone: list[Values] = []
+    keep = Task(options(), prepare=lambda engine: engine.on_commit(lambda one: alone.append(averages_of(one))))
+    undisturbed(keep)
+    found = load_file(path)
+    expected = alone[3 if where == "in the body" else -1]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -301,12 +301,15 @@ class HeldWeights:
             if at == stretch.stop or where.bucket > stretch.bucket:
                 break
             if where.bucket == stretch.bucket and where.start <= at < where.stop:
-                assert segment.weights is not None
                 stop, size = min(where.stop, stretch.stop), self._layout.buckets[where.bucket].block_elements
-                found.append(segment.weights[(at - where.start) * size : (stop - where.start) * size])
+                found.append(self._part(segment, (at - where.start) * size, (stop - where.start) * size))
                 at = stop
         assert at == stretch.stop, f"{stretch} is not held"
         return found
+
+    def _part(self, segment: Segment, first: int, last: int) -> Tensor:  # (last - first,)
+        assert segment.weights is not None
+        return segment.weights[first:last]
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
         """A view where the stretch lies in one segment, a copy elsewhere."""
@@ -323,3 +326,14 @@ class HeldWeights:
     def bytes(self) -> int:
         """What they take."""
         return sum(segment.weights.nbytes for segment in self._segments.in_order if segment.weights is not None)
+
+
+class HeldAverages(HeldWeights):
+    """Averages of the weights of held blocks, in the dtype of the parameters; before they begin, and of frozen blocks,
+    the weights. For state in memory.
+    """
+
+    def _part(self, segment: Segment, first: int, last: int) -> Tensor:  # (last - first,)
+        if segment.average is None:
+            return self._segments.parameters_of(segment)[first:last]
+        return segment.average[first:last].to(self._layout.buckets[segment.stretch.bucket].dtype)

@@ -25,7 +25,8 @@ class Request:
     """fingerprint | export | save | scheduled (a save by the clock of rank 0) | frozen | gather | stop (the job ends
     after this step) | halt (before it: nothing of it is committed)"""
     detail: str = ""
-    """A path for an export; for `frozen` the joiner's digest of its frozen parameters."""
+    """A path for an export, behind `AVERAGES_TO` where it is of averages; for `frozen` the joiner's digest of its
+    frozen parameters."""
     rank: int = -1
     """Whose request it is, where that matters."""
     step: int = -1
@@ -33,6 +34,8 @@ class Request:
 
 
 HALT = Request("halt")
+AVERAGES_TO = "\0"
+"""Before the path of an export: no path begins so."""
 
 
 @dataclass(frozen=True, slots=True)

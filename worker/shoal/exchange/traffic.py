@@ -378,7 +378,7 @@ class UnitTraffic:
     def __init__(self, plan: Plan, rank: int, layout: Layout, units: Sequence[Sequence[int]]) -> None:
         self.plan, self.rank, self._layout = plan, rank, layout
         self._unit_of = {bucket: number for number, buckets in enumerate(units) for bucket in buckets}
-        self._units = len(units)
+        self.units = len(units)
         self._between = lru_cache(maxsize=None)(self._messages)
 
     def messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
@@ -387,14 +387,14 @@ class UnitTraffic:
 
     def own(self, boundaries: int) -> list[list[Stretch]]:
         """By unit, what this member holds of it."""
-        found: list[list[Stretch]] = [[] for _ in range(self._units)]
+        found: list[list[Stretch]] = [[] for _ in range(self.units)]
         for stretch in self._layout.stretches(self.plan.held_by(self.rank, boundaries)):
             found[self._unit_of[stretch.bucket]].append(stretch)
         return found
 
     def _messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
         wanted = self.plan.owned_by(owner) - self.plan.held_by(asker, boundaries)
-        by_kind: list[dict[object, list[Extent]]] = [{} for _ in range(self._units)]
+        by_kind: list[dict[object, list[Extent]]] = [{} for _ in range(self.units)]
         for stretch in self._layout.stretches(wanted):
             extent = Extent(stretch.bucket, *self._layout.elements(stretch))
             dtype = self._layout.buckets[stretch.bucket].dtype

@@ -22,6 +22,7 @@ import struct
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from shoal_protos.training_log import get_logger
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from shoal.blocks.flat import Flats
 from shoal.blocks.originals import Originals
+from shoal.blocks.segments import HeldWeights
 from shoal.blocks.shared_weights import NO_KEY, Key, MappedFlats, SeenWeights
 from shoal.blocks.unit_flats import Unit
 from shoal.blocks.values import RangeValues
@@ -60,8 +62,25 @@ class _Coming:
     """None: nothing comes from others."""
 
 
+class Gathered(Protocol):
+    """A unit, as far as a fetch goes."""
+
+    @property
+    def number(self) -> int:
+        """Its place among all."""
+
+    def allocate(self) -> None:
+        """Memory for what comes."""
+
+    def restore(self) -> None:
+        """All values have come."""
+
+
 class UnitFetch:
     """The gathering of units between two votes."""
+
+    first = 0
+    """What the first unit is asked for as."""
 
     def __init__(
         self,
@@ -76,7 +95,7 @@ class UnitFetch:
         self._is_in_lane = is_in_lane
         self._coming: dict[int, _Coming] = {}
 
-    def begin(self, unit: Unit) -> None:
+    def begin(self, unit: Gathered) -> None:
         """Raises `WorldChanged`."""
         unit.allocate()
         size, rank = self._group.size, self._group.rank
@@ -84,23 +103,26 @@ class UnitFetch:
         found = ((owner, self._traffic.messages(owner, rank, self._key[1])[unit.number]) for owner in owners)
         coming = self._coming[unit.number] = _Coming([(owner, some) for owner, some in found if some])
         if coming.messages:
-            self._receive(coming, unit.number, self._group.order.begin_gather(unit.number, self._is_in_lane()))
+            self._receive(coming, unit.number, self._begin_gather(unit.number))
         coming.own = self._put_own(unit.number)
+
+    def _begin_gather(self, unit: int) -> Gather:
+        return self._group.order.begin_gather(self.first + unit, self._is_in_lane())
 
     def _receive(self, coming: _Coming, unit: int, way: Gather) -> None:
         coming.receives.clear()
         for owner, some in coming.messages:
             coming.receives += [PackedReceive(self._group, owner, ANSWERED[way], self._flats, one) for one in some]
             if way is not Gather.UNASKED:
-                coming.asked.append(ask(self._group, owner, self._key, unit))
+                coming.asked.append(ask(self._group, owner, self._key, self.first + unit))
         works = [one.work for one in coming.receives] + [work for work, _ in coming.asked]
         coming.waiting = self._group.begin_wait(works)
 
-    def finish(self, unit: Unit) -> None:
+    def finish(self, unit: Gathered) -> None:
         """Its values are here. Raises `WorldChanged`."""
         coming = self._coming[unit.number]
         if coming.waiting is not None:
-            if self._group.order.let_go(unit.number, [one.work for one in coming.receives]):
+            if self._group.order.let_go(self.first + unit.number, [one.work for one in coming.receives]):
                 self._receive(coming, unit.number, Gather.LATE)
             coming.waiting.wait()
         for one in coming.receives:
@@ -115,6 +137,36 @@ class UnitFetch:
         for coming in self._coming.values():
             for copy in coming.own:
                 copy.join()
+
+
+class AverageFetch(UnitFetch):
+    """The same of averages of weights, which are asked for by numbers that follow those of the units."""
+
+    def __init__(
+        self,
+        group: Group,
+        traffic: UnitTraffic,
+        key: Key,
+        flats: RangeValues,
+        put_own: PutOwn,
+        is_in_lane: Callable[[], bool],
+    ) -> None:
+        super().__init__(group, traffic, key, flats, put_own, is_in_lane)
+        self.first = traffic.units
+
+
+def answers_of(
+    traffic: UnitTraffic, boundaries: int, values: HeldWeights, lock: threading.Lock
+) -> Callable[[int, int], list[Tensor]]:  # each (elements,)
+    """What this member sends to a rank that asks for a unit, by its number: `values` of blocks that it owns."""
+
+    def answer(peer: int, unit: int) -> list[Tensor]:  # each (elements,)
+        messages = traffic.messages(traffic.rank, peer, boundaries)[unit]
+        with lock:
+            parts = [[values.range(*extent) for extent in extents] for extents in messages]
+        return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
+
+    return answer
 
 
 class FirstValuesFetch:

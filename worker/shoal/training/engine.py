@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shoal.cells.hub import CellHub
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
-from shoal.exchange.ballot import Request
+from shoal.exchange.ballot import AVERAGES_TO, Request
 from shoal.exchange.buffer_joins import Join
 from shoal.optim.hyper import set_turn
 from shoal.process.faults import Faults
@@ -104,7 +104,7 @@ def _meant(name: str, names: frozenset[str], module: nn.Module | None) -> str:
 
 
 PUBLIC = {
-    "backward", "buffer", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers",
+    "averaged", "backward", "buffer", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers",
     "generation", "global_step", "lanes", "loss", "module", "on_commit", "on_evaluation", "on_step", "rank",
     "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop", "turn", "warming_up",
     "world_size",
@@ -300,6 +300,14 @@ class Engine(Habits):
         self.context.first_weights.check("engine.gathered")
         return self.parts.step.parameters.gathered(modules or (self.module,))
 
+    def averaged(self) -> AbstractContextManager[None]:
+        """A context without gradients in which the model's parameters are the averages of weights (`shoal.average`).
+
+        Any worker may enter it by itself, around an evaluation or a teacher's forward; modes, buffers and random state
+        are restored at its end. Raises `UserError` if the job keeps no averages.
+        """
+        return self.training.averages.here()
+
     def shard(self, dataset: Any) -> Iterator[Any]:
         """Yield the micro-batches of a dataset that belong to this worker's lanes; do not wait for other workers."""
         return self.parts.evaluation.shard(dataset)
@@ -308,8 +316,11 @@ class Engine(Habits):
         """Request a fingerprint: return None in the loop; after the loop, block and return the digest."""
         return self.training.ask(FINGERPRINT, "engine.fingerprint")
 
-    def export(self, path: str | Path) -> None:
-        """Write the model as safetensors, on rank 0: in the loop after this step, after the loop at once."""
+    def export(self, path: str | Path, averaged: bool = False) -> None:
+        """Write the model as safetensors, on rank 0: in the loop after this step, after the loop at once.
+
+        `averaged`: with the averages of weights in the place of the parameters.
+        """
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
         if self.context.state.layout.part.coordinates > 1:
@@ -317,7 +328,9 @@ class Engine(Habits):
                 "engine.export is not supported yet where a cell has several processes: each has a part of the model. "
                 "Save a checkpoint, or let the script write each part."
             )
-        self.training.ask(Request("export", str(path)), "engine.export")
+        if averaged:
+            self.training.averages.check("engine.export(…, averaged=True)")
+        self.training.ask(Request("export", AVERAGES_TO * averaged + str(path)), "engine.export")
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint to `shoal.checkpoint.path`.

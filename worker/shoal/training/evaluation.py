@@ -46,7 +46,7 @@ Listener = Callable[[Numbers], None]
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
+def untouched(module: nn.Module) -> Iterator[None]:
     """Afterwards modes, buffers and random state are what they were."""
     random, modes = RandomState.save(), [(part, part.training) for part in module.modules()]
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
@@ -137,7 +137,7 @@ class Evaluation:
         self.active, self._at_hand, weights = True, None, context.state.module_guard.whole()
         try:
             with (
-                _untouched(module), context.forward_seed.away(), context.autocast.here(), context.in_evaluation(),
+                untouched(module), context.forward_seed.away(), context.autocast.here(), context.in_evaluation(),
                 torch.no_grad(),
             ):  # fmt: skip
                 module.eval()

@@ -17,10 +17,11 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.released import OnTouch
-from shoal.blocks.segments import HeldWeights
+from shoal.blocks.segments import HeldAverages, HeldWeights
 from shoal.blocks.sharded_memory import ShardedMemory
-from shoal.blocks.shared_weights import Key, Part, SeenWeights
+from shoal.blocks.shared_weights import Key, Part, SeenWeights, SharedWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
+from shoal.blocks.values import WholeValues
 from shoal.config.out_of_memory import note_what, place_of
 from shoal.core.layout import Stretch
 from shoal.exchange.traffic import UnitTraffic
@@ -31,12 +32,14 @@ from shoal.exchange.unit_fetch import (
     UnitFetch,
     UnitServer,
     address_message,
+    answers_of,
     see_owners,
 )
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.guards.write_guards import ShownWatch, UnitWatch
 from shoal.process.device import DeviceCopy
+from shoal.state.training_state import TrainingState
 from shoal.training.context import TrainingContext
 
 Own = tuple[list[Tensor], list[Tensor]]
@@ -77,22 +80,74 @@ class NothingInAChild:
         """Nothing is on its way."""
 
 
+class UnitOwner:
+    """What this worker answers to others: units of weights, and, by the numbers that follow theirs, of averages."""
+
+    def __init__(self, state: TrainingState, weights: HeldWeights, shared: SharedWeights | None) -> None:
+        self._weights, self._averages = weights, HeldAverages(state.held.segments)
+        self._lock, self._shared = state.held.segments.lock, shared
+        self._server: UnitServer | None = None
+        self._traffic: UnitTraffic
+
+    def on_world(self, world: World, traffic: UnitTraffic) -> None:
+        """In this one from now on."""
+        self._traffic = traffic
+        if self._server is None or self._server.group is not world.group:
+            self._server = UnitServer(world.group)
+
+    def stand(self, key: Key) -> None:
+        """At the boundary at hand. Raises `WorldChanged`."""
+        shared, units = self._shared, self._traffic.units
+        of_weights = answers_of(self._traffic, key[1], self._weights, self._lock)
+        of_averages = answers_of(self._traffic, key[1], self._averages, self._lock)
+
+        def answers(peer: int, unit: int) -> list[Tensor]:  # each (elements,)
+            if unit == WHERE:
+                return [address_message(shared.address if shared is not None else None)]
+            if not 0 <= unit < 2 * units:
+                raise WorldChanged(f"rank {peer} asks for unit {unit} of {units}")
+            return of_weights(peer, unit) if unit < units else of_averages(peer, unit - units)
+
+        if shared is not None:
+            shared.stand(key)
+        assert self._server is not None
+        self._server.open(key, answers)
+
+
+def units_of_weights(context: TrainingContext, weights: HeldWeights, on_touch: OnTouch) -> GatheredUnits:
+    """Those that are trained, which this worker answers for."""
+    memory = context.state.memory
+    assert isinstance(memory, ShardedMemory)
+    return GatheredUnits(context, weights, on_touch, memory, UnitOwner(context.state, weights, memory.shared))
+
+
 class GatheredUnits:
     """`on_touch` is called when a parameter of a unit that is not here is used."""
 
-    def __init__(self, context: TrainingContext, weights: HeldWeights, on_touch: OnTouch) -> None:
-        self._context, self._weights, self._on_touch = context, weights, on_touch
-        state, memory = context.state, context.state.memory
-        assert isinstance(memory, ShardedMemory)
-        self._memory = memory
-        self._units = units_of(state.held_layout, state.flats.flats, state.placed, memory.beneath)
+    fetch_by: type[UnitFetch] = UnitFetch
+    """What brings them from their owners."""
+    are_weights = True
+    """Whether they are those that are trained."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        weights: HeldWeights,
+        on_touch: OnTouch,
+        memory: ShardedMemory,
+        owner: UnitOwner | None,
+    ) -> None:
+        """`memory`: what the parameters are views of; `owner`: what answers others here, where that is this one's."""
+        self._context, self._weights, self.on_touch, self._owner = context, weights, on_touch, owner
+        state = context.state
+        self._memory, self._flats = memory, WholeValues(state.held_layout, memory.flats)
+        self._units = units_of(state.held_layout, memory.flats, state.placed, memory.beneath)
         self.have_frozen = any(unit.has_frozen for unit in self._units)
         self._of_bucket = {bucket: unit for unit in self._units for bucket in unit.buckets}
         self._by_storage = {key: unit for unit in self._units for key in unit.storages}
-        self.watch = UnitWatch(state.flats.flats, state.comparisons)
+        self.watch = UnitWatch(memory.flats, state.comparisons)
         self._shown_watch = ShownWatch(state.held_layout, memory.mapped) if memory.mapped is not None else None
         self._first_uses = [unit.uses for unit in self._units]
-        self._server: UnitServer | None = None
         self._fetch: UnitFetch | SeenUnits | FirstValuesFetch | NothingInAChild | None = None
         """None: everything is here, until the first world; and until a unit is asked for after a vote."""
         self._world: World | None = None
@@ -102,7 +157,7 @@ class GatheredUnits:
         self._have_looked = False
         """Whether it is known whether they are."""
         if state.comes_later and state.originals is not None:
-            self._fetch = FirstValuesFetch(state.originals, state.flats.flats)
+            self._fetch = FirstValuesFetch(state.originals, memory.flats)
             for unit in self._units:
                 unit.begin_elsewhere(on_touch)
         _all.add(self)
@@ -146,8 +201,8 @@ class GatheredUnits:
         if state.originals is not None:
             self._give_up_first_values()
         self._traffic = UnitTraffic(world.plan, world.rank, state.held_layout, [unit.buckets for unit in self])
-        if self._server is None or self._server.group is not world.group:
-            self._server = UnitServer(world.group)
+        if self._owner is not None:
+            self._owner.on_world(world, self._traffic)
         self._own_as_of, self._owners, self._have_looked = (-1, -1), None, self._memory.shared is None
         if self._fetch is not None:
             self._fetch.give_up()
@@ -165,25 +220,10 @@ class GatheredUnits:
 
     def stand(self, world: World) -> None:
         """At the boundary at hand. Raises `WorldChanged`."""
-        traffic, server, state, shared = self._traffic, self._server, self._context.state, self._memory.shared
-        assert traffic is not None and server is not None
-        key: Key = world.plan.generation, self._context.boundaries
         self.watch.turn()
         self._world, self._fetch = world, None
-
-        def answers(peer: int, unit: int) -> list[Tensor]:
-            if unit == WHERE:
-                return [address_message(shared.address if shared is not None else None)]
-            if not 0 <= unit < len(self._units):
-                raise WorldChanged(f"rank {peer} asks for unit {unit} of {len(self._units)}")
-            messages = traffic.messages(world.rank, peer, key[1])[unit]
-            with state.held.segments.lock:
-                parts = [[self._weights.range(*extent) for extent in extents] for extents in messages]
-            return [one[0] if len(one) == 1 else torch.cat(one) for one in parts]
-
-        if shared is not None:
-            shared.stand(key)
-        server.open(key, answers)
+        if self._owner is not None:
+            self._owner.stand((world.plan.generation, self._context.boundaries))
 
     def _find_fetch(self) -> UnitFetch | SeenUnits:
         """How units come until the next vote. Raises `WorldChanged`."""
@@ -195,8 +235,8 @@ class GatheredUnits:
         if self._owners is not None and self._memory.mapped is not None:
             return SeenUnits(world.group, self._owners, key, self._memory.mapped)
         loop, module = self._context.loop, state.module
-        return UnitFetch(
-            world.group, traffic, key, state.flats, self._put_own,
+        return self.fetch_by(
+            world.group, traffic, key, self._flats, self._put_own,
             is_in_lane=lambda: loop.in_flight and module.training,  # and not in an evaluation
         )  # fmt: skip
 
@@ -232,7 +272,7 @@ class GatheredUnits:
             for stretch in self._stretches[unit]:
                 parts = self._weights.parts(stretch)
                 values += parts
-                places += context.state.flats.of(stretch).split([part.numel() for part in parts])
+                places += self._flats.of(stretch).split([part.numel() for part in parts])
             self._own[unit] = places, values
         return self._own[unit]
 
@@ -323,7 +363,7 @@ class GatheredUnits:
             self.watch.on_free(unit.buckets, by_script=self._context.loop.in_flight)
             if self._shown_watch is not None and not self._context.loop.in_flight:
                 self._shown_watch.take_back(unit.buckets)
-            unit.free(self._on_touch)
+            unit.free(self.on_touch)
 
     def free_unused(self, used: Collection[Unit]) -> None:
         """All that are here but these and the pinned ones."""
@@ -350,7 +390,7 @@ class GatheredUnits:
         for unit in self:
             self.free(unit)
             if unit.presence is Presence.COMING:
-                unit.free(self._on_touch)
+                unit.free(self.on_touch)
 
     def on_fork(self) -> None:
         """In a forked child, which may live on for long: it has what is here in memory of its own, and no more."""
@@ -360,7 +400,7 @@ class GatheredUnits:
         for unit in self:
             is_shown = mapped is not None and any(map(mapped.is_shown, unit.buckets))
             if unit.presence is Presence.COMING or (unit.presence is Presence.HERE and is_shown):
-                unit.free(self._on_touch)
+                unit.free(self.on_touch)
         if mapped is not None:
             mapped.forget()
         self._fetch = NothingInAChild(self._described)

@@ -30,13 +30,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from shoal.blocks.flat import by_bucket, storage_key
+from shoal.blocks.flat import Flats, all_views, by_bucket, storage_key
 from shoal.blocks.released import Arriving, release, restore, touch
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.process.compiler import call_before_compiling, has_compiled
 from shoal.training.context import NOTHING, TrainingContext
+from shoal.training.whole_averages import WholeAverages
 
 
 class Parameters(ABC):
@@ -103,6 +104,13 @@ class Parameters(ABC):
     def gathered(self, modules: Iterable[nn.Module], /) -> AbstractContextManager[None]:
         """A context in which all parameters of these modules are here, to be read."""
 
+    def averaged(self, is_owed: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002
+        """A context in which the parameters are the averages of weights. `is_owed`: to all members at this boundary:
+        where the world changes it raises `WorldChanged`; else changes are taken part in. In no world they are the
+        weights.
+        """
+        return NOTHING
+
 
 OF_A_FLAT = 2
 """Uses of a flat's memory besides its parameters: the flat, and the memory that it was made of."""
@@ -138,6 +146,7 @@ class HandedParameters(Parameters):
         """Whether the script keeps views of parameters, which no class guards."""
         self._compiles = False
         """Whether the script has compiled anything, though the compiler may have forgotten it."""
+        self._averages = WholeAverages(context) if context.config.average is not None else None
 
     # ---- the steps of training
 
@@ -148,8 +157,18 @@ class HandedParameters(Parameters):
     def before_evaluating(self) -> None:
         self._settle_here()
 
-    def before_leaving(self, _: World) -> None:
+    def before_leaving(self, world: World) -> None:
         self.settle()
+        if self._averages is not None:  # callbacks of one member may have asked others until now
+            world.group.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def on_world(self, world: World) -> None:
+        if self._averages is not None:
+            self._averages.on_world(world)
+
+    def on_boundary(self, world: World) -> None:
+        if self._averages is not None:
+            self._averages.stand(world)
 
     def on_updated(self, hand_out: HandOut) -> Collection[int]:
         context = self._context
@@ -295,6 +314,33 @@ class HandedParameters(Parameters):
     def gathered(self, _: Iterable[nn.Module], /) -> Iterator[None]:
         self._settle_here()
         yield
+
+    @contextmanager
+    def averaged(self, is_owed: bool = False) -> Iterator[None]:
+        """One copy of the parameters, as long as it is open; what lies in their own memory stays."""
+        if self._context.world is None or self._averages is None:
+            yield
+            return
+        flats, parameters = self._bring_averages(is_owed), self._context.state.parameters
+        kept = [parameter.data for parameter in parameters]
+        try:
+            for parameter, view in zip(parameters, all_views(self._context.state.layout, flats), strict=True):
+                parameter.data = view
+            yield
+        finally:
+            for parameter, own in zip(parameters, kept, strict=True):
+                parameter.data = own
+
+    def _bring_averages(self, is_owed: bool) -> Flats:
+        assert self._averages is not None
+        while True:
+            try:
+                self.settle()
+                return self._averages.bring()
+            except WorldChanged:
+                if is_owed:
+                    raise
+                self._on_change()
 
 
 @functools.cache

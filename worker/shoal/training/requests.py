@@ -15,11 +15,11 @@ from shoal_protos.training_log import get_logger
 from shoal.checkpoint.failure import NeedsFreshProcess
 from shoal.checkpoint.fingerprint import fingerprint
 from shoal.checkpoint.model_export import export
-from shoal.exchange.ballot import HALT, Request
+from shoal.exchange.ballot import AVERAGES_TO, HALT, Request
 from shoal.exchange.vote import check_requests
 from shoal.state.training_state import ENDS
 from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
-from shoal.training.context import TrainingContext
+from shoal.training.context import NOTHING, TrainingContext
 from shoal.training.evaluation import Evaluation
 from shoal.training.gathered_rows import GATHER
 from shoal.training.initial_state import share_frozen
@@ -187,10 +187,12 @@ class Requests:
         self._failed.pop(request, None)
         if self._context.rank != 0:
             return
+        path, parameters = request.detail.removeprefix(AVERAGES_TO), self._parameters
         try:
-            export(self._context.state.module, Path(request.detail), self._parameters.reading)
+            with parameters.averaged(is_owed=True) if path != request.detail else NOTHING:
+                export(self._context.state.module, Path(path), parameters.reading)
         except UserError as error:
-            log.error("export_failed", path=request.detail, reason=str(error))
+            log.error("export_failed", path=path, reason=str(error))
             self._failed[request] = error
 
     def _frozen(self, request: Request) -> None:

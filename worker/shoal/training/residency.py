@@ -31,9 +31,10 @@ from shoal.guards.step_guard import Comparisons, StepGuard
 from shoal.guards.write_guards import GradientGuard, TakenGradientGuard
 from shoal.state.training_state import Limits
 from shoal.training.context import TrainingContext
+from shoal.training.gathered_units import units_of_weights
 from shoal.training.parameters import HandedParameters, Parameters
 from shoal.training.reducing import Reducing, ShardReducing, WholeReducing
-from shoal.training.sharded_parameters import ShardedParameters
+from shoal.training.sharded_averages import ParametersAndAverages
 
 
 class Residency:
@@ -185,7 +186,7 @@ class AllSharded(GradientsSharded):
     ) -> Parameters:
         weights = context.state.weights
         assert isinstance(weights, HeldWeights)
-        return ShardedParameters(context, weights, take_part)
+        return ParametersAndAverages(context, lambda on_touch: units_of_weights(context, weights, on_touch), take_part)
 
     def advice(self, config: TrainingConfig, /) -> Advice:
         on_host = "" if config.parameters_on_host else '`zero_optimization.offload_param: {"device": "cpu"}`;'

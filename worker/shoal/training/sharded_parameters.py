@@ -27,7 +27,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.blocks.segments import HeldWeights
+from shoal.blocks.released import OnTouch
 from shoal.blocks.unit_flats import Presence, Unit
 from shoal.data.seeds import RandomState
 from shoal.exchange.world import World
@@ -56,9 +56,12 @@ def _advice(use: str) -> str:
 class ShardedParameters(Parameters):
     """`take_part` is called where the world changes under a call that can be made again."""
 
-    def __init__(self, context: TrainingContext, weights: HeldWeights, take_part: Callable[[], None]) -> None:
+    def __init__(
+        self, context: TrainingContext, gather: Callable[[OnTouch], GatheredUnits], take_part: Callable[[], None]
+    ) -> None:
+        """`gather`: makes the units, which call what they are given."""
         self._context, self._take_part = context, uncompiled(torch.inference_mode(False)(take_part))
-        self.units = GatheredUnits(context, weights, self._on_touch)
+        self.units = gather(self._on_touch)
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
         self._is_called = self._is_backward = False
@@ -81,11 +84,11 @@ class ShardedParameters(Parameters):
         """By unit, which one came before in the last forward."""
         module = context.state.module
         _refuse_scripted(module)
-        if len(list(self.units)) == 1:
+        if len(list(self.units)) == 1 and self.units.are_weights:
             log.warning("one_unit", model=type(module).__name__, means="the whole model is gathered at once",
                         hint="put its layers into an nn.ModuleList, or name their classes in shoal.units")  # fmt: skip
         self._needs = _needs(module, self.units)
-        listen([part for part in module.modules() if next(part.parameters(), None) is not None], self)
+        listen(with_parameters(module), self)
 
     # ---- the steps of training
 
@@ -387,6 +390,11 @@ def _needs(model: nn.Module, units: GatheredUnits) -> dict[nn.Module, list[Unit]
 
 
 # ---- calls of modules
+
+
+def with_parameters(model: nn.Module) -> list[nn.Module]:
+    """Its parts that have parameters, or hold parts that do."""
+    return [part for part in model.modules() if next(part.parameters(), None) is not None]
 
 
 def listen(modules: list[nn.Module], listener: ShardedParameters) -> None:

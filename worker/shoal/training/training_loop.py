@@ -25,6 +25,7 @@ from shoal.exchange.ballot import Request
 from shoal.group.group import WorldChanged
 from shoal.process.numerics import check_threads
 from shoal.state.training_state import ENDS
+from shoal.training.averages_read import AveragesRead
 from shoal.training.context import TrainingContext
 from shoal.training.parts import Parts
 
@@ -40,6 +41,7 @@ class TrainingLoop:
 
     def __init__(self, context: TrainingContext, parts: Parts) -> None:
         self._context, self._parts = context, parts
+        self.averages = AveragesRead(context, parts.step.parameters)
         self._endings: list[Callable[[], None]] = []
 
     def add_ending(self, ending: Callable[[], None]) -> None:
@@ -123,6 +125,7 @@ class TrainingLoop:
         context.loop_has_begun = True
         context.first_weights.on_loop()
         while not is_over():
+            self.averages.refuse("the next batch")
             parts.update.check_whole()
             if context.world is None:
                 yield from self._warm_up()
@@ -174,6 +177,7 @@ class TrainingLoop:
 
     def backward(self, loss: Tensor, more: bool = False) -> None:
         """`Engine.backward`."""
+        self.averages.refuse("engine.backward")
         context, loop, state = self._context, self._context.loop, self._context.state
         context.autocast.end()
         self._parts.update.check_whole()
@@ -212,6 +216,7 @@ class TrainingLoop:
 
     def end_micro_batch(self) -> bool:
         """`Engine.step`."""
+        self.averages.refuse("engine.step")
         context, loop, state = self._context, self._context.loop, self._context.state
         self._parts.resize.leave_broken_cell()
         if not loop.in_flight:
@@ -237,6 +242,7 @@ class TrainingLoop:
 
     def skip(self) -> bool:
         """`Engine.skip`."""
+        self.averages.refuse("engine.skip")
         loop, state = self._context.loop, self._context.state
         self._context.autocast.end()
         self._parts.update.check_whole()

@@ -1,0 +1,57 @@
+"""What a script reads of averages of weights: `engine.averaged()`, and what is refused meanwhile.
+
+How they come is the parameters' affair (parameters.py, sharded_averages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from shoal_protos.errors import UserError
+
+from shoal.training.context import TrainingContext
+from shoal.training.evaluation import untouched
+from shoal.training.parameters import Parameters
+
+
+class AveragesRead:
+    """On one worker."""
+
+    def __init__(self, context: TrainingContext, parameters: Parameters) -> None:
+        self._context, self._parameters = context, parameters
+        self._are_shown = False
+
+    def check(self, call: str) -> None:
+        """Raises `UserError` where this job has no averages to be read. `call`: how the script asks."""
+        context = self._context
+        if context.config.average is None:
+            raise UserError(f"{call} needs averages of weights, and this job keeps none; set `shoal.average`.")
+        if context.hub is not None:
+            raise UserError(f"{call} is not supported yet where a cell has several processes.")
+        if context.config.state_folder is not None:
+            raise UserError(
+                f'{call} cannot read averages that lie in files (`offload_optimizer.device` is "nvme"); save a '
+                "checkpoint, and run `shoal export --averaged`."
+            )
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """`Engine.averaged`."""
+        context = self._context
+        self.check("engine.averaged")
+        context.first_weights.check("engine.averaged")
+        if self._are_shown:
+            raise UserError("engine.averaged was entered within engine.averaged; leave the first one before it.")
+        with untouched(context.state.module), context.forward_seed.away(), torch.no_grad(), self._parameters.averaged():
+            self._are_shown = True
+            try:
+                yield
+            finally:
+                self._are_shown = False
+
+    def refuse(self, call: str) -> None:
+        """Raises `UserError` within `engine.averaged`."""
+        if self._are_shown:
+            raise UserError(f"{call} was called within engine.averaged; leave that context before it.")

@@ -1,0 +1,112 @@
+"""Averages of weights where parameters are sharded (stage 3): they come and go in the parameters' place, unit by unit.
+
+While a script reads them, other units stand in for those of the weights, in memory of their own: what is gathered of
+weights stays as it is, with all that autograd has saved of it, and is the parameters' again at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+
+from shoal.blocks.flat import adopt_without_values
+from shoal.blocks.released import OnTouch, release, restore
+from shoal.blocks.segments import HeldAverages
+from shoal.blocks.sharded_memory import ShardedMemory
+from shoal.blocks.unit_flats import Presence
+from shoal.exchange.unit_fetch import AverageFetch
+from shoal.exchange.world import World
+from shoal.training.context import TrainingContext
+from shoal.training.gathered_units import GatheredUnits
+from shoal.training.sharded_parameters import ShardedParameters, listen, with_parameters
+
+
+class AveragedUnits(GatheredUnits):
+    """Averages in the place of the parameters, until `put_back`. `weights`: what they are in the place of."""
+
+    fetch_by = AverageFetch
+    are_weights = False
+
+    def __init__(self, context: TrainingContext, on_touch: OnTouch, weights: GatheredUnits) -> None:
+        layout, self._placed, self._of_weights = context.state.held_layout, context.state.placed, weights
+        restore(self._placed)
+        self._kept = [parameter.data for parameter in self._placed]
+        memory = ShardedMemory(layout, can_be_seen=False, is_empty=True)
+        adopt_without_values(layout, self._placed, memory.beneath)
+        super().__init__(context, HeldAverages(context.state.held.segments), on_touch, memory, None)
+        for unit in self:
+            unit.begin_elsewhere(on_touch)
+        assert context.world is not None
+        self.on_world(context.world)
+
+    def on_world(self, world: World) -> None:
+        super().on_world(world)
+        release(self._placed, self.on_touch)
+
+    def put_back(self) -> None:
+        """The parameters are views of the weights' memory again, here or not as they were."""
+        if self._fetch is not None:
+            self._fetch.give_up()
+        self.free_all()
+        restore(self._placed)
+        for parameter, kept in zip(self._placed, self._kept, strict=True):
+            parameter.data = kept
+        for unit in self._of_weights:
+            if unit.presence is not Presence.HERE:
+                release(unit.parameters, self._of_weights.on_touch)
+
+
+class ParametersAndAverages(ShardedParameters):
+    """Sharded parameters of a job that may keep averages."""
+
+    _averaged: ShardedParameters | None = None
+    """What stands in for this while the script reads averages."""
+
+    def on_world(self, world: World) -> None:
+        super().on_world(world)
+        if self._averaged is not None:
+            self._averaged.on_world(world)
+
+    def after_evaluating(self) -> None:
+        if self._averaged is not None:
+            self._averaged.after_evaluating()
+        else:
+            super().after_evaluating()
+
+    def reading(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:  # each of any shape
+        return super().reading(tensors) if self._averaged is None else self._averaged.reading(tensors)
+
+    @contextmanager
+    def gathered(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        with super().gathered(modules) if self._averaged is None else self._averaged.gathered(modules):
+            yield
+
+    @contextmanager
+    def averaged(self, is_owed: bool = False) -> Iterator[None]:
+        if self._is_called or self._is_backward:
+            raise UserError("engine.averaged was entered within a forward or backward; enter it around the forward.")
+        if self._context.world is None:
+            yield
+            return
+        weights, module = self.units, self._context.state.module
+        self._averaged = averaged = ShardedParameters(
+            self._context, lambda on_touch: AveragedUnits(self._context, on_touch, weights), self._take_part
+        )
+        averages = averaged.units
+        assert isinstance(averages, AveragedUnits)
+        open_units = {unit.number for some in self._open for unit in some}
+        wanted = [unit for unit in averages if unit.number in open_units]
+        try:
+            if is_owed:
+                averages.bring(wanted)
+            else:
+                averaged._bring(wanted)
+            with averaged._staying(wanted):
+                yield
+        finally:
+            self._averaged = None
+            averages.put_back()
+            listen(with_parameters(module), self)
