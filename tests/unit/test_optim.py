@@ -58,7 +58,7 @@ class MyLBFGS(torch.optim.LBFGS):
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam, Lamb, MyMuon, MyLBFGS]
+    "kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, Lamb, MyMuon, MyLBFGS]
 )
 @pytest.mark.parametrize("elementwise", [False, True])
 def test_an_optimizer_that_is_not_elementwise_is_refused_by_name(kind: Any, elementwise: bool) -> None:

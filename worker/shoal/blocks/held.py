@@ -6,15 +6,18 @@ is a home's affair (state_home.py). Called by the training state, by fills, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 
 import torch
 from shoal_protos.runs import NO_BLOCKS, Runs
 from torch import Tensor
 
 from shoal.blocks.loaded_state import WEIGHTS, LoadedState, State, probe_state_bytes
+from shoal.blocks.segments import stretch_of
 from shoal.blocks.state_home import FillMemory, FirstStates, OnUpdated, ReceivedStates, StateHome, unheard
-from shoal.blocks.values import BlockValues, StretchValues
+from shoal.blocks.values import BlockValues, RangeValues, StretchValues
+from shoal.blocks.whole_tensors import TensorRun
 from shoal.core.layout import Stretch
 from shoal.optim.twin import give_back_own_values, take_over_hyper_parameters
 
@@ -101,6 +104,24 @@ class HeldBlocks:
         self.segments.join()
 
     # ---- the update
+
+    def runs_in(self, bucket: int, start: int, stop: int, gradients: RangeValues) -> Iterator[TensorRun]:
+        """Elements `[start, stop)` of a bucket, which are held, as segments have them: where their state lies."""
+        segments, at = self.segments.in_order, start
+        first = Stretch(bucket, start // self.layout.buckets[bucket].block_elements, self.layout.buckets[bucket].blocks)
+        for segment in segments[max(0, bisect_right(segments, first, key=stretch_of) - 1) :]:
+            begin, end = self.layout.elements(segment.stretch)
+            if segment.stretch.bucket > bucket or at == stop:
+                break
+            if segment.stretch.bucket == bucket and begin <= at < end:
+                last, device = min(end, stop), segment.parameter.device
+                here = slice(at - begin, last - begin)
+                weights = segment.parameter if segment.has_master else self.segments.parameters_of(segment)
+                gradient = gradients.range(bucket, at, last).to(device)
+                state = {key: value[here] for key, value in self.segments.twin.state[segment.parameter].items()}
+                yield TensorRun(at, last, weights.detach()[here].to(device), gradient, state)
+                at = last
+        assert at == stop, f"{bucket}:{start}:{stop} is not held"
 
     def apply(
         self,

@@ -17,9 +17,10 @@ import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
+from shoal.blocks.whole_tensors import TensorRun, WholeTensors
 from shoal.core.layout import Layout, Stretch
 from shoal.core.misses import USED_ALWAYS, UpdatePiece, within
-from shoal.optim.twin import NUMBERS, with_no_empty_group
+from shoal.optim.twin import NUMBERS, whole_updates, with_no_empty_group
 
 Cuts = Mapping[int, Sequence[UpdatePiece]]
 """By bucket, the pieces that an update takes; a bucket that is not among them is taken as it lies."""
@@ -52,6 +53,8 @@ class OptimizerStep:
     def __init__(self, twin: torch.optim.Optimizer, layout: Layout, stands_in: bool) -> None:
         """`stands_in`: whether groups must not be empty, as a step changes values of them."""
         self._twin, self._layout, self._stands_in = twin, layout, stands_in
+        self.whole = WholeTensors(layout, whole_updates(twin))
+        """Tensors that are not updated by the twin's step."""
         self.cuts: Cuts = {}
         """Of the next update."""
 
@@ -62,10 +65,38 @@ class OptimizerStep:
         scale: float,
     ) -> None:
         """One step, with the gradients times `scale`."""
+        pairs = [*zip(segments, gradients, strict=True)]
+        for segment, gradient in pairs:
+            if self._is_whole(segment):
+                self._commit(segment, gradient, scale)
+        segments = [one for one in segments if not self._is_whole(one)]
+        gradients = [gradient for one, gradient in pairs if not self._is_whole(one)]
         cut = _CutSegments(self._twin, self._layout, self.cuts, segments, gradients)
         groups = [self._layout.buckets[one.stretch.bucket].group for one in cut.segments]
         _step_on(self._twin, groups, cut.segments, cut.gradients, scale, self._stands_in)
         cut.join()
+
+    def _is_whole(self, segment: Segment) -> bool:
+        return self.whole.has(self._layout.buckets[segment.stretch.bucket].group)
+
+    def _commit(
+        self,
+        segment: Segment,
+        gradient: Tensor,  # (elements of the segment,)
+        scale: float,
+    ) -> None:
+        """Tensors that no lane has used stay as they are."""
+        bucket, state = self._layout.buckets[segment.stretch.bucket], self._twin.state[segment.parameter]
+        if not state:
+            state.update(self.whole.update_of(bucket.group).first_state(segment.parameter))
+        cuts = self.cuts.get(bucket.index)
+        used = [
+            (bucket, slot)
+            for slot in bucket.slots
+            if cuts is None or any(piece.start <= slot.start < piece.stop for piece in cuts)
+        ]
+        run = TensorRun(*self._layout.elements(segment.stretch), segment.parameter.detach(), gradient, state)
+        self.whole.commit(used, run, self._twin.param_groups[bucket.group], scale)
 
 
 class _CutSegments:

@@ -43,14 +43,14 @@ from shoal.group.learnt_order import Bulk
 
 (
     FIRST_MESSAGE, PARTIALS, MIRRORED, HANDED, FILLED, BUFFERS, DIGESTS, STARTED, HYPER, GATHERED, ASKED, GATHERED_UNIT,
-    CALLED, EVALUATED, AWAITED, LATE_UNIT,
-) = range(16)  # fmt: skip
+    CALLED, EVALUATED, AWAITED, LATE_UNIT, PARTS, RETURNED,
+) = range(18)  # fmt: skip
 """Tags. Messages of one tag between two members keep their order, so a tag need not name piece or step."""
 
 LaneSpans = tuple[tuple[Span, ...], ...]
 """Whole subtrees of lanes, by rank."""
 
-BULK = Bulk(frozenset((PARTIALS, MIRRORED, HANDED, GATHERED, GATHERED_UNIT)), answers=GATHERED_UNIT)
+BULK = Bulk(frozenset((PARTIALS, MIRRORED, HANDED, GATHERED, GATHERED_UNIT, PARTS, RETURNED)), answers=GATHERED_UNIT)
 """Tags of messages between the devices of workers that compute on devices; others may begin or end on the host."""
 
 Messages = tuple[tuple[int, Extents], ...]

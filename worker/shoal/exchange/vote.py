@@ -330,7 +330,25 @@ def _norm(
     traffic: Traffic,
     rows: Tensor,  # as in `_record`
 ) -> float:
-    sums = rows[:, _ballot_bytes(traffic) :].clone().view(torch.float64).tolist()
+    return _norm_of(traffic, rows[:, _ballot_bytes(traffic) :])
+
+
+def norm_before(
+    group: Group,
+    traffic: Traffic,
+    norms: Tensor,  # (subtrees owned,) float64: sums of squares of the reduced gradient
+) -> float:
+    """The norm that the vote will find. All members call it; raises `WorldChanged`."""
+    row = torch.zeros(max(map(len, traffic.norm_spans)), dtype=torch.float64, device="cpu")
+    row[: norms.numel()] = norms
+    return _norm_of(traffic, group.all_gather(row.view(torch.uint8)))
+
+
+def _norm_of(
+    traffic: Traffic,
+    rows: Tensor,  # (members, 8 × the most subtrees that one owns) uint8: float64, by rank
+) -> float:
+    sums = rows.clone().view(torch.float64).tolist()
     parts = [
         (span, value)
         for spans, values in zip(traffic.norm_spans, sums, strict=True)

@@ -35,7 +35,7 @@ from shoal.offload.state_pieces import HeldPiece, PieceStore
 from shoal.offload.transfers import Buffer
 from shoal.optim.hyper import has_turn
 from shoal.optim.several import title_of
-from shoal.optim.twin import may_step_in_parts
+from shoal.optim.twin import may_step_in_parts, whole_updates
 from shoal.process.device import HOST, Device
 
 log = get_logger("shoal.offload")
@@ -102,7 +102,12 @@ TELLING_BYTES = 64 << 20
 
 
 def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `UserError` for an optimizer whose step must be one for all parameters."""
+    """Raises `UserError` for an optimizer whose step must be one for all parameters, or that updates whole tensors."""
+    if found := next(filter(None, whole_updates(optimizer)), None):
+        raise UserError(
+            f'`zero_optimization.offload_optimizer.device` is "nvme", and {found.name} reads its state before the vote '
+            'of a step and again after it, which files are too slow for; set "cpu", or leave `offload_optimizer` out.'
+        )
     if not may_step_in_parts(optimizer):
         raise UserError(
             f"optimizer state in files is updated piece by piece, and {title_of(optimizer)} may count its "

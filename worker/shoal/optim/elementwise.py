@@ -80,7 +80,7 @@ NOT_ELEMENTWISE = {
     "adafactor": "scales by rows and columns of whole matrices",
     "muon": "orthogonalises whole matrices",
     "singledevicemuon": "orthogonalises whole matrices",
-    "muonwithauxadam": "orthogonalises whole matrices",
+    "muonwithauxadam": "takes part in a process group of its own, which SingleDeviceMuonWithAuxAdam does not",
     "lamb": "scales by the norms of whole tensors",
     "fusedlamb": "scales by the norms of whole tensors",
     "fusedmixedprecisionlamb": "scales by the norms of whole tensors",

@@ -28,6 +28,7 @@ from shoal.optim.twin import (
     numbers_in,
     own,
     probing_twin_of,
+    whole_updates,
     without_hooks_on_all,
 )
 
@@ -65,8 +66,11 @@ class _Failed(Exception):
 
 
 def probe(optimizer: Optimizer) -> Tried:
-    """Of all groups: the first that may not run on blocks decides, then the first that could not be probed."""
+    """Of all groups: the first that may not run on blocks decides, then the first that could not be probed. Those
+    whose tensors are updated whole need not.
+    """
     random, read, tried = RandomState.save(), set[str](), dict[int, Tried]()
+    tried |= {number: Tried(keeps=one.keeps) for number, one in enumerate(whole_updates(optimizer)) if one is not None}
     try:
         with without_hooks_on_all():
             while (number := _next(optimizer.param_groups, read, tried)) is not None:

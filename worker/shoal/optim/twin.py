@@ -26,7 +26,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from shoal.core.layout import Layout
 from shoal.optim.hyper import PLAIN, has_turn, is_plain_tuple, plain_value
+from shoal.optim.muon import muon_updates
 from shoal.optim.several import Several, member_of, members_of
+from shoal.optim.whole import UPDATES, OnBlocks, Updates, WholeUpdate, on_blocks
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Types of a state's numbers that are carried, and as what."""
@@ -47,7 +49,18 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
             twin.__dict__.setdefault(name, value)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    updates = whole_updates(optimizer)
+    if any(updates) and not isinstance(twin, OnBlocks):
+        twin.__class__, twin.__dict__[UPDATES] = on_blocks(type(optimizer)), updates
     return twin
+
+
+def whole_updates(optimizer: Optimizer) -> Updates:
+    """By group, how tensors are updated that must be seen whole; None where elements are updated by themselves."""
+    found: list[WholeUpdate | None] = []
+    for member in members_of(optimizer):
+        found += vars(member).get(UPDATES) or muon_updates(member) or [None] * len(member.param_groups)
+    return found
 
 
 def probing_twin_of(optimizer: Optimizer) -> Optimizer:

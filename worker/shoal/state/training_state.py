@@ -30,7 +30,7 @@ from shoal.blocks.values import WholeValues
 from shoal.cells.marks import local_of
 from shoal.config.training import TrainingConfig
 from shoal.core.average_rule import AverageRule
-from shoal.core.layout import WHOLE, CellPart, Layout, Trainable
+from shoal.core.layout import WHOLE, CellPart, Layout, Slot, Trainable
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.manifest_parts import Branch, Lineage
 from shoal.core.misses import Misses, every_one
@@ -280,6 +280,7 @@ class TrainingState:
             self._update(record, on_updated)
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
+        self.held.optimizer_step.whole.forget()
         for member in members_of(self.optimizer):
             member.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
@@ -298,7 +299,7 @@ class TrainingState:
         self.held.optimizer_step.cuts = self.misses.cuts(self.layout, unused)
         rule = self.held.segments.average_rule
         self.held.segments.averages_now = rule is not None and rule.is_due(record.step)
-        self.held.apply(self.sums.reduced, self._clip(record.norm), on_updated)
+        self.held.apply(self.sums.reduced, self.clip(record.norm), on_updated)
         turns = [has_turn(group) for group in self.optimizer.param_groups]
         self.misses = self.misses.after(self.layout, unused, turns)
 
@@ -311,7 +312,17 @@ class TrainingState:
         if self.current or self.memory.fetched:
             self.current = self.everything
 
-    def _clip(self, norm: float | None) -> float:
+    @cached_property
+    def _numbers(self) -> dict[Slot, int]:
+        """Of trained parameters, in their order."""
+        return {slot: number for number, slot in enumerate(s for bucket in self.layout.buckets for s in bucket.slots)}
+
+    def is_new(self, slot: Slot) -> bool:
+        """Whether no update of a parameter was made yet, after one of others in its bucket."""
+        return self.misses.of[self._numbers[slot]].is_new
+
+    def clip(self, norm: float | None) -> float:
+        """What gradients are times where their norm is so large."""
         if norm is None or not self.clipping:
             return 1.0
         return min(1.0, self.clipping / (norm + 1e-6))
@@ -326,6 +337,7 @@ class TrainingState:
         """The step's sums are void: it is run again, or done."""
         self.sums.clear()
         self.buffers.clear()
+        self.held.optimizer_step.whole.forget()
         self.pending = NO_BLOCKS
 
     # ---- standing still

@@ -31,7 +31,8 @@ from shoal.exchange.finite import stop_where_not_finite, stop_where_nothing_scal
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import FillTimes
 from shoal.exchange.round_reduction import RoundReduction
-from shoal.exchange.vote import Findings, Record, Undecided, cast, gather_of, halts, unused_text
+from shoal.exchange.shaping import Shaping
+from shoal.exchange.vote import Findings, Record, Undecided, cast, gather_of, halts, norm_before, unused_text
 from shoal.exchange.world import World
 from shoal.group.group import Work
 from shoal.guards.agreed_values import agreed_values, refuse_others, take_over_where_no_body_runs
@@ -70,6 +71,7 @@ class Step:
         self._evaluation = evaluation
         self.parameters = parameters
         self._memory = MemoryReport(context)
+        self._shaping: Shaping | None = None
         self.faults = context.faults
         self.number = 0
 
@@ -86,6 +88,7 @@ class Step:
         self._exchange_buffers()
         take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)
         norms = self._sums_of_squares()  # by whose turn it is
+        self._shape(norms)
         wait_for(sends, self._world.group)
         record = self._pass_vote(reduction.find_bad_gradient, norms)  # past this line the step is committed
         if halts(record):
@@ -157,6 +160,17 @@ class Step:
             if not has_turn(groups[layout.buckets[stretch.bucket].group]):
                 self._context.state.sums.reduced.of(stretch).zero_()
 
+    @fault_point("shape")
+    def _shape(self, norms: Tensor | None) -> None:
+        """Updates of tensors that must be seen whole are made, and wait for the vote beside the gradient."""
+        state, world = self._context.state, self._world
+        if not state.held.optimizer_step.whole.places:
+            return
+        if self._shaping is None or self._shaping.traffic is not world.traffic:
+            self._shaping = Shaping(world.group, world.traffic, state.held)
+        scale = state.clip(norm_before(world.group, world.traffic, norms)) if norms is not None else 1.0
+        self._shaping.run(state.sums.reduced, scale, self._context.boundaries, state.is_new)
+
     def _pass_vote(self, find_bad_gradient: Callable[[], str] = str, norms: Tensor | None = None) -> Record:
         """The vote that decides. One that tells of evaluations which some may not have heard of decides nothing: all
         hear of them, and vote again.
@@ -192,6 +206,7 @@ class Step:
         self._context.state.device.settle()
         if self.number > self._context.state.step:
             self._note_pending()
+            bad_gradient = bad_gradient or (self._shaping.find_bad() if self._shaping is not None else "")
         return self._vote(bad_gradient, norms)
 
     def _note_pending(self) -> None:

@@ -1,0 +1,130 @@
+"""Tensors that are updated whole, as one worker's blocks see them: what of one leaves for its home, and its commit.
+
+What a home has made of a tensor waits here, beside the reduced gradient, for the vote that commits both. It comes to
+all who update one of the tensor's blocks: owner, mirrors, and who is filling it. Groups whose elements are updated by
+themselves have nothing here. Called by segments, which update, and by the exchange (exchange/shaping.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from shoal_protos.runs import Span
+from torch import Tensor
+
+from shoal.core.anchors import Place, equal_cut
+from shoal.core.layout import Layout, Slot
+from shoal.optim.whole import Group, Pieces, Updates, WholeUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRun:
+    """Elements `[start, stop)` of a bucket that are updated as one; `weights`, `gradient` and `state` are theirs."""
+
+    start: int
+    stop: int
+    weights: Tensor  # (elements,)
+    gradient: Tensor  # (elements,)
+    state: Mapping[str, Tensor]  # each (elements,)
+
+
+@dataclass(slots=True)
+class _Returned:
+    """Of one tensor, what has come back. By run of elements that follow each other: their start, and the columns."""
+
+    starts: list[int] = field(default_factory=list)
+    columns: list[list[Tensor]] = field(default_factory=list)
+
+
+class WholeTensors:
+    """Of the blocks of one worker."""
+
+    def __init__(self, layout: Layout, updates: Updates) -> None:
+        """`updates`: of the optimizer's groups. Raises `UserError` for a parameter that its group's cannot train."""
+        self._updates = updates
+        self.places: tuple[Place, ...] = tuple(
+            (bucket, slot)
+            for bucket in layout.trained.buckets
+            if updates[bucket.group] is not None
+            for slot in bucket.slots
+        )
+        """Of all such tensors, in the layout's order."""
+        if self.places and layout.part.coordinates > 1:
+            name = self.update_of(self.places[0][0].group).name
+            raise UserError(
+                f"{name} updates whole tensors, and each process of a cell may have a part of one; not supported yet. "
+                "Leave `shoal.cell` out, or use an elementwise optimizer, such as AdamW."
+            )
+        for bucket, slot in self.places:
+            self.update_of(bucket.group).check(slot.parameter.name, slot.parameter.shape)
+        self._returned: dict[Slot, _Returned] = defaultdict(_Returned)
+
+    def update_of(self, group: int) -> WholeUpdate:
+        """Of a group that has such."""
+        update = self._updates[group]
+        assert update is not None, f"group {group} is updated element by element"
+        return update
+
+    def has(self, group: int) -> bool:
+        """Whether a group's tensors are such."""
+        return self._updates[group] is not None
+
+    def part(
+        self, place: Place, runs: Sequence[TensorRun], group: Group, scale: float, is_new: bool
+    ) -> list[Tensor]:  # by column (elements of all runs,)
+        """What the home needs of a tensor's elements in these runs, which follow each other. Writes nothing."""
+        bucket, _ = place
+        update = self.update_of(bucket.group)
+        found = [update.part(_pieces(place, run, update, scale)[1], group, is_new) for run in runs]
+        return [torch.cat(list(one)) for one in zip(*found, strict=True)]
+
+    # ---- what comes back
+
+    def put(self, slot: Slot, start: int, columns: Sequence[Tensor]) -> None:  # each (elements,)
+        """What the home of a tensor has made of elements that begin there, in ascending order; until `forget`."""
+        returned = self._returned[slot]
+        returned.starts.append(start)
+        returned.columns.append(list(columns))
+
+    def forget(self) -> None:
+        """It is committed, or void."""
+        self._returned.clear()
+
+    def commit(self, places: Sequence[Place], run: TensorRun, group: Group, scale: float) -> None:
+        """Updates a run of blocks where it lies. `places`: the tensors that are updated, of its bucket."""
+        for place in places:
+            bucket, slot = place
+            update = self.update_of(bucket.group)
+            spans, pieces = _pieces(place, run, update, scale)
+            if spans:
+                returned = self._columns(slot, spans, run.weights.device)
+                update.commit(pieces, returned, group, slot.parameter.shape)
+
+    def _columns(
+        self, slot: Slot, spans: Sequence[Span], device: torch.device
+    ) -> list[list[Tensor]]:  # by column, of each span (elements,)
+        returned = self._returned[slot]
+        index = bisect_right(returned.starts, spans[0][0]) - 1
+        first = returned.starts[index]
+        here = [column.to(device) for column in returned.columns[index]]
+        return [[column[start - first : stop - first] for start, stop in spans] for column in here]
+
+
+def _pieces(place: Place, run: TensorRun, update: WholeUpdate, scale: float) -> tuple[list[Span], Pieces]:
+    """A tensor's pieces in a run, and where they lie in the bucket; gradients are times `scale`."""
+    spans = [*equal_cut(*place, run.start, run.stop)]
+
+    def cut(value: Tensor) -> list[Tensor]:  # (elements,) → of each piece (elements,)
+        return [value[start - run.start : stop - run.start] for start, stop in spans]
+
+    gradients: Any = cut(run.gradient)
+    if scale != 1.0 and gradients:
+        gradients = torch._foreach_mul(gradients, scale)
+    state = run.state or (update.first_state(run.weights) if spans else {})
+    return spans, Pieces(cut(run.weights), {key: cut(value) for key, value in state.items()}, gradients)

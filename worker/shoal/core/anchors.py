@@ -1,0 +1,63 @@
+"""Anchors: for each tensor that is updated as a whole, one of its blocks; the block's owner is the tensor's home.
+
+Anchors are spread so that the cost of updates is even over block numbers, as far as each tensor's own blocks allow.
+Whoever owns a run of numbers, which is a slice of every bucket, is then home to that share of the cost. Homes have no
+state, and no plan names them: they follow from who owns what. Anchors change no bits, so the layout does not list them.
+
+`equal_cut` is how such a tensor is taken where it is computed element by element: block by block, never in a longer
+run, because a kernel rounds the last elements of a run otherwise. So each element has the same bits in every world.
+
+Source of the order: Jackson, "Scheduling a production line to minimize maximum tardiness" (1955), earliest end first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from shoal_protos.runs import Span
+
+from shoal.core.layout import Bucket, Layout, Slot
+
+Place = tuple[Bucket, Slot]
+"""Where a tensor lies."""
+
+
+def anchors(layout: Layout, tensors: Sequence[Place], costs: Sequence[int]) -> list[int]:
+    """Return the number of each tensor's anchor block. `costs`: of their updates, in any unit, above 0."""
+    numbers = [_numbers(layout, *place) for place in tensors]
+    waiting = [(one[0], one[-1], index) for index, one in enumerate(numbers)]
+    heapify(waiting)
+    ready, found = list[tuple[int, int]](), [0] * len(tensors)
+    share, at = layout.blocks / max(1, sum(costs)), 0.0
+    while waiting or ready:
+        while waiting and (waiting[0][0] <= at or not ready):
+            first, last, index = heappop(waiting)
+            at = max(at, first) if not ready else at
+            heappush(ready, (last, index))
+        _, index = heappop(ready)
+        found[index] = _nearest(numbers[index], at + share * costs[index] / 2)
+        at += share * costs[index]
+    return found
+
+
+def _numbers(layout: Layout, bucket: Bucket, slot: Slot) -> Sequence[int]:
+    """Of the blocks that a tensor has a part of, ascending."""
+    size = bucket.block_elements
+    first, last = slot.start // size, (slot.start + max(1, slot.parameter.elements) - 1) // size
+    return layout.numbers[bucket.index][first : last + 1]
+
+
+def _nearest(numbers: Sequence[int], wanted: float) -> int:
+    at = bisect_left(numbers, wanted)
+    return min(numbers[max(0, at - 1) : at + 1], key=lambda number: abs(number - wanted))
+
+
+def equal_cut(bucket: Bucket, slot: Slot, start: int, stop: int) -> Iterator[Span]:
+    """Yield what of a tensor lies in elements `[start, stop)` of its bucket, cut at all blocks."""
+    first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+    while first < last:
+        end = min(last, (first // bucket.block_elements + 1) * bucket.block_elements)
+        yield first, end
+        first = end

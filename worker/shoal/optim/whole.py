@@ -1,0 +1,125 @@
+"""Updates of whole tensors: what a group asks for whose tensors cannot be updated element by element.
+
+A step makes such an update in three parts. Each owner sends a *part* of the tensor's elements to the tensor's home;
+there the *whole* is computed, once; what that returns goes back to all who hold the elements, who *commit* it after the
+vote. All three are functions of what they are given: nothing is kept at a home, and nothing is written before the vote.
+
+`OnBlocks` makes a twin one that can step beside them. Called by twins, blocks and the exchange
+(blocks/whole_tensors.py, exchange/shaping.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]
+"""An optimizer's group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Of one tensor, pieces that follow each other: their weights, state by key, and gradients, each (elements,)."""
+
+    weights: list[Tensor]
+    state: Mapping[str, list[Tensor]]
+    gradients: list[Tensor]
+
+
+class Columns(NamedTuple):
+    """What travels of each element: dtypes of what goes to the home, and of what comes back."""
+
+    sent: tuple[torch.dtype, ...]
+    returned: tuple[torch.dtype, ...]
+
+
+class WholeUpdate(Protocol):
+    """Of one group."""
+
+    name: str
+    """What computes it."""
+    keeps: str
+    """What of a tensor is carried, in words."""
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raises `UserError` for a parameter that it cannot train."""
+
+    def cost(self, shape: Sequence[int]) -> int:
+        """What `whole` costs, above 0, in any unit."""
+        ...
+
+    def columns(self, wide: torch.dtype, /) -> Columns:
+        """`wide`: the dtype of weights, gradients and state."""
+        ...
+
+    def first_state(
+        self,
+        weights: Tensor,  # (elements,)
+    ) -> dict[str, Tensor]:  # each (elements,)
+        """What a run of blocks has before its first update."""
+        ...
+
+    def part(self, pieces: Pieces, group: Group, is_new: bool, /) -> list[Tensor]:  # each (elements of all pieces,)
+        """What the home needs of them, by column. `is_new`: no update of the tensor was made yet."""
+        ...
+
+    def whole(
+        self,
+        sent: Sequence[Tensor],  # by column (elements of the tensor,)
+        shape: Sequence[int],
+        group: Group,
+        is_new: bool,
+        /,
+    ) -> list[Tensor]:  # by column (elements of the tensor,)
+        """What comes back."""
+        ...
+
+    def commit(
+        self,
+        pieces: Pieces,
+        returned: Sequence[list[Tensor]],  # by column, of each piece (elements,)
+        group: Group,
+        shape: Sequence[int],
+    ) -> None:
+        """Update weights and state in place."""
+
+
+Updates = Sequence[WholeUpdate | None]
+"""By group; None: its elements are updated by themselves."""
+
+
+UPDATES = "_whole_updates"
+"""The attribute of an optimizer by which they are known."""
+
+
+class OnBlocks(Optimizer):
+    """Beside the class of a twin: of such groups a step gives parameters their first state, and does no more."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """One step of the groups that are updated element by element."""
+        groups, updates = self.param_groups, vars(self)[UPDATES]
+        self.param_groups = [group for group, one in zip(groups, updates, strict=True) if one is None]
+        try:
+            if any(group["params"] for group in self.param_groups):
+                super().step()
+        finally:
+            self.param_groups = groups
+        for group, update in zip(groups, updates, strict=True):
+            for parameter in group["params"] if update is not None else ():
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter].update(update.first_state(parameter))
+
+
+_classes: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def on_blocks(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return the class of a twin of it."""
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (OnBlocks, kind), {"__module__": kind.__module__})
+    return _classes[kind]
