@@ -58,7 +58,8 @@ class Optimizer(Section):
 
     type: Name
     """Adam, AdamW, SGD, Adagrad, RMSprop or another elementwise class of torch.optim, or Lion, in any case. As in
-    DeepSpeed, `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false."""
+    DeepSpeed, `Adam` decouples weight decay (it is AdamW) unless `params.adam_w_mode` is false. `Muon`: torch's
+    Muon for the matrices of hidden layers, AdamW for all else ([Optimizers](optimizers.md))."""
     params: Parameters = {}
     """Arguments of the class: `lr`, `betas`, `eps`, `weight_decay`, …; also DeepSpeed's `torch_adam` and
     `adam_w_mode`. Missing arguments, or `"auto"` (not for `lr`), have the class's own default; but the `weight_decay`

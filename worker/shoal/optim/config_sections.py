@@ -30,10 +30,12 @@ from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
 from shoal.config.sentences import all_of, sentences_of, unread_in
 from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, names
+from shoal.optim.muon_section import build_muon
 from shoal.optim.schedules import FORMULAS, Schedule
 from shoal.optim.several import members_of, schedulers_of
 
 Made = TypeVar("Made")
+MUON = "muon"
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 WITHOUT_MEANING = ("fp32_optimizer_states", "set_grad_none")
 TORCH_SCHEDULES: dict[str, type[LRScheduler]] = {
@@ -65,6 +67,8 @@ def build_optimizer(section: OptimizerSection, model: nn.Module, over: Iterable[
     given = {name: value for name, value in section.params.items() if value != "auto" and name not in WITHOUT_MEANING}
     if "max_grad_norm" in given:
         raise UserError("`optimizer.params.max_grad_norm` is not for the optimizer; use `gradient_clipping`.")
+    if section.type.lower() == MUON:
+        return build_muon(given, model, parameters)
     kind = _optimizer_kind(section.type)
     if section.type.lower() in ("adam", "adamw"):
         kind, given = _as_deepspeed(section.type.lower(), given)
@@ -81,7 +85,7 @@ def _optimizer_kind(name: str) -> type[Optimizer]:
     if name.lower() in COMPRESSING:
         why += f" It compresses gradients on their way: {ERROR_FEEDBACK}."
     raise UserError(
-        f"`optimizer.type` is {shown(name)}; expected {names()}.{why} "
+        f"`optimizer.type` is {shown(name)}; expected {names()}, Muon.{why} "
         "Any other elementwise optimizer can be passed to shoal.initialize as an object."
     )
 
@@ -203,7 +207,10 @@ def check_total(scheduler: LRScheduler, micro_batches: int, steps_per_epoch: int
 
 def optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:
     """A sentence for each value of the section that the object does not have, of several that any has not."""
-    return iter(dict.fromkeys(fault for one in members_of(given) for fault in _optimizer_differs(section, one)))
+    members = members_of(given)
+    if section.type.lower() == MUON:  # what else there is, is for parameters that it does not take
+        members = tuple(one for one in members if type(one).__name__.lower() == MUON) or members
+    return iter(dict.fromkeys(fault for one in members for fault in _optimizer_differs(section, one)))
 
 
 def _optimizer_differs(section: OptimizerSection, given: Optimizer) -> Iterator[str]:
