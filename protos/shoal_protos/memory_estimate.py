@@ -83,6 +83,8 @@ class MemorySetup:
     """
     tensor: int = 1
     """Processes of a cell."""
+    average: bool = False
+    """Whether averages of weights are kept."""
     common: int = 0
     """Trained parameters that all processes of a cell have: each keeps the state of an equal part of them."""
 
@@ -122,6 +124,12 @@ class MemoryEstimate:
     def at_most(self, location: Location) -> int:
         """Bytes held within a step."""
         return sum(item.bytes for item in self.items if item.location == location)
+
+    @property
+    def read_average_bytes(self) -> int:
+        """Of the copy of the parameters that a worker has while its script reads averages; in stage 3 it has none."""
+        width = PARAMETER_BYTES[self.setup.precision]
+        return width * self.setup.parameters if self.setup.average and self.setup.stage < 3 else 0
 
     @property
     def partial_sum_bytes(self) -> int:
@@ -181,14 +189,16 @@ def _state(setup: MemorySetup) -> list[MemoryItem]:
     held = setup.kept * setup.copies
     location: Location = "device" if setup.offload == "none" else setup.offload
     masters = MASTER_BYTES[setup.precision]
+    averages = SUM_BYTES[setup.precision] if setup.average else 0
     are_there = masters or setup.offload_parameters
     copied = 0 if are_there or setup.offload != "host" else PARAMETER_BYTES[setup.precision]
     carried = min(OFFLOAD_BUFFERS * OFFLOAD_PIECE, held) if setup.offload == "file" else 0
     return [
         MemoryItem("optimizer state", round(setup.state_bytes * held), location),
         MemoryItem("master weights", round(masters * held), location),
+        MemoryItem("averages of weights", round(averages * held), location),
         MemoryItem("parameters on the host", round(copied * held), "host"),
-        MemoryItem("offload buffers", round((setup.state_bytes + masters) * carried), "host"),
+        MemoryItem("offload buffers", round((setup.state_bytes + masters + averages) * carried), "host"),
     ]
 
 

@@ -187,7 +187,9 @@ def test_the_exchange_of_whole_gradients_posts_what_was_estimated_and_no_more(wo
 
 
 def test_every_item_is_in_a_column_of_the_table() -> None:
-    setups = [MemorySetup(P, 4, s, 16, precision="bf16", offload="file", unit=9, frozen=7) for s in STAGES]
+    setups = [
+        MemorySetup(P, 4, s, 16, precision="bf16", offload="file", unit=9, frozen=7, average=True) for s in STAGES
+    ]
     named = {item.name for setup in setups for item in estimate(setup).items}
     assert named == {name for names in COLUMNS.values() for name in names}
 

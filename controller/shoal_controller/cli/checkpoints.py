@@ -46,9 +46,13 @@ def export(
         str,
         typer.Option("--format", metavar="FORMAT", help="safetensors, or dcp for torch.distributed.checkpoint."),
     ] = "safetensors",
+    averaged: Annotated[
+        bool, typer.Option("--averaged", help="Write averages of weights in the place of parameters.")
+    ] = False,
 ) -> None:
     """Export the model of a checkpoint."""
-    become("export", path, file, "--format", form, *(["--dtype", dtype] if dtype else []))
+    more = ["--averaged"] if averaged else []
+    become("export", path, file, "--format", form, *(["--dtype", dtype] if dtype else []), *more)
 
 
 def import_(

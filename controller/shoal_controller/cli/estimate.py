@@ -212,8 +212,9 @@ def _row(one: MemoryEstimate) -> dict[str, Any]:
     ]
     compared = [{"mirrors": each.setup.mirrors, **_sums(each)} for each in _by_mirrors(one)]
     cell = {"tensor": one.setup.tensor, "partial_sum_bytes": one.partial_sum_bytes} if one.setup.tensor > 1 else None
+    average = {"read_average_bytes": one.read_average_bytes} if one.setup.average else {}
     return {
-        "stage": one.setup.stage, "built": one.built, "cell": cell, **_sums(one), "by_mirrors": compared,
+        "stage": one.setup.stage, "built": one.built, "cell": cell, **average, **_sums(one), "by_mirrors": compared,
         "items": items,
     }  # fmt: skip
 
@@ -239,7 +240,7 @@ COLUMNS = {
     "gradients": ("gradients", "reduced gradients"),
     "lane sums": ("lane sums",),
     "optimizer": ("optimizer state",),
-    "masters": ("master weights",),
+    "masters": ("master weights", "averages of weights"),
     "buffers": ("exchange buffers", "gathered units", "offload buffers"),
 }
 """Of the table, with the names of what they add up."""
@@ -303,6 +304,10 @@ def _notes(estimates: list[MemoryEstimate]) -> list[str]:
 
     setup = estimates[0].setup
     notes = ["Activations, and what PyTorch needs itself, come on top."]
+    if setup.average:
+        copied = max(one.read_average_bytes for one in estimates)
+        more = f"; in stages 0 to 2 engine.averaged() holds {amount(copied)} more" if copied else ""
+        notes.append(f"Averages of weights are among the masters{more}.")
     if setup.tensor > 1:
         notes += [
             f"Assumed: each process of a cell has 1/{setup.tensor} of the parameters, but for {setup.common:,} that "

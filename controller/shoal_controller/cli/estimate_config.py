@@ -49,6 +49,8 @@ def wanted_by(given: Mapping[str, Any], state_bytes: int | None, workers: int) -
         "tensor": config.count(TENSOR, MOST_PROCESSES),
         "offload": _device(config, "zero_optimization.offload_optimizer.device", DEVICES),
     }
+    if config.at("shoal.average", lambda given: isinstance(given, dict), "an object {…}") is not None:
+        found["average"] = True
     if _device(config, "zero_optimization.offload_param.device", {"none": "none", "cpu": "host"}) == "host":
         found["offload_parameters"] = True
     return {name: value for name, value in found.items() if value is not None}

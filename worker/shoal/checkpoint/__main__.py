@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("file", metavar="FILE", type=Path)
     command.add_argument("--dtype", metavar="DTYPE", help=f"of floating tensors: {', '.join(FLOATS)}")
     command.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors")
+    command.add_argument("--averaged", action="store_true", help="averages of weights in the place of parameters")
     command.set_defaults(run=_export)
     command = commands.add_parser("import", help="make a checkpoint of step 0 from a model file or DCP folder")
     command.add_argument("file", metavar="FILE", type=Path)
@@ -115,10 +116,11 @@ def _export(given: argparse.Namespace) -> int:
     dtype = dtype_named(given.dtype) if given.dtype else None
     found = _newest(given.path)
     if given.format == "dcp":
-        export_dcp(found.reader(), given.file, dtype)
+        export_dcp(found.reader(), given.file, dtype, given.averaged)
     else:
-        export(found.reader(), given.file, dtype)
-    _print(f"{given.file}: the model of step {found.name.step}")
+        export(found.reader(), given.file, dtype, given.averaged)
+    averages = ", with averages of weights" if given.averaged else ""
+    _print(f"{given.file}: the model of step {found.name.step}{averages}")
     return DONE
 
 

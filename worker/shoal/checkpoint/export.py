@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoal.checkpoint import named
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.named import Known, names, shows_masters, tensors
+from shoal.checkpoint.named import Known, has_averages, names, shows_masters, tensors
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.checkpoint_errors import StorageFull
@@ -49,9 +49,11 @@ def dtype_named(name: str) -> torch.dtype:
     return FLOATS[name]
 
 
-def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
-    """Writes the file; it is whole or not there. An old one of that name is replaced. Raises `UserError`."""
-    _refuse_cells(reader)
+def export(reader: Reader, file: Path, dtype: torch.dtype | None, averaged: bool = False) -> None:
+    """Writes the file; it is whole or not there. An old one of that name is replaced. `averaged`: averages of weights
+    in the place of parameters, in the parameters' dtype where no other is said. Raises `UserError`.
+    """
+    _refuse(reader, averaged)
     if not file.name or file.is_dir():
         raise UserError(f"{file} is a folder; name the file to write, such as {file / 'model.safetensors'}.")
     regions, at = list[Region](), 0
@@ -60,15 +62,21 @@ def export(reader: Reader, file: Path, dtype: torch.dtype | None) -> None:
         at += regions[-1].bytes
     metadata = {"format": "pt", **reader.manifest.layout.tied}
     beside = f".{file.name}.{os.getpid()}"
+    found = tensors(reader, exact=shows_masters(dtype), averaged=averaged)
     try:
-        LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), reader, dtype))
+        LocalStorage(file.absolute().parent).write(beside, _stream(regions, header(regions, metadata), found))
         file.with_name(beside).replace(file)
     except (OSError, StorageFull) as error:
         raise cannot_export(file, error) from error
 
 
-def _refuse_cells(reader: Reader) -> None:
+def _refuse(reader: Reader, averaged: bool) -> None:
     processes = reader.manifest.layout.coordinates
+    if averaged and not has_averages(reader.manifest):
+        raise UserError(
+            f"cannot export averages of {reader.where}: it has none, as its job kept none by that step "
+            "(`shoal.average`); leave out --averaged."
+        )
     if processes > 1:
         raise UserError(
             f"cannot export {reader.where}: it is of cells of {processes} processes, each of which has a part of the "
@@ -86,22 +94,27 @@ def _converted(known: Known, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and known.dtype.is_floating_point else known.dtype
 
 
-def _stream(regions: Sequence[Region], head: bytes, reader: Reader, dtype: torch.dtype | None) -> Iterator[memoryview]:
+def _stream(
+    regions: Sequence[Region],
+    head: bytes,
+    found: Iterable[tuple[str, torch.Tensor]],  # each of its own shape
+) -> Iterator[memoryview]:
     yield memoryview(head)
-    for region, (name, tensor) in zip(regions, tensors(reader, exact=shows_masters(dtype)), strict=True):
+    for region, (name, tensor) in zip(regions, found, strict=True):
         assert region.name == name, f"{name} is where {region.name} was expected"
         yield tensor_bytes(tensor.to(region.dtype))
 
 
-def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes the directory, which must not hold anything yet. `dtype`: of the model's floating tensors.
+def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None, averaged: bool = False) -> None:
+    """Writes the directory, which must not hold anything yet. `dtype`: of the model's floating tensors. `averaged`: as
+    for `export`.
 
     Raises `UserError`.
     """
-    _refuse_cells(reader)
+    _refuse(reader, averaged)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} already exists; choose a new directory for the export.")
-    content: dict[str, Any] = {"model": _model(reader, dtype)}
+    content: dict[str, Any] = {"model": _model(reader, dtype, averaged)}
     if reader.manifest.kind == "training":
         content["optimizer"] = {
             "state": {name: _cloned(state) for name, state in named.states(reader) if state},
@@ -118,10 +131,10 @@ def export_dcp(reader: Reader, folder: Path, dtype: torch.dtype | None) -> None:
             raise cannot_export(folder, why) from error
 
 
-def _model(reader: Reader, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in named.tensors(reader, exact=named.shows_masters(dtype)):
-        found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor.clone()
+def _model(reader: Reader, dtype: torch.dtype | None, averaged: bool) -> dict[str, torch.Tensor]:
+    found, known = {}, names(reader.manifest)
+    for name, tensor in tensors(reader, exact=shows_masters(dtype), averaged=averaged):
+        found[name] = tensor.to(_converted(known[name], dtype), copy=True)
     return found | {other: found[first] for other, first in reader.manifest.layout.tied.items()}
 
 

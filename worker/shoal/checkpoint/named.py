@@ -51,13 +51,22 @@ def shows_masters(dtype: torch.dtype | None) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
-def tensors(reader: Reader, exact: bool = False) -> Iterator[tuple[str, Tensor]]:
+def has_averages(manifest: Manifest) -> bool:
+    """Whether it has averages of weights."""
+    return any(AVERAGE in piece.state for file in manifest.files for piece in file.pieces)
+
+
+def tensors(reader: Reader, exact: bool = False, averaged: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last.
 
-    `exact`: parameters in half precision as their master weights, where there are such.
+    `exact`: parameters in half precision as their master weights, where there are such. `averaged`: parameters as their
+    averages, which there are, in the wide dtype of the bucket.
     """
     for bucket in reader.manifest.blocks.buckets:
-        flat = _masters(reader, bucket) if exact and bucket.has_masters else _parameters(reader, bucket)
+        if averaged:
+            flat = _wide(reader, bucket, AVERAGE)
+        else:
+            flat = _wide(reader, bucket, MASTER) if exact and bucket.has_masters else _parameters(reader, bucket)
         yield from zip((slot.parameter.name for slot in bucket.slots), views(bucket, flat), strict=True)
     yield from reader.frozen().items()
     yield from reader.buffers().items()
@@ -70,12 +79,13 @@ def _parameters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the
     return flat
 
 
-def _masters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's wide dtype, or its own
+def _wide(reader: Reader, bucket: Bucket, key: str) -> Tensor:  # (elements,) of the bucket's wide dtype, or its own
+    """Masters or averages; the parameters where there are none."""
     layout, found = reader.manifest.blocks, torch.empty(bucket.elements, dtype=bucket.wide_dtype)
-    for stretch, state in reader.states([layout.whole(bucket)], only=MASTER).items():
-        if MASTER not in state:
+    for stretch, state in reader.states([layout.whole(bucket)], only=key).items():
+        if key not in state:
             return _parameters(reader, bucket)
-        found[slice(*layout.elements(stretch))] = state[MASTER]
+        found[slice(*layout.elements(stretch))] = state[key]
     return found
 
 

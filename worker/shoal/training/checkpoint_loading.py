@@ -16,9 +16,9 @@ from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.errors import JobFailed, NotFound, UserError
 from shoal_protos.training_log import get_logger
 
-from shoal.blocks.loaded_state import AVERAGE
 from shoal.checkpoint.catalogue import Found, Own, at, highest_generation, resolve, saves
 from shoal.checkpoint.failure import NeedsFreshProcess
+from shoal.checkpoint.named import has_averages
 from shoal.checkpoint.place_marks import host_of
 from shoal.checkpoint.restore import fits, has_scheduler_of, load_blocks, load_model, load_small_state, record_of
 from shoal.checkpoint.storage import open_storage
@@ -280,8 +280,7 @@ class CheckpointLoading:
 
     def _tell_of_averages(self, found: Found) -> None:
         """Only the checkpoint has averages, or only this job."""
-        pieces = (piece for file in found.manifest.files for piece in file.pieces)
-        saved, rule = any(AVERAGE in piece.state for piece in pieces), self._context.config.average
+        saved, rule = has_averages(found.manifest), self._context.config.average
         if saved and rule is None:
             means = "this job keeps none (`shoal.average`), so the checkpoint's averages are left out"
             log.warning("averages_left_out", checkpoint=found.path, means=means)

@@ -64,8 +64,9 @@ class MemoryReport:
         config, state = self._context.config, self._context.state
         buckets = state.layout.buckets
         precision = PRECISIONS[buckets[0].dtype]
-        by_parameter: float | None = state_bytes_of(title_of(state.optimizer), state.optimizer.defaults)
-        if by_parameter is None:
+        known: float | None = state_bytes_of(title_of(state.optimizer), state.optimizer.defaults)
+        by_parameter = known
+        if by_parameter is None:  # with what else is kept
             blocks = len(state.held_layout.trained_runs(state.held.runs))
             by_parameter = state.held.home.state_bytes() / (blocks * state.layout.block_elements)
         elif precision == "fp64":
@@ -86,6 +87,7 @@ class MemoryReport:
             mirrors=min(config.mirrors, workers - 1),
             precision=precision,
             state_bytes=by_parameter,
+            average=config.average is not None and known is not None,
             offload=_offload(config, state),
             tensor=processes,
             common=common if processes > 1 else 0,
