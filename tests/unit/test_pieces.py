@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +139,25 @@ def test_no_member_holds_more_for_a_piece_than_its_limit(
             rows = sum(subtrees) * len(runs)
             assert (received + packed) * width <= MOST + rows * BLOCK * width
             assert received * width <= piece.bytes + rows * BLOCK * width
+
+
+@given(owners())
+@settings(max_examples=examples(60))
+def test_a_bucket_is_cut_into_no_more_pieces_than_its_limit_asks_for(
+    given_: tuple[Layout, list[Runs], list[int]],
+) -> None:
+    layout, runs, subtrees = given_
+    pieces = cut_into_pieces(layout, [layout.cut(owned) for owned in runs], sums_of(subtrees), LIMITS)
+    for of_bucket in (list(each) for _, each in groupby(pieces, lambda piece: piece.last_bucket)):
+        whole = sum(piece.bytes for piece in of_bucket)
+        assert len(of_bucket) == 1 or (len(of_bucket) - 1) * LIMITS.cut < whole, (
+            "fewer pieces would have been within the limit"
+        )
+        assert max(piece.bytes for piece in of_bucket) <= LIMITS.cut
+    for before, after in pairwise(pieces):
+        are_alike = layout.buckets[before.last_bucket].dtype == layout.buckets[after.last_bucket].dtype
+        are_apart = before.last_bucket != after.last_bucket and are_alike
+        assert not are_apart or before.bytes + after.bytes > LIMITS.joined
 
 
 @given(owners(), st.data())

@@ -74,6 +74,14 @@ def test_all_carry_the_same_batches_and_every_message_once(number: int, members:
     assert carried == messages and not any(open_posts)
 
 
+def test_what_is_posted_at_once_is_in_as_few_calls_of_the_wire_as_a_message_can_name() -> None:
+    sequencer, count = Sequencer(), 2 * MOST_IN_BATCH + 6
+    sequencer.take(0, [Post(True, 1, 0)] * count)
+    assert not list(sequencer.batches()), "nobody has posted the other ends"
+    sequencer.take(1, [Post(False, 0, 0)] * count)
+    assert [len(batch[0]) for batch in sequencer.batches()] == [MOST_IN_BATCH, MOST_IN_BATCH, 6]
+
+
 @given(st.booleans(), st.integers(0, (1 << 20) - 1), st.integers(0, 1 << 20))
 def test_a_post_survives_being_a_number(sends: bool, peer: int, tag: int) -> None:
     assert Post.from_number(Post(sends, peer, tag).to_number()) == Post(sends, peer, tag)
