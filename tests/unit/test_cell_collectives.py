@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -334,7 +335,8 @@ def test_a_collective_that_a_script_interrupts_stands_before_no_other() -> None:
 
 
 @rule(
-    "Members of a cell that make different collectives get one sentence that names both, before anything is exchanged",
+    "Members of a cell that make different collectives get one sentence that names both, before what comes is used, "
+    "and again at each later one",
     "Groups",
     broken_by=[
         Edit(
@@ -342,11 +344,13 @@ def test_a_collective_that_a_script_interrupts_stands_before_no_other() -> None:
             "return is_first or self.check_collectives or not world.has_stepped",
             "return False",
         ),
+        Edit("shoal.cells.hub", "                world.difference = difference\n", ""),
     ],
 )
 @pytest.mark.parametrize("always", [False, True])
 def test_members_that_make_different_collectives_get_one_sentence_that_names_both(always: bool) -> None:
     sentences: list[str] = []
+    both = Barrier(2)
 
     def act(member: Member) -> None:
         member.hub.check_collectives = always
@@ -360,11 +364,34 @@ def test_members_that_make_different_collectives_get_one_sentence_that_names_bot
                 dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3), group=member.group)
         sentences.append(str(caught.value))
         assert not member.hub.is_void
+        both.wait()  # one that leaves closes what the other may be in
+        with pytest.raises(UserError, match="the members of a cell make different collectives"):
+            dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX, group=member.group)
 
-    in_cell(2, act)
+    in_cell(2, act, ends_together=False)
     assert sentences[0] == sentences[1]
     assert "coordinate 0 makes all_gather of 3 float32 elements as number 2" in sentences[0]
     assert "and coordinate 1 all_reduce (MAX) of 3 float32 elements as number 2" in sentences[0]
+
+
+def test_calls_are_compared_while_the_first_round_is_under_way() -> None:
+    """In a world's first step all are: no collective waits for one more round trip."""
+
+    def act(member: Member) -> None:
+        def note(tensor: Tensor, peer: int, tag: int) -> Any:
+            tags.append(tag)
+            return send(tensor, peer, tag)
+
+        tags: list[int] = []
+        send, member.worlds[0].send = member.worlds[0].send, note  # type: ignore[method-assign]
+        work = dist.all_reduce(values := torch.ones(3), group=member.group, async_op=True)
+        assert tags[0] == CALLS_TAG and len(tags) == 2
+        assert work is not None
+        work.wait()
+        assert values.tolist() == [2, 2, 2]
+        dist.all_reduce(torch.ones(0), group=member.group)  # which has no round
+
+    in_cell(2, act)
 
 
 RIGHT = CollectiveCall(Kind.ALL_REDUCE, torch.float32, 3, Op.SUM)

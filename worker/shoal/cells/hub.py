@@ -54,6 +54,8 @@ class _World:
         """Collectives that each process group has begun in it."""
         self.has_stepped = False
         """Whether a step was committed in it."""
+        self.difference = ""
+        """Where members have made different collectives, which ones: what was posted of these is still under way."""
 
 
 class CellHub:
@@ -185,7 +187,7 @@ class CellHub:
             raise failure
 
     def compares(self, world: _World, is_whole: bool) -> bool:
-        """Whether members tell each other which collective they make before they make it. `is_whole`: it is one of all
+        """Whether members tell each other which collective they make. `is_whole`: it is one of all
         members of the cell, of which each has the same first one at a place.
         """
         is_first = self._is_first and is_whole
@@ -217,6 +219,8 @@ class GroupPlace:
         if self.size > 1:
             hub.check_place(collective.call)
             if (world := hub.world) is not None:
+                if world.difference:  # what is under way may have the tag of what comes
+                    raise UserError(world.difference)
                 doing.post(world)
                 return doing
             hub.on_answer()
@@ -232,11 +236,14 @@ class Doing:
     """A collective of this process under way.
 
     Receives and sends of its first round are posted when it begins, so that no member waits for one whose script does
-    something else in between; the second round's when it is finished. Collectives of one group are finished in the
-    order in which they began, so that messages of one tag are posted in one order everywhere.
+    something else in between; the second round's when it is finished. Where calls are compared, that is done while the
+    first round is under way: messages of different collectives have different tags. Collectives of one group are
+    finished in the order in which they began, so that messages of one tag are posted in one order everywhere.
     """
 
-    __slots__ = ("_calls", "_is_done", "_number", "_place", "_round", "_where", "_works", "_world", "collective")
+    __slots__ = (
+        "_calling", "_calls", "_is_done", "_number", "_place", "_round", "_where", "_works", "_world", "collective",
+    )  # fmt: skip
 
     def __init__(self, place: GroupPlace, collective: Collective) -> None:
         self._place, self.collective = place, collective
@@ -244,6 +251,8 @@ class Doing:
         self._works: list[Work] = []
         self._calls: list[tuple[int, Tensor]] = []
         """By peer, what it says that it calls, where that is compared and not yet known."""
+        self._calling: list[Work] = []
+        """The messages that say it. The first round is under way beside them, and nothing of it taken before."""
         self._number = self._round = 0
         """Its own in its group and world, and that of the round that is posted next."""
         self._where = place.hub.where
@@ -262,7 +271,6 @@ class Doing:
                 place.under_way.append(self)
                 if place.hub.compares(world, place.is_whole):
                     self._tell_call(world)
-                    return
             self._advance(world)
         except WorldChanged as failure:
             self._fail(failure)
@@ -288,10 +296,12 @@ class Doing:
             self._fail(WorldChanged("a collective of a lane that is void"))
         else:
             try:
+                if world.difference:
+                    raise UserError(world.difference)
+                if self._calls:
+                    self._compare_calls(world)
                 while not self._is_done:
-                    self._wait(world.group)
-                    if self._calls:
-                        self._compare_calls()
+                    self._wait(world.group, self._works)
                     self._advance(world)
             except WorldChanged as failure:
                 self._fail(failure)
@@ -299,11 +309,11 @@ class Doing:
                 self._end()
                 raise
 
-    def _wait(self, group: Group) -> None:
+    def _wait(self, group: Group, works: Sequence[Work]) -> None:
         """Until the messages of a round are there. Raises `WorldChanged`."""
         began = time.monotonic()
         try:
-            group.wait(self._works)
+            group.wait(works)
         finally:
             self._place.hub.wait_seconds += time.monotonic() - began
 
@@ -322,10 +332,10 @@ class Doing:
     def _advance(self, world: _World) -> None:
         """Posts the next round, or ends."""
         following = next(self.collective.rounds, None)
-        if following is None:
-            self._end()
-        else:
+        if following is not None:
             self._post_round(world, following)
+        elif not self._calls:
+            self._end()
 
     def _post_round(self, world: _World, messages: Round) -> None:
         """All messages of a round: receives first, so that what comes finds its place."""
@@ -347,19 +357,21 @@ class Doing:
         peers = [peer for peer in range(place.size) if peer != place.me]
         self._calls = [(peer, torch.empty(CONTENT.size, dtype=torch.uint8)) for peer in peers]
         for peer, content in self._calls:
-            self._works.append(group.receive(content, place.rank_of(world, peer), CALLS_TAG))
+            self._calling.append(group.receive(content, place.rank_of(world, peer), CALLS_TAG))
         for peer in peers:
-            self._works.append(group.send(self._call(peer), place.rank_of(world, peer), CALLS_TAG))
+            self._calling.append(group.send(self._call(peer), place.rank_of(world, peer), CALLS_TAG))
 
     def _call(self, peer: int) -> Tensor:  # (32,) uint8
         return self.collective.call.to_tensor(self._number, self._where, self._place.number, peer)
 
-    def _compare_calls(self) -> None:
+    def _compare_calls(self, world: _World) -> None:
         """Raises `UserError`, on all members that differ from one another."""
+        self._wait(world.group, self._calling)
         place, (calls, self._calls) = self._place, (self._calls, [])
         for peer, content in calls:
             difference = compared(self._call(peer), content, place.hub.coordinate, place.coordinates[peer])
             if difference:
+                world.difference = difference
                 raise UserError(difference)
 
     def _fail(self, failure: WorldChanged) -> None:

@@ -340,9 +340,9 @@ class Shoal(Section):
     """Reaction to copies that differ. `restore`: all go back to the newest checkpoint whose copies were compared
     when it was saved (without one the job pauses); `pause`: the job pauses; `continue`: it is only reported."""
     check_collectives: Switch = False
-    """True: the processes of a cell compare every collective before they make it, and a script that makes different
-    ones fails the job with a sentence. False: they do so in the first step of each world, and then with the first
-    collective of each micro-batch and of each evaluation. No effect where a cell is one process."""
+    """True: the processes of a cell compare every collective before they use what comes, and a script that makes
+    different ones fails the job with a sentence. False: they do so in the first step of each world, and then with the
+    first collective of each micro-batch and of each evaluation. No effect where a cell is one process."""
     average: Average | None = None
     cell: Cell = Cell()
     checkpoint: Checkpoint = Checkpoint()

@@ -50,8 +50,8 @@ class EqualGradients:
         if self._left and bucket in self._first:
             self._noted.add(bucket)
             flat = gradients.flats[bucket]
-            words = [one.reshape(-1).view(WORDS[flat.itemsize]).sum(dtype=torch.int64)
-                     for one in views(self._layout.buckets[bucket], flat)]  # fmt: skip
+            kind = WORDS[flat.itemsize]  # added up as what it is: a tenth of the time that wider sums take
+            words = [one.reshape(-1).view(kind).sum(dtype=kind) for one in views(self._layout.buckets[bucket], flat)]
             self._sums[self._first[bucket] :][: len(words)] += torch.stack(words).cpu()
 
     def end_lane(self, gradients: Gradients) -> None:
