@@ -57,6 +57,19 @@ def test_it_tells_threads_denormals_determinism_and_precision() -> None:
     assert changed(before) == {"mkldnn.matmul.fp32_precision": "bf16"}
 
 
+@holds("A worker's hello contains its")
+def test_where_cells_train_a_lane_it_tells_in_which_order_compiled_code_makes_collectives() -> None:
+    import torch._inductor.config as inductor
+
+    before = identity(environ={})
+    assert identity(environ={}, in_cells=True) == before, "the defaults of this PyTorch, which it names"
+    overlap = "aten_distributed_optimizations.enable_overlap_scheduling"
+    with inductor.patch({"reorder_for_compute_comm_overlap": True, overlap: True, "max_autotune": True}):
+        assert identity(environ={}) == before
+        added = identity(environ={}, in_cells=True).items() - before.items()
+    assert added == {("inductor.reorder_for_compute_comm_overlap", "True"), (f"inductor.{overlap}", "True")}
+
+
 def test_it_has_the_variables_that_steer_kernels_and_no_others() -> None:
     steering = {"MKL_CBWR": "AVX2", "DNNL_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "default"}
     found = identity(environ={**steering, "HOME": "/root", "SHOAL_TOKEN": "secret"})

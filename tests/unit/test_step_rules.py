@@ -170,8 +170,8 @@ def test_a_fused_kernel_on_the_blocks_of_two_holders_gives_the_bits_of_the_whole
     "Arithmetic and layout",
     broken_by=Edit(
         "shoal.training.start",
-        "numerics=identity(state.device.kind, updates_on_host=config.updates_on_host)",
-        "numerics={}",
+        "updates_on_host=config.updates_on_host, in_cells=config.cell.processes > 1\n        ),",
+        "updates_on_host=config.updates_on_host, in_cells=config.cell.processes > 1, environ={}\n        ),",
     ),
 )
 def test_a_worker_whose_kernels_are_steered_otherwise_says_so_in_its_hello(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ Names are what people see: `numerics: threads is 2, the job's is 1`.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +19,13 @@ from shoal.process.device import ACCELERATOR_PRECISIONS, described, make_acceler
 
 VARIABLES = ("MKL_", "DNNL_", "ONEDNN_", "ATEN_", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 PRECISIONS = (*ACCELERATOR_PRECISIONS, "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+INDUCTOR = "torch._inductor.config"
+COLLECTIVES = (
+    "_fuse_ddp", "_micro_pipeline_tp", "aten_distributed_optimizations.", "bucket_", "reorder_for_compute_comm_overlap",
+    "reorder_prefetch_limit",
+)  # fmt: skip
+"""Settings of the compiler that begin so decide in which order compiled code makes collectives, and which it joins."""
 
 
 def make_exact(exact: bool, torch_threads: int) -> None:
@@ -38,9 +46,14 @@ def check_threads(torch_threads: int) -> None:
 
 
 def identity(
-    device: torch.device | str = "cpu", environ: Mapping[str, str] | None = None, updates_on_host: bool = False
+    device: torch.device | str = "cpu",
+    environ: Mapping[str, str] | None = None,
+    updates_on_host: bool = False,
+    in_cells: bool = False,
 ) -> dict[str, str]:
-    """The numeric identity of this thread, with the model on `device`. `updates_on_host`: wherever the model is."""
+    """The numeric identity of this thread, with the model on `device`. `updates_on_host`: wherever the model is.
+    `in_cells`: several processes train a lane, by collectives that compiled code makes too.
+    """
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "shoal": version("shoal"),
@@ -59,7 +72,16 @@ def identity(
         found["device"] += ", updates on the CPU"
     variables = os.environ if environ is None else environ
     found |= {name: value for name, value in sorted(variables.items()) if name.startswith(VARIABLES)}
+    found |= _order_of_collectives() if in_cells else {}
     return {name: str(value) for name, value in found.items()}
+
+
+def _order_of_collectives() -> dict[str, str]:
+    """The compiler's settings for it that are not PyTorch's defaults; none where the compiler is not loaded."""
+    if (settings := sys.modules.get(INDUCTOR)) is None:
+        return {}
+    lines = (line.removeprefix(f"{INDUCTOR}.").partition(" = ") for line in settings.codegen_config().splitlines())
+    return {f"inductor.{name}": value for name, _, value in lines if name.startswith(COLLECTIVES)}
 
 
 def _precision(name: str) -> str:

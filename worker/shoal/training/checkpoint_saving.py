@@ -290,7 +290,9 @@ class CheckpointSaving:
             context = self._context
             layout = LayoutEntry.of(context.state.layout, tied_names(context.state.module))
             link, position = context.link, context.data_position
-            numerics = identity(context.state.device.kind, updates_on_host=context.config.updates_on_host)
+            kind, config = context.state.device.kind, context.config
+            on_host, in_cells = config.updates_on_host, config.cell.processes > 1
+            numerics = identity(kind, updates_on_host=on_host, in_cells=in_cells)
             self._origin = Origin(link.job.name, link.job.run, layout, position, agreement(context.config), numerics)
         return self._origin
 

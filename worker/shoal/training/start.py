@@ -307,7 +307,9 @@ def _description(
         parameters=parameters,
         optimizer=title_of(optimizer),
         config={**agreement(config), "dataset.samples": str(samples or "a stream"), **_beside_the_config(state)},
-        numerics=identity(state.device.kind, updates_on_host=config.updates_on_host),
+        numerics=identity(
+            state.device.kind, updates_on_host=config.updates_on_host, in_cells=config.cell.processes > 1
+        ),
         mixed_numerics=config.mixed_numerics,
         can_checkpoint=place is not None,
         checkpoint_places=places(place, config.checkpoint.resume),
