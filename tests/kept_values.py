@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.testing._internal.two_tensor import TwoTensor
 
 
 class Own(torch.optim.Optimizer):
@@ -86,6 +85,110 @@ class InState(Own):
 KINDS: tuple[type[Own], ...] = (InGroup, InTensor, WherePresent, InState)
 
 
+# ---- 8-bit state
+
+
+class EightBit(torch.optim.Optimizer):
+    """A mean in codes of a byte, each run of 256 with a scale, and a table of what codes mean; of small tensors in
+    floats, as bitsandbytes does it.
+    """
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    self.begin(parameter, state)
+                state["step"] += 1
+                mean = self.read(state).view(parameter.shape).lerp_(parameter.grad, 0.1)
+                self.write(state, mean)
+                parameter.add_(self.read(state).view(parameter.shape), alpha=-group["lr"] / (1 - 0.9 ** state["step"]))
+
+    def begin(
+        self,
+        parameter: Tensor,  # of any shape
+        state: dict[str, Any],
+    ) -> None:
+        state["step"] = 0
+        if parameter.numel() < 4_096:
+            state["mean"] = torch.zeros_like(parameter)
+            return
+        state["codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+        state["scale"] = parameter.new_zeros(parameter.numel() // 256)
+        state["table"] = torch.linspace(-1, 1, 255, dtype=parameter.dtype, device=parameter.device)
+
+    def read(self, state: dict[str, Any]) -> Tensor:  # (elements,)
+        if "mean" in state:
+            return state["mean"]  # type: ignore[no-any-return]
+        runs = state["table"][state["codes"].reshape(-1, 256).long()] * state["scale"].unsqueeze(1)
+        return runs.view(-1)  # type: ignore[no-any-return]
+
+    def write(
+        self,
+        state: dict[str, Any],
+        mean: Tensor,  # of the parameter's shape
+    ) -> None:
+        if "mean" in state:
+            return
+        runs = mean.reshape(-1, 256)
+        state["scale"].copy_(runs.abs().amax(1))
+        codes = (runs / state["scale"].clamp(min=1e-30).unsqueeze(1) * 127).round() + 127
+        state["codes"].copy_(codes.view(state["codes"].shape))
+
+
+class Codes(Tensor):
+    """Wraps what 8-bit state is made of, as torchao's class does; nothing can be done with it as a whole."""
+
+    codes: Tensor
+    scale: Tensor
+    table: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, table: Tensor) -> Codes:  # each of any shape
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=table.dtype, device=codes.device)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, codes: Tensor, scale: Tensor, table: Tensor) -> None:  # each of any shape
+        self.codes, self.scale, self.table = codes, scale, table
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale", "table"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: None, size: Any, stride: Any) -> Codes:
+        return Codes(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"unimplemented operator {func}")
+
+
+class EightBitWrapped(EightBit):
+    """The same in a tensor of its own class."""
+
+    def begin(
+        self,
+        parameter: Tensor,  # of any shape
+        state: dict[str, Any],
+    ) -> None:
+        super().begin(parameter, state)
+        if "codes" in state:
+            state["coded"] = Codes(state.pop("codes"), state.pop("scale"), state.pop("table"))
+
+    def read(self, state: dict[str, Any]) -> Tensor:  # (elements,)
+        return super().read(vars(state["coded"]) if "coded" in state else state)
+
+    def write(
+        self,
+        state: dict[str, Any],
+        mean: Tensor,  # of the parameter's shape
+    ) -> None:
+        super().write(vars(state["coded"]) if "coded" in state else state, mean)
+
+
 # ---- what may not run on blocks
 
 
@@ -149,19 +252,20 @@ class InText(Own):
         return len(state["steps"])
 
 
-class Quantised(Own):
-    """One number for 256 elements."""
+class FewNumbers(Own):
+    """Seven of each tensor, whatever its size is."""
 
     def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
-        state["scale"] = state["mean"].view(-1, 256).amax(1)
+        state["few"] = state["mean"].reshape(-1)[:7].clone()
         return 1.0
 
 
-class Wrapping(Own):
-    """Keeps a tensor that wraps others, as 8-bit states are."""
+class Unevenly(Own):
+    """One for 12 elements, which blocks cut."""
 
     def count(self, group: dict[str, Any], state: dict[str, Any]) -> float:
-        state["both"] = TwoTensor(state["mean"].clone(), state["mean"].clone())
+        flat = state["mean"].reshape(-1)
+        state["scale"] = flat[: flat.numel() // 12 * 12].view(-1, 12).amax(1)
         return 1.0
 
 
@@ -348,8 +452,8 @@ REFUSED: dict[type[Own], str] = {
     Shared: r"trains a tensor otherwise when another one is beside it",
     InAttribute: r"keeps what no worker that joins could be given \(attribute steps\)",
     InText: r"keeps what no worker that joins could be given \('steps' in its state, a str\)",
-    Quantised: r"keeps 80 numbers as 'scale' of 20480 parameters, neither one of each nor one of all",
-    Wrapping: r"keeps 'both' as a TwoTensor, of which no block has a part",
+    FewNumbers: r"keeps 7 numbers as 'few' of 20480 parameters, neither one of each nor one of all",
+    Unevenly: r"keeps 1706 numbers as 'scale' of 20480 parameters, neither one of each nor one of all",
     Drawing: r"draws random numbers",
     Wrapper: r"steps another optimizer, which has the script's parameters \(within\)",
     Centred: r"trains 4 dimensions otherwise than their elements in a row",

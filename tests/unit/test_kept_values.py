@@ -43,7 +43,7 @@ from shoal.data.seeds import RandomState
 from shoal.optim import probe
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.hyper import hyper_parameters
-from shoal.optim.twin import carried, given_back, numbers_in
+from shoal.optim.state_form import carried, given_back, numbers_in
 from shoal.process.device import HOST
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
@@ -109,9 +109,9 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
             "with_no_empty_group(twin) if stands_in else nullcontext()",
             "nullcontext()",
         ),
-        Edit("shoal.blocks.segments", "given_back(own, numbers)", "own"),
+        Edit("shoal.blocks.segments", "self._form(segment.stretch).given_back(own)", "own"),
         Edit(
-            "shoal.optim.twin",
+            "shoal.optim.state_form",
             "KINDS.get(one.dtype, numbers[key])",
             "numbers[key]",
             by="test_a_number_is_given_back_as_the_type_that_it_has_become",
@@ -269,7 +269,7 @@ def test_a_number_is_given_back_as_the_type_that_it_has_become() -> None:
         Edit("shoal.optim.probe", "        if not random.is_here():\n", "        if not random:\n"),
         Edit(
             "shoal.optim.probe",
-            "        if _equal(whole.weights(), blocks.weights()) and self._are_alike(whole, blocks):\n",
+            "        if _equal(whole.weights(), blocks.weights()) and self._are_alike(whole, blocks, form):\n",
             "        if blocks:\n",
         ),
         Edit(

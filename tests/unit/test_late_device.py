@@ -352,7 +352,7 @@ def test_on_the_cpu_nothing_is_staged_and_nothing_is_waited_for() -> None:
 
 
 BESIDE_A_STEP = {
-    "probe_state", "effects_of_steps", "<listcomp>", "_keeps_denormals",  # when a worker starts
+    "probe_state", "_effects_of_steps", "<listcomp>", "_keeps_denormals",  # when a worker starts
     "_step_on",  # the optimizer's own counters, after the commit
     "is_finite",  # the layout of this device is the host's
     "refuse",  # once a step, where parameters come and go

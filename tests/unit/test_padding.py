@@ -73,8 +73,8 @@ PADDED: dict[str, Make] = {
         Edit("shoal.blocks.values", "value[a:b].view(torch.uint8).count_nonzero()", "value[a:b].count_nonzero()"),
         Edit(
             "shoal.checkpoint.fingerprint",
-            "                without_gaps(part, first, gaps)\n",
-            "                part\n",
+            "without_gaps(tensors[key], first, of_state)",
+            "tensors[key]",
         ),
     ],
 )

@@ -35,7 +35,7 @@ class HeldBlocks:
         self.segments = segments = home.segments
         self.layout, self.keeps_weights = segments.layout, segments.keeps_weights
         self.effects, self.optimizer_step = segments.effects, segments.optimizer_step
-        self.loaded = LoadedState(segments.layout, segments.user, tensors, self.effects.only_counts)
+        self.loaded = LoadedState(segments.layout, segments.user, tensors, self.effects)
         """What `hold` begins with, besides first values."""
         self._expected = FillMemory(self.layout, NO_BLOCKS)
         """Where parameters are received that are with the state."""

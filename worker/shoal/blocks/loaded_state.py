@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
 from shoal.core.misses import Missed, Misses
 from shoal.optim.several import member_of, members_of, own_state_of
-from shoal.optim.twin import carried, probing_twin_of, without_hooks_on_all
+from shoal.optim.state_form import carried
+from shoal.optim.twin import StepEffects, probing_twin_of, without_hooks_on_all
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
 """Optimizer state of a stretch of blocks, by the optimizer's own keys; and its master weights where it has such."""
@@ -56,18 +57,22 @@ class LoadedState:
         layout: Layout,
         optimizer: torch.optim.Optimizer,
         tensors: Mapping[str, Tensor],  # each of its parameter's shape and dtype
-        only_counts: bool,
+        effects: StepEffects,
     ) -> None:
-        self._layout, self._user, self._tensor_of, self.only_counts = layout, optimizer, tensors, only_counts
+        self._layout, self._user, self._tensor_of, self._effects = layout, optimizer, tensors, effects
+        self.only_counts = effects.only_counts
         self._given: GivenStates | None = None
         self._known: dict[int, Shared | None] = {}
         """Of it, by the number of those that are alike."""
         self._dtypes: dict[int, dict[str, torch.dtype]] = {}
         """By bucket and key: of the state that the optimizer makes itself."""
+        for bucket in layout.trained.buckets:
+            self._refuse_own(bucket)
 
     def take(self, given: GivenStates) -> None:
         """State comes from there. Raises `UserError` where it cannot be this optimizer's."""
         for bucket in self._layout.trained.buckets:
+            self._refuse_packed(bucket)
             made = probe_state(self._user, bucket, 2, self._layout.device)
             kinds = {key: value.dim() == 0 for key, value in made.items()}
             _check_given(given, bucket, kinds, type(member_of(self._user, bucket.group)[0]), self.only_counts)
@@ -114,6 +119,7 @@ class LoadedState:
             return self._given_of(self._given, stretch)
         if bucket.is_frozen or not any(member.state for member in members_of(self._user)):
             return state
+        self._refuse_own(bucket)
         start, stop = self._layout.elements(stretch)
         one_element = probe_state(self._user, bucket, 1, self._layout.device)
         shared = {key for key, value in one_element.items() if value.dim() == 0}
@@ -131,6 +137,19 @@ class LoadedState:
                 if first < last:
                     flat[first - start : last - start] = value.reshape(-1)[first - slot.start : last - slot.start]
         return state
+
+    def _refuse_own(self, bucket: Bucket) -> None:
+        if any(own_state_of(self._user, self._tensor_of[slot.parameter.name]) for slot in bucket.slots):
+            self._refuse_packed(bucket)
+
+    def _refuse_packed(self, bucket: Bucket) -> None:
+        form = self._effects.forms.get((bucket.group, bucket.wide_dtype))
+        if form is not None and form.is_packed:
+            raise UserError(
+                f"optimizer {type(member_of(self._user, bucket.group)[0]).__name__} keeps values that some elements "
+                "share, and what it is given to begin with was made of each parameter by itself, not of blocks. Begin "
+                "without it (import with --model-only), or resume by `shoal.checkpoint.resume`."
+            )
 
     def _given_of(self, given: GivenStates, stretch: Stretch) -> State:  # each (elements,), or ()
         bucket, (start, stop) = self._layout.buckets[stretch.bucket], self._layout.elements(stretch)

@@ -20,7 +20,8 @@ from torch import Tensor
 from shoal.blocks.whole_tensors import TensorRun, WholeTensors
 from shoal.core.layout import Layout, Stretch
 from shoal.core.misses import USED_ALWAYS, UpdatePiece, within
-from shoal.optim.twin import NUMBERS, whole_updates, with_no_empty_group
+from shoal.optim.state_form import NUMBERS
+from shoal.optim.twin import whole_updates, with_no_empty_group
 
 Cuts = Mapping[int, Sequence[UpdatePiece]]
 """By bucket, the pieces that an update takes; a bucket that is not among them is taken as it lies."""

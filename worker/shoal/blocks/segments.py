@@ -24,7 +24,8 @@ from shoal.blocks.update_place import UpdatePlace
 from shoal.blocks.values import BlockValues
 from shoal.core.average_rule import AverageRule
 from shoal.core.layout import Layout, Stretch, overlaps
-from shoal.optim.twin import carried, effects_of_steps, given_back, twin_of
+from shoal.optim.state_form import PLAIN_FORM, StateForm
+from shoal.optim.twin import effects_of_steps, twin_of
 from shoal.process.host_memory import memory_on
 
 SEGMENTS_PER_BUCKET = 4
@@ -73,7 +74,7 @@ class Segments:
 
     def state_of(self, segment: Segment) -> State:  # each (elements of the segment,), or ()
         """All that is kept of it."""
-        found: State = carried(self.twin.state[segment.parameter])
+        found: State = self._form(segment.stretch).carried(self.twin.state[segment.parameter])
         if segment.has_master:
             found[MASTER] = segment.parameter
         if segment.weights is not None:
@@ -127,10 +128,12 @@ class Segments:
         own: State,  # each (elements of the segment,), or ()
     ) -> None:
         """The optimizer has this of it; master weights are the segment's parameter."""
-        bucket = self.layout.buckets[segment.stretch.bucket]
         if own:
-            numbers = self.effects.numbers.get((bucket.group, bucket.wide_dtype), {})
-            self.twin.state[segment.parameter].update(given_back(own, numbers))
+            self.twin.state[segment.parameter].update(self._form(segment.stretch).given_back(own))
+
+    def _form(self, stretch: Stretch) -> StateForm:
+        bucket = self.layout.buckets[stretch.bucket]
+        return self.effects.forms.get((bucket.group, bucket.wide_dtype), PLAIN_FORM)
 
     def average(self, segments: Sequence[Segment], are_updated: bool) -> None:
         """Takes the exact weights of these into their averages: the first ones are the average. `are_updated`: whether

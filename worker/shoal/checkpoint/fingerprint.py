@@ -28,6 +28,7 @@ from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.exchange.world import World
 from shoal.group.group import Group
+from shoal.optim.state_form import is_packed
 from shoal.process.host_memory import tensor_bytes
 from shoal.state.training_state import TrainingState, digest_of
 
@@ -65,13 +66,9 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
     for stretch, tensors in state.held.home.stream(blocks):
         first, _ = state.held_layout.elements(stretch)
         gaps = state.held_layout.buckets[stretch.bucket].gaps
-        yield (
-            stretch,
-            [
-                without_gaps(part, first, gaps)
-                for part in (state.weights.of(stretch), *(tensors[key] for key in sorted(tensors)))
-            ],
-        )
+        of_state = () if is_packed(tensors) else gaps
+        parameters = without_gaps(state.weights.of(stretch), first, gaps)
+        yield stretch, [parameters, *(without_gaps(tensors[key], first, of_state) for key in sorted(tensors))]
 
 
 def _digest(part: Tensor, at: int, size: int) -> bytes:

@@ -21,6 +21,7 @@ from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket
 from shoal.core.misses import Misses
 from shoal.core.units import named_state
+from shoal.optim.state_form import is_packed
 
 BEGINNING_WITH_ZEROS = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "Adadelta", "RMSprop"))
 """Optimizers to which a state of zeros is the same as none."""
@@ -94,7 +95,8 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     updates that it has missed. One that was never used has zeros where a state begins with them, so that all names are
     found; else it has none.
 
-    Master weights and averages are not among them: they are parameters.
+    Master weights and averages are not among them: they are parameters. Nor is 8-bit state, of which elements of several
+    parameters share a scale.
     """
     classes = reader.manifest.classes
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
@@ -102,6 +104,8 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
         kind = classes[bucket.group] if classes else reader.manifest.optimizer
         flats: dict[str, Tensor] = {}
         for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
+            if is_packed(state):
+                continue
             for key, value in state.items():
                 if key in (AVERAGE, MASTER):
                     continue

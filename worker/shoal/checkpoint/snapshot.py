@@ -25,6 +25,7 @@ from shoal.blocks.loaded_state import State
 from shoal.blocks.values import BlockValues, without_gaps
 from shoal.core.container import Region
 from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.optim.state_form import is_packed
 from shoal.process.device import HOST, Device, DeviceCopy
 from shoal.process.host_memory import tensor_bytes
 
@@ -141,8 +142,9 @@ class Snapshot:
             gaps = [
                 (max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first
             ]
-            for region in piece.regions.values():
-                if region.shape and gaps:
+            is_dense = is_packed(piece.regions)
+            for key, region in piece.regions.items():
+                if region.shape and gaps and not (key and is_dense):
                     values: Tensor = self.data[region.at : region.at + region.bytes].view(region.dtype)
                     for start, end in gaps:
                         values[start:end] = 0
@@ -265,7 +267,7 @@ class StreamedState:
 
     def contents(self) -> Iterator[tuple[Region, memoryview]]:
         pieces = {piece.stretch: piece for piece in self.pieces}
-        for stretch, state in self.held.home.stream(self.owned):
+        for stretch, state in self.held.home.stream(self.owned):  # no file has state that is packed
             piece = pieces[stretch]
             values = {PARAMETERS: self.weights.of(stretch), **state}
             for key, region in piece.regions.items():

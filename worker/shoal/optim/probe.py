@@ -7,6 +7,7 @@ the group. All that comes out is compared bit by bit. The user's object, hooks a
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.data.seeds import RandomState
 from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.state_form import NUMBERS, OddState, StateForm, form_of
 from shoal.optim.twin import (
     LEFT_OUT,
-    NUMBERS,
-    carried,
     changed_values,
-    given_back,
-    numbers_in,
     own,
     probing_twin_of,
     whole_updates,
     without_hooks_on_all,
 )
+from shoal.process.host_memory import tensor_bytes
 
 BLOCK, BLOCKS = 4_096, 5
 SHAPES = ((128, -1), (128, 10, -1), (128, 10, 4, -1), (128, 10, 4, 2, -1))
@@ -231,13 +229,18 @@ class _Probe:
         if not random.is_here():
             return Tried(reason="draws random numbers, which are others in every world")
         try:
-            reason = self._shapes(whole, matrix) or self._odd_state(whole) or self._beside(whole) or self._blocks(whole)
+            form, reason = StateForm(), self._shapes(whole, matrix)
+            if not reason:
+                form = self._form(whole)
+                reason = self._beside(whole) or self._blocks(whole, form)
+        except OddState as error:
+            return Tried(reason=str(error))
         except _Failed as error:
             return Tried(reason=f"fails on a part of the parameters ({error})")
         later = whole.left_behind_since(MIDDLE)
         if later and not reason:
             return Tried(failure=f"it changes {later}, which {NOT_GIVEN}, and may be read after the steps of a trial")
-        return Tried(reason=reason, keeps=self._keeps(whole))
+        return Tried(reason=reason, keeps=self._keeps(whole, form))
 
     def _train(self, parts: Sequence[Tensor], more: Callable[[Tensor], Tensor] = lambda gradient: gradient) -> _Trained:
         """All steps. `more`: what the gradient is made longer by."""
@@ -271,27 +274,23 @@ class _Probe:
                 return f"keeps {', '.join(keys)} in its group, which depends on the parameters that are in it"
         return ""
 
-    def _odd_state(self, whole: _Trained) -> str:
-        (state,) = whole.states()
-        for key, value in state.items():
-            if is_traceable_wrapper_subclass(value):
-                return f"keeps {key!r} as a {type(value).__name__}, of which no block has a part"
-            if isinstance(value, Tensor) and value.dim() and value.shape != self._whole.shape:
-                shape = " × ".join(map(str, value.shape))
-                return f"keeps {shape} numbers as {key!r} of {ELEMENTS} parameters, neither one of each nor one of all"
-        return ""
+    def _form(self, whole: _Trained) -> StateForm:
+        """Of its state, beside that of a smaller tensor. Raises `OddState`."""
+        small, states = _Trained(self._optimizer, self._number, self._read, [self._whole[:BLOCK]]), []
+        for gradient in self._gradients:
+            small.step(gradient[:BLOCK])
+            states.append({key: own(value) for key, value in small.states()[0].items()})
+        return form_of(states, whole.states(), (BLOCK, ELEMENTS))
 
-    def _blocks(self, whole: _Trained) -> str:
+    def _blocks(self, whole: _Trained, form: StateForm) -> str:
         """Blocks that go on with what is carried come to the same."""
         half = _Trained(self._optimizer, self._number, self._read, [self._whole])
-        half.step(self._gradients[0])
-        numbers = numbers_in(half.states()[0])
-        for gradient in self._gradients[1:MIDDLE]:
+        for gradient in self._gradients[:MIDDLE]:
             half.step(gradient)
-        blocks = self._taken_over(half, numbers)
+        blocks = self._taken_over(half, form)
         for gradient in self._gradients[MIDDLE:]:
             blocks.step(gradient)
-        if _equal(whole.weights(), blocks.weights()) and self._are_alike(whole, blocks):
+        if _equal(whole.weights(), blocks.weights()) and self._are_alike(whole, blocks, form):
             return ""
         parts = self._train(list(self._whole.split(BLOCK)))
         if not _equal(whole.weights(), parts.weights()):
@@ -302,27 +301,26 @@ class _Probe:
             "or a tensor or a number of its state"
         )
 
-    def _taken_over(self, half: _Trained, numbers: Mapping[str, type]) -> _Trained:
+    def _taken_over(self, half: _Trained, form: StateForm) -> _Trained:
         """Blocks in the state that a joiner is given."""
         blocks = _Trained(self._optimizer, self._number, self._read, list(half.weights().split(BLOCK)))
         load_into(blocks.twin, json.loads(json.dumps(hyper_parameters(half.twin))))
-        state = carried(half.states()[0])
+        state = form.carried(half.states()[0])
         for index, part in enumerate(blocks.parts):
             cut = {
                 key: value[index * BLOCK : (index + 1) * BLOCK].clone() if value.dim() else value.clone()
                 for key, value in state.items()
             }
-            blocks.twin.state[part].update(given_back(cut, numbers))
+            blocks.twin.state[part].update(form.given_back(cut))
         return blocks
 
-    def _are_alike(self, whole: _Trained, blocks: _Trained) -> bool:
+    def _are_alike(self, whole: _Trained, blocks: _Trained, form: StateForm) -> bool:
         """State and group of both."""
-        (state,), states = whole.states(), blocks.states()
-        keys = carried(state).keys()
-        if any(carried(one).keys() != keys for one in states):
+        (state,), states = map(form.carried, whole.states()), [form.carried(one) for one in blocks.states()]
+        if any(one.keys() != state.keys() for one in states):
             return False
-        for key, value in carried(state).items():
-            parts = [carried(one)[key] for one in states]
+        for key, value in state.items():
+            parts = [one[key] for one in states]
             if (
                 not all(_equal(value, part) for part in parts)
                 if not value.dim()
@@ -331,11 +329,18 @@ class _Probe:
                 return False
         return not changed_values(blocks.group, whole.group, self._number)
 
-    def _keeps(self, whole: _Trained) -> str:
-        numbers = numbers_in(whole.states()[0])
+    def _keeps(self, whole: _Trained, form: StateForm) -> str:
         found = [f"{key} of the group" for key in sorted(whole.changed())]
-        found += [f"{key} ({kind.__name__}) of the state" for key, kind in sorted(numbers.items())]
+        found += [f"{key} ({kind.__name__}) of the state" for key, kind in sorted(form.numbers.items())]
+        found += [f"{key} per {elements} elements" for key, (elements, _) in sorted(form.shared.items())]
+        found += [f"{key}, a table ({_digest(table)})" for key, table in sorted(form.tables.items())]
         return ", ".join(["tensors", *found])
+
+
+def _digest(
+    table: Tensor,  # of any shape
+) -> str:
+    return hashlib.sha256(tensor_bytes(table.cpu().contiguous())).hexdigest()[:12]
 
 
 def _equal(

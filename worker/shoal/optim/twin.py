@@ -4,7 +4,7 @@ What a step changes in a group (a count of steps, a sum of weights) is the optim
 group, where vote, joiners and checkpoints find it beside rates. A number that stands in the state beside tensors is
 carried as a tensor without dimensions, and given back as the type that it was. Called by held blocks and by the probe.
 
-`effects_of_steps` asks the optimizer itself, once, what its steps do beside training: by steps of a twin on two
+`effects_of_steps` asks the optimizer itself, once, what its steps do beside training: by steps of a twin on few
 elements. Called by the held blocks, when training state is made; they, the optimizer's steps and what a run is given go
 by it. Whether an optimizer is elementwise is probed in probe.py.
 """
@@ -28,11 +28,9 @@ from shoal.core.layout import Layout
 from shoal.optim.hyper import PLAIN, has_turn, is_plain_tuple, plain_value
 from shoal.optim.muon import muon_updates
 from shoal.optim.several import Several, member_of, members_of
+from shoal.optim.state_form import KINDS, SMALLEST, StateForm, carried, form_of, given_back, is_packed
 from shoal.optim.whole import UPDATES, OnBlocks, Updates, WholeUpdate, on_blocks
 
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Types of a state's numbers that are carried, and as what."""
-KINDS = {dtype: kind for kind, dtype in NUMBERS.items()}
 LEFT_OUT = ("state", "param_groups")
 """Attributes of an optimizer that are looked at by themselves."""
 
@@ -175,8 +173,11 @@ def failure_from(
     one: Tensor,  # (elements,)
 ) -> str:
     """Why a step of a parameter of this group fails that goes on from such a state, or empty. `kept`: by key, the dtype
-    of what the state has, and whether it is one number for all elements. `one`: a parameter.
+    of what the state has, and whether it is one number for all elements; what some share is not
+    tried. `one`: a parameter.
     """
+    if is_packed(kept):
+        return ""
     optimizer, group = member_of(optimizer, group)
     twin, one.grad = probing_twin_of(optimizer), torch.zeros_like(one)
     twin.param_groups[group]["params"] = [one]
@@ -206,38 +207,12 @@ def with_no_empty_group(twin: Optimizer) -> Iterator[None]:
         twin.state.pop(group["params"].pop(), None)
 
 
-# ---- numbers in the state
-
-
-def numbers_in(state: Mapping[str, Any]) -> dict[str, type]:
-    """Keys of numbers that are no tensors, with their types."""
-    return {key: type(value) for key, value in state.items() if type(value) in NUMBERS}
-
-
-def carried(state: Mapping[str, Any]) -> dict[str, Tensor]:  # each (elements,), or ()
-    """What others are given of a parameter's state: its tensors, and numbers as such."""
-    return {
-        key: value if isinstance(value, Tensor) else torch.tensor(value, dtype=NUMBERS[type(value)], device="cpu")
-        for key, value in state.items()
-        if isinstance(value, Tensor) or type(value) in NUMBERS
-    }
-
-
-def given_back(
-    state: Mapping[str, Tensor],  # each (elements,), or ()
-    numbers: Mapping[str, type],
-) -> dict[str, Any]:
-    """The inverse of `carried`. `numbers`: as `numbers_in` tells them of the first step; a later one may have made a
-    fraction of a whole number. A script may have loaded one as a tensor.
-    """
-    kinds = {key: KINDS.get(one.dtype, numbers[key]) for key, one in state.items() if key in numbers and not one.dim()}
-    return {key: kinds[key](one.item()) if key in kinds else one for key, one in state.items()}
-
-
 # ---- what steps do beside training
 
 STEPS = 3
 """ASGD averages from its second step on."""
+SIZES = (SMALLEST, 2 * SMALLEST)
+"""Elements that are tried: of fewer no optimizer keeps 8-bit state, and two tell what depends on their number."""
 
 Kind = tuple[int, torch.dtype]
 """The group of a parameter, and what its optimizer computes in."""
@@ -249,24 +224,24 @@ class StepEffects:
 
     moved: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """By group, keys whose values a step changes; of groups without any nothing."""
-    numbers: Mapping[Kind, Mapping[str, type]] = field(default_factory=dict)
-    """Keys of numbers in the state that are no tensors, with their types after the first step."""
+    forms: Mapping[Kind, StateForm] = field(default_factory=dict)
+    """Of the state of each kind."""
     only_counts: bool = False
     """Whether each number that is kept of a parameter, tensors without dimensions too, grows by one with every step;
     also where there are none. A parameter that has missed steps then has the others' numbers less these. NAdam's
-    product of momenta, or ASGD's averaging rate, is no such number.
+    product of momenta, or ASGD's averaging rate, is no such number, nor is a scale that neighbours share.
     """
 
 
 def effects_of_steps(optimizer: Optimizer, layout: Layout) -> StepEffects:
-    """Seen in steps of a twin on two elements of each kind; of several by each one's own."""
+    """Seen in steps of a twin on few elements of each kind; of several by each one's own."""
     first, seen = 0, list[StepEffects]()
     for member in members_of(optimizer):
         seen.append(_effects_of_steps(member, first, layout))
         first += len(member.param_groups)
     return StepEffects(
         {group: keys for one in seen for group, keys in one.moved.items()},
-        {kind: types for one in seen for kind, types in one.numbers.items()},
+        {kind: form for one in seen for kind, form in one.forms.items()},
         all(one.only_counts for one in seen),
     )
 
@@ -276,23 +251,31 @@ def _effects_of_steps(optimizer: Optimizer, first: int, layout: Layout) -> StepE
     twin = probing_twin_of(optimizer)
     groups = range(first, first + len(twin.param_groups))
     kinds = {(bucket.group, bucket.wide_dtype) for bucket in layout.buckets if bucket.group in groups}
-    probed = {kind: torch.zeros(2, dtype=kind[1], device=layout.device) for kind in sorted(kinds, key=str)}
-    for (group, _), one in probed.items():
-        twin.param_groups[group - first]["params"].append(one)
+    probed = {
+        kind: [torch.zeros(size, dtype=kind[1], device=layout.device) for size in SIZES]
+        for kind in sorted(kinds, key=str)
+    }
+    for (group, _), both in probed.items():
+        twin.param_groups[group - first]["params"] += both
     before = [own(group) for group in twin.param_groups]
-    numbers, seen = list[dict[Kind, dict[str, type]]](), list[list[float]]()
+    states: dict[Kind, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {kind: ([], []) for kind in probed}
+    seen = list[list[float]]()
     try:
         with without_hooks_on_all(), with_no_empty_group(twin):
             for _ in range(STEPS):
-                for one in probed.values():
+                for one in (one for both in probed.values() for one in both):
                     one.grad = torch.ones_like(one)
                 twin.step()
-                numbers.append({kind: numbers_in(twin.state[one]) for kind, one in probed.items()})
-                states = [carried(twin.state[one]) for one in probed.values()]
-                seen.append([float(value) for state in states for value in state.values() if not value.dim()])
+                for kind, both in probed.items():
+                    for kept, one in zip(states[kind], both, strict=True):
+                        kept.append({key: own(value) for key, value in twin.state[one].items()})
+                large = [carried(kept[-1]) for _, kept in states.values()]
+                seen.append([float(value) for state in large for value in state.values() if not value.dim()])
+        forms = {kind: form_of(small, large, SIZES) for kind, (small, large) in states.items()}
     except Exception:  # of the script's class, which may raise anything
         return StepEffects()
     pairs = zip(groups, twin.param_groups, before, strict=True)
     moved = {number: frozenset(changed_values(now, then, number)) for number, now, then in pairs}
     counts = all(now == [number + 1 for number in last] for last, now in pairwise(seen))
-    return StepEffects({number: keys for number, keys in moved.items() if keys}, numbers[0], counts)
+    counts &= not any(form.is_packed for form in forms.values())
+    return StepEffects({number: keys for number, keys in moved.items() if keys}, forms, counts)
