@@ -16,6 +16,7 @@
 #   make trainer    test the door for the Trainer of Hugging Face (make check does it too)
 #   make trainer-upstream  run transformers' own tests of its Trainer with Shoal's in its place: FOLDER=a checkout of transformers
 #   make scripts    run ten scripts before and after they were ported, in worlds of 1 to 3 and through a kill
+#   make eight-bit  install bitsandbytes and torchao beside, and train by their 8-bit optimizers in every stage
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make quickstart type what the quick start says, in a fresh clone, up to a killed worker, and time it
@@ -53,7 +54,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers quickstart images versions test-gpu same-as mutants bench protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit quickstart images versions test-gpu same-as mutants bench protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -164,6 +165,11 @@ charts: $(READY) packages
 trackers: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/trackers "wandb>=0.20,<1" "mlflow-skinny>=3,<4"
 	PYTHONPATH=$(VENV)/trackers $(BIN)/pytest tests/trackers $(ARGS)
+
+# Without what they need: torch is here, and may be no other.
+eight-bit: $(READY)
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/eight_bit --no-deps "bitsandbytes>=0.50,<1" "torchao>=0.18,<1"
+	PYTHONPATH=$(VENV)/eight_bit OMP_NUM_THREADS=1 $(BIN)/pytest tests/eight_bit $(ARGS)
 
 # Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 $(MODELS): $(READY)
