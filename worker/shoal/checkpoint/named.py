@@ -95,8 +95,8 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     updates that it has missed. One that was never used has zeros where a state begins with them, so that all names are
     found; else it has none.
 
-    Master weights and averages are not among them: they are parameters. Nor is 8-bit state, of which elements of several
-    parameters share a scale.
+    Master weights and averages are not among them: they are parameters. Nor is 8-bit state, of which elements of
+    several parameters share a scale.
     """
     classes = reader.manifest.classes
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
