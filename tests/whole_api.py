@@ -38,6 +38,8 @@ NAMESPACED: dict[str, dict[str, str]] = {
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
     "events.k8s.io/v1": {"events": "Event"},
+    "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor", "prometheusrules": "PrometheusRule"},
+    "cert-manager.io/v1": {"certificates": "Certificate"},
     GROUP: {"elasticjobs": "ElasticJob"},
 }  # fmt: skip
 OF_THE_CLUSTER: dict[str, dict[str, str]] = {
@@ -69,7 +71,8 @@ class WholeCluster(FakeCluster):
             self._serve(version, kinds, f"namespaces/{NAMESPACE}/")
         for version, kinds in OF_THE_CLUSTER.items():
             self._serve(version, kinds, "")
-        self.put(NAMESPACES, {"metadata": {"name": NAMESPACE}})
+        for name in (NAMESPACE, "kube-system"):
+            self.put(NAMESPACES, {"metadata": {"name": name}})
         self.resources = None
         self.run_in_pod: Callable[[list[str]], Awaitable[tuple[int, bytes]]] | None = None
         """What becomes of a command in a pod: its exit status and what it prints."""

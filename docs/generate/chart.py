@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ An unknown value, or one of another type, is refused.
 |---|---|---|
 """
 FREE = {"type": "object"}
+GLOBAL: dict[str, Any] = {
+    "type": "object",
+    "description": "Shared by charts of which this one is part.",
+    "properties": {
+        "imageRegistry": {"type": "string", "description": "Registry of all images, in the place of theirs."},
+        "imagePullSecrets": {"type": "array", "description": "Secrets for it, names or `{name: NAME}`."},
+    },
+}
 
 
 def values_model() -> type[BaseModel]:
@@ -49,7 +58,7 @@ def schema() -> dict[str, Any]:
     model = values_model()
     whole = model.model_json_schema()
     inline = _inline(whole, whole.get("$defs", {}), model().model_dump())
-    inline["properties"]["global"] = {"type": "object", "description": "Shared by charts of which this one is part."}
+    inline["properties"]["global"] = GLOBAL
     return {"$schema": "http://json-schema.org/draft-07/schema#", **inline}
 
 
@@ -64,7 +73,9 @@ def _inline(node: Mapping[str, Any], definitions: Mapping[str, Any], default: ob
         kept["items"] = _inline(kept["items"], definitions, None) or FREE
     if kept.get("additionalProperties") is True:
         del kept["additionalProperties"]
-    if "properties" in node:
+    if "properties" in node and default is None:  # of an item of a list
+        kept["properties"] = node["properties"]
+    elif "properties" in node:
         assert isinstance(default, dict)
         kept["properties"] = {
             name: _inline(part, definitions, default[name]) for name, part in node["properties"].items()
@@ -98,14 +109,17 @@ def _sections(properties: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 def page() -> str:
     """docs/chart.md."""
-    return OPENING + "".join(f"{line}\n" for line in _rows(schema()["properties"], ""))
+    shared = (f"| `global.{name}` | | {part['description']} |" for name, part in GLOBAL["properties"].items())
+    return OPENING + "".join(f"{line}\n" for line in chain(_rows(schema()["properties"], ""), shared))
 
 
 def _rows(properties: Mapping[str, Any], above: str) -> Iterator[str]:
     for name, part in properties.items():
+        if name == "global":
+            continue
         if "properties" in part:
             yield from _rows(part["properties"], f"{above}{name}.")
-        elif name != "global":
+        else:
             allowed = f" One of {', '.join(f'`{one}`' for one in part['enum'])}." if "enum" in part else ""
             meaning = f"{part['description']}{allowed}".replace("|", "\\|")
             yield f"| `{above}{name}` | `{json.dumps(part['default'])}` | {meaning} |"

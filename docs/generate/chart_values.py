@@ -10,10 +10,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti)?$")]
-Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
+QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"
+Quantity = Annotated[str, Field(pattern=QUANTITY)]
+Amount = Annotated[str, WithJsonSchema({"type": ["string", "number"], "pattern": QUANTITY, "minimum": 0})]
+"""A quantity, or a bare number, as most people write cores."""
+NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"
+Name = Annotated[str, Field(pattern=NAME, max_length=253)]
+
+
+def name_or_object(key: str, **properties: object) -> WithJsonSchema:
+    """Says that a value is a name, or an object that has it under `key`, as charts have both. `properties`: schemas of
+    what else it may have.
+    """
+    name: dict[str, Any] = {"pattern": NAME, "maxLength": 253}
+    return WithJsonSchema({
+        "type": ["string", "object"], **name,
+        "properties": {key: {"type": "string", **name}, **properties},
+        "required": [key], "additionalProperties": False,
+    })  # fmt: skip
+
+
+PullSecret = Annotated[Any, name_or_object("name")]
+Host = Annotated[Any, name_or_object("host", paths={"type": "array", "items": {"type": "object"}})]
 Duration = Annotated[str, Field(pattern=r"^[0-9]+(s|m|h)$")]
 Texts = dict[str, str]
 Free = dict[str, Any]
@@ -35,18 +55,11 @@ class Image(Values):
     """When the image is pulled."""
 
 
-class Amounts(Values):
-    cpu: Quantity
-    """Cores."""
-    memory: Quantity
-    """Bytes."""
-
-
 class Resources(Values):
-    requests: Amounts
-    """What is reserved."""
-    limits: Amounts
-    """What is allowed."""
+    requests: dict[str, Amount]
+    """What is reserved, by resource. What is not named keeps its default; `null` takes it away."""
+    limits: dict[str, Amount]
+    """What is allowed, by resource, likewise."""
 
 
 class Placement(Values):
@@ -57,11 +70,15 @@ class Placement(Values):
     tolerations: list[Free] = []
     """Taints that are tolerated."""
     affinity: Free = {}
-    """Affinity. Default: spread over nodes and zones where possible."""
+    """Affinity."""
+    topologySpreadConstraints: list[Free] = []
+    """How pods are spread. Default, where no affinity is given: over nodes and zones where possible."""
     priorityClassName: Name = ""
     """Priority class."""
     podAnnotations: Texts = {}
     """Annotations of the pods."""
+    podLabels: Texts = {}
+    """Labels of the pods, besides the chart's own."""
 
 
 class Controller(Placement):
@@ -79,9 +96,13 @@ class Controller(Placement):
     """Host to listen on; `::` in a cluster of IPv6 only."""
     env: Texts = {}
     """Further environment variables, such as proxies. Settings of Shoal are values of the chart instead."""
-    resources: Resources = Resources(
-        requests=Amounts(cpu="250m", memory="384Mi"), limits=Amounts(cpu="2", memory="2Gi")
-    )
+    extraEnvFrom: list[Free] = []
+    """Secrets and ConfigMaps whose keys become environment variables, as the Kubernetes API has them (`envFrom`)."""
+    extraVolumes: list[Free] = []
+    """Further volumes of the pods, as the Kubernetes API has them."""
+    extraVolumeMounts: list[Free] = []
+    """Where the controllers see them."""
+    resources: Resources = Resources(requests={"cpu": "250m", "memory": "384Mi"}, limits={"cpu": "2", "memory": "2Gi"})
     """Resources of a controller."""
     podDisruptionBudget: bool = True
     """Whether at most one controller at a time may be evicted. Without effect with `store: embedded`."""
@@ -122,9 +143,7 @@ class Etcd(Placement):
     """Volume of each member."""
     quotaBytes: Annotated[int, Field(ge=268_435_456, le=8_589_934_592)] = 2_147_483_648
     """Size at which etcd stops taking writes."""
-    resources: Resources = Resources(
-        requests=Amounts(cpu="250m", memory="512Mi"), limits=Amounts(cpu="2", memory="4Gi")
-    )
+    resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"cpu": "2", "memory": "4Gi"})
     """Resources of a member."""
 
 
@@ -166,17 +185,17 @@ class Ingress(Values):
     """Whether REST is reached from outside by an Ingress."""
     className: Name = ""
     """Ingress class. Default: the cluster's."""
-    host: Name = ""
-    """Host name."""
-    tlsSecret: Name = ""
-    """Secret with the host's certificate."""
+    hosts: list[Host] = []
+    """Hosts: names, or as other charts have them `{host: NAME, paths: [{path: /, pathType: Prefix}]}`."""
+    tls: list[Free] = []
+    """Certificates of hosts, as the Kubernetes API has them: `{secretName: NAME, hosts: [NAME]}`."""
     annotations: Texts = {}
     """Annotations, such as the protocol towards a REST that speaks HTTPS."""
 
 
 class Rbac(Values):
     create: bool = True
-    """Whether the chart makes the role and its binding."""
+    """Whether the chart makes roles and their bindings; otherwise it makes none at all."""
     nodes: bool = True
     """Whether the controllers may read nodes. Without it they do not see taints and cordons: a preemption is noticed
     when the pod is told to end."""
@@ -204,7 +223,7 @@ class NetworkPolicies(Values):
 
 class ServiceMonitor(Values):
     enabled: bool = False
-    """Whether a ServiceMonitor (prometheus-operator) is made."""
+    """Whether ServiceMonitors (prometheus-operator) of the controllers and of the chart's etcd are made."""
     interval: Duration = "15s"
     """Time between two scrapes."""
     labels: Texts = {}
@@ -257,8 +276,8 @@ class ChartValues(Values):
     """Image of the controllers (deploy/controller.Dockerfile). None is published, so name yours."""
     workerImage: Image = Image()
     """Image of the job that `helm test` runs (deploy/worker.Dockerfile). None is published, so name yours."""
-    imagePullSecrets: list[Name] = []
-    """Names of secrets for the registry."""
+    imagePullSecrets: list[PullSecret] = []
+    """Secrets for the registry: names, or `{name: NAME}`. Those of `global.imagePullSecrets` are added."""
     nameOverride: Name = ""
     """Name of the chart in labels."""
     fullnameOverride: Annotated[str, Field(pattern=r"^([a-z]([-a-z0-9]*[a-z0-9])?)?$", max_length=40)] = ""

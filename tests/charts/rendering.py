@@ -5,15 +5,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from api_faults import served
+from api_server import kubeconfig
+from ports import free_port
+from whole_api import WholeCluster
 
 Json = dict[str, Any]
 
@@ -30,6 +38,7 @@ IMAGES = Path(__file__).parent / "images.yaml"
 NEWEST = "helm4"
 RELEASE, NAMESPACE = "shoal", "ml"
 HELM_SECONDS = 60
+NOWHERE = Path("/nonexistent")
 
 
 def with_images(arguments: Sequence[str | Path]) -> Sequence[str | Path]:
@@ -38,9 +47,47 @@ def with_images(arguments: Sequence[str | Path]) -> Sequence[str | Path]:
     return [arguments[0], "--values", IMAGES, *arguments[1:]] if takes_values else arguments
 
 
+@contextmanager
+def empty_cluster() -> Iterator[Path]:
+    """The kubeconfig of an API server without a release, which a thread serves. What the chart makes once it makes only
+    where there is a cluster to ask.
+    """
+    begun, over = threading.Event(), threading.Event()
+    url = ""
+
+    async def serve() -> None:
+        nonlocal url
+        async with served(WholeCluster(), free_port()) as url:
+            begun.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert begun.wait(HELM_SECONDS), "the API server of the charts' tests has not begun to serve"
+    with tempfile.TemporaryDirectory(prefix="shoal-charts-") as folder:
+        (file := Path(folder) / "kubeconfig").write_text(kubeconfig(url))
+        yield file
+    over.set()
+    thread.join()
+
+
+CLUSTERS: list[Path] = []
+"""The kubeconfig of the one that is served, where one is: conftest.py."""
+
+
 def helm(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """One helm's command, without a cluster."""
-    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "KUBECONFIG": "/nonexistent"}
+    """One helm's command; what is rendered is rendered for an empty cluster."""
+    renders = arguments[0] in ("template", "install")
+    return _run(name, [*arguments, *["--dry-run=server"][: int(renders)]], CLUSTERS[0] if renders else NOWHERE)
+
+
+def helm_without_cluster(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """The same with no cluster to ask, as Argo CD renders."""
+    return _run(name, arguments, NOWHERE)
+
+
+def _run(name: str, arguments: Sequence[str | Path], cluster: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "KUBECONFIG": str(cluster)}
     return subprocess.run(
         [HELMS[name], *with_images(arguments)], capture_output=True, text=True, timeout=HELM_SECONDS, env=environment
     )

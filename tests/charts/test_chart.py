@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from charts.rendering import (
     Json,
     containers,
     helm,
+    helm_without_cluster,
     of_kind,
     pods,
     rendered,
@@ -67,7 +69,7 @@ NUMBERS = (
     "fullnameOverride=shoal", "nameOverride=2", "imagePullSecrets[0]=3", "token.existingSecret=4",
     "serviceAccount.create=false", "serviceAccount.name=5", "controller.priorityClassName=6",
     "etcd.volume.storageClass=7", "tls.source=certManager", "tls.issuer.name=8", "ingress.enabled=true",
-    "ingress.host=9", "ingress.className=10", "monitoring.serviceMonitor.tokenSecret=11", "controller.env.12=13",
+    "ingress.hosts[0]=9", "ingress.className=10", "monitoring.serviceMonitor.tokenSecret=11", "controller.env.12=13",
 )  # fmt: skip
 """Names that YAML reads as numbers, where they are not quoted."""
 BOOLEANS = ("serviceAccount.create=false", "ingress.enabled=true")
@@ -193,8 +195,47 @@ def test_whatever_the_release_is_called_its_objects_have_names_that_kubernetes_t
     assert "everything would be named 1-0-shoal, but a service's name begins with a letter" in refused.stderr
 
 
+GIVEN = ("--set", "token.existingSecret=given", "--set", "tls.source=secret", "--set", "tls.secret=given")
+
+
+@pytest.mark.parametrize("name", HELMS)
+def test_without_a_cluster_two_renders_are_equal_or_refused(name: str) -> None:
+    def render(*options: str) -> subprocess.CompletedProcess[str]:
+        return helm_without_cluster(name, "template", RELEASE, CHART, "--namespace", NAMESPACE, *options)
+
+    once, again = render(*GIVEN), render(*GIVEN)
+    assert once.returncode == 0, once.stderr
+    assert once.stdout == again.stdout
+    token, both = render(), render("--set", "tls.source=generated")
+    assert (token.returncode, both.returncode) == (1, 1)
+    assert "there is no cluster to ask, so each render would make a root token; make a secret" in token.stderr
+    assert "and name it in token.existingSecret, and certificates; set tls.source to certManager" in both.stderr
+
+
+def test_everyday_values_of_other_charts_reach_the_pods() -> None:
+    (values,) = (one for one in ALL_VALUES if "everyday" in one.name)
+    manifests = rendered(values)
+    assert list(of_kind(manifests, "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")) == [], "no right at all"
+    registries = {container["image"].split("/")[0] for _, container in containers(manifests)}
+    assert registries == {"mirror.example.org"}
+    for _, _, spec in pods(manifests):
+        assert [one["name"] for one in spec["imagePullSecrets"]] == ["regcred", "other", "mirror"]
+    (metadata, spec), *_ = ((metadata, spec) for name, metadata, spec in pods(manifests) if name == "Deployment shoal")
+    (controller,) = spec["containers"]
+    assert metadata["labels"]["team"] == "ml"
+    assert controller["resources"]["limits"] == {"cpu": 4, "memory": "2Gi", "ephemeral-storage": "1Gi"}
+    assert controller["resources"]["requests"] == {"cpu": 0.5, "memory": "384Mi"}
+    assert controller["envFrom"] == [{"secretRef": {"name": "proxy"}}]
+    assert "/etc/ssl/extra" in {mount["mountPath"] for mount in controller["volumeMounts"]}
+    assert [one["topologyKey"] for one in spec["topologySpreadConstraints"]] == ["zone"]
+    (ingress,) = of_kind(manifests, "Ingress")
+    rules = [(rule["host"], path["path"]) for rule in ingress["spec"]["rules"] for path in rule["http"]["paths"]]
+    assert rules == [("a.example.org", "/"), ("b.example.org", "/shoal"), ("c.example.org", "/")]
+    assert [one["metadata"]["name"] for one in of_kind(manifests, "ServiceMonitor")] == ["shoal", "shoal-etcd"]
+
+
 def test_the_notes_name_the_next_commands() -> None:
-    done = helm(NEWEST, "install", RELEASE, CHART, "--namespace", NAMESPACE, "--dry-run=client")
+    done = helm(NEWEST, "install", RELEASE, CHART, "--namespace", NAMESPACE)
     notes = done.stdout.partition("NOTES:")[2]
     for command in (
         "kubectl --namespace ml rollout status deployment/shoal",

@@ -48,16 +48,48 @@
 {{- if and $values.tls.workers (eq $values.tls.source "none") -}}
 {{- fail "tls.workers is true, but tls.source is none; set tls.source to secret, generated or certManager" -}}
 {{- end -}}
-{{- if and $values.ingress.enabled (not $values.ingress.host) -}}
-{{- fail "ingress.enabled is true, but ingress.host is empty; name the host under which REST is to be reached" -}}
+{{- if and $values.ingress.enabled (not $values.ingress.hosts) -}}
+{{- fail "ingress.enabled is true, but ingress.hosts is empty; name the hosts under which REST is to be reached" -}}
+{{- end -}}
+{{- $monitor := $values.monitoring.serviceMonitor -}}
+{{- if and $monitor.enabled (not $monitor.tokenSecret) (not $values.rbac.create) -}}
+{{- fail "monitoring.serviceMonitor.enabled is true and monitoring.serviceMonitor.tokenSecret is empty, but the job that would make the token needs a role, and rbac.create is false; make a token of role view, and name the secret that has it in its key `token`" -}}
+{{- end -}}
+{{- range $component := list "controller" "etcd" -}}
+{{- range $label := keys (index $values $component).podLabels -}}
+{{- if has $label (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component") -}}
+{{- fail (printf "%s.podLabels has %s, by which the chart finds its pods; leave it out, or set nameOverride" $component $label) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- range $name, $value := $values.controller.env -}}
 {{- if hasPrefix "SHOAL_" $name -}}
 {{- fail (printf "controller.env.%s is a setting of Shoal, which the chart sets by values of its own; leave it out of controller.env" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- include "shoal.renderedOnce" . -}}
 {{- if .Release.IsUpgrade -}}
 {{- include "shoal.upgradeChecks" . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What is made once is found again in the cluster. Where there is none to ask (Argo CD, `helm template`), each render
+     would make it anew, and the next one would replace it. Every namespace has an account `default`; one that is still to
+     be created has none, but then kube-system may be read. */}}
+{{- define "shoal.renderedOnce" -}}
+{{- $made := list -}}
+{{- if not .Values.token.existingSecret -}}
+{{- $made = append $made "a root token; make a secret with a token in its key `token`, and name it in token.existingSecret" -}}
+{{- end -}}
+{{- if eq .Values.tls.source "generated" -}}
+{{- $made = append $made "certificates; set tls.source to certManager or secret" -}}
+{{- end -}}
+{{- if $made -}}
+{{- if not (lookup "v1" "ServiceAccount" .Release.Namespace "default") -}}
+{{- if not (lookup "v1" "Namespace" "" "kube-system") -}}
+{{- fail (printf "there is no cluster to ask, so each render would make %s" (join ", and " $made)) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

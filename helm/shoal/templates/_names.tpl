@@ -44,10 +44,14 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
-{{/* dict "root" . "image" IMAGE */}}
+{{/* dict "root" . "image" IMAGE. A registry of all images takes the place of the image's own. */}}
 {{- define "shoal.image" -}}
 {{- $tag := .image.tag | default .root.Chart.AppVersion -}}
-{{- printf "%s%s%s" .image.repository (hasPrefix "sha256:" $tag | ternary "@" ":") $tag -}}
+{{- $repository := .image.repository -}}
+{{- with dig "imageRegistry" "" (.root.Values.global | default dict) -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) (regexReplaceAll "^(localhost|[^/]*[.:][^/]*)/" $repository "") -}}
+{{- end -}}
+{{- printf "%s%s%s" $repository (hasPrefix "sha256:" $tag | ternary "@" ":") $tag -}}
 {{- end -}}
 
 {{- define "shoal.tokenSecret" -}}

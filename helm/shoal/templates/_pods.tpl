@@ -16,10 +16,10 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{- define "shoal.pullSecrets" -}}
-{{- with .Values.imagePullSecrets }}
+{{- with concat .Values.imagePullSecrets (dig "imagePullSecrets" list (.Values.global | default dict)) }}
 imagePullSecrets:
 {{- range . }}
-  - name: {{ . | quote }}
+  - name: {{ kindIs "string" . | ternary . (get (kindIs "map" . | ternary . dict) "name") | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -47,9 +47,12 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- with .placement.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- if .placement.affinity }}
-affinity: {{- toYaml .placement.affinity | nindent 2 }}
-{{- else }}
+{{- with .placement.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if .placement.topologySpreadConstraints }}
+topologySpreadConstraints: {{- toYaml .placement.topologySpreadConstraints | nindent 2 }}
+{{- else if not .placement.affinity }}
 topologySpreadConstraints:
 {{- range $topology := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
   - topologyKey: {{ $topology }}
