@@ -119,7 +119,7 @@ def test_messages_posted_in_any_order_by_all_members_come_as_they_were_meant(num
     "A group whose order is broken says so, naming the member at the other end of the message, and is not left hanging",
     "Devices",
     broken_by=[
-        Edit("shoal.group.ordered", "            self._host.on_failure(error.peer,", "            assert (error.peer,"),
+        Edit("shoal.group.ordered", "self._host.on_failure(error.peer, str(error))", "assert error.peer < self.size"),
         Edit("shoal.group.ordered", "on_failure(error.peer,", "on_failure((self.rank + 1) % self.size,"),
     ],
 )
