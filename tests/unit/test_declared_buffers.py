@@ -134,15 +134,15 @@ def check_memory(engine: Engine, recorded: Recorded) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("names", shortened(["a", "ab", "abc", "abcd"], "ab", "abcd"))
+@pytest.mark.parametrize("names", shortened(["a", "ab", "abc", "abcd", "abcde"], "ab", "abcde"))
 def test_mocos_queue_is_that_of_one_process_in_every_world(names: str, stage: int) -> None:
     recorded: Recorded = {}
-    task = moco(recorded, stage=stage)
+    task = moco(recorded, stage=stage, lanes=5)
     with Crew(names, task) as crew:
         digest = crew.finish()
         for worker in crew.workers.values():
             check_memory(worker.engine, recorded)
-    assert int(fed(recorded)["memory.seen"]) == 8 * STEPS
+    assert int(fed(recorded)["memory.seen"]) == 10 * STEPS
     assert digest == undisturbed(task)
 
 

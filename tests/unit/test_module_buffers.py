@@ -15,6 +15,7 @@ from matrices import examples
 from rule import Edit, holds, rule
 from shoal.core.layout import WHOLE
 from shoal.exchange import module_buffers
+from shoal.exchange.buffer_joins import Join
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers
 from shoal.group.group import SoloGroup
 from shoal_protos.errors import UserError
@@ -28,14 +29,14 @@ def module_with(**buffers: Tensor) -> nn.Module:
     return module
 
 
-def exchanged(buffers: ModuleBuffers, lanes: int) -> dict[str, Tensor]:
+def exchanged(buffers: ModuleBuffers, lanes: int, group: SoloGroup | None = None) -> dict[str, Tensor]:
     """What a world of one commits."""
     plan, layout = SimpleNamespace(trainer_of=lambda *_: 0), SimpleNamespace(part=WHOLE)
     coordinates = SimpleNamespace(mates=(0,))
     traffic = SimpleNamespace(
         plan=plan, layout=layout, coordinates=coordinates, lane_spans=(((0, lanes),),), other_mates=()
     )
-    buffers.exchange(SoloGroup(), cast(Any, traffic))
+    buffers.exchange(group or SoloGroup(), cast(Any, traffic))
     return buffers.pending
 
 
@@ -96,6 +97,56 @@ def test_a_float64_buffer_keeps_its_bits_in_the_mean() -> None:
     assert (
         committed["narrow"].dtype == torch.float16 and committed["narrow"].item() == torch.tensor(1.5**6).half().item()
     )
+
+
+class Watched(SoloGroup):
+    """Keeps the rows that are gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[int]] = []
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        self.rows.append(row.tolist())
+        return super().all_gather(row)
+
+
+def test_a_job_that_declares_nothing_gathers_a_flag_for_each_buffer_and_no_more() -> None:
+    group, module = Watched(), module_with(queue=torch.zeros(4, 2), at=torch.tensor(0), still=torch.zeros(2))
+    for joins in ({}, {"queue": "writes", "at": "sum"}):
+        buffers = ModuleBuffers(module, 1)
+        for name, kind in joins.items():
+            buffers.joins.declare(name, Join(kind))
+        for _ in range(2):
+            buffers.put_back()
+            module.get_buffer("queue")[1] += 1
+            module.get_buffer("at").add_(1)
+            buffers.lane_done(0)
+            exchanged(buffers, 1, group)
+            buffers.commit()
+            buffers.clear()
+        if not joins:
+            assert group.rows == [[1, 1, 0]] * 2
+            group.rows.clear()
+    flags, digest, count, *later = group.rows
+    assert flags == [5, 5, 0] and len(digest) == 32 and count == [1] + [0] * 7
+    assert later == [flags, count], "what is declared is compared once in a world"
+
+
+class BesideAnother(SoloGroup):
+    """A member at another coordinate of the cell has changed all buffers."""
+
+    def all_gather(self, row: Tensor) -> Tensor:
+        return torch.stack([row, torch.ones_like(row)])
+
+
+@holds("Buffers of a cell's coordinates are each their own")
+def test_what_another_coordinate_has_changed_is_no_change_here() -> None:
+    buffers = ModuleBuffers(module_with(value=torch.ones(3)), 4)
+    for lane in range(4):
+        buffers.put_back()
+        buffers.lane_done(lane)
+    assert exchanged(buffers, 4, BesideAnother()) == {}
 
 
 def test_large_buffers_that_nobody_writes_are_not_read_in_every_lane(monkeypatch: pytest.MonkeyPatch) -> None:
