@@ -99,8 +99,11 @@ def settled(simulation: Simulation, begin: int) -> bool:
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
     cells = full_cells((world.members[rank].coordinate for rank in staying), world.coordinates)
     busy = trainers == min(cells, world.lanes) * world.coordinates
+    possible = min(len(staying), durable.wanted) // world.coordinates
+    even = simulation.spec.launcher == "none" or cells >= possible  # people are told which process to drain
     still = not durable.planned and not world.fills and durable.save is None
-    return in_it and enough and gone and busy and still and simulation.promises.kept() and simulation.bits.are_known()
+    all_train = in_it and enough and gone and busy and even
+    return all_train and still and simulation.promises.kept() and simulation.bits.are_known()
 
 
 def _waits_for_an_operator(simulation: Simulation) -> bool:
