@@ -165,9 +165,12 @@ def train(result: str, by: str = "hand", **options: Any) -> None:
         engine.step()
     fingerprint = engine.fingerprint()
     brake.linger()
-    _write(
-        result, {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "place": cell.coordinate}
-    )
+    found = {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "place": cell.coordinate}
+    if "compile" in options:
+        from torch._dynamo.utils import counters
+
+        found["graphs"] = counters["stats"]["unique_graphs"]
+    _write(result, found)
 
 
 def _is_alone(engine: Any, cell: Any) -> bool:

@@ -122,6 +122,24 @@ def test_a_spare_makes_room_by_itself_where_the_launcher_starts_one_that_a_cell_
         assert not any(world["lost_steps"] for world in cluster.report()["generations"])
 
 
+@check("torch.compile in processes; the crew has the bits")
+@holds("Any number of cells ends in the same bits")
+def test_a_compiled_model_keeps_its_one_graph_and_bits_though_its_cell_is_paired_anew() -> None:
+    """aot_eager, which traces as every backend and compiles nothing."""
+    options: dict[str, Any] = {"compile": "aot_eager", "max_steps": 8}
+    with cells_of("plan", 4, **options) as cluster:
+        for killed, left in (("w1", 3), ("w2", 2)):
+            cluster.wait_step(cluster.job()["step"] + 1)
+            cluster.kill(killed)
+            cluster.wait_world(left)
+        cluster.wait_done()
+        fingerprint, survivor, pairs = cluster.fingerprint, cluster.result("w3"), cluster.messages("paired")
+    assert pairs[-1] == "1 cell trains; new: w0 with w3"
+    undisturbed = one_cell("plan", **options)
+    assert fingerprint == undisturbed["fingerprint"]
+    assert survivor["graphs"] == undisturbed["graphs"] == 1
+
+
 @check("a checkpoint of cells in processes; the crew has its bits")
 def test_all_workers_of_two_cells_are_killed_and_one_cell_goes_on_from_their_checkpoint(tmp_path: Path) -> None:
     with cells_of("hand", 4, shoal={"checkpoint": {"path": str(tmp_path), "every_steps": 3}}) as cluster:
