@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -138,6 +140,34 @@ def test_a_compiled_model_keeps_its_one_graph_and_bits_though_its_cell_is_paired
     undisturbed = one_cell("plan", **options)
     assert fingerprint == undisturbed["fingerprint"]
     assert survivor["graphs"] == undisturbed["graphs"] == 1
+
+
+def has_two_copies(cluster: Cluster) -> bool:
+    """Whether five train, and each coordinate keeps a mirror of every block."""
+    blocks, mirrors = Counter[int](), Counter[int]()
+    workers = [worker for worker in cluster.workers().values() if worker["state"] == "active"]
+    for worker in workers:
+        blocks[worker["coordinate"]["tensor"]] += worker["blocks"]
+        mirrors[worker["coordinate"]["tensor"]] += worker["mirrored_blocks"]
+    return len(workers) == 5 and blocks[0] > 0 < blocks[1] and mirrors >= blocks
+
+
+@further
+@pytest.mark.timeout(600)
+def test_layers_of_dtensors_have_the_same_bits_through_ten_kills() -> None:
+    chance, options = Random(1), {**OPTIONS, "by": "plan", "max_steps": 150}
+    with Cluster(5, options, script=SCRIPT, pace=0.4) as cluster:
+        for _ in range(10):
+            cluster.until("two copies of every block", lambda _: has_two_copies(cluster))
+            killed = chance.choice(sorted(name for name, one in cluster.workers().items() if one["state"] == "active"))
+            cluster.kill(killed)
+            cluster.add()
+            cluster.wait_state(killed, "lost", "gone")
+        cluster.wait_done()
+        report = cluster.report()
+    assert report["fingerprint"] == one_cell("plan", max_steps=150)["fingerprint"]
+    assert [world["reason"] for world in report["generations"]].count("kill") == 10
+    assert not any(world["lost_steps"] for world in report["generations"])
 
 
 @check("a checkpoint of cells in processes; the crew has its bits")
