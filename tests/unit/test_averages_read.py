@@ -53,8 +53,12 @@ def values_of(module: nn.Module) -> Values:
             "shoal.blocks.segments", "if segment.average is None:\n            return", "if True:\n            return"
         ),
         Edit(
-            "shoal.training.whole_averages", "                    values.of(stretch).copy_", "                    copy("
+            "shoal.training.whole_averages",
+            "values.of(stretch).copy_(self._averages.of(stretch))",
+            "values.of(stretch).copy_(context.state.weights.of(stretch))",
         ),
+        Edit("shoal.training.gathered_units", "else of_averages(peer", "else of_weights(peer"),
+        Edit("shoal.training.sharded_averages", "            parameter.data = kept\n", "            del kept\n"),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
