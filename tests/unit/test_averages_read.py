@@ -33,6 +33,7 @@ from shoal.config.training import agreement
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MemorySetup, estimate
+from tensor_parallel import CellTask, crew_of
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -292,3 +293,28 @@ def test_the_estimate_counts_averages_and_the_copy_of_a_reader(stage: int) -> No
     without, with_averages = estimate(setup), estimate(replace(setup, average=True))
     assert with_averages.at_rest("device") - without.at_rest("device") == 4_000_000 * setup.copies
     assert with_averages.read_average_bytes == (2_000_000 if stage < 3 else 0) and without.read_average_bytes == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_cells_of_several_processes_keep_averages_and_refuse_to_read_them(stage: int) -> None:
+    """With the same bits in one cell and in two, through a kill."""
+    refusals: set[str] = set()
+
+    def look(engine: Engine) -> None:
+        with pytest.raises(UserError) as refused:
+            enter(engine)
+        refusals.add(str(refused.value))
+
+    def of(average: dict[str, Any], **more: Any) -> CellTask:
+        return CellTask({"max_steps": 6, "stage": stage, "shoal": average}, **more)
+
+    average = {"average": {"decay": DECAY}}
+    with crew_of("ab", of(average)) as crew:
+        alone = crew.finish()
+    with crew_of("abcd", of(average, prepare=lambda engine: engine.on_commit(look))) as crew:
+        crew.train_to(2)
+        crew.plant("c", 3, "exchange")
+        assert crew.finish() == alone
+    with crew_of("ab", of({})) as crew:
+        assert crew.finish() != alone
+    assert refusals == {"engine.averaged is not supported yet where a cell has several processes."}
