@@ -308,6 +308,9 @@ class Shoal(Section):
     elementwise: Switch = False
     """True: an optimizer that cannot be tested at the start is accepted as elementwise, with a warning. No effect for
     an optimizer that can be tested."""
+    whole: Annotated[tuple[Name, ...], Field(strict=False), Allowed("a list of class names")] = ()
+    """Classes of optimizers that update whole tensors, each at one worker ([Optimizers](optimizers.md)). Not given:
+    those that cannot run on blocks."""
     units: Annotated[tuple[Name, ...], Field(strict=False), Allowed("a list of class names")] = ()
     """Classes of the modules that are units: parts of the model whose parameters are stored together and are never in
     one bucket with others. Other units are another layout, whose checkpoints do not fit. Not given: the model's

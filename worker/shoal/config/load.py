@@ -205,6 +205,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         torch_threads=shoal.torch_threads or 1,
         fill_bytes_per_step=shoal.fill_bytes_per_step,
         elementwise=shoal.elementwise,
+        whole=shoal.whole,
         units=shoal.units,
         activation_checkpointing=shoal.activation_checkpointing,
         cpu_checkpointing=_value_or_none(document.activation_checkpointing.cpu_checkpointing) or False,

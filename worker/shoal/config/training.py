@@ -62,6 +62,7 @@ class TrainingConfig:
     fill_bytes_per_step: int
     """0: the planner decides."""
     elementwise: bool
+    whole: tuple[str, ...]
     units: tuple[str, ...]
     activation_checkpointing: Literal["units"] | tuple[str, ...]
     cpu_checkpointing: bool

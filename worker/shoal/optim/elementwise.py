@@ -9,7 +9,7 @@ DeepSpeed's. A configuration names it (`optimizer.type`), or a script makes one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from shoal_protos.training_log import get_logger
 from torch.optim import Optimizer
 
 from shoal.optim.hyper import HOOK_ADVICE
+from shoal.optim.own_class import let_own_class_update
 from shoal.optim.probe import probe
 from shoal.optim.several import members_of
+from shoal.optim.whole import UPDATES
 
 log = get_logger("shoal.optim")
 
@@ -89,6 +91,8 @@ NOT_ELEMENTWISE = {
     "sparseadam": "needs sparse gradients",
 }
 """Class names in lower case, whoever ships them, and what they do."""
+SCALES = "scales by "
+"""What those do that train well on whole tensors, one at a time."""
 COMPRESSING = ("onebitadam", "zerooneadam", "onebitlamb")
 """Those that compress gradients on their way and feed the error back."""
 
@@ -98,27 +102,51 @@ def names() -> str:
     return ", ".join(kind.__name__ for kind in ELEMENTWISE)
 
 
-def check_optimizer(optimizer: Optimizer, elementwise: bool) -> str:
+def check_optimizer(optimizer: Optimizer, elementwise: bool, whole: Collection[str] = ()) -> str:
     """What of the optimizer is carried beside parameters, in words. `elementwise`: the script's word, which is taken
-    where the probe cannot run.
+    where the probe cannot run. `whole`: names of classes that are to update whole tensors.
 
-    Raises `UserError` for one that may not run on blocks, with what the probe saw, and for one with step hooks.
+    Raises `UserError` for one that may run on neither blocks nor whole tensors, with what was seen, for one with step
+    hooks, and for a name that is no given optimizer's.
     """
-    kept = [_check(member, elementwise) for member in members_of(optimizer)]
+    given = [type(member).__name__ for member in members_of(optimizer)]
+    for name in whole:
+        if name.lower() not in [one.lower() for one in given]:
+            raise UserError(
+                f"`shoal.whole` names {name!r}, and the job's optimizer is {' + '.join(given)}; name a class of it, or "
+                "leave `shoal.whole` out."
+            )
+    named = [name.lower() for name in whole]
+    kept = [_check(one, elementwise, type(one).__name__.lower() in named) for one in members_of(optimizer)]
     return "; ".join(dict.fromkeys(kept))
 
 
-def _check(optimizer: Optimizer, elementwise: bool) -> str:
+def _check(optimizer: Optimizer, elementwise: bool, is_whole: bool) -> str:
+    """`is_whole`: whether the configuration says so."""
     _refuse_step_hooks(optimizer)
-    found, kind = probe(optimizer), type(optimizer)
+    kind = type(optimizer)
+    if is_whole and (refused := let_own_class_update(optimizer)):
+        raise UserError(f"`shoal.whole` names {kind.__name__}, which {refused}; so whole tensors would not do.")
+    found = probe(optimizer)
     names_known = (NOT_ELEMENTWISE.get(ancestor.__name__.lower()) for ancestor in kind.__mro__)
     saw = found.reason or found.failure
     known = next(filter(None, names_known), "") if saw else ""
     if known or found.reason:
         reason = f"{known} ({saw})" if known else saw
+        refused = let_own_class_update(optimizer)
+        if not refused and known.startswith(SCALES):
+            log.info("whole_tensors", optimizer=kind.__name__, reason=known,
+                     means="each tensor is brought to one worker in each step, which costs exchange")  # fmt: skip
+            return probe(optimizer).keeps
+        vars(optimizer).pop(UPDATES, None)
+        way = (
+            f"it {refused}, so whole tensors would not do either"
+            if refused
+            else (f'`shoal.whole: ["{kind.__name__}"]` gives it whole tensors, each at one worker')
+        )
         raise UserError(
             f"optimizer {kind.__name__} {reason}; Shoal runs optimizers on blocks of parameters, so every element must "
-            f"be computed by itself. Supported: {names()}, and others that do so."
+            f"be computed by itself. Supported: {names()}, and others that do so; {way}."
         )
     if not found.failure:
         return found.keeps

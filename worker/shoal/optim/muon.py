@@ -121,7 +121,7 @@ JORDAN = Numbers(_by_jordan, lambda group, _: float(group["lr"]))
 class Muon:
     """The `WholeUpdate` of a group. `muon`: its class's numbers."""
 
-    name, keeps = "Muon", "momentum of whole matrices"
+    name, keeps, steps_group = "Muon", "momentum of whole matrices", False
 
     def __init__(self, muon: Numbers) -> None:
         self.muon = muon

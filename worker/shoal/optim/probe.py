@@ -174,18 +174,18 @@ class _Trained:
 
     def _left_behind(self) -> dict[str, str]:
         """As texts, by name."""
-        found = {f"attribute {key}": _text(one) for key, one in vars(self.twin).items() if key not in LEFT_OUT}
+        found = {f"attribute {key}": text_of(one) for key, one in vars(self.twin).items() if key not in LEFT_OUT}
         for owner, state in self.twin.state.items():
             if not isinstance(owner, Tensor):
-                found[f"{owner!r} of its state, which is no parameter"] = _text(state)
+                found[f"{owner!r} of its state, which is no parameter"] = text_of(state)
                 continue
             for key, one in state.items():
                 if not isinstance(one, Tensor) and type(one) not in NUMBERS:
-                    found[f"{key!r} in its state, a {type(one).__name__}"] = _text(one)
+                    found[f"{key!r} in its state, a {type(one).__name__}"] = text_of(one)
         return found
 
 
-def _text(value: Any, deeper: bool = True) -> str:
+def text_of(value: Any, deeper: bool = True) -> str:
     """To be compared: of lists how many they hold; of objects and mappings their class, and what is in them."""
     if type(value) in (*NUMBERS, str) or (type(value) is Tensor and value.numel() == 1):
         return repr(value)
@@ -193,7 +193,7 @@ def _text(value: Any, deeper: bool = True) -> str:
     if type(value) in (list, tuple, set):
         return f"{kind} {len(value)}"
     within = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-    return f"{kind} {[_text(one, deeper=False) for one in within.values()] if deeper else len(within)}"
+    return f"{kind} {[text_of(one, deeper=False) for one in within.values()] if deeper else len(within)}"
 
 
 class _Probe:

@@ -35,7 +35,7 @@ LEFT_OUT = ("state", "param_groups")
 """Attributes of an optimizer that are looked at by themselves."""
 
 
-def twin_of(optimizer: Optimizer) -> Optimizer:
+def twin_of(optimizer: Optimizer, as_it_is: bool = False) -> Optimizer:
     """An optimizer of the same class, hyper-parameters and attributes, without parameters. Of several: theirs, which
     keep their state in one place.
     """
@@ -47,7 +47,7 @@ def twin_of(optimizer: Optimizer) -> Optimizer:
             twin.__dict__.setdefault(name, value)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
-    updates = whole_updates(optimizer)
+    updates = whole_updates(optimizer) if not as_it_is else ()
     if any(updates) and not isinstance(twin, OnBlocks):
         twin.__class__, twin.__dict__[UPDATES] = on_blocks(type(optimizer)), updates
     return twin
@@ -61,11 +61,13 @@ def whole_updates(optimizer: Optimizer) -> Updates:
     return found
 
 
-def probing_twin_of(optimizer: Optimizer) -> Optimizer:
-    """The same, for steps that must leave nothing behind: lists, tensors and plain objects in it are its own."""
+def probing_twin_of(optimizer: Optimizer, as_it_is: bool = False) -> Optimizer:
+    """The same, for steps that must leave nothing behind: lists, tensors and plain objects in it are its own.
+    `as_it_is`: its class, also where blocks step whole tensors otherwise.
+    """
     if isinstance(optimizer, Several):
         return _joined([probing_twin_of(member) for member in optimizer.members])
-    twin = twin_of(optimizer)
+    twin = twin_of(optimizer, as_it_is)
     for name, value in vars(twin).items():
         if name not in LEFT_OUT:
             twin.__dict__[name] = _own_object(value) if _is_plain_object(value) else own(value)

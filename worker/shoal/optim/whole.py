@@ -45,6 +45,8 @@ class WholeUpdate(Protocol):
     """What computes it."""
     keeps: str
     """What of a tensor is carried, in words."""
+    steps_group: bool
+    """Whether a step of the optimizer itself may change values of the group."""
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raises `UserError` for a parameter that it cannot train."""
@@ -98,21 +100,41 @@ UPDATES = "_whole_updates"
 
 
 class OnBlocks(Optimizer):
-    """Beside the class of a twin: of such groups a step gives parameters their first state, and does no more."""
+    """Beside the class of a twin: of such groups a step gives parameters their first state, and does no more; but where
+    the class may change a group's values, it steps a zero that stands in for its parameters.
+    """
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """One step of the groups that are updated element by element."""
         groups, updates = self.param_groups, vars(self)[UPDATES]
-        self.param_groups = [group for group, one in zip(groups, updates, strict=True) if one is None]
+        held = [group["params"] for group in groups]
+        for group, one in zip(groups, updates, strict=True):
+            if one is not None and group["params"]:
+                group["params"] = [_zero_like(group["params"][0])] if one.steps_group else []
+        self.param_groups = [
+            group for group, one in zip(groups, updates, strict=True) if one is None or one.steps_group
+        ]
         try:
             if any(group["params"] for group in self.param_groups):
                 super().step()
         finally:
             self.param_groups = groups
+            for group, parameters, one in zip(groups, held, updates, strict=True):
+                for stand_in in group["params"] if one is not None else ():
+                    self.state.pop(stand_in, None)
+                group["params"] = parameters
         for group, update in zip(groups, updates, strict=True):
             for parameter in group["params"] if update is not None else ():
                 if parameter.grad is not None and not self.state[parameter]:
                     self.state[parameter].update(update.first_state(parameter))
+
+
+def _zero_like(
+    parameter: Tensor,  # of any shape
+) -> Tensor:  # (one element,)
+    zero = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+    zero.grad = torch.zeros_like(zero)
+    return zero
 
 
 _classes: dict[type[Optimizer], type[Optimizer]] = {}

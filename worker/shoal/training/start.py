@@ -257,7 +257,7 @@ def _optimizer(given: Given) -> tuple[Optimizer, str]:
             raise UserError(all_of(faults))
     if optimizer is None:
         raise UserError("there is no optimizer; name one in the config (optimizer.type) or give shoal.initialize one.")
-    return optimizer, check_optimizer(optimizer, settled.elementwise)
+    return optimizer, check_optimizer(optimizer, settled.elementwise, settled.whole)
 
 
 def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRScheduler | None:

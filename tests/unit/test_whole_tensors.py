@@ -1,0 +1,215 @@
+"""Optimizers whose own class updates whole tensors, each at its home: any that is deterministic and sees one alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, undisturbed
+from crew_saves import saved
+from matrices import shortened
+from rule import Edit, rule
+from shoal.optim.elementwise import check_optimizer
+from shoal.optim.own_class import let_own_class_update
+from shoal.optim.twin import whole_updates
+from shoal_protos.errors import UserError
+from test_muon import FORMS, Mixed, trained_here
+from torch import nn
+
+
+class Lamb(torch.optim.Optimizer):
+    """With a ratio of norms for each tensor, a count that is a Python number, and one that is a fraction."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "eps": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (first, second) = self.state[p], group["betas"]
+        if not state:
+            state.update(step=0, ratio=1.0, mean=torch.zeros_like(p), square=torch.zeros_like(p))
+        state["step"] += 1
+        state["mean"].lerp_(p.grad, 1 - first)
+        state["square"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+        mean, square = state["mean"] / (1 - first ** state["step"]), state["square"] / (1 - second ** state["step"])
+        update = mean / (square.sqrt() + group["eps"])
+        norms = p.norm().item(), update.norm().item()
+        state["ratio"] = norms[0] / norms[1] if min(norms) > 0 else 1.0
+        p.add_(update, alpha=-group["lr"] * state["ratio"])
+
+
+def whole(kind: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = kind([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        assert not let_own_class_update(optimizer)
+        return optimizer
+
+    return make
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its group, as many do; each tensor's update has the length of its weights."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in (one for one in group["params"] if one.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 0.1 / group["step"])
+                p.add_(mean, alpha=-group["lr"] * p.norm().item() / (1e-6 + mean.norm().item()))
+
+
+KINDS = {"Adafactor": torch.optim.Adafactor, "Lamb": Lamb, "Counting": Counting}
+
+
+def task(kind: str, **options: Any) -> Task:
+    return Task({"max_steps": 6, "gradient_clipping": 0.05, **options}, Mixed, whole(KINDS[kind]))
+
+
+@rule(
+    "State of a tensor that is not one value for each element is packed into its first elements, so it is mirrored, "
+    "filled and saved with its blocks",
+    "Arithmetic and layout",
+    broken_by=Edit(
+        "shoal.optim.own_class",
+        "        whole[at : at + one.words].view(torch.uint8)[: flat.numel()] = flat.to(whole.device)\n",
+        "        whole[at : at + 1].view(torch.uint8)[:4] = flat[:4].to(whole.device)\n",
+    ),
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_one_lane_weights_are_those_of_the_class_itself(kind: str) -> None:
+    given = task(kind)
+    for mine, theirs in zip(*trained_here(given, given.optimizer), strict=True):
+        assert mine.equal(theirs)
+
+
+CASES = product(
+    KINDS, ("clipped", "bf16", "two micro-batches, two mirrors", "on the host"), range(4), ("shape", "vote")
+)
+KEPT = [
+    ("Adafactor", "clipped", 1, "shape"), ("Lamb", "bf16", 3, "vote"), ("Adafactor", "on the host", 0, "vote"),
+    ("Lamb", "two micro-batches, two mirrors", 2, "shape"), ("Counting", "clipped", 1, "vote"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "form", "stage", "point"), shortened(CASES, *KEPT))
+def test_bits_survive_a_death_and_a_join(kind: str, form: str, stage: int, point: str) -> None:
+    with Crew("abc", task(kind, stage=stage, **FORMS[form])) as crew:
+        crew.train_to(2)
+        crew.plant("b", 3, point)
+        crew.train_to(4)
+        crew.add("d")
+        assert crew.finish() == undisturbed(task(kind, **FORMS[form]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), shortened(product(KINDS, ("ab", "abcd", "abcde")), ("Adafactor", "abcde"))
+)
+def test_every_world_gives_the_same_bits(kind: str, workers: str) -> None:
+    with Crew(workers, task(kind, lanes=8)) as crew:
+        assert crew.finish() == undisturbed(task(kind, lanes=8))
+
+
+def test_a_checkpoint_is_gone_on_from_in_another_world(tmp_path: Path) -> None:
+    def saving(place: str, **checkpoint: Any) -> Task:
+        return task("Adafactor", max_steps=8, shoal={"checkpoint": {"path": str(tmp_path / place), **checkpoint}})
+
+    with Crew("abc", saving("first", every_steps=4)) as crew:
+        crew.train_to(5)
+        saved(crew, 4)
+    resume = str(next((tmp_path / "first").glob("step-000000000004-*")))
+    with Crew("ab", saving("second", resume=resume)) as crew:
+        assert crew.finish() == undisturbed(task("Adafactor", max_steps=8))
+
+
+# ---- who may
+
+
+class Together(Lamb):
+    """Scales by the norm of all gradients."""
+
+    def step(self, closure: None = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        total = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(total)
+        super().step()
+
+
+class Drawing(Lamb):
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.param_groups[0]["params"][0].data.add_(torch.rand(()))
+
+
+class Square(Lamb):
+    """Keeps a matrix for rows and one for columns, as SOAP and Shampoo do."""
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        super()._update(p, group)
+        if p.dim() < 2:
+            return
+        flat = p.grad.reshape(len(p), -1)
+        for key, gram in (("rows", flat @ flat.T), ("columns", flat.T @ flat)):
+            self.state[p][key] = self.state[p].get(key, torch.zeros_like(gram)) + gram
+            self.state[p][f"{key} root"] = self.state[p][key].clone()
+
+
+class Attribute(Lamb):
+    count = 0
+
+    def step(self, closure: None = None) -> None:
+        self.count += 1
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.data.mul_(1 - 1e-3 * self.count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Together, "reads several tensors together"),
+        (Drawing, "draws random numbers"),
+        (Square, "numbers beside those of each element"),
+        (Attribute, "changes attribute count, which neither tensors nor numbers of its state have"),
+        (torch.optim.LBFGS, "searches along a line through all parameters"),
+    ],
+)
+def test_a_class_that_may_not_is_refused_with_its_reason(kind: type[torch.optim.Optimizer], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        check_optimizer(kind([nn.Parameter(torch.ones(96, 128))]), False)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Lamb"])
+def test_a_class_that_cannot_run_on_blocks_runs_on_whole_tensors_unasked(kind: str) -> None:
+    optimizer = KINDS[kind]([nn.Parameter(torch.ones(32, 32))])
+    assert check_optimizer(optimizer, False) == f"state of whole tensors of {kind}"
+
+
+def test_the_refusal_of_another_class_names_the_key_that_lets_it_train() -> None:
+    optimizer = Counting([nn.Parameter(torch.ones(32, 32))])
+    with pytest.raises(UserError, match=r'`shoal.whole: \["Counting"\]` gives it whole tensors, each at one worker'):
+        check_optimizer(optimizer, False)
+    assert whole_updates(optimizer) == [None]
+    assert check_optimizer(optimizer, False, ["Counting"]) == "state of whole tensors of Counting"
+
+
+def test_a_name_that_is_no_given_optimizers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"`shoal.whole` names 'Lamb', and the job's optimizer is AdamW; name a class"):
+        check_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), False, ["Lamb"])
+    asked = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    assert check_optimizer(asked, False, ["adamw"]) == "state of whole tensors of AdamW"

@@ -1,0 +1,298 @@
+"""The optimizer's own class on whole tensors: for any that is deterministic and sees one tensor at a time.
+
+The home of a tensor has a twin step on it, in its own shape; weights and state come back to all who hold its elements.
+State with one value for each element is theirs. All other state of a tensor (rows and columns of moments, counts,
+numbers) is *odd*: it is packed as words of 32 bits into the first elements of the tensor, in as many keys of state as
+it takes. So blocks have it as they have all state: mirrored, filled, checkpointed, in the fingerprint.
+
+`own_class_of` asks the class itself whether that holds: twins train a matrix and a row of numbers by themselves, again,
+beside another tensor, and with all state packed and unpacked between two steps; what comes out is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shoal_protos.errors import UserError
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.data.seeds import RandomState
+from shoal.optim.probe import text_of
+from shoal.optim.state_form import NUMBERS
+from shoal.optim.twin import LEFT_OUT, changed_values, own, probing_twin_of, without_hooks_on_all
+from shoal.optim.whole import UPDATES, Columns, Group, Pieces
+
+ODD = "odd"
+"""The keys of packed state: `odd 0`, `odd 1`, …"""
+WORD = torch.int32
+MOST_KEYS, SMALL = 2, 64
+"""So many of them for tensors of so many elements or more; tensors that are smaller may take as many as they need."""
+SWELLS = (1.0, 1e-2, 0.1, 1.0, 1e3, 10.0)
+"""By step of a trial, what its gradient is times: what is cut where a norm is large shows only where one is."""
+TRIAL_SHAPES = ((128, 160), (512,))
+
+
+class NotWhole(Exception):
+    """Why an optimizer may not run on whole tensors: the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """An entry of a tensor's state that is not one value for each element. `kind`: a number's type; None: a tensor."""
+
+    key: str
+    kind: type | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def words(self) -> int:
+        return -(-math.prod(self.shape) * self.dtype.itemsize // WORD.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Of the state of tensors of one shape. `elements`: dtypes by key."""
+
+    elements: Mapping[str, torch.dtype]
+    odd: tuple[Odd, ...]
+
+    @property
+    def words(self) -> int:
+        return sum(one.words for one in self.odd)
+
+
+def _schema(state: Mapping[str, Any], shape: Sequence[int]) -> Schema:
+    """Raises `NotWhole` for state that is neither tensors nor numbers."""
+    elements, odd = dict[str, torch.dtype](), list[Odd]()
+    for key, value in sorted(state.items()):
+        if type(value) in NUMBERS:
+            odd.append(Odd(key, type(value), NUMBERS[type(value)], ()))
+        elif type(value) is not Tensor:
+            raise NotWhole(f"keeps {key!r} as a {type(value).__name__}, which no block could be given")
+        elif value.dim() and value.shape == tuple(shape):
+            elements[key] = value.dtype
+        else:
+            odd.append(Odd(key, None, value.dtype, tuple(value.shape)))
+    return Schema(elements, tuple(odd))
+
+
+class OwnClass:
+    """The `WholeUpdate` of a group."""
+
+    def __init__(self, optimizer: Optimizer, number: int, shapes: Sequence[tuple[int, ...]], wide: torch.dtype) -> None:
+        """`shapes`: of the group's tensors. Raises `NotWhole`."""
+        self._optimizer, self._number = optimizer, number
+        self.steps_group = True
+        self.name, self.keeps = type(optimizer).__name__, f"state of whole tensors of {type(optimizer).__name__}"
+        self._schemas = {shape: _schema(self._tried(shape, wide), shape) for shape in dict.fromkeys(shapes)}
+        self._elements: dict[str, torch.dtype] = {}
+        for schema in self._schemas.values():
+            self._elements.update(schema.elements)
+        self._keys = [f"{ODD} {number}" for number in range(max(map(self._keys_of, self._schemas), default=0))]
+
+    def _tried(self, shape: tuple[int, ...], wide: torch.dtype) -> dict[str, Any]:
+        """The state that one step makes."""
+        zeros = torch.zeros(shape, dtype=wide, device="cpu")
+        group = self._optimizer.param_groups[self._number]
+        return self._step(zeros, torch.zeros_like(zeros), {}, group)[1]
+
+    def _keys_of(self, shape: tuple[int, ...]) -> int:
+        elements, words = max(1, math.prod(shape)), self._schemas[shape].words
+        found = -(-words // elements)
+        if found > MOST_KEYS and elements >= SMALL:
+            raise NotWhole(f"keeps {words} numbers beside those of each element for a tensor of {elements}")
+        return found
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raises `UserError` for a parameter that was in no group when the optimizer was tried."""
+        if tuple(shape) not in self._schemas:
+            raise UserError(f'parameter "{name}" of shape {tuple(shape)} came into the optimizer after its trial.')
+
+    def cost(self, shape: Sequence[int]) -> int:
+        """Elements: a step goes through all of them some times."""
+        return max(1, math.prod(shape))
+
+    def columns(self, wide: torch.dtype) -> Columns:
+        state = (*self._elements.values(), *[WORD] * len(self._keys))
+        return Columns((wide, wide, *state), (wide, *state))
+
+    def first_state(
+        self,
+        weights: Tensor,  # (elements,)
+    ) -> dict[str, Tensor]:  # each (elements,)
+        dtypes = {**self._elements, **dict.fromkeys(self._keys, WORD)}
+        return {key: torch.zeros_like(weights, dtype=dtype) for key, dtype in dtypes.items()}
+
+    def part(self, pieces: Pieces, _: Group, _is_new: bool) -> list[Tensor]:  # each (elements of all pieces,)
+        """Gradients, weights, state."""
+        state = [pieces.state[key] for key in (*self._elements, *self._keys)]
+        return [torch.cat(column) for column in (pieces.gradients, pieces.weights, *state)]
+
+    def whole(
+        self,
+        sent: Sequence[Tensor],  # by column (elements of the tensor,)
+        shape: Sequence[int],
+        group: Group,
+        is_new: bool,
+    ) -> list[Tensor]:  # by column (elements of the tensor,)
+        """Weights, state."""
+        gradient, weights, *columns = sent
+        here, schema = tuple(shape), self._schemas[tuple(shape)]
+        elements = dict(zip(self._elements, columns, strict=False))
+        state: dict[str, Any] = {}
+        if not is_new:
+            state = {key: elements[key].view(here).clone() for key in schema.elements}
+            state |= dict(_unpacked(columns[len(self._elements) :], schema))
+        made, state = self._step(weights.view(here).clone(), gradient.view(here).clone(), state, group)
+        if _schema(state, here) != schema:
+            raise UserError(f"the state of optimizer {self.name} has other entries than after its first step.")
+        returned = [state[key].reshape(-1) if key in schema.elements else elements[key] for key in self._elements]
+        return [made.reshape(-1), *returned, *_packed(state, schema, columns[len(self._elements) :])]
+
+    def _step(
+        self,
+        weights: Tensor,  # of the tensor's shape
+        gradient: Tensor,  # of the tensor's shape
+        state: dict[str, Any],
+        group: Group,
+    ) -> tuple[Tensor, dict[str, Any]]:  # of the tensor's shape
+        """What the class makes of them, in one step of a twin."""
+        twin = probing_twin_of(self._optimizer, as_it_is=True)
+        parameter = nn.Parameter(weights)
+        parameter.grad = gradient
+        groups: list[dict[str, Any]] = [{**one, "params": []} for one in twin.param_groups]
+        groups[self._number] = {**groups[self._number], **group, "params": [parameter]}
+        twin.param_groups = [groups[self._number]]
+        if state:
+            twin.state[parameter].update(state)
+        with without_hooks_on_all():
+            type(twin).step(twin)
+        return parameter.detach(), dict(twin.state[parameter])
+
+    def commit(
+        self,
+        pieces: Pieces,
+        returned: Sequence[list[Tensor]],  # by column, of each piece (elements,)
+        _: Group,
+        _shape: Sequence[int],
+    ) -> None:
+        state = [pieces.state[key] for key in (*self._elements, *self._keys)]
+        for place, column in zip((pieces.weights, *state), returned, strict=True):
+            torch._foreach_copy_(place, column)
+
+
+def _packed(
+    state: Mapping[str, Any],
+    schema: Schema,
+    like: Sequence[Tensor],  # each (elements,) of words
+) -> list[Tensor]:  # each (elements,) of words
+    """Odd state, and zeros behind it."""
+    size = like[0].numel() if like else 0
+    whole, at = torch.zeros(len(like) * size, dtype=WORD, device=like[0].device if like else "cpu"), 0
+    for one in schema.odd:
+        value = state[one.key]
+        value = torch.tensor(value, dtype=one.dtype, device="cpu") if one.kind is not None else value
+        flat = value.detach().reshape(-1).contiguous().view(torch.uint8)
+        whole[at : at + one.words].view(torch.uint8)[: flat.numel()] = flat.to(whole.device)
+        at += one.words
+    return list(whole.split(size)) if like else []
+
+
+def _unpacked(
+    columns: Sequence[Tensor],  # each (elements,) of words
+    schema: Schema,
+) -> Iterator[tuple[str, Any]]:
+    """The inverse of `_packed`."""
+    whole, at = torch.cat(list(columns)) if columns else torch.empty(0, dtype=WORD), 0
+    for one in schema.odd:
+        size = math.prod(one.shape) * one.dtype.itemsize
+        flat = whole[at : at + one.words].clone().view(torch.uint8)[:size].clone().view(one.dtype)
+        yield one.key, flat.reshape(one.shape) if one.kind is None else one.kind(flat.item())
+        at += one.words
+
+
+# ---- whether it may
+
+
+def let_own_class_update(optimizer: Optimizer) -> str:
+    """Marks an optimizer as one of whole tensors. Returns why it may be none; empty: it is one now."""
+    if any(optimizer.state.values()):
+        return "has state already, with which whole tensors cannot begin yet"
+    random = RandomState.save()
+    try:
+        updates = []
+        for number, group in enumerate(optimizer.param_groups):
+            dtypes = {one.dtype for one in group["params"]}
+            wide = torch.float64 if torch.float64 in dtypes else torch.float32
+            _try(optimizer, number, wide)
+            updates.append(OwnClass(optimizer, number, [tuple(one.shape) for one in group["params"]], wide))
+    except NotWhole as reason:
+        return str(reason)
+    except Exception as error:  # of the script's class, which may raise anything
+        return f"its step fails on a whole tensor by itself ({type(error).__name__}: {error})"
+    finally:
+        random.restore()
+    vars(optimizer)[UPDATES] = updates
+    return ""
+
+
+def _try(optimizer: Optimizer, number: int, wide: torch.dtype) -> None:
+    """Raises `NotWhole`."""
+    made = torch.Generator("cpu").manual_seed(5)
+    dimensions = {min(2, max(1, one.dim())) for one in optimizer.param_groups[number]["params"]}
+    for shape in (one for one in TRIAL_SHAPES if len(one) in dimensions):
+        first, *gradients = torch.randn(1 + len(SWELLS), *shape, generator=made, dtype=wide, device="cpu")
+        gradients = [gradient * swell for gradient, swell in zip(gradients, SWELLS, strict=True)]
+        random = RandomState.save()
+        alone, groups = _trained(optimizer, number, [first], gradients)
+        if not random.is_here():
+            raise NotWhole("draws random numbers, which are others in every world")
+        if not alone[0].equal(_trained(optimizer, number, [first], gradients)[0][0]):
+            raise NotWhole("comes to other weights when it is run again")
+        beside, more = _trained(optimizer, number, [first, 3 * first], gradients)
+        nothing = _trained(
+            optimizer, number, [first.flatten()[:1] * 0], [gradients[0].flatten()[:1] * 0] * len(SWELLS)
+        )[1]
+        if not alone[0].equal(beside[0]) or any(changed_values(one[-1], groups[-1], number) for one in (more, nothing)):
+            raise NotWhole("reads several tensors together")
+        update, columns = OwnClass(optimizer, number, [shape], wide), [first.flatten()]
+        state = list(update.first_state(columns[0]).values())
+        for step, gradient in enumerate(gradients):
+            weights, *state = update.whole([gradient.flatten(), columns[0], *state], shape, groups[step], not step)
+            columns = [weights]
+        if not alone[0].flatten().equal(columns[0]):
+            raise NotWhole("keeps what neither tensors nor numbers of its state have")
+
+
+def _trained(
+    optimizer: Optimizer,
+    number: int,
+    tensors: Sequence[Tensor],  # each of one shape
+    gradients: Sequence[Tensor],  # of the first; others' are multiples
+) -> tuple[list[Tensor], list[dict[str, Any]]]:  # each of its shape
+    """What they become, and the values of the group, before each step and after the last."""
+    twin, parameters = probing_twin_of(optimizer, as_it_is=True), [nn.Parameter(one.clone()) for one in tensors]
+    group = {**twin.param_groups[number], "params": parameters}
+    twin.param_groups, values = [group], [own(group)]
+    before = _attributes(twin)
+    for gradient in gradients:
+        for factor, parameter in enumerate(parameters):
+            parameter.grad = gradient * (1 - 3 * factor)
+        with without_hooks_on_all():
+            type(twin).step(twin)
+        values.append(own(group))
+    lost = ", ".join(key for key, text in _attributes(twin).items() if before.get(key) != text)
+    if lost:
+        raise NotWhole(f"changes attribute {lost}, which neither tensors nor numbers of its state have")
+    return [one.detach() for one in parameters], values
+
+
+def _attributes(twin: Optimizer) -> dict[str, str]:
+    """To be compared."""
+    return {key: text_of(one) for key, one in vars(twin).items() if key not in LEFT_OUT}
