@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
 from crew_saves import saved
 from matrices import shortened
+from memory_group import MemoryGroup
 from rule import Edit, holds, rule
 from shoal.core.anchors import anchors, equal_cut
 from shoal.core.layout import Trainable, lay_out
+from shoal.exchange.traffic import PARTS, RETURNED
 from shoal.optim.several import several
 from shoal.optim.twin import whole_updates
 from shoal.process.faults import Faults
@@ -333,6 +336,25 @@ def test_anchors_spread_the_cost_over_block_numbers() -> None:
             position = layout.numbers[bucket.index].index(anchor)
             assert first // bucket.block_elements <= position <= last // bucket.block_elements
         assert max(loads) <= 1.34 * sum(costs) / workers
+
+
+@pytest.mark.parametrize(("workers", "mirrors"), [("ab", 0), ("abcd", 1)])
+def test_an_element_travels_once_to_its_home_and_once_to_each_holder(
+    workers: str, mirrors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, send = Counter[int](), MemoryGroup.send
+
+    def counted(self: MemoryGroup, tensor: Tensor, to: int, tag: int) -> Any:
+        sent[tag] += tensor.nbytes
+        return send(self, tensor, to, tag)
+
+    monkeypatch.setattr(MemoryGroup, "send", counted)
+    with Crew(workers, task(mirrors=mirrors, max_steps=2)) as crew:
+        crew.finish()
+    elements = sum(parameter.numel() for parameter in Net().parameters())
+    most = 2 * 2 * elements  # bytes in bfloat16, in two steps
+    assert 0 < sent[PARTS] <= most
+    assert 0 < sent[RETURNED] <= (1 + mirrors) * most
 
 
 def test_files_and_vectors_are_refused_in_a_sentence(tmp_path: Path) -> None:
