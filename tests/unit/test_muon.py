@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train, undisturbed
+from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from crew_saves import saved
 from matrices import shortened
 from memory_group import MemoryGroup
@@ -25,23 +25,9 @@ from shoal.session.link_choice import AloneLink
 from shoal_protos.acts import DrainWorker
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from whole_models import FORMS, Mixed, Net, trained_here
 
 STEPS = 6
-BF16 = {"precision": {"bf16": {"enabled": True}}}
-
-
-class Net(nn.Module):
-    """Matrices that end within blocks, some of several blocks, and one that no lane uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 192, bias=False), nn.Linear(192, 33, bias=False)
-        self.c, self.unused = nn.Linear(33, 256, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        inputs = (tokens.float().repeat(1, 4) / 256.0).to(self.a.weight.dtype)
-        found = self.c(torch.tanh(self.b(torch.tanh(self.a(inputs)))))
-        return nn.functional.cross_entropy(found.float(), targets[:, 0])
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -50,21 +36,6 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
 
 def task(**options: Any) -> Task:
     return Task({"max_steps": STEPS, "gradient_clipping": 0.05, **options}, model=Net, optimizer=muon)
-
-
-class Mixed(Net):
-    """And what is not for Muon: an embedding, tied with the head, biases and norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.norm, self.head = nn.Embedding(256, 64), nn.LayerNorm(64), nn.Linear(64, 256)
-        self.back = nn.Linear(256, 64)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        inputs = self.norm(self.embedding(tokens)).mean(1)
-        found = self.c(torch.tanh(self.b(torch.tanh(self.a(inputs)))))
-        return nn.functional.cross_entropy(self.head(self.back(found)).float(), targets[:, 0])
 
 
 def list_of(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -76,35 +47,6 @@ def list_of(model: nn.Module) -> list[torch.optim.Optimizer]:
 def mixed(**options: Any) -> Task:
     given = {"max_steps": 8, "gradient_clipping": 0.05, **options}
     return Task(given, Mixed, lambda model: several(list_of(model)), lambda _: None)
-
-
-def trained_here(
-    given: Task, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that an engine has trained alone, and those that plain torch has, on the same batches."""
-    seen: list[dict[str, Tensor]] = []
-
-    def body(engine: Any, batch: dict[str, Tensor]) -> None:
-        seen.append(batch)
-        engine.backward(engine.module(**batch))
-        engine.step()
-
-    options = {**given.options, "lanes": 1, "gradient_clipping": 0.0}
-    one = Task(options, given.model, make, given.scheduler, body=body)
-    with ONE_AT_A_TIME:
-        engine = engine_of(one, AloneLink(), Faults([]))
-        train(engine, one, lambda: None)
-    torch.manual_seed(0)
-    plain = given.model()
-    optimizer = make(plain)
-    scheduler = one.scheduler(optimizer)
-    for batch in seen:
-        plain.zero_grad()
-        plain(**batch).backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-    return list(engine.module.parameters()), list(plain.parameters())
 
 
 class Jordan(torch.optim.Optimizer):
@@ -196,13 +138,6 @@ def test_every_world_gives_the_same_bits(workers: str, stage: int) -> None:
 
 
 POINTS = ("exchange", "mirror", "shape", "vote", "optimizer", "hand_out")
-FORMS: dict[str, dict[str, Any]] = {
-    "clipped": {},
-    "not clipped": {"gradient_clipping": 0.0},
-    "bf16": BF16,
-    "two micro-batches, two mirrors": {"micro_batches_per_lane": 2, "mirrors": 2},
-    "on the host": {"offload": "cpu"},
-}
 KEPT = [
     ("mirror", "clipped", 0), ("shape", "clipped", 1), ("vote", "bf16", 2), ("optimizer", "on the host", 1),
     ("hand_out", "two micro-batches, two mirrors", 3), ("exchange", "not clipped", 1), ("shape", "bf16", 3),

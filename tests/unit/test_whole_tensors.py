@@ -17,8 +17,8 @@ from shoal.optim.elementwise import check_optimizer
 from shoal.optim.own_class import let_own_class_update
 from shoal.optim.twin import whole_updates
 from shoal_protos.errors import UserError
-from test_muon import FORMS, Mixed, trained_here
 from torch import nn
+from whole_models import FORMS, Mixed, trained_here
 
 
 class Lamb(torch.optim.Optimizer):
