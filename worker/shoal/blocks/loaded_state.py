@@ -139,12 +139,16 @@ class LoadedState:
         return state
 
     def _refuse_own(self, bucket: Bucket) -> None:
-        if any(own_state_of(self._user, self._tensor_of[slot.parameter.name]) for slot in bucket.slots):
+        names = (slot.parameter.name for slot in bucket.slots)
+        if self._is_packed(bucket) and any(own_state_of(self._user, self._tensor_of[name]) for name in names):
             self._refuse_packed(bucket)
 
-    def _refuse_packed(self, bucket: Bucket) -> None:
+    def _is_packed(self, bucket: Bucket) -> bool:
         form = self._effects.forms.get((bucket.group, bucket.wide_dtype))
-        if form is not None and form.is_packed:
+        return form is not None and form.is_packed
+
+    def _refuse_packed(self, bucket: Bucket) -> None:
+        if self._is_packed(bucket):
             raise UserError(
                 f"optimizer {type(member_of(self._user, bucket.group)[0]).__name__} keeps values that some elements "
                 "share, and what it is given to begin with was made of each parameter by itself, not of blocks. Begin "
