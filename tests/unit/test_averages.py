@@ -32,11 +32,14 @@ from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.storage import LocalStorage
 from shoal.training.engine import Engine
 from shoal_protos.acts import DrainWorker
+from tiers import check
 from torch import Tensor
 from unit.test_turns import Gan, constant
 from unit.test_turns import body as gan_body
 from unit.test_turns import optimizer_of as gan_optimizer
 from unit.test_unused_parameters import Towers, adamw, by_step
+
+pytestmark = check("trains many small jobs")
 
 
 @rule(

@@ -34,6 +34,7 @@ from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MemorySetup, estimate
 from tensor_parallel import CellTask, crew_of
+from tiers import check
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -43,6 +44,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 def values_of(module: nn.Module) -> Values:
     """Copies of all trained parameters."""
     return {name: one.detach().clone() for name, one in module.named_parameters() if one.requires_grad}
+
+
+pytestmark = check("trains many small jobs")
 
 
 @rule(
