@@ -214,15 +214,15 @@ def test_a_checkpoint_of_any_world_is_gone_on_from_in_another(before: str, after
 
 
 @rule(
-    "Elements of a whole tensor are taken block by block, as kernels round the last ones of a longer run otherwise",
+    "What a whole tensor has of its first and last block is taken alone, as kernels round the last of a run otherwise",
     "Arithmetic and layout",
-    broken_by=Edit(
-        "shoal.core.anchors",
-        "end = min(last, (first // bucket.block_elements + 1) * bucket.block_elements)",
-        "end = last",
-    ),
+    broken_by=[
+        Edit("shoal.core.anchors", "end = min(last, (first // size + blocks) * size)", "end = last"),
+        Edit("shoal.core.anchors", "blocks = 1 if first % size else max(", "blocks = max("),
+        Edit("shoal.core.anchors", "min(LONGEST // size, (last - first) // size)", "(last - first) // size"),
+    ],
 )
-def test_a_tensor_is_cut_at_all_blocks() -> None:
+def test_a_tensor_is_cut_at_its_first_and_last_block_and_into_runs_of_one_thread() -> None:
     layout = lay_out([Trainable(f"p{n}", shape, torch.float32, 0) for n, shape in enumerate([(70, 100), (33, 77)])])
     (bucket,) = layout.buckets
     first, second = bucket.slots
@@ -232,6 +232,14 @@ def test_a_tensor_is_cut_at_all_blocks() -> None:
     ]  # fmt: skip
     assert [*equal_cut(bucket, second, 4096, 8192)] == [(4096, 8192)]
     assert [*equal_cut(bucket, first, 4096, 8192)] == []
+    shapes = [(300, 401), (40, 5)]
+    (large,) = lay_out([Trainable(f"p{n}", shape, torch.float32, 0) for n, shape in enumerate(shapes)]).buckets
+    tensor = large.slots[1]
+    pieces = [*equal_cut(large, tensor, 0, large.elements)]
+    assert pieces[0] == (tensor.start, 4096) and tensor.start % 4096, "its part of the first block"
+    assert [stop - start for start, stop in pieces[1:-1]] == [28_672] * 4
+    assert pieces[-1] == (pieces[-2][1], tensor.start + tensor.parameter.elements)
+    assert [*equal_cut(large, tensor, 8192, 16_384)] == [(8192, 16_384)], "together, where one world has no more of it"
 
 
 def test_a_member_without_lanes_updates_with_what_the_body_has_set() -> None:

@@ -4,8 +4,9 @@ Anchors are spread so that the cost of updates is even over block numbers, as fa
 Whoever owns a run of numbers, which is a slice of every bucket, is then home to that share of the cost. Homes have no
 state, and no plan names them: they follow from who owns what. Anchors change no bits, so the layout does not list them.
 
-`equal_cut` is how such a tensor is taken where it is computed element by element: block by block, never in a longer
-run, because a kernel rounds the last elements of a run otherwise. So each element has the same bits in every world.
+`equal_cut` is how such a tensor is taken where it is computed element by element. A kernel rounds the last elements of
+a run otherwise, those that fill no vector. So what a tensor has of its first and of its last block is always a run of
+its own. Blocks between are whole vectors, and may be taken together, as long as one thread takes them all.
 
 Source of the order: Jackson, "Scheduling a production line to minimize maximum tardiness" (1955), earliest end first.
 """
@@ -22,6 +23,8 @@ from shoal.core.layout import Bucket, Layout, Slot
 
 Place = tuple[Bucket, Slot]
 """Where a tensor lies."""
+LONGEST = 28_672
+"""Elements of a run: kernels of torch share runs of 32,768 among threads, at places that are no whole vectors."""
 
 
 def anchors(layout: Layout, tensors: Sequence[Place], costs: Sequence[int]) -> list[int]:
@@ -55,9 +58,11 @@ def _nearest(numbers: Sequence[int], wanted: float) -> int:
 
 
 def equal_cut(bucket: Bucket, slot: Slot, start: int, stop: int) -> Iterator[Span]:
-    """Yield what of a tensor lies in elements `[start, stop)` of its bucket, cut at all blocks."""
-    first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+    """Yield what of a tensor lies in elements `[start, stop)`, whole blocks of its bucket, in pieces of equal bits."""
+    size, begins, ends = bucket.block_elements, slot.start, slot.start + slot.parameter.elements
+    first, last = max(start, begins), min(stop, ends)
     while first < last:
-        end = min(last, (first // bucket.block_elements + 1) * bucket.block_elements)
+        blocks = 1 if first % size else max(1, min(LONGEST // size, (last - first) // size))
+        end = min(last, (first // size + blocks) * size)
         yield first, end
         first = end
