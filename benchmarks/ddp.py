@@ -30,9 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 3
 """Of one round."""
 ROUNDS = 9
-WAYS = ("ddp", "ddp default", "zero", "fsdp2", "fsdp2 reshard")
+WAYS = ("ddp", "ddp default", "zero", "fsdp2", "fsdp2 reshard", "ddp muon")
 """DDP whose gradients are views of what it sends, DDP as it comes, which copies them, the first with
-ZeroRedundancyOptimizer, and FSDP2 that keeps parameters from forward to backward or frees them.
+ZeroRedundancyOptimizer, FSDP2 that keeps parameters from forward to backward or frees them, and the first with Muon.
 """
 PATIENCE_SECONDS = 60.0
 
@@ -57,23 +57,25 @@ def baseline(rank: int, world: int, size: str, lanes: int, way: str) -> Callable
         module = DistributedDataParallel(model.build(size), gradient_as_bucket_view=way != "ddp default")
         accumulating = module.no_sync
     given = {"lr": 1e-4, "fused": True}
-    optimizer = (
-        ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **given)
-        if way == "zero"
-        else torch.optim.AdamW(module.parameters(), **given)
-    )
+    if way == "zero":
+        optimizers = [ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **given)]
+    elif way == "ddp muon":
+        optimizers = model.muon(module.module)
+    else:
+        optimizers = [torch.optim.AdamW(module.parameters(), **given)]
     windows, at, each = model.Windows(), rank * lanes // world, lanes // world
 
     def step() -> None:
         nonlocal at
-        optimizer.zero_grad()
+        module.zero_grad()
         for lane in range(at, at + each):
             numbers = [(lane * model.MICRO_BATCH + i) % len(windows) for i in range(model.MICRO_BATCH)]
             batch = torch.utils.data.default_collate([windows[number] for number in numbers])
             with accumulating() if lane < at + each - 1 else nullcontext():
                 module(**batch).backward()
         at += lanes
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
 
     return step
 

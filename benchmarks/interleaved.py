@@ -37,7 +37,7 @@ def elastic(engine: shoal.Engine, batches: Iterator[dict[str, torch.Tensor]]) ->
 
 def main() -> None:
     given = options()
-    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage)
+    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage, optimizer=given.optimizer)
     batches = iter(engine)
     place, workers = os.environ["BENCH_STEPS"], given.workers or given.lanes
     elastic(engine, batches)  # the world has begun

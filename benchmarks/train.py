@@ -27,6 +27,7 @@ def initialize(
     micro_batch: int = model.MICRO_BATCH,
     checkpoint: Mapping[str, object] | None = None,
     stage: int = 1,
+    optimizer: str = "adamw",
 ) -> shoal.Engine:
     """The engine of all benchmarks. `checkpoint`: that section of the config; none: nothing is saved."""
     gpt = model.build(size)
@@ -38,7 +39,7 @@ def initialize(
             "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "checkpoint": checkpoint or {}},
         },
         dataset=model.Windows(),
-        optimizer=model.adamw(gpt),
+        optimizer=model.optimizers(gpt, optimizer),
     )
 
 
@@ -57,6 +58,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--lanes", type=int, default=4)
     parser.add_argument("--mirrors", type=int, default=1)
     parser.add_argument("--stage", type=int, default=1, help="of ZeRO")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: with AdamW beside")
     parser.add_argument("--beside", nargs="+", default=["ddp", "zero"], help="what takes turns with it (ddp.py)")
     parser.add_argument("--workers", type=int, default=0, help="one for each lane, unless given")
     parser.add_argument("--rounds", type=int, default=9, help="of each of those")

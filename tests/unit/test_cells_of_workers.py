@@ -271,7 +271,7 @@ def test_what_a_script_asks_for_in_a_void_lane_is_ignored_and_what_it_asks_for_o
                 crew.plant("d", 4, "between")
             digest = trained(crew)
             assert crew.job.durable.step == steps and (steps < 6 or digest == one_cell()), crew.story()
-            assert void
+            assert void or steps < 6, "in the second story the others may have noticed before they began the lane"
 
 
 @rule(

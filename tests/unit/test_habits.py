@@ -46,7 +46,7 @@ def test_any_other_name_is_the_models_or_near_to_one_or_all_are_told() -> None:
     for name, sentence in {
         "named_parameters": "the model has it, engine.module.named_parameters",
         "backwards": r"did you mean engine.backward\?",
-        "xyz": "it has backward, device, ",
+        "xyz": "it has averaged, backward, buffer, device, ",
     }.items():
         with pytest.raises(AttributeError, match=f"an engine has no `{name}`: {sentence}"):
             getattr(engine, name)

@@ -23,6 +23,7 @@ from shoal.exchange.finite import subtree_sums
 from shoal.exchange.traffic import HANDED
 from shoal.group.group import GATHER_TAG
 from shoal.offload.state_place import StatePlace, held_blocks
+from shoal.optim.twin import SIZES
 from shoal.process.host_memory import tensor_bytes
 from shoal.state.training_state import TrainingState
 from shoal.training.engine import Engine
@@ -339,12 +340,13 @@ def test_hyper_parameters_that_differ_fail_the_job_naming_group_and_key(note: st
         assert "lr of optimizer group 1 is 0.5 here and 0.003 there" in crew.job.durable.reason
 
 
-FEW = 16
+FEW = sum(SIZES)
+"""Of a trial."""
 
 
 class Failing(torch.optim.AdamW):
-    """Where it `fails`, its third update is torn: one group is updated, the other is not. Tried on a few numbers it
-    does not: what all members leave alone would be another then.
+    """Where it `fails`, its third update is torn: one group is updated, the other is not. In a trial it does
+    not: what all members leave alone would be another then.
     """
 
     fails = False

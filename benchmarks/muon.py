@@ -1,0 +1,100 @@
+"""A step with Muon: `python benchmarks/muon.py [--size 10M] [--workers 2 4]`.
+
+Muon trains the matrices of the layers, AdamW the rest. Two clusters take turns (turns.py), one with Muon and one with
+AdamW alone; in the processes of the first, rounds of DDP with torch's Muon, which computes every direction on every
+worker, take turns with Shoal's (interleaved.py). CPU seconds are those of all workers together, so one Newton-Schulz
+pass over all matrices, measured here on one thread, counts once.
+
+Targets: 1.15 of a step with AdamW and such a pass, and less than DDP with Muon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+import model
+import torch
+from cluster import Cluster, Job, end_cleanly
+from shoal.optim.muon import TORCH
+from tables import show, spread, verdict
+from turns import Turns
+
+PATIENCE_SECONDS = 1200.0
+TARGET, TARGET_OF_DDP = 1.15, 1.0
+PASSES = 5
+BESIDE = {"adamw": "ddp", "muon": "ddp muon"}
+
+Rounds = dict[str, list[tuple[float, float, float]]]
+"""By way: (wall seconds, CPU seconds, bytes) per step of each round."""
+
+
+def newton_schulz(size: str) -> float:
+    """CPU seconds of one pass over all matrices."""
+    torch.set_num_threads(1)
+    optimizer = model.muon(model.build(size))[0]
+    (group,) = optimizer.param_groups
+    matrices = [torch.randn_like(one).bfloat16() for one in group["params"]]
+    took = []
+    for _ in range(PASSES):
+        began = time.process_time()
+        for matrix in matrices:
+            TORCH.whole(matrix, group)
+        took.append(time.process_time() - began)
+    return median(took)
+
+
+def measure(size: str, workers: int, rounds: int) -> dict[str, Rounds]:
+    """By optimizer."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        clusters = {}
+        for number, (name, beside) in enumerate(BESIDE.items()):
+            arguments = ("--workers", str(workers), "--optimizer", name, "--beside", beside, "--rounds", str(rounds))
+            arguments += ("--turns", str(Turns(folder, number, len(BESIDE))))
+            job = Job(size, workers, lanes=workers, script="interleaved.py", arguments=arguments)
+            clusters[name] = stack.enter_context(Cluster(job))
+        return {name: dict(*one.results(".json", patience=PATIENCE_SECONDS)) for name, one in clusters.items()}
+
+
+def rows(size: str, workers: int, rounds: int, a_pass: float) -> list[list[str]]:
+    """One world's."""
+    found = measure(size, workers, rounds)
+
+    def figures(optimizer: str, way: str) -> tuple[list[float], list[float]]:
+        of = found[optimizer][way]
+        return [one[0] for one in of], [one[1] for one in of]
+
+    muon, adamw, ddp = figures("muon", "shoal"), figures("adamw", "shoal"), figures("muon", "ddp muon")
+    of_adamw = median(muon[1]) / (median(adamw[1]) + a_pass)
+    of_ddp = [median(mine) / median(theirs) for mine, theirs in zip(muon, ddp, strict=True)]
+    return [
+        [f"AdamW, {workers} workers", spread(adamw[0]), spread(adamw[1]), ""],
+        [f"DDP with Muon, {workers} workers", spread(ddp[0]), spread(ddp[1]), ""],
+        [
+            f"Muon and AdamW, {workers} workers", spread(muon[0]), spread(muon[1]),
+            f"CPU of AdamW's and a pass: {of_adamw:.3f}, {verdict(of_adamw, TARGET)}; "
+            f"of DDP with Muon: step {of_ddp[0]:.3f}, CPU {of_ddp[1]:.3f}, {verdict(of_ddp[1], TARGET_OF_DDP)}",
+        ],
+    ]  # fmt: skip
+
+
+def main() -> None:
+    end_cleanly()
+    parser = argparse.ArgumentParser(description="Steps with Muon.")
+    parser.add_argument("--size", choices=list(model.SIZES), default="10M")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    given = parser.parse_args()
+    a_pass = newton_schulz(given.size)
+    found = [row for workers in given.workers for row in rows(given.size, workers, given.rounds, a_pass)]
+    title = f"A step with Muon, {given.size}; a pass of Newton-Schulz takes {a_pass:.3f} CPU s"
+    show(title, ["", "step, s", "CPU of all, s", "target"], found)
+
+
+if __name__ == "__main__":
+    main()
