@@ -13,6 +13,7 @@ from rule import holds
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
+from shoal.training.evaluation import untouched
 from shoal_protos.errors import UserError
 from torch import nn
 
@@ -63,6 +64,16 @@ def test_a_compiled_module_is_left_alone_too() -> None:
     after = dict(engine.module.named_buffers())
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     assert all(part.training for part in engine.module.modules())
+
+
+def test_a_forward_in_between_leaves_what_autograd_has_saved_of_batch_norm() -> None:
+    model, inputs = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)
+    found = model(inputs)
+    before = [buffer.clone() for buffer in model.buffers()]
+    with untouched(model), torch.no_grad():
+        model(3 * inputs)
+    assert all(one.equal(other) for one, other in zip(model.buffers(), before, strict=True))
+    found.square().mean().backward()
 
 
 def evaluate_on_nothing(engine: Engine) -> None:

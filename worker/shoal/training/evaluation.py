@@ -50,7 +50,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     """Afterwards modes, buffers and random state are what they were."""
     random, modes = RandomState.save(), [(part, part.training) for part in module.modules()]
     buffers = [(part, dict(part._buffers)) for part in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    values = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
@@ -60,9 +60,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
             part._buffers.clear()
             part._buffers.update(named)
         with torch.no_grad():
-            for buffer, before in values:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            for buffer, version, before in values:
+                if not torch.equal(buffer, before):  # batch norm's writes are in no version, which autograd would miss
+                    (buffer if buffer._version != version else buffer.data).copy_(before)
         random.restore()
 
 
