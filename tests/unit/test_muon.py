@@ -118,6 +118,34 @@ def test_a_class_that_only_has_the_name_is_not_taken_for_it() -> None:
     assert whole_updates(named([nn.Parameter(torch.zeros(8, 8))])) == [None]
 
 
+class Plain(Jordan):
+    """Steps along the gradient."""
+
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+class Coupled(Jordan):
+    """Adds the decay to the gradient."""
+
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad.add_(p, alpha=self.param_groups[0]["weight_decay"])
+        decay, self.param_groups[0]["weight_decay"] = self.param_groups[0]["weight_decay"], 0.0
+        super().step()
+        self.param_groups[0]["weight_decay"] = decay
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [(Jordan, True), (Plain, False), (Coupled, False)])
+def test_a_rate_and_a_decay_that_begin_with_zero_hide_no_other_numbers(
+    kind: type[torch.optim.Optimizer], is_taken: bool
+) -> None:
+    optimizer = type("Muon", (kind,), {})([nn.Parameter(torch.zeros(8, 8))])
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    assert [one is not None for one in whole_updates(optimizer)] == [is_taken]
+
+
 @rule(
     "Tensors that are updated whole are computed at one home, from parts of all owners, and what comes back goes to "
     "all who update one of the tensor's blocks: owner, mirrors and who is filling it",

@@ -79,3 +79,10 @@ def test_objects_beside_the_section_have_its_muon() -> None:
     assert [*optimizer_differs(section, build_optimizer(section, model))] == []
     assert [*optimizer_differs(section, torch.optim.Muon([model.hidden.weight], momentum=0.5))]
     assert [*optimizer_differs(section, torch.optim.AdamW(model.parameters()))]
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "lamb", "SingleDeviceMuon"])
+def test_the_refusal_of_a_class_of_whole_tensors_says_that_an_object_of_it_trains(kind: str) -> None:
+    sentence = rf'^`optimizer.type` is "{kind}"; .* object of the class that is passed to shoal.initialize\.$'
+    with pytest.raises(UserError, match=sentence):
+        build_optimizer(Optimizer(type=kind, params={"lr": 0.1}), Model())

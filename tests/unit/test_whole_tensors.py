@@ -194,6 +194,11 @@ def test_a_class_that_may_not_is_refused_with_its_reason(kind: type[torch.optim.
         check_optimizer(kind([nn.Parameter(torch.ones(96, 128))]), False)
 
 
+def test_a_rate_that_begins_with_zero_hides_no_reason() -> None:
+    with pytest.raises(UserError, match=r"`shoal.whole` names Together, for .* do: it reads several tensors together"):
+        check_optimizer(Together([nn.Parameter(torch.ones(96, 128))], lr=0.0), False, ["Together"])
+
+
 @pytest.mark.parametrize("kind", ["Adafactor", "Lamb"])
 def test_a_class_that_cannot_run_on_blocks_runs_on_whole_tensors_unasked(kind: str) -> None:
     optimizer = KINDS[kind]([nn.Parameter(torch.ones(32, 32))])

@@ -29,7 +29,7 @@ from shoal.config.deepspeed import ERROR_FEEDBACK
 from shoal.config.document import Optimizer as OptimizerSection
 from shoal.config.document import Scheduler as SchedulerSection
 from shoal.config.sentences import all_of, sentences_of, unread_in
-from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, names
+from shoal.optim.elementwise import COMPRESSING, ELEMENTWISE, NOT_ELEMENTWISE, ON_WHOLE_TENSORS, names
 from shoal.optim.muon_section import build_muon
 from shoal.optim.schedules import FORMULAS, Schedule
 from shoal.optim.several import members_of, schedulers_of
@@ -80,8 +80,13 @@ def _optimizer_kind(name: str) -> type[Optimizer]:
     kind = OPTIMIZERS.get(name.lower())
     if kind is not None:
         return kind
-    reason = NOT_ELEMENTWISE.get(name.lower())
+    reason = NOT_ELEMENTWISE.get(name.lower(), "")
     why = f" It {reason}, and Shoal runs optimizers on blocks of parameters." if reason else ""
+    if reason.startswith(ON_WHOLE_TENSORS) and name.lower() not in COMPRESSING:
+        raise UserError(
+            f"`optimizer.type` is {shown(name)}; expected {names()}, Muon. It {reason}, which Shoal does for an "
+            "object of the class that is passed to shoal.initialize."
+        )
     if name.lower() in COMPRESSING:
         why += f" It compresses gradients on their way: {ERROR_FEEDBACK}."
     raise UserError(

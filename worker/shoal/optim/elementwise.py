@@ -93,6 +93,7 @@ NOT_ELEMENTWISE = {
 """Class names in lower case, whoever ships them, and what they do."""
 SCALES = "scales by "
 """What those do that train well on whole tensors, one at a time."""
+ON_WHOLE_TENSORS = (SCALES, "orthogonalises ")
 COMPRESSING = ("onebitadam", "zerooneadam", "onebitlamb")
 """Those that compress gradients on their way and feed the error back."""
 
@@ -126,7 +127,7 @@ def _check(optimizer: Optimizer, elementwise: bool, is_whole: bool) -> str:
     _refuse_step_hooks(optimizer)
     kind = type(optimizer)
     if is_whole and (refused := let_own_class_update(optimizer)):
-        raise UserError(f"`shoal.whole` names {kind.__name__}, which {refused}; so whole tensors would not do.")
+        raise UserError(f"`shoal.whole` names {kind.__name__}, for which whole tensors would not do: it {refused}.")
     found = probe(optimizer)
     names_known = (NOT_ELEMENTWISE.get(ancestor.__name__.lower()) for ancestor in kind.__mro__)
     saw = found.reason or found.failure
@@ -140,7 +141,7 @@ def _check(optimizer: Optimizer, elementwise: bool, is_whole: bool) -> str:
             return probe(optimizer).keeps
         vars(optimizer).pop(UPDATES, None)
         way = (
-            f"it {refused}, so whole tensors would not do either"
+            f"whole tensors would not do either: it {refused}"
             if refused
             else (f'`shoal.whole: ["{kind.__name__}"]` gives it whole tensors, each at one worker')
         )

@@ -33,6 +33,8 @@ Group = Mapping[str, Any]
 DIGEST_BYTES = 16
 PLAIN = frozenset({type(None), bool, int, float, str})
 """Most values are of these types, and read at each step."""
+LEAST_RATE = 1e-3
+"""In a trial."""
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -204,6 +206,14 @@ def _advance(scheduler: LRScheduler, loss: float | None) -> None:
         own.step(loss if loss is not None else 0.0)
     else:
         own.step()
+
+
+def rated(group: Group) -> dict[str, Any]:
+    """The group for a trial, with a rate: where a schedule begins with one of 0 no step would show anything."""
+    rate = group.get("lr")
+    if not isinstance(rate, int | float | Tensor) or float(rate) >= LEAST_RATE:
+        return {**group}
+    return {**group, "lr": torch.full_like(rate, LEAST_RATE) if isinstance(rate, Tensor) else LEAST_RATE}
 
 
 TURN = "turn"

@@ -22,6 +22,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.optim.hyper import rated
 from shoal.optim.whole import Columns, Group, Pieces
 
 MOMENTUM = "momentum_buffer"
@@ -33,6 +34,8 @@ EXCHANGING = "MuonWithAuxAdam"
 USE_MUON = "use_muon"
 """A key of groups of classes that train others by Adam."""
 TRIAL_SHAPES, TRIAL_STEPS = ((24, 40), (40, 24)), 3
+TRIAL_DECAY = 0.1
+"""In the place of 0, which other groups or a later step may not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,9 @@ def _has(optimizer: Optimizer, number: int, muon: Numbers) -> bool:
         twin, mine = copy.copy(optimizer), own.flatten().clone()
         twin.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
         twin.state = defaultdict(dict)
-        group = {**optimizer.param_groups[number], "params": [own]}
+        group = {**rated(optimizer.param_groups[number]), "params": [own]}
+        if group.get("weight_decay") == 0:
+            group["weight_decay"] = TRIAL_DECAY
         twin.param_groups, update = [group], Muon(muon)
         pieces = Pieces([mine], {key: [one] for key, one in update.first_state(mine).items()}, [])
         for _ in range(TRIAL_STEPS):

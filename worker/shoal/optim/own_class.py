@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data.seeds import RandomState
+from shoal.optim.hyper import rated
 from shoal.optim.probe import text_of
 from shoal.optim.state_form import NUMBERS
 from shoal.optim.twin import LEFT_OUT, changed_values, own, probing_twin_of, without_hooks_on_all
@@ -223,7 +224,7 @@ def _unpacked(
 def let_own_class_update(optimizer: Optimizer) -> str:
     """Marks an optimizer as one of whole tensors. Returns why it may be none; empty: it is one now."""
     if any(optimizer.state.values()):
-        return "has state already, with which whole tensors cannot begin yet"
+        return "has state already, with which whole tensors cannot begin: call shoal.initialize before its first step"
     random = RandomState.save()
     try:
         updates = []
@@ -235,7 +236,7 @@ def let_own_class_update(optimizer: Optimizer) -> str:
     except NotWhole as reason:
         return str(reason)
     except Exception as error:  # of the script's class, which may raise anything
-        return f"its step fails on a whole tensor by itself ({type(error).__name__}: {error})"
+        return f"fails on a whole tensor by itself ({type(error).__name__}: {error})"
     finally:
         random.restore()
     vars(optimizer)[UPDATES] = updates
@@ -278,7 +279,7 @@ def _trained(
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:  # each of its shape
     """What they become, and the values of the group, before each step and after the last."""
     twin, parameters = probing_twin_of(optimizer, as_it_is=True), [nn.Parameter(one.clone()) for one in tensors]
-    group = {**twin.param_groups[number], "params": parameters}
+    group = {**rated(twin.param_groups[number]), "params": parameters}
     twin.param_groups, values = [group], [own(group)]
     before = _attributes(twin)
     for gradient in gradients:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.data.seeds import RandomState
-from shoal.optim.hyper import hyper_parameters, load_into
+from shoal.optim.hyper import hyper_parameters, load_into, rated
 from shoal.optim.state_form import NUMBERS, OddState, StateForm, form_of
 from shoal.optim.twin import (
     LEFT_OUT,
@@ -40,8 +40,6 @@ STEPS, MIDDLE = len(SWELLS), 3
 QUIET = {1: slice(0, BLOCK), 5: slice(2 * BLOCK, 4 * BLOCK)}
 """By step, which gradients are zero: what leaves out a tensor without any shows only there."""
 ELEMENTS = BLOCK * BLOCKS
-RATE = 1e-3
-"""At least: where a schedule begins with a rate of 0 no step would show anything."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What groups differ in that are probed once."""
 NOT_GIVEN = "no worker that joins could be given"
@@ -128,9 +126,7 @@ class _Trained:
     def __init__(self, optimizer: Optimizer, number: int, read: set[str], parts: Sequence[Tensor]) -> None:
         """`read`: notes the keys of the group that steps read."""
         self.twin, self.number, self._read = probing_twin_of(optimizer), number, read
-        rate = self.group.get("lr")
-        if isinstance(rate, int | float | Tensor) and float(rate) < RATE:
-            self.group["lr"] = torch.full_like(rate, RATE) if isinstance(rate, Tensor) else RATE
+        self.twin.param_groups[number] = rated(self.group)
         self.parts = [part.clone() for part in parts]
         self.before = own(dict(self.group))
         self.left_behind = [self._left_behind()]
