@@ -296,10 +296,10 @@ def test_schedulers_that_do_not_fit_the_optimizers_are_one_sentence() -> None:
         "scheduler 0, a StepLR, sets the rates of an optimizer"
     )
     assert wrong(of_each, lambda given: {"critic": StepLR(given["generator"], 1)}) == (
-        "the schedulers are given by names of optimizers, 'critic'; they are called generator, discriminator."
+        "scheduler 'critic' has the name of no optimizer; the optimizers are called generator, discriminator."
     )
     assert wrong(lambda model: [*of_each(model).values()], lambda given: {"critic": StepLR(given[0], 1)}).endswith(
-        "they have no names: give a list, or name them too."
+        "the optimizers have no names: give a list, or name them too."
     )
     assert wrong(of_each, lambda given: {"generator": StepLR(given["discriminator"], 1)}) == (
         "scheduler 'generator', a StepLR, is over optimizer 'discriminator'; build it over 'generator'."

@@ -185,8 +185,8 @@ def schedules(given: Sequence[LRScheduler] | Mapping[str, LRScheduler], optimize
     members, found = members_of(optimizer), dict[int, LRScheduler]()
     names = optimizer.names if isinstance(optimizer, Several) else ()
     if isinstance(given, Mapping) and (unknown := [name for name in given if name not in names]):
-        have = f"they are called {', '.join(names)}" if names else "they have no names: give a list, or name them too"
-        raise UserError(f"the schedulers are given by names of optimizers, {', '.join(map(repr, unknown))}; {have}.")
+        have = f"are called {', '.join(names)}" if names else "have no names: give a list, or name them too"
+        raise UserError(f"scheduler {unknown[0]!r} has the name of no optimizer; the optimizers {have}.")
     for called, scheduler in given.items() if isinstance(given, Mapping) else enumerate(given):
         kind, where = type(scheduler).__name__, f"scheduler {called!r}"
         number = next((n for n, one in enumerate(members) if one is scheduler.optimizer), None)
