@@ -136,6 +136,23 @@ def test_a_checkpoint_is_gone_on_from_in_another_world(tmp_path: Path) -> None:
         assert crew.finish() == undisturbed(task("Adafactor", max_steps=8))
 
 
+class CountingInPlace(Counting):
+    """Its count is a tensor of its group, which the script has too."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["step"] = torch.zeros(())
+
+
+def test_what_a_home_makes_of_a_tensor_leaves_the_scripts_group_as_it_is() -> None:
+    optimizer = whole(CountingInPlace)(nn.Linear(4, 4))
+    (group,), (update,) = optimizer.param_groups, whole_updates(optimizer)
+    assert update is not None
+    state = update.first_state(torch.ones(16)).values()
+    update.whole([torch.ones(16), torch.ones(16), *state], (4, 4), group, True)
+    assert group["step"] == 0
+
+
 # ---- who may
 
 

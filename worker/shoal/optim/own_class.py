@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from shoal.data.seeds import RandomState
 from shoal.optim.hyper import rated
-from shoal.optim.probe import text_of
+from shoal.optim.probe import SWELLS, text_of
 from shoal.optim.state_form import NUMBERS
 from shoal.optim.twin import LEFT_OUT, changed_values, own, probing_twin_of, without_hooks_on_all
 from shoal.optim.whole import UPDATES, Columns, Group, Pieces
@@ -33,8 +33,6 @@ ODD = "odd"
 WORD = torch.int32
 MOST_KEYS, SMALL = 2, 64
 """So many of them for tensors of so many elements or more; tensors that are smaller may take as many as they need."""
-SWELLS = (1.0, 1e-2, 0.1, 1.0, 1e3, 10.0)
-"""By step of a trial, what its gradient is times: what is cut where a norm is large shows only where one is."""
 TRIAL_SHAPES = ((128, 160), (512,))
 
 
@@ -167,9 +165,8 @@ class OwnClass:
         twin = probing_twin_of(self._optimizer, as_it_is=True)
         parameter = nn.Parameter(weights)
         parameter.grad = gradient
-        groups: list[dict[str, Any]] = [{**one, "params": []} for one in twin.param_groups]
-        groups[self._number] = {**groups[self._number], **group, "params": [parameter]}
-        twin.param_groups = [groups[self._number]]
+        values = own({key: value for key, value in group.items() if key != "params"})
+        twin.param_groups = [{**twin.param_groups[self._number], **values, "params": [parameter]}]
         if state:
             twin.state[parameter].update(state)
         with without_hooks_on_all():
