@@ -190,8 +190,9 @@ class Shaping:
             if has_turn(group):
                 made = update.whole(sent, slot.parameter.shape, group, is_new(slot))
                 self._made.append((slot, made[0], made[0].sum()))
-            else:  # who trains no longer is told so by no message: they are the same in every step
-                made = [torch.zeros(slot.parameter.elements, dtype=dtype) for dtype in dtypes.returned]
+            else:  # the messages are those of every step, and no commit reads them
+                made = [torch.zeros(slot.parameter.elements, dtype=dtype, device=self._layout.device)
+                        for dtype in dtypes.returned]  # fmt: skip
             self._put(bucket, slot, self._cut(made, slot, self._wanted[rank][bucket.index]))
             for peer in self.traffic.others:
                 if of_peer := self._cut(made, slot, self._wanted[peer][bucket.index]):
