@@ -29,8 +29,6 @@ MOMENTUM = "momentum_buffer"
 """The key of the state."""
 CLASSES = ("Muon", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam")
 """Names of classes that may have such numbers."""
-EXCHANGING = "MuonWithAuxAdam"
-"""A class that takes part in a process group of its own."""
 USE_MUON = "use_muon"
 """A key of groups of classes that train others by Adam."""
 TRIAL_SHAPES, TRIAL_STEPS = ((24, 40), (40, 24)), 3

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.core.layout import SMALLEST_BLOCK
 from shoal.data.seeds import RandomState
 from shoal.optim.hyper import hyper_parameters, load_into, rated
 from shoal.optim.state_form import NUMBERS, OddState, StateForm, form_of
@@ -30,7 +31,7 @@ from shoal.optim.twin import (
 )
 from shoal.process.host_memory import tensor_bytes
 
-BLOCK, BLOCKS = 4_096, 5
+BLOCK, BLOCKS = SMALLEST_BLOCK, 5
 SHAPES = ((128, -1), (128, 10, -1), (128, 10, 4, -1), (128, 10, 4, 2, -1))
 """Of no fewer rows and columns than what treats small matrices as vectors wants; convolutions have the later ones."""
 SWELLS = (1.0, 1e-2, 0.1, 1.0, 1e3, 10.0)

@@ -1,6 +1,6 @@
 """The form of an optimizer's state, which only its twin sees: elsewhere a key has a value an element, or one for all.
 
-So whoever cuts, sends, stores or digests state needs to know nothing of it. A number that is no tensor goes as one
+So all that cuts, sends, stores or digests state needs to know nothing of it. A number that is no tensor goes as one
 without dimensions. A tensor that wraps others (torchao's) goes as these. Of a value for each k elements, as a scale of
 8-bit state is, the bytes are laid over its elements, one on each, zeros behind them: a byte an element, and any cut at
 a block's border is one at a value's. A table that is the same for tensors of any size, and that no step changes, does
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-SMALLEST = 4_096
-"""Elements of the smallest block; what values are shared by lies within one."""
+from shoal.core.layout import SMALLEST_BLOCK
+
 PER = " per "
 """Within the key of a value that some elements share."""
 
@@ -126,8 +126,8 @@ def _is_shared(
     each: int,
     elements: int,
 ) -> bool:
-    """Whether it is one number for each so many of these elements, and its bytes have room on them."""
-    fits = each * value.numel() == elements and SMALLEST % each == 0
+    """Whether it is one number for each so many of these elements, within a block, and its bytes have room on them."""
+    fits = each * value.numel() == elements and SMALLEST_BLOCK % each == 0
     return value.dim() == 1 and fits and value.element_size() <= each
 
 

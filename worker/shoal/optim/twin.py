@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from shoal.core.layout import Layout
+from shoal.core.layout import SMALLEST_BLOCK, Layout
 from shoal.optim.hyper import PLAIN, has_turn, is_plain_tuple, plain_value
 from shoal.optim.muon import muon_updates
 from shoal.optim.several import Several, member_of, members_of
-from shoal.optim.state_form import KINDS, SMALLEST, StateForm, carried, form_of, given_back, is_packed
+from shoal.optim.state_form import KINDS, StateForm, carried, form_of, given_back, is_packed
 from shoal.optim.whole import UPDATES, OnBlocks, Updates, WholeUpdate, on_blocks
 
 LEFT_OUT = ("state", "param_groups")
@@ -213,7 +213,7 @@ def with_no_empty_group(twin: Optimizer) -> Iterator[None]:
 
 STEPS = 3
 """ASGD averages from its second step on."""
-SIZES = (SMALLEST, 2 * SMALLEST)
+SIZES = (SMALLEST_BLOCK, 2 * SMALLEST_BLOCK)
 """Elements that are tried: of fewer no optimizer keeps 8-bit state, and two tell what depends on their number."""
 
 Kind = tuple[int, torch.dtype]
