@@ -68,7 +68,7 @@ FLAGS = {
     "token rotate": "--keep-seconds --url NAME",
     "token revoke": "--url NAME",
     "verify": "PATH",
-    "export": "--dtype --format PATH FILE",
+    "export": "--averaged --dtype --format PATH FILE",
     "import": "--model-only FILE PATH",
     "estimate": (
         "--common --config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "

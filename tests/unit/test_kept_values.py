@@ -103,7 +103,7 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
     "back as the type that it was",
     "A step",
     broken_by=[
-        Edit("shoal.blocks.held", "        give_back_own_values(mine, users)\n", ""),
+        Edit("shoal.blocks.held", "            give_back_own_values(mine, users)\n", "            pass\n"),
         Edit(
             "shoal.blocks.optimizer_step",
             "with_no_empty_group(twin) if stands_in else nullcontext()",

@@ -66,12 +66,13 @@ class OptimizerStep:
         scale: float,
     ) -> None:
         """One step, with the gradients times `scale`."""
-        pairs = [*zip(segments, gradients, strict=True)]
-        for segment, gradient in pairs:
-            if self._is_whole(segment):
-                self._commit(segment, gradient, scale)
-        segments = [one for one in segments if not self._is_whole(one)]
-        gradients = [gradient for one, gradient in pairs if not self._is_whole(one)]
+        if self.whole.places:
+            pairs = [*zip(segments, gradients, strict=True)]
+            for segment, gradient in pairs:
+                if self._is_whole(segment):
+                    self._commit(segment, gradient, scale)
+            segments = [one for one in segments if not self._is_whole(one)]
+            gradients = [gradient for one, gradient in pairs if not self._is_whole(one)]
         cut = _CutSegments(self._twin, self._layout, self.cuts, segments, gradients)
         groups = [self._layout.buckets[one.stretch.bucket].group for one in cut.segments]
         _step_on(self._twin, groups, cut.segments, cut.gradients, scale, self._stands_in)

@@ -25,7 +25,7 @@ from shoal.blocks.values import BlockValues
 from shoal.core.average_rule import AverageRule
 from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.state_form import PLAIN_FORM, StateForm
-from shoal.optim.twin import effects_of_steps, twin_of
+from shoal.optim.twin import effects_of_steps, may_step_in_parts, twin_of
 from shoal.process.host_memory import memory_on
 
 SEGMENTS_PER_BUCKET = 4
@@ -58,6 +58,7 @@ class Segments:
         self.revision = 0
         """Of the segments: it grows whenever they are others."""
         self.twin, self.effects = twin_of(optimizer), effects_of_steps(optimizer, layout)
+        self.steps_in_parts = may_step_in_parts(optimizer)
         self.optimizer_step = OptimizerStep(self.twin, layout, stands_in=bool(self.effects.moved))
         self.in_order: list[Segment] = []
         """Of their stretches. To be read only; another list is put in its place, under `lock`."""

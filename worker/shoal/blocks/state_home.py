@@ -31,7 +31,6 @@ from shoal.blocks.update_place import Coming
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
 from shoal.optim.hyper import has_turn
-from shoal.optim.twin import may_step_in_parts
 from shoal.process.host_memory import memory_on
 
 PART_BYTES = 16 << 20
@@ -224,7 +223,7 @@ class InMemory:
         segments, place = self.segments, self.segments.place
         place.begin_update()
         trained = trained_segments(segments.in_order, segments.layout, segments.twin)
-        parts = parts_of(trained, may_step_in_parts(segments.user))
+        parts = parts_of(trained, segments.steps_in_parts)
         coming = self._bring_down(parts[0].segments, gradients)
         for index, part in enumerate(parts):
             following = self._bring_down(parts[index + 1].segments, gradients) if index + 1 < len(parts) else []

@@ -78,7 +78,7 @@ class BufferExchange:
             for name in names
         ]
         rows = group.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"))  # (members, buffers)
-        if bool((rows & DECLARED).any()) and self._agreed is not group:
+        if any((rows & DECLARED).amax(dim=0).tolist()) and self._agreed is not group:
             _agree(group, traffic.plan, results.joins.texts)
             self._agreed = group
         mates = rows[list(traffic.coordinates.mates)]

@@ -147,9 +147,7 @@ def take_over_hyper_parameters(mine: Optimizer, users: Optimizer) -> None:
 
 
 def give_back_own_values(mine: Optimizer, users: Optimizer) -> None:
-    """What the step that `mine` has made changed in groups whose turn it was; torch's own classes change nothing."""
-    if may_step_in_parts(users):
-        return
+    """What the step that `mine` has made changed in groups whose turn it was."""
     for number, (here, theirs) in enumerate(zip(mine.param_groups, users.param_groups, strict=True)):
         for key in changed_values(here, theirs, number) if has_turn(theirs) else ():
             value, before = here[key], theirs.get(key)

@@ -169,6 +169,7 @@ class TrainingState:
         pairs = trainable(module, optimizer, limits.units, limits.half)
         pairs, before = round_module(module, pairs, limits.half)
         self.module, self.optimizer, self.scheduler, self.clipping = module, optimizer, scheduler, limits.clipping
+        self._optimizers = members_of(optimizer)
         pairs += by_stage.parameters_in_blocks(module, limits.units)
         self.held_layout: Layout
         """Of all that is in blocks; where parameters are sharded, frozen ones too."""
@@ -280,8 +281,8 @@ class TrainingState:
             self._update(record, on_updated)
         if self.loss_scale is not None and (record.updates or record.overflow):
             self.loss_scale = after(self.loss_scale, bool(record.overflow))
-        self.held.optimizer_step.whole.forget()
-        for member in members_of(self.optimizer):
+        self._forget_whole_tensors()
+        for member in self._optimizers:
             member.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
@@ -337,8 +338,12 @@ class TrainingState:
         """The step's sums are void: it is run again, or done."""
         self.sums.clear()
         self.buffers.clear()
-        self.held.optimizer_step.whole.forget()
+        self._forget_whole_tensors()
         self.pending = NO_BLOCKS
+
+    def _forget_whole_tensors(self) -> None:
+        if self.held.optimizer_step.whole.places:
+            self.held.optimizer_step.whole.forget()
 
     # ---- standing still
 

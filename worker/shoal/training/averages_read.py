@@ -21,7 +21,8 @@ class AveragesRead:
 
     def __init__(self, context: TrainingContext, parameters: Parameters) -> None:
         self._context, self._parameters = context, parameters
-        self._are_shown = False
+        self.are_shown = False
+        """Whether the module's parameters are the averages: what a loop does with a step is refused then."""
 
     def check(self, call: str) -> None:
         """Raises `UserError` where this job has no averages to be read. `call`: how the script asks."""
@@ -42,16 +43,15 @@ class AveragesRead:
         context = self._context
         self.check("engine.averaged")
         context.first_weights.check("engine.averaged")
-        if self._are_shown:
+        if self.are_shown:
             raise UserError("engine.averaged was entered within engine.averaged; leave the first one before it.")
         with untouched(context.state.module), context.forward_seed.away(), torch.no_grad(), self._parameters.averaged():
-            self._are_shown = True
+            self.are_shown = True
             try:
                 yield
             finally:
-                self._are_shown = False
+                self.are_shown = False
 
     def refuse(self, call: str) -> None:
-        """Raises `UserError` within `engine.averaged`."""
-        if self._are_shown:
-            raise UserError(f"{call} was called within engine.averaged; leave that context before it.")
+        """Raises `UserError`: averages are shown."""
+        raise UserError(f"{call} was called within engine.averaged; leave that context before it.")

@@ -125,7 +125,8 @@ class TrainingLoop:
         context.loop_has_begun = True
         context.first_weights.on_loop()
         while not is_over():
-            self.averages.refuse("the next batch")
+            if self.averages.are_shown:
+                self.averages.refuse("the next batch")
             parts.update.check_whole()
             if context.world is None:
                 yield from self._warm_up()
@@ -177,7 +178,8 @@ class TrainingLoop:
 
     def backward(self, loss: Tensor, more: bool = False) -> None:
         """`Engine.backward`."""
-        self.averages.refuse("engine.backward")
+        if self.averages.are_shown:
+            self.averages.refuse("engine.backward")
         context, loop, state = self._context, self._context.loop, self._context.state
         context.autocast.end()
         self._parts.update.check_whole()
@@ -216,7 +218,8 @@ class TrainingLoop:
 
     def end_micro_batch(self) -> bool:
         """`Engine.step`."""
-        self.averages.refuse("engine.step")
+        if self.averages.are_shown:
+            self.averages.refuse("engine.step")
         context, loop, state = self._context, self._context.loop, self._context.state
         self._parts.resize.leave_broken_cell()
         if not loop.in_flight:
@@ -242,7 +245,8 @@ class TrainingLoop:
 
     def skip(self) -> bool:
         """`Engine.skip`."""
-        self.averages.refuse("engine.skip")
+        if self.averages.are_shown:
+            self.averages.refuse("engine.skip")
         loop, state = self._context.loop, self._context.state
         self._context.autocast.end()
         self._parts.update.check_whole()
