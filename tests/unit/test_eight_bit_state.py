@@ -59,7 +59,7 @@ KEPT = [(EightBit, "0", "ab"), (EightBit, "1", "abcd"), (EightBitWrapped, "2", "
         Edit("shoal.optim.twin", "    counts &= not any(form.is_packed for form in forms.values())\n", ""),
         Edit(
             "shoal.checkpoint.snapshot",
-            " and not (key and is_dense)",
+            " and not (key and counts_in_gaps(key, piece.regions))",
             "",
             by="test_another_world_goes_on_from_a_checkpoint",
         ),
@@ -81,15 +81,26 @@ def test_8_bit_state_is_the_same_through_a_loss_in_a_step_and_a_join(
 
 @holds("A value of the state that some elements")
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_world_goes_on_from_a_checkpoint(
-    kind: type[EightBit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saving: dict[str, Any] = {"shoal": {"checkpoint": {"path": str(tmp_path / "c"), "every_steps": 4}}}
+def test_another_world_goes_on_from_a_checkpoint(kind: type[EightBit], tmp_path: Path) -> None:
+    go_on_from_a_checkpoint(kind, {}, tmp_path)
+
+
+@rule(
+    "An average has nothing where no parameter lies, also beside state that some elements share",
+    "A step",
+    broken_by=Edit("shoal.blocks.loaded_state", "return key != AVERAGE and is_packed(keys)", "return is_packed(keys)"),
+)
+def test_another_world_goes_on_with_averages_beside_8_bit_state(tmp_path: Path) -> None:
+    go_on_from_a_checkpoint(EightBit, {"average": {"decay": 0.9}}, tmp_path)
+
+
+def go_on_from_a_checkpoint(kind: type[EightBit], more: dict[str, Any], place: Path) -> None:
+    saving: dict[str, Any] = {"shoal": {**more, "checkpoint": {"path": str(place / "c"), "every_steps": 4}}}
     with Crew("ab", task(kind, "1", **{**saving, "max_steps": 4})) as crew:
         crew.finish()
-    assert main(["verify", str(tmp_path / "c")]) == 0
+    assert main(["verify", str(place / "c")]) == 0
     with Crew("abc", task(kind, "3", **saving)) as crew:
-        assert crew.finish() == undisturbed(task(kind, "0"))
+        assert crew.finish() == undisturbed(task(kind, "0", shoal=more))
 
 
 def test_what_keeps_it_is_told_by_the_probe() -> None:

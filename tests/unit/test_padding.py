@@ -73,7 +73,7 @@ PADDED: dict[str, Make] = {
         Edit("shoal.blocks.values", "value[a:b].view(torch.uint8).count_nonzero()", "value[a:b].count_nonzero()"),
         Edit(
             "shoal.checkpoint.fingerprint",
-            "without_gaps(tensors[key], first, of_state)",
+            "without_gaps(tensors[key], first, of_state[key])",
             "tensors[key]",
         ),
     ],

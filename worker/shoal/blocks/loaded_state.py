@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.core.layout import Bucket, Layout, Slot, Stretch
 from shoal.core.misses import Missed, Misses
 from shoal.optim.several import member_of, members_of, own_state_of
-from shoal.optim.state_form import carried
+from shoal.optim.state_form import carried, is_packed
 from shoal.optim.twin import StepEffects, probing_twin_of, without_hooks_on_all
 
 State = dict[str, Tensor]  # each (elements,), or () where all its blocks share one number
@@ -27,6 +27,13 @@ WEIGHTS = "weights"
 """The key of parameters, where a block's are with its state and nowhere else."""
 AVERAGE = "average of weights"
 """The key of a block's average, once there is any: in the wide dtype of its bucket, beside the optimizer's state."""
+
+
+def counts_in_gaps(key: str, keys: Iterable[str]) -> bool:
+    """Whether state of that key counts where no parameter lies too: where elements share values, and gaps have a part
+    in them. `keys`: of all state there. An average is of weights, which mean nothing there.
+    """
+    return key != AVERAGE and is_packed(keys)
 
 
 class GivenStates(Protocol):

@@ -20,6 +20,7 @@ from shoal_protos.errors import PeerError
 from shoal_protos.runs import Runs
 from torch import Tensor
 
+from shoal.blocks.loaded_state import counts_in_gaps
 from shoal.blocks.values import WholeValues, without_gaps
 from shoal.checkpoint.reader import Reader
 from shoal.core.layout import Bucket, Layout, Stretch
@@ -28,7 +29,6 @@ from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import DIGESTS
 from shoal.exchange.world import World
 from shoal.group.group import Group
-from shoal.optim.state_form import is_packed
 from shoal.process.host_memory import tensor_bytes
 from shoal.state.training_state import TrainingState, digest_of
 
@@ -66,9 +66,9 @@ def contents(state: TrainingState, blocks: Runs) -> Iterator[tuple[Stretch, list
     for stretch, tensors in state.held.home.stream(blocks):
         first, _ = state.held_layout.elements(stretch)
         gaps = state.held_layout.buckets[stretch.bucket].gaps
-        of_state = () if is_packed(tensors) else gaps
+        of_state = {key: () if counts_in_gaps(key, tensors) else gaps for key in tensors}
         parameters = without_gaps(state.weights.of(stretch), first, gaps)
-        yield stretch, [parameters, *(without_gaps(tensors[key], first, of_state) for key in sorted(tensors))]
+        yield stretch, [parameters, *(without_gaps(tensors[key], first, of_state[key]) for key in sorted(tensors))]
 
 
 def _digest(part: Tensor, at: int, size: int) -> bytes:

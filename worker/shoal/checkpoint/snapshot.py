@@ -21,11 +21,10 @@ from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks
-from shoal.blocks.loaded_state import State
+from shoal.blocks.loaded_state import State, counts_in_gaps
 from shoal.blocks.values import BlockValues, without_gaps
 from shoal.core.container import Region
 from shoal.core.layout import Bucket, Layout, Stretch
-from shoal.optim.state_form import is_packed
 from shoal.process.device import HOST, Device, DeviceCopy
 from shoal.process.host_memory import tensor_bytes
 
@@ -142,9 +141,8 @@ class Snapshot:
             gaps = [
                 (max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first
             ]
-            is_dense = is_packed(piece.regions)
             for key, region in piece.regions.items():
-                if region.shape and gaps and not (key and is_dense):
+                if region.shape and gaps and not (key and counts_in_gaps(key, piece.regions)):
                     values: Tensor = self.data[region.at : region.at + region.bytes].view(region.dtype)
                     for start, end in gaps:
                         values[start:end] = 0
