@@ -53,6 +53,8 @@ def test_rates_momenta_and_scales_are_told_where_deepspeeds_objects_tell_them() 
     momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.5}}
     flat, *_, schedule = made(optimizer=momentum, scheduler={"type": "WarmupLR", "params": {}})
     assert flat.get_mom() == [0.5] and schedule.get_mom() is None
+    muon, *_ = made(optimizer={"type": "Muon", "params": {"momentum": 0.8}})
+    assert muon.get_mom() == [0.8, (0.9, 0.95)]
 
 
 def test_skipped_steps_are_the_jobs_also_on_a_joiner_and_after_a_resume(tmp_path: Path) -> None:

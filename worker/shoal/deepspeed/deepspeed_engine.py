@@ -79,11 +79,11 @@ class EngineFacts:
         return [float(group["lr"]) for group in self.elastic.context.state.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """What the optimizer's groups have as momentum: of SGD and RMSprop that, of others their betas; 0 where a group
-        has none.
+        """What the optimizer's groups have as momentum: of SGD, RMSprop and Muon that, of others their betas; 0 where
+        a group has none.
         """
         return [
-            group.get("momentum" if type(member).__name__ in ("SGD", "RMSprop") else "betas", 0.0)
+            group.get("momentum" if type(member).__name__ in ("SGD", "RMSprop", "Muon") else "betas", 0.0)
             for member in members_of(self.elastic.context.state.optimizer)
             for group in member.param_groups
         ]

@@ -48,7 +48,7 @@ ENGINE: Mapping[str, str] = {
     "fp16_enabled()": "Whether the model is trained in float16.",
     "bfloat16_enabled()": "Whether the model is trained in bfloat16.",
     "get_lr()": "The rates of the optimizer's groups.",
-    "get_mom()": "The momenta of the optimizer's groups (SGD, RMSprop), or their betas.",
+    "get_mom()": "The momenta of the optimizer's groups (SGD, RMSprop, Muon), or their betas.",
     "get_global_grad_norm()": "The last step's norm, before clipping; None without clipping.",
     "loss_scale()": "The factor of losses.",
     "dynamic_loss_scale()": "Whether the factor changes while training.",
