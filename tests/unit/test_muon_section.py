@@ -56,6 +56,13 @@ def test_groups_of_the_script_are_parted() -> None:
     assert [group["weight_decay"] for group in found.param_groups] == [0.5, 0.5]
 
 
+def test_groups_may_have_a_generator_or_one_parameter() -> None:
+    model = Model()
+    groups = [{"params": model.hidden.parameters()}, {"params": model.marked.weight}]
+    found = build_optimizer(Optimizer(type="Muon"), model, groups)
+    assert [shapes(one) for one in members_of(found)] == [[(4, 4)], [(4,), (4, 4)]]
+
+
 @pytest.mark.parametrize(
     ("params", "sentence"),
     [

@@ -47,7 +47,7 @@ def build_muon(given: Mapping[str, Any], model: nn.Module, over: Sequence[Any]) 
             f"`optimizer.params.ns_method` is {shown(given['ns_method'])}, which is other arithmetic than "
             f'torch.optim.Muon has; leave it out, or set "{STANDARD}".'
         )
-    groups = over if over and isinstance(over[0], dict) else [{"params": over}]
+    groups = [_listed(group) for group in over] if over and isinstance(over[0], dict) else [{"params": over}]
     hidden = _hidden_matrices(model)
     for_muon = [_part(group, lambda one: id(one) in hidden) for group in groups]
     for_adam = [_part(group, lambda one: id(one) not in hidden) for group in groups]
@@ -69,6 +69,12 @@ def build_muon(given: Mapping[str, Any], model: nn.Module, over: Sequence[Any]) 
 def _values(given: Mapping[str, Any], defaults: Mapping[str, Any], own_rate: str) -> dict[str, Any]:
     found = {key: given.get(key, value) for key, value in defaults.items()}
     return {**found, "lr": given.get(own_rate, found["lr"])}
+
+
+def _listed(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Its parameters as a list: torch takes a generator too, which is gone through once, and one alone."""
+    given = group["params"]
+    return {**group, "params": [given] if isinstance(given, torch.Tensor) else list(given)}
 
 
 def _part(group: Mapping[str, Any], is_in: Any) -> dict[str, Any]:
