@@ -63,6 +63,13 @@ def test_groups_may_have_a_generator_or_one_parameter() -> None:
     assert [shapes(one) for one in members_of(found)] == [[(4, 4)], [(4,), (4, 4)]]
 
 
+def test_named_parameters_are_refused_in_a_sentence() -> None:
+    model = Model()
+    for kind in ("Muon", "AdamW"):
+        with pytest.raises(UserError, match=r"model_parameters\[0\] is a tuple; expected parameters, as model.param"):
+            build_optimizer(Optimizer(type=kind), model, model.named_parameters())
+
+
 @pytest.mark.parametrize(
     ("params", "sentence"),
     [

@@ -61,6 +61,12 @@ def build_optimizer(section: OptimizerSection, model: nn.Module, over: Iterable[
     """The optimizer over `over`, parameters or groups of them; None: the model's trainable parameters, in one group."""
     parameters = list(over) if over is not None else [one for one in model.parameters() if one.requires_grad]
     if over is not None and not any(isinstance(one, dict) for one in parameters):
+        for number, one in enumerate(parameters):
+            if not isinstance(one, torch.Tensor):
+                raise UserError(
+                    f"model_parameters[{number}] is a {type(one).__name__}; expected parameters, as model.parameters() "
+                    "gives them, or groups of them."
+                )
         parameters = [one for one in parameters if one.requires_grad]
     if not parameters:
         raise UserError("the model has no parameter that requires a gradient; there is nothing to train.")
