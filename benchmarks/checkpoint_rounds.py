@@ -256,7 +256,8 @@ def main() -> None:
     given = options()
     place = os.environ["BENCH_STEPS"]
     checkpoint = {"path": str(given.folder / "shoal"), "keep": 1, "every_steps": EVER}
-    engine = initialize(given.size, given.lanes, given.mirrors, MICRO_BATCH, checkpoint)
+    section = {"lanes": given.lanes, "mirrors": given.mirrors, "checkpoint": checkpoint}
+    engine = initialize(given.size, section, MICRO_BATCH)
     way = Elastic(engine, given.folder / "shoal")
     way.step()  # the world has begun
     group = f"file://{place}.group"

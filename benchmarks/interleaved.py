@@ -37,7 +37,8 @@ def elastic(engine: shoal.Engine, batches: Iterator[dict[str, torch.Tensor]]) ->
 
 def main() -> None:
     given = options()
-    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage, optimizer=given.optimizer)
+    section = {"lanes": given.lanes, "mirrors": given.mirrors}
+    engine = initialize(given.size, section, stage=given.stage, optimizer=given.optimizer)
     batches = iter(engine)
     place, workers = os.environ["BENCH_STEPS"], given.workers or given.lanes
     elastic(engine, batches)  # the world has begun

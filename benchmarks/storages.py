@@ -44,7 +44,7 @@ def main() -> None:
     in_torchs_memory()
     result = {"activations": activations(given.size, counter)}
     before = counter.now
-    engine = initialize(given.size, given.lanes, given.mirrors, stage=given.stage)
+    engine = initialize(given.size, {"lanes": given.lanes, "mirrors": given.mirrors}, stage=given.stage)
     result["parameters"] = sum(one.numel() * one.element_size() for one in engine.module.parameters())
     layers = (sum(one.numel() for one in layer.parameters()) for layer in engine.module.blocks)
     result["unit"] = max(layers)

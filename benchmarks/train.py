@@ -22,21 +22,19 @@ STEPS = 1_000_000
 
 def initialize(
     size: str,
-    lanes: int,
-    mirrors: int,
+    section: Mapping[str, object],
     micro_batch: int = model.MICRO_BATCH,
-    checkpoint: Mapping[str, object] | None = None,
     stage: int = 1,
     optimizer: str = "adamw",
 ) -> shoal.Engine:
-    """The engine of all benchmarks. `checkpoint`: that section of the config; none: nothing is saved."""
+    """The engine of all benchmarks. `section`: `shoal` of the config."""
     gpt = model.build(size)
     return shoal.initialize(
         model=gpt,
         config={
             "train_micro_batch_size_per_gpu": micro_batch,
             "zero_optimization": {"stage": stage},
-            "shoal": {"lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "checkpoint": checkpoint or {}},
+            "shoal": {"max_steps": STEPS, **section},
         },
         dataset=model.Windows(),
         optimizer=model.optimizers(gpt, optimizer),
@@ -69,7 +67,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
-    train(initialize(given.size, given.lanes, given.mirrors, stage=given.stage))
+    train(initialize(given.size, {"lanes": given.lanes, "mirrors": given.mirrors}, stage=given.stage))
 
 
 def train(engine: shoal.Engine) -> None:
