@@ -42,5 +42,6 @@ async def test_tests_of_resources_run_unchanged_against_a_cluster_that_is_named_
             printed, _ = await process.communicate()
         assert process.returncode == 0, printed.decode()
         assert "2 passed" in printed.decode()
-        assert not cluster.objects[RESOURCES] and cluster.objects[DEFINITIONS] and not cluster.objects[NAMESPACES]
+        assert not cluster.objects[RESOURCES] and cluster.objects[DEFINITIONS]
+        assert NAMESPACE not in cluster.objects[NAMESPACES]
         assert len([one for one in cluster.requests if one[1].startswith(RESOURCES)]) > 20, "they asked this one"
