@@ -20,7 +20,8 @@ from torch import Tensor
 
 from shoal.core.anchors import Place, equal_cut
 from shoal.core.layout import Layout, Slot
-from shoal.optim.whole import Group, Pieces, Updates, WholeUpdate
+from shoal.optim.hyper import Group
+from shoal.optim.whole import Pieces, Updates, WholeUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from shoal_protos.errors import UserError
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.optim.hyper import rated
-from shoal.optim.whole import Columns, Group, Pieces
+from shoal.optim.hyper import Group, rated
+from shoal.optim.whole import Columns, Pieces
 
 MOMENTUM = "momentum_buffer"
 """The key of the state."""

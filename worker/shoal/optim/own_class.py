@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.data.seeds import RandomState
-from shoal.optim.hyper import rated
+from shoal.optim.hyper import Group, rated
 from shoal.optim.probe import SWELLS, text_of
 from shoal.optim.state_form import NUMBERS
 from shoal.optim.twin import LEFT_OUT, changed_values, own, probing_twin_of, without_hooks_on_all
-from shoal.optim.whole import UPDATES, Columns, Group, Pieces
+from shoal.optim.whole import UPDATES, Columns, Pieces
 
 ODD = "odd"
 """The keys of packed state: `odd 0`, `odd 1`, …"""

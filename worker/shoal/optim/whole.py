@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Group = Mapping[str, Any]
-"""An optimizer's group."""
+from shoal.optim.hyper import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Averages of weights where parameters are whole (stages 0 to 2): what owners answer, and the copy that a reader gets.
 
 Each bucket is asked for as a unit of stage 3 is (exchange/unit_fetch.py), between any two votes and by any member;
-those who are asked answer beside their own work, with lanes or without. What a member holds itself it asks nobody for.
+owners answer beside their own work, with lanes or without. What a member holds itself is read without a message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AveragedBucket:
         """Nothing is to be found."""
 
     def restore(self) -> None:
-        """Nobody waits for it."""
+        """No forward waits for it."""
 
 
 class WholeAverages:

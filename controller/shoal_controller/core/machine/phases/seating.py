@@ -140,14 +140,14 @@ def _without_workers(durable: Durable) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """Fewer cells train than those who are there could make, and nobody else is to come."""
+    """Fewer cells train than the workers present could form, and no other worker is to come."""
 
     possible: int
     cells: int
     lacking: int
     """The coordinate with the fewest."""
     spare: WorkerRecord | None
-    """Whose place another process can have that gets that coordinate, and no cell lacks it; None: nobody's yet."""
+    """A worker that no cell needs, and whose replacement would get that coordinate; None: there is none yet."""
 
     def sentence(self, cell: Shape) -> str:
         """Why fewer cells train, without an end."""
@@ -158,7 +158,7 @@ class Uneven:
 
 
 def uneven(durable: Durable) -> Uneven | None:
-    """What keeps those who are there from making as many cells as they could; None where nothing does, or where others
+    """What keeps the workers present from forming as many cells as they could; None where nothing does, or where others
     may still come.
     """
     cell = durable.cell
