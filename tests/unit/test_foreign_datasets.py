@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import datasets
@@ -41,8 +42,8 @@ def job(dataset: Any) -> str:
 
 
 def read(stream: Any, lane: int, steps: int) -> list[float]:
-    source = StreamSamples(stream, None, StreamOrder(LANES, MICRO, 1), 5)
-    return [x for step in range(steps) for x in source.read((step, lane, 0)).batch["x"].flatten().tolist()]
+    with closing(StreamSamples(stream, None, StreamOrder(LANES, MICRO, 1), 5)) as source:
+        return [x for step in range(steps) for x in source.read((step, lane, 0)).batch["x"].flatten().tolist()]
 
 
 def test_a_dataset_of_hugging_face_is_read_by_its_numbers() -> None:
@@ -74,13 +75,14 @@ def test_a_stream_of_hugging_face_goes_on_elsewhere_with_the_same_samples(shuffl
     stream = ROWS.to_iterable_dataset(num_shards=shards)
     stream = stream.shuffle(seed=3, buffer_size=5) if shuffles else stream
     order = StreamOrder(LANES, MICRO, 1)
-    source = StreamSamples(stream, None, order, 5)
-    reads = [source.read((step, 1, 0)) for step in range(2 * STATE_EVERY + 3)]
+    with closing(StreamSamples(stream, None, order, 5)) as source:
+        reads = [source.read((step, 1, 0)) for step in range(2 * STATE_EVERY + 3)]
     marks = [one.bookmark for one in reads if one.bookmark is not None]
     assert marks and all(bool(mark.state) is not shuffles for mark in marks)
     for mark in marks:
         for step in range(mark.batches, len(reads)):
-            found = StreamSamples(stream, None, order, 5).read((step, 1, 0), mark).batch
+            with closing(StreamSamples(stream, None, order, 5)) as elsewhere:
+                found = elsewhere.read((step, 1, 0), mark).batch
             assert torch.equal(found["x"], reads[step].batch["x"]), (mark, step)
 
 

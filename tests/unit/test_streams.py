@@ -24,6 +24,7 @@ from matrices import shortened
 from rule import Edit, holds, rule
 from shoal.core.stream_position import Bookmark, StreamOrder, StreamPositions
 from shoal.data.data_workers import HERE, Reading
+from shoal.data.fetch import Fetcher
 from shoal.data.stream_source import STATE_EVERY, StreamSamples
 from shoal_protos.acts import DrainWorker
 from shoal_protos.errors import UserError
@@ -208,6 +209,45 @@ def test_a_lane_that_others_have_trained_meanwhile_is_opened_at_a_state_and_else
     Numbers.read = 0
     place = (4 * STATE_EVERY, 2, 0)
     assert source.read(place, mark).batch == other.read(place).batch and Numbers.read == 2 * MICRO
+
+
+class CleansUp(Numbers):
+    """Has something open while it is read."""
+
+    open = 0
+
+    def __iter__(self) -> Iterator[int]:
+        CleansUp.open += 1
+        try:
+            yield from super().__iter__()
+        finally:
+            CleansUp.open -= 1
+
+
+@rule(
+    "A stream that is left in its midst is closed at once, on the thread that reads it: where the collector closes a "
+    "stream of Hugging Face, on whatever thread it runs, that one can wait for itself for ever",
+    "Data, evaluations and the doors",
+    broken_by=[
+        Edit(
+            "shoal.data.stream_source",
+            "        self.close()\n        self._stream = self",
+            "        self._stream = self",
+        ),
+        Edit("shoal.data.fetch", "        self._source.close()\n", ""),
+    ],
+)
+def test_a_stream_that_is_left_is_closed_when_its_lane_is_opened_anew_and_when_the_loop_ends() -> None:
+    fetcher = Fetcher(samples(CleansUp()), list, 5, "cpu")
+    kept = []  # so that none goes by itself
+    for place in [(20, 0, 0), (0, 0, 0), (0, 1, 0)]:
+        fetcher.micro_batch(*place)
+        kept += [reader._stream._iterator for reader in fetcher._source._lanes.values()]  # type: ignore[attr-defined]
+        assert CleansUp.open == 1 + (place[1] == 1)
+    fetcher.close()
+    assert CleansUp.open == 0
+    assert fetcher.micro_batch(1, 0, 0) == expected(0, 2)[1]
+    fetcher.close()
 
 
 # ---- what all know

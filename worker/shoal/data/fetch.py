@@ -94,10 +94,11 @@ class Fetcher:
         return self._moved(collated(self._collate, read_numbered(dataset, indices), f"samples {named(indices)}"))
 
     def close(self) -> None:
-        """Ends data workers; from then on samples are read on the training thread."""
+        """Ends data workers and open streams; from then on samples are read on the training thread."""
         if self._workers is not None:
             self._workers.close()
             self._workers = None
+        self._source.close()
 
     def _moved(self, batch: Any) -> Any:
         return to_device(pin_memory(batch) if self._is_pinned else batch, self._device, self._is_pinned)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +110,15 @@ class OpenedStream:
                          f"get_worker_info() which part is its own: every lane reads all of it and keeps every "
                          f"{self._lanes}th sample")  # fmt: skip
         return sample
+
+    def close(self) -> None:
+        """Ends a pass in its midst: a generator's own clean-up runs here and now.
+
+        The collector would run it on any thread: a stream of Hugging Face waits in it for threads that read ahead, and
+        on one of these it would wait for itself.
+        """
+        if isinstance(self._iterator, Generator):
+            self._iterator.close()
 
     def is_turn(self, offset: int) -> bool:
         """Whether the pass's sample of that number is this lane's."""

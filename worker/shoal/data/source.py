@@ -59,6 +59,9 @@ class Source(Protocol):
     def samples(self, place: Place) -> str:
         """What is read for a place, in words."""
 
+    def close(self) -> None:
+        """Ends what is open in this process; reading opens it anew."""
+
 
 def samples_of(dataset: Any) -> int:
     """The length of a map-style dataset; a `UserError` says what a dataset of another kind lacks."""
@@ -104,6 +107,9 @@ class NumberedSamples:
     def samples(self, place: Place) -> str:
         """Their numbers, and where they belong."""
         return f"samples {named(self.sampler.indices(*place))} of {where(place)}"
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def read_numbered(dataset: Any, indices: Sequence[int]) -> list[Any]:

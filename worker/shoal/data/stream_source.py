@@ -92,6 +92,11 @@ class StreamSamples:
         seed_everything(self._seed, step, lane, micro)
         return step, lane, micro
 
+    def close(self) -> None:
+        """Ends the lanes' streams; what is read after it opens them anew."""
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+
     @property
     def most_kept(self) -> int:
         """Micro-batches of a lane that may be asked for again: those read ahead, and of two steps."""
@@ -129,12 +134,18 @@ class _LaneReader:
         self._keep(number, samples)
         return samples
 
+    def close(self) -> None:
+        """Ends the stream, wherever it stands."""
+        if self._stream is not None:
+            self._stream.close()
+
     def _is_shorter_from(self, bookmark: Bookmark | None) -> bool:
         """Whether the stream's own state is ahead of where it stands here: others have trained the lane meanwhile."""
         return bookmark is not None and bool(bookmark.state) and bookmark.batches * self._size > self._taken
 
     def _open(self, bookmark: Bookmark | None) -> None:
         """At the bookmark where it has the stream's state; else at the beginning of its pass."""
+        self.close()
         self._stream = self._source.opened(self._lane)
         self._taken, self._begun, self._offset, self._passes, self._least = 0, 0, 0, 0, 0
         if bookmark is not None:

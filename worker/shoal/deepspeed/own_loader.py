@@ -131,3 +131,6 @@ class LateSource:
 
     def samples(self, place: Place) -> str:
         return f"nothing, for {place}"
+
+    def close(self) -> None:
+        """Nothing is open."""
