@@ -12,9 +12,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, rule
+from shoal.group.asked_order import Sequencer
 from shoal.group.group import GroupProgress
 from shoal.group.learnt_order import Carried, LearntOrder, OutOfOrder, Post, PostPlace
-from shoal.group.sequencer import Sequencer
 from shoal_controller.core.machine.wait_graph import broken_links, stragglers
 from shoal_protos.activity import Activity, StepPhase
 

@@ -16,6 +16,7 @@ from matrices import examples
 from ordered_wire import BULK, GlooWire, ordered_over_gloo
 from over_gloo import over_gloos
 from rule import Edit, rule
+from shoal.group.asked_order import MOST_IN_BATCH, Sequencer
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.device_group import StagedGroup, all_have_their_own, groups_of
 from shoal.group.gloo import build_gloo
@@ -23,7 +24,6 @@ from shoal.group.group import Group, SoloGroup, WorldChanged
 from shoal.group.learnt_order import Carried, Post
 from shoal.group.ordered import OrderedGroup
 from shoal.group.rendezvous import RendezvousServer
-from shoal.group.sequencer import MOST_IN_BATCH, Sequencer
 from shoal.process.device import HOST
 
 RANDOM = settings(
@@ -47,7 +47,9 @@ def random_posts(random: Random, members: int, messages: int) -> list[list[Post]
 @rule(
     "A wire without tags carries what both ends have posted, and all members carry it in one order",
     "Devices",
-    broken_by=Edit("shoal.group.sequencer", "            if self._alone[key] * step < 0:\n", "            if sends:\n"),
+    broken_by=Edit(
+        "shoal.group.asked_order", "            if self._alone[key] * step < 0:\n", "            if sends:\n"
+    ),
 )
 @given(st.integers(0, 1 << 30), st.integers(2, 5), st.integers(0, 200))
 @RANDOM
