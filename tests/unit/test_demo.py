@@ -1,4 +1,4 @@
-"""The demo's acts against a job that is only pretended, and its verdict. The whole demo runs in tests/integration."""
+"""The demo's acts against a job that is only pretended, and its demo. The whole demo runs in tests/integration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rule import Edit, rule
-from shoal_controller.cli import demo, demo_acts, verdict
+from shoal_controller.cli import demo, demo_acts
 from shoal_controller.cli.client import IsOver, NotNow
 from shoal_controller.cli.display import Lines, watch
 from shoal_controller.cli.tables import display_console
@@ -191,17 +191,17 @@ def report(fingerprint: str) -> dict[str, Any]:
 
 
 def test_equal_fingerprints_are_exit_0_and_different_or_missing_ones_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert verdict.conclude(report("ab" * 32), report("ab" * 32)) == 0
+    assert demo.conclude(report("ab" * 32), report("ab" * 32)) == 0
     printed = capsys.readouterr().out
     assert "The same bits" in printed
     assert printed.count("ab" * 32) == 2
-    assert verdict.conclude(report("ab" * 32), report("cd" * 32)) == 1
-    assert verdict.conclude(report(""), report("")) == 1
+    assert demo.conclude(report("ab" * 32), report("cd" * 32)) == 1
+    assert demo.conclude(report(""), report("")) == 1
     assert capsys.readouterr().out.count("Different bits") == 2
 
 
 def test_the_table_says_what_each_change_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    verdict.conclude(report("ab"), report("ab"))
+    demo.conclude(report("ab"), report("ab"))
     row = next(line for line in capsys.readouterr().out.splitlines() if "kill" in line)
     assert row.split() == ["2", "kill", "3", "17", "43", "ms", "90", "0", "B", "1.5", "MB", "0", "B", "0"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked_command import shoal
-from shoal_controller.cli.program import command_of, job_of
+from shoal_controller.cli.run import command_of, job_of
 from tiers import check
 
 

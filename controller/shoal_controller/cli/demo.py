@@ -1,6 +1,6 @@
 """`shoal demo`: run a job through failures and undisturbed, and compare the bits.
 
-The acts are in acts.py, what is printed at the end in verdict.py; the training script is the worker's
+The acts are in demo_acts.py; the training script is the worker's
 `python -m shoal.demo.byte_gpt`.
 """
 
@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from shoal_protos.errors import JobFailed, NotFound, StoreError
-from shoal_protos.text import at_step
+from shoal_protos.text import at_step, number
 
+from shoal_controller.cli.endings import DONE, FAILED
 from shoal_controller.cli.options import Data, Grpc, Http, NoPage, OpenPage, Store
 from shoal_controller.cli.page import check_flags, show_page
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from shoal_protos.rest import Json
 
     from shoal_controller.cli.client import Client
@@ -55,7 +57,6 @@ async def demo(
 
     from shoal_controller.cli.run import check_machine
     from shoal_controller.cli.serve import Places, interrupts, serving
-    from shoal_controller.cli.verdict import conclude
 
     check_machine()
     check_flags(no_page, open_page)
@@ -136,3 +137,27 @@ def spec(job: str, workers: int, command: list[str]) -> dict[str, Any]:
 def succeeded(job: Json) -> None:
     if job["phase"] != "succeeded":
         raise JobFailed(f"job {job['job']} {job['phase']} {at_step(job['step'])}: {job['reason']}")
+
+
+def conclude(disturbed: Json, undisturbed: Json) -> int:
+    """Print the table and the verdict; the exit status of the demo."""
+    from shoal_controller.cli.tables import resizes_table, show
+
+    equal = bool(disturbed["fingerprint"]) and disturbed["fingerprint"] == undisturbed["fingerprint"]
+    show("", "[bold]World changes[/]", resizes_table(disturbed["generations"]), "", runs(disturbed, undisturbed), "")
+    if equal:
+        show("[bold green]The same bits:[/] both runs ended with equal weights and optimizer state.")
+        return DONE
+    show("[bold red]Different bits:[/] the two runs did not end with equal weights and optimizer state.")
+    return FAILED
+
+
+def runs(disturbed: Json, undisturbed: Json) -> Table:
+    """Both runs, a line each; the fingerprints below each other."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name, report in (("disturbed", disturbed), ("undisturbed", undisturbed)):
+        ended = f"step {report['steps']}, loss {number(report['final_loss'], 8)}"
+        table.add_row(name, f"{ended}\n{report['fingerprint'] or 'no fingerprint'}")
+    return table
