@@ -55,12 +55,15 @@ class Shape:
         """The same in the dimensions of which there is more than one."""
         return {name: index for name, index in self.index(coordinate).items() if getattr(self, name) > 1}
 
-    def together(self, coordinate: int) -> tuple[int, ...]:
-        """The coordinates of a cell that share a host with this one: they differ from it in tight dimensions only."""
+    @property
+    def tight_parts(self) -> tuple[tuple[int, ...], ...]:
+        """All coordinates, by those that share a host: they differ in tight dimensions only."""
         apart = [dimension for dimension in DIMENSIONS if dimension not in self.tight]
-        own = self.index(coordinate)
-        others = ((other, self.index(other)) for other in self.coordinates)
-        return tuple(other for other, index in others if all(index[name] == own[name] for name in apart))
+        parts: dict[tuple[int, ...], list[int]] = {}
+        for coordinate in self.coordinates:
+            index = self.index(coordinate)
+            parts.setdefault(tuple(index[name] for name in apart), []).append(coordinate)
+        return tuple(map(tuple, parts.values()))
 
     def named(self, coordinate: int) -> str:
         """A coordinate as people read it: `coordinate 3 (stage 1, tensor 1)`."""

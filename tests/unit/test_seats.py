@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from cells_driver import OF_PAIRS, PAIR, SQUARE, Pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from machine_driver import MADE_OF, stored, through_the_store, training
+from matrices import examples
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.job_size import ImpossibleSize
@@ -31,16 +35,17 @@ def refused(answer: Seat | Refusal | Shutdown) -> str:
 
 @rule(
     "A process gets the coordinate at which the fewest are; where dimensions are tight, first one that its host lacks "
-    "beside what it has of a cell",
+    "beside what it has of a cell, then one of a part that the fewest hosts have begun",
     "A change of the world",
     broken_by=[
         Edit(
             "shoal_controller.core.planning.seats",
-            "(everywhere[place], place != wish, joined[place], place)",
-            "(place != wish, joined[place], place)",
+            "(begun.get(place, 0), everywhere[place], place",
+            "(place",
         ),
+        Edit("shoal_controller.core.planning.seats", "begun |= dict", "dict"),
         Edit("shoal_controller.core.planning.seats", "place != wish, joined[place], place)", "place != wish, place)"),
-        Edit("shoal_controller.core.planning.seats", " if cell.tight else []", " if False else []"),
+        Edit("shoal_controller.core.planning.seats", "on_host[place] < most]", "False]"),
     ],
 )
 def test_a_process_gets_the_coordinate_with_the_fewest_and_completes_its_host() -> None:
@@ -55,7 +60,19 @@ def test_a_process_gets_the_coordinate_with_the_fewest_and_completes_its_host() 
     assert best_seat(SQUARE, here, "b") == 3
     assert best_seat(replace(SQUARE, tight=("tensor",)), here, "a") == 3  # what stage 1 of this host lacks
     assert best_seat(replace(SQUARE, tight=("pipeline",)), here, "b") == 0  # beside its stage 1 of tensor 0
-    assert best_seat(replace(SQUARE, tight=("tensor",)), here, "c") == 3
+    assert best_seat(replace(SQUARE, tight=("tensor",)), here, "c") == 0  # two hosts have begun a stage 1
+    assert best_seat(replace(SQUARE, tight=("tensor",)), here[:3], "c") == 3
+
+
+@holds("A process gets the coordinate at which the fewest are")
+@settings(max_examples=examples(60), deadline=None)
+@given(st.permutations("aabbccdd"))
+def test_hosts_whose_processes_ask_in_any_order_make_whole_parts_of_as_many_cells_as_can_be(asking: list[str]) -> None:
+    tight, here = replace(SQUARE, tight=("tensor",)), list[Seated]()
+    for host in asking:
+        here.append(Seated(f"w{len(here)}", best_seat(tight, here, host), host))
+    parts = Counter(tuple(sorted(one.coordinate for one in here if one.host == host)) for host in "abcd")
+    assert parts == {(0, 1): 2, (2, 3): 2}
 
 
 def test_a_wish_decides_between_coordinates_that_have_equally_few() -> None:

@@ -40,7 +40,7 @@ def cells(given: Given) -> Finding:
 
 def fitting(shape: Shape, devices: int, topology: str) -> Finding:
     """Whether so many devices suit such cells. `topology`: what the tool printed; empty: it is not there."""
-    together = len(shape.together(0))
+    together = len(shape.tight_parts[0])
     if shape.processes == 1 or not devices:
         why = f"cells of {shape}" if shape.processes > 1 else "a cell is one process"
         here = f"{devices} CUDA devices here" if devices else "no CUDA device here"

@@ -26,22 +26,28 @@ class Seated:
 
 
 def best_seat(cell: Shape, here: Iterable[Seated], host: str, wish: int = -1) -> int:
-    """The coordinate with the fewest processes; before it those that complete what this host has of a cell that must
-    share a host. Ties: the one that was wished for, then that with the fewest that have joined, then by number.
+    """The coordinate with the fewest processes; before it those that complete what this host has of a part that must
+    share a host, and of the others those of the part that the fewest hosts have begun: they are to complete it.
+    Ties: the one that was wished for, then that with the fewest that have joined, then by number.
     """
-    everywhere, joined, on_host = Counter[int](), Counter[int](), Counter[int]()
+    everywhere, joined, by_host = Counter[int](), Counter[int](), dict[str, Counter[int]]()
     for one in here:
         everywhere[one.coordinate] += 1
         joined[one.coordinate] += one.has_joined
-        on_host[one.coordinate] += one.host == host
-    incomplete = [place for place in cell.coordinates if _is_behind(cell, on_host, place)] if cell.tight else []
+        by_host.setdefault(one.host, Counter())[one.coordinate] += 1
+    on_host = by_host.get(host, Counter[int]())
+    incomplete = [place for part in cell.tight_parts for place in _lacking(part, on_host)]
+    begun = dict(everywhere)
+    for part in (part for part in cell.tight_parts if len(part) > 1):
+        begun |= dict.fromkeys(part, sum(max(counts[place] for place in part) for counts in by_host.values()))
     places = incomplete or cell.coordinates
-    return min(places, key=lambda place: (everywhere[place], place != wish, joined[place], place))
+    return min(places, key=lambda place: (begun.get(place, 0), everywhere[place], place != wish, joined[place], place))
 
 
-def _is_behind(cell: Shape, on_host: Counter[int], place: int) -> bool:
-    """Whether the host has fewer processes there than at another coordinate of the same tight part."""
-    return on_host[place] < max(on_host[other] for other in cell.together(place))
+def _lacking(part: Sequence[int], on_host: Counter[int]) -> list[int]:
+    """The coordinates of a tight part at which a host has fewer processes than at another one of it."""
+    most = max(on_host[place] for place in part)
+    return [place for place in part if on_host[place] < most]
 
 
 def first_to_stay(
