@@ -343,6 +343,24 @@ def test_one_is_not_asked_to_make_room_where_its_host_would_give_another_coordin
 
 
 @rule(
+    "A first world begins only where as many cells are whole as a job has to have, though all that it wants are there",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.machine.phases.waiting",
+        " >= PATIENCE_SECONDS) and turn.durable.are_enough(chosen)",
+        " >= PATIENCE_SECONDS) and turn.durable.full_cells(chosen)",
+    ),
+)
+def test_a_job_whose_workers_make_too_few_cells_waits_and_begins_no_world_after_the_other() -> None:
+    job = Pairs(wanted=4, min_workers=4)
+    for number, coordinate in enumerate((0, 1, 0, 0)):
+        job.hello(f"w{number}", coordinate=coordinate)
+    assert job.job.durable.last_generation == 0
+    job.hello("w4", coordinate=1)
+    assert job.job.attempt is not None
+
+
+@rule(
     "Who is the last one at its coordinate is the last one of the job: its blocks have no other place",
     "A change of the world",
     broken_by=Edit(

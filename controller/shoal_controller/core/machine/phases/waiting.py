@@ -48,8 +48,8 @@ def settle(turn: Turn) -> None:
         turn.change(ready_since=since)
     waited = turn.now - since
     chosen = with_room(planned_changes.seated(turn, ready), (), planned_changes.most_of_each(turn))
-    enough = len(ready) >= turn.durable.wanted and turn.durable.full_cells(chosen) > 0
-    if enough or (waited >= PATIENCE_SECONDS and turn.durable.are_enough(chosen)):
+    all_here = len(ready) >= turn.durable.wanted
+    if (all_here or waited >= PATIENCE_SECONDS) and turn.durable.are_enough(chosen):
         recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
     return None
 
