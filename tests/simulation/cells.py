@@ -7,13 +7,21 @@ before there were others.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from shoal_protos.runs import Runs
 from shoal_protos.shape import ONE, Shape
 
-SHAPES = {"": ONE, "2": Shape(tensor=2), "2x2": Shape(tensor=2, pipeline=2)}
+SHAPES = {
+    "": ONE,
+    "2": Shape(tensor=2),
+    "2x2": Shape(tensor=2, pipeline=2),
+    "2x2 tight": Shape(tensor=2, pipeline=2, tight=("tensor",)),
+}
 DRAWN = "drawn"
 MOST_CELLS = 3
 
@@ -21,6 +29,36 @@ MOST_CELLS = 3
 def shape_of(seed: int, name: str) -> Shape:
     """Of a name in `SHAPES`, or drawn."""
     return SHAPES[Random(f"{seed} cell").choice(("2", "2x2")) if name == DRAWN else name]
+
+
+def full_cells_of(members: Iterable[tuple[int, str]], cell: Shape) -> int:
+    """How many cells these make, each a coordinate and a host."""
+    here = Counter(members)
+    hosts = {host for _, host in here} if cell.tight else {""}
+    here = here if cell.tight else Counter((coordinate, "") for coordinate, _ in here.elements())
+    return min(sum(min(here[place, host] for place in part) for host in hosts) for part in cell.tight_parts)
+
+
+class Hosts:
+    """The machine of every process: a cell's processes fit on one. If dimensions are tight, those that must share one
+    do, and no others; a launcher that starts processes has one for all.
+    """
+
+    def __init__(self, cell: Shape, launcher: str) -> None:
+        self._cell, self._launcher = cell, launcher
+        self._taken: dict[int, int] = {}
+        """By pid, where dimensions are tight."""
+
+    def take(self, pid: int, here: Iterable[int]) -> None:
+        """A process starts beside these: on the first host that has room."""
+        if self._cell.tight:
+            taken, room = Counter(self._taken[other] for other in here), len(self._cell.tight_parts[0])
+            found = next(host for host in count() if taken[host] < room)
+            self._taken[pid] = found if self._launcher == "none" else 0
+
+    def number(self, pid: int) -> int:
+        """The first host is 1."""
+        return self._taken.get(pid, (pid - 1) // self._cell.processes) + 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +96,12 @@ def models_of(blocks: int, homes: tuple[Runs, ...]) -> tuple[Runs, ...]:
     """The model of each coordinate: its home, and all that they have in common."""
     common = Runs.of(_common(blocks))
     return tuple(home | common for home in homes)
+
+
+def homes_and_models_of(blocks: int, cell: Shape) -> tuple[tuple[Runs, ...], tuple[Runs, ...]]:
+    """Both, by coordinate."""
+    homes = homes_of(blocks, cell)
+    return homes, models_of(blocks, homes)
 
 
 def _common(blocks: int) -> range:

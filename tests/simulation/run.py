@@ -105,7 +105,9 @@ def main() -> int:
     parser.add_argument(
         "--launcher", choices=["local", "none", "kubernetes"], help="of all seeds (default: drawn of two)"
     )
-    parser.add_argument("--cell", choices=["2", "2x2", "drawn"], help="so many processes train a lane (default: one)")
+    parser.add_argument(
+        "--cell", choices=["2", "2x2", "2x2 tight", "drawn"], help="so many processes train a lane (default: one)"
+    )
     parser.add_argument("--together", type=int, help="so many processes are started together, as those of a pod")
     parser.add_argument("--processes", type=int, default=2, help="how many seeds at a time")
     parser.add_argument("--replay", type=int, help="run this one seed and print its event log")

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from shoal_controller.core.machine.spec import Phase
 from shoal_protos.acts import Resume
-from shoal_protos.shape import full_cells
 
+from .cells import full_cells_of
 from .faults import Faults
 from .pods import NO_IMAGE
 from .simulation import Simulation
@@ -60,7 +60,7 @@ def _goes_on(simulation: Simulation) -> None:
 
 
 def _full_cells(simulation: Simulation, workers: Iterable[SimWorker]) -> int:
-    return full_cells((worker.coordinate for worker in workers), simulation.cell.processes)
+    return full_cells_of(((w.coordinate, simulation.host_of(w.pid)) for w in workers), simulation.cell)
 
 
 def _keep_enough(simulation: Simulation) -> None:
@@ -97,7 +97,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
     staying = [rank for rank, member in enumerate(world.members) if not roster[member.worker].leaving]
     gone = len(staying) == world.world_size
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
-    cells = full_cells((world.members[rank].coordinate for rank in staying), world.coordinates)
+    cells = _full_cells(simulation, [processes[rank] for rank in staying])
     busy = trainers == min(cells, world.lanes) * world.coordinates
     possible = min(len(staying), durable.wanted) // world.coordinates
     even = simulation.spec.launcher == "none" or cells >= possible  # people are told which process to drain

@@ -12,7 +12,7 @@ from shoal_protos.plan import EVERYONE, Member
 from shoal_protos.shape import ONE
 
 from .bad_script import BadScript
-from .cells import Sizes, homes_of, models_of, shape_of, sizes_of
+from .cells import Hosts, Sizes, homes_and_models_of, shape_of, sizes_of
 from .checkpoints import Checkpoints
 from .clock import Clock
 from .controller import ControllerHost, Launcher
@@ -49,8 +49,7 @@ class Simulation:
         self.blocks = int(shape.get("blocks", chance.choice((4, 8, 16, 64))))  # type: ignore[call-overload]
         lanes = int(shape.get("lanes", chance.randint(most, 2 * most)))  # type: ignore[call-overload]
         self.cell = shape_of(seed, str(shape.get("cell", "")))
-        self.homes = homes_of(self.blocks, self.cell)
-        self.models = models_of(self.blocks, self.homes)
+        self.homes, self.models = homes_and_models_of(self.blocks, self.cell)
         launcher = str(shape.get("launcher", chance.choice(("local", "none"))))
         mirrors = shape.get("mirrors", chance.choice((1, 1, 1, 2, 2, EVERYONE)))
         drawn_stage = 1 if self.still else Random(f"{seed} stage of zero").choice(STAGES)
@@ -89,6 +88,7 @@ class Simulation:
         self.links = Links(self)
         self.processes: dict[str, SimWorker] = {}
         self.incarnations = 0
+        self._hosts = Hosts(self.cell, launcher)
         self.liars: set[str] = set()
         """Workers that have said what cannot be."""
         self.put_back = 0
@@ -123,6 +123,7 @@ class Simulation:
     def start_process(self, worker: str = "", launched: bool = False, is_built: bool = False) -> SimWorker:
         """`is_built`: it has its model, and asks for no coordinate."""
         self.incarnations += 1
+        self._hosts.take(self.incarnations, [one.pid for one in self.workers()])
         process = SimWorker(self, self.incarnations, worker, launched)
         self.processes[process.incarnation] = process
         self.say("process", process.pid, "starts", f"as {worker}" if worker else "without an id")
@@ -144,8 +145,7 @@ class Simulation:
         return frozenset(self.models[coordinate]) if self.models else frozenset(range(self.blocks))
 
     def host_of(self, pid: int) -> str:
-        """The machine of a process: a cell's processes fit on one."""
-        return f"host{(pid - 1) // self.cell.processes + 1}"
+        return f"host{self._hosts.number(pid)}"
 
     def process_of(self, member: Member) -> SimWorker | None:
         return self.processes.get(member.incarnation)

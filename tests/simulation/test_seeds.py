@@ -23,6 +23,7 @@ from .script import Script
 
 SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "2000"))
 FIRST_SEEDS, FIRST_PODS, FIRST_CELLS = (40, 120), (12, 36), (12, 60)
+WITH_TIGHT_PARTS = 16
 """Where `make test` ends, and where `make check` does."""
 ENOUGH = 80
 """So many seeds have met all that is rare."""
@@ -95,6 +96,15 @@ def test_no_seed_with_cells_breaks_an_invariant(pool: ProcessPoolExecutor, first
         return  # too few to have met all that is rare
     assert happened["still training"] > count / 4, "most jobs ended before their faults were over"
     assert happened["from a checkpoint"], "no world began from a checkpoint"
+
+
+@pytest.mark.timeout(900)
+def test_jobs_whose_cells_have_parts_on_hosts_of_their_own_go_on_after_any_loss(pool: ProcessPoolExecutor) -> None:
+    """A job with all the members that it may have does not exchange one for another whose host it needs."""
+    shape: dict[str, object] = {"cell": "2x2 tight"}
+    bad, happened = many(pool, 0, WITH_TIGHT_PARTS, shape)
+    assert not bad, f"{bad[:5]}\n\nthe event log of seed {bad[0][0]}:\n{replay_log(bad[0][0], **shape)}"
+    assert happened["still training"] > WITH_TIGHT_PARTS / 4, "most jobs ended before their faults were over"
 
 
 def test_jobs_of_any_number_of_cells_come_to_one_state() -> None:

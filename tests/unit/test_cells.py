@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, holds, rule
 from shoal_controller.core.planning.cells import Cell, pair, share_among
+
+Parts = Sequence[Sequence[int]]
 
 
 @dataclass
@@ -22,8 +25,8 @@ class Trainers:
     hosts: list[str]
     before: list[list[int]]
 
-    def paired(self, tight: bool = False) -> list[Cell]:
-        return pair(self.lines, self.hosts, self.before, tight)
+    def paired(self, tight_parts: Parts = ()) -> list[Cell]:
+        return pair(self.lines, self.hosts, self.before, tight_parts)
 
     @property
     def whole(self) -> list[Cell]:
@@ -85,7 +88,7 @@ def test_all_cells_that_there_can_be_are_made_and_who_trained_together_goes_on_s
 @settings(max_examples=examples(150), deadline=None)
 @given(trainers())
 def test_tight_cells_lie_within_hosts_and_each_host_makes_all_that_it_can(world: Trainers) -> None:
-    cells = world.paired(tight=True)
+    cells = world.paired([range(len(world.lines))])
     assert cells[: len(world.whole)] == world.whole
     made = cells[len(world.whole) :]
     assert all(len({world.hosts[worker] for worker in cell}) == 1 for cell in made)
@@ -93,6 +96,64 @@ def test_tight_cells_lie_within_hosts_and_each_host_makes_all_that_it_can(world:
     for host in set(world.hosts):
         free = [sum(world.hosts[w] == host and w not in taken for w in line) for line in world.lines]
         assert sum(world.hosts[cell[0]] == host for cell in made) == min(free)
+
+
+@rule(
+    "In a new cell the processes at coordinates of one tight part are on one host, and its parts may be on different "
+    "ones; there are as many cells as the rarest part allows",
+    "A change of the world",
+    broken_by=[
+        Edit("shoal_controller.core.planning.cells", "of_part, tight=True)", "of_part, tight=False)"),
+        Edit("shoal_controller.core.planning.cells", "kept, tight=False)", "kept, tight=True)"),
+        Edit("shoal_controller.core.planning.cells", "            mine.extend(found)\n", "            pass\n"),
+    ],
+)
+@settings(max_examples=examples(300), deadline=None)
+@given(trainers(), st.data())
+def test_parts_that_are_tight_lie_within_hosts_and_make_all_cells_that_they_can(
+    world: Trainers, data: st.DataObject
+) -> None:
+    coordinates = range(len(world.lines))
+    of = data.draw(st.lists(st.integers(0, 2), min_size=len(coordinates), max_size=len(coordinates)))
+    parts = [part for n in range(3) if (part := [c for c in coordinates if of[c] == n])]
+    place = {worker: coordinate for coordinate, line in enumerate(world.lines) for worker in line}
+
+    def lies_well(cell: Sequence[int]) -> bool:
+        return all(len({world.hosts[worker] for worker in cell if place[worker] in part}) < 2 for part in parts)
+
+    world.before = [cell for cell in world.before if lies_well(cell)]
+    cells = world.paired(parts)
+    assert cells[: len(world.whole)] == world.whole
+    assert all(lies_well(cell) and [place[worker] for worker in cell] == list(coordinates) for cell in cells)
+    assert max(Counter(worker for cell in cells for worker in cell).values(), default=1) == 1
+    here = Counter((place[worker], world.hosts[worker]) for worker in place)
+    groups = [sum(min(here[c, host] for c in part) for host in set(world.hosts)) for part in parts]
+    assert len(cells) == min(groups)
+
+
+@pytest.mark.parametrize(
+    ("lines", "hosts", "before", "cells"),
+    [
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], "aabbbbaa", [], [(0, 1, 6, 7), (4, 5, 2, 3)]),
+        ([[0, 4], [5], [2, 6], [3]], "aabbccdd", [[0, 2, 3], [4, 5, 6]], [(4, 5, 2, 3)]),
+        ([[0, 4], [5, 8], [2, 6], [3, 7]], "aabbccdda", [[0, 2, 3], [4, 5, 6, 7]], [(4, 5, 6, 7), (0, 8, 2, 3)]),
+        ([[0, 4], [1, 5], [6, 8], [7, 9]], "aabbccddee", [[0, 1], [4, 5, 6, 7]], [(4, 5, 6, 7), (0, 1, 8, 9)]),
+        ([[0, 4], [1, 5], [2, 3], [6, 7]], "aabdccbd", [[4, 5, 2, 6]], [(4, 5, 2, 6), (0, 1, 3, 7)]),
+        ([[0, 4], [1, 5], [2], [6]], "aabbccb", [[0, 1, 2], [4, 5, 6]], [(0, 1, 2, 6)]),
+    ],
+    ids=[
+        "parts of one host before the oldest",
+        "what is left of two cells on four hosts",
+        "a process is replaced on its host",
+        "a part is replaced on another host",
+        "a whole cell first",
+        "a part of two cells' survivors goes to the first",
+    ],
+)
+def test_which_tight_parts_come_together(
+    lines: list[list[int]], hosts: str, before: list[list[int]], cells: list[Cell]
+) -> None:
+    assert pair(lines, hosts, before, [(0, 1), (2, 3)]) == cells
 
 
 @holds("There are as many cells as the rarest")
@@ -122,7 +183,7 @@ def test_tight_cells_lie_within_hosts_and_each_host_makes_all_that_it_can(world:
     ],
 )
 def test_who_comes_together(lines: list[list[int]], hosts: str, before: list[list[int]], cells: list[Cell]) -> None:
-    assert pair(lines, hosts, before, tight=False) == cells
+    assert pair(lines, hosts, before) == cells
 
 
 def test_cells_on_the_same_hosts_get_lanes_that_are_few_subtrees_together() -> None:

@@ -5,6 +5,7 @@ A letter is a process, at the coordinate and on the host that its number says; a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from shoal_controller.core.planning.question import ChangeQuestion, RecoveryQues
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill, Plan, Reason, Share
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
+from shoal_protos.shape import Shape
 
 LETTERS = "abcdefghijklmnopqrst"
 
@@ -110,13 +112,20 @@ class Life:
         self.world.train()
 
 
+def parts_of(size: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Which coordinates share a host: it is not said, none do, neighbours do, all do."""
+    shapes = Shape(size), Shape(2, size // 2, tight=("tensor",)), Shape(size, tight=("tensor",))
+    return [(), *(shape.tight_parts for shape in shapes)]
+
+
 @st.composite
 def lives(draw: st.DrawFn) -> Life:
     size = draw(st.sampled_from((2, 2, 4)))
     homes = draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=60))
     terms = Terms(
         draw(st.integers(1, 12)), len(homes), draw(st.sampled_from((0, 1, 1, 2))), draw(st.sampled_from((1, 2, 4))),
-        draw(st.integers(1, 9)), rounds=draw(st.booleans()), sharded=draw(st.booleans()), tight=draw(st.booleans()),
+        draw(st.integers(1, 9)), rounds=draw(st.booleans()), sharded=draw(st.booleans()),
+        tight_parts=draw(st.sampled_from(parts_of(size))),
     )  # fmt: skip
     at_home = [Runs.of(block for block, home in enumerate(homes) if home == c) for c in range(size)]
     common = Runs.of(draw(st.sets(st.integers(0, len(homes) - 1))))
@@ -170,7 +179,7 @@ def at_home(blocks: Runs, home: Runs) -> Runs:
 def planned_alone(before: Plan | None, plan: Plan, asked: Sequence[Candidate], terms: Terms, coordinate: int) -> Plan:
     """What the planner says of a job with the candidates and blocks of a coordinate only."""
     home = plan.homes[coordinate]
-    one = replace(terms, lanes=16, blocks=len(home), homes=(), models=(), tight=False, rounds=False)
+    one = replace(terms, lanes=16, blocks=len(home), homes=(), models=(), tight_parts=(), rounds=False)
     request = PlanRequest(one, plan.generation, plan.reason)
     candidates = [
         replace(
@@ -251,12 +260,14 @@ def test_after_any_life_the_world_comes_to_rest_with_all_cells_that_there_can_be
     world.train()
     plan = world.settle()
     world.check_at_rest()
-    if not world.terms.tight:
-        stay = [sum(world.coordinates[letter] == c and world.stays(letter) for letter in world.here)
-                for c in range(plan.coordinates)]  # fmt: skip
-        assert len(plan.cells) == min(world.terms.lanes, *stay)
+    stay = Counter((world.coordinates[letter], world.domains[letter]) for letter in world.here if world.stays(letter))
+    hosts = {host for _, host in stay}
+    parts = world.terms.tight_parts or parts_of(plan.coordinates)[1]
+    groups = [sum(min(stay[c, host] for c in part) for host in hosts) for part in parts]
+    assert len(plan.cells) == min(world.terms.lanes, *groups)
     assert plan.steps == bool(plan.cells)
-    assert all(len({world.domains[letter] for letter in cell}) == 1 for cell in names(plan) if world.terms.tight)
+    for cell in names(plan):
+        assert all(len({world.domains[cell[c]] for c in part}) == 1 for part in parts)
 
 
 @settings(max_examples=examples(40), deadline=None)
@@ -359,7 +370,7 @@ def test_the_last_process_of_a_coordinate_that_drains_trains_on_until_there_is_a
     ),
 )
 def test_without_a_full_cell_all_are_standbys_and_no_step_runs() -> None:
-    world = cells_of(2, TWO, replace(TERMS, tight=True))
+    world = cells_of(2, TWO, replace(TERMS, tight_parts=((0, 1),)))
     plan = world.kill("a", "d")
     assert (plan.cells, plan.trainers, plan.steps) == ((), (), False)
     assert union(share.owned for share in plan.shares) == every(20)

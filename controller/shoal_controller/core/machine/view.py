@@ -136,7 +136,7 @@ def _why_no_steps(job: Job) -> str:
     members = [member.worker for member in durable.current.members] if durable.current is not None else []
     active = plural(len(members), "worker")
     if durable.are_enough(members) and durable.cell.tight and durable.current is not None and not durable.current.cells:
-        return f"{active} active; no host has all processes of a cell ({durable.cell})"
+        return f"{active} active; no host has all processes of a cell that must share one ({durable.cell})"
     if durable.are_enough(members):
         return f"{active} active; a generation that trains is being planned"
     coming = sum(record.serves for record in durable.roster.values()) > len(members)

@@ -109,7 +109,7 @@ def lanes_among(view: JobView, world: Plan, stays: Sequence[WorkerId]) -> dict[W
     trainers = [[number[n] for n in here if coordinates[n] == place] for place in range(world.coordinates)]
     left = [[number[name] for name in cell if name in here] for cell in world.workers_of_cells]
     hosts = [known[name].host or known[name].domain for name in here]
-    cells = pair(trainers, hosts, left, bool(view.cell.tight))
+    cells = pair(trainers, hosts, left, view.cell.tight_parts)
     of = [domains[known[name].domain] for name in here]
     rounds = (view.stage or 0) >= ROUNDS_FROM_STAGE
     shared = share_among(cells, world.lanes, [NONE_IN_FLIGHT] * len(cells), of, rounds)

@@ -3,6 +3,7 @@
 Any choice of one process at each coordinate is a cell, and no byte moves when cells are paired anew. So there are as
 many as the rarest coordinate allows, and only habit decides among them: a cell that is whole stays, survivors of one
 stay together, processes of a host come together, and the oldest come first. In a shape of one process each is a cell.
+Coordinates that must share a host (a tight part) are paired within hosts first, and what comes of that like processes.
 Called by planner.py; workers are its indexes, oldest first. Pure.
 """
 
@@ -18,14 +19,53 @@ Cell = tuple[int, ...]
 
 
 def pair(
-    trainers: Sequence[Sequence[int]], hosts: Sequence[str], before: Iterable[Sequence[int]], tight: bool
+    trainers: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    before: Iterable[Sequence[int]],
+    tight_parts: Sequence[Sequence[int]] = (),
 ) -> list[Cell]:
     """As many full cells as there can be: those that are whole in their order, then new ones, the oldest first.
 
     `trainers` is by coordinate, oldest first, `hosts` by worker. `before` has the trainers that are left of each cell,
-    by coordinate. `tight`: new cells are each within one host.
+    by coordinate. `tight_parts`: all coordinates, by those of which a new cell has processes of one host; empty where
+    each is for itself.
     """
-    left = list(before)
+    if all(len(part) == 1 for part in tight_parts):
+        return _pair(trainers, hosts, list(before), tight=False)
+    place = {worker: coordinate for coordinate, line in enumerate(trainers) for worker in line}
+    left = sorted(before, key=len, reverse=True)  # whole ones first, in their order
+    kept: list[list[int]] = [[] for _ in left]
+    groups: dict[int, Cell] = {}
+    lines: list[list[int]] = []
+    for part in tight_parts:
+        of_part = [[worker for worker in cell if place[worker] in part] for cell in left]
+        made = _pair([trainers[coordinate] for coordinate in part], hosts, of_part, tight=True)
+        groups.update((min(group), group) for group in made)
+        lines.append(sorted(map(min, made)))
+        for mine, found in zip(kept, _those_with(of_part, made), strict=True):
+            mine.extend(found)
+    cells = _pair(lines, hosts, kept, tight=False)
+    members = (chain.from_iterable(groups[oldest] for oldest in cell) for cell in cells)
+    return [tuple(sorted(cell, key=place.__getitem__)) for cell in members]
+
+
+def _those_with(survivors: Iterable[Sequence[int]], groups: Iterable[Cell]) -> Iterator[list[int]]:
+    """Of each cell that was the group with all who are left of it, by its oldest; nothing where there is none. Of two
+    cells the first one gets it.
+    """
+    group_of = {worker: group for group in groups for worker in group}
+    given = {Cell()}
+    for left in survivors:
+        found = {group_of.get(worker, ()) for worker in left}
+        mine = found - given if len(found) == 1 else set[Cell]()
+        given |= mine
+        yield list(map(min, mine))
+
+
+def _pair(
+    trainers: Sequence[Sequence[int]], hosts: Sequence[str], left: Sequence[Sequence[int]], *, tight: bool
+) -> list[Cell]:
+    """The same of coordinates that are alike. `tight`: new cells are each within one host."""
     whole = [tuple(cell) for cell in left if len(cell) == len(trainers)]
     free = _Free(trainers, hosts, tight)
     for cell in whole:

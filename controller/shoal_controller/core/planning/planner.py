@@ -97,8 +97,8 @@ class Terms:
     """By coordinate, as in a plan (`Plan.homes`)."""
     models: tuple[Runs, ...] = ()
     """By coordinate, the blocks whose parameters its model has: its home, and what it has in common with others."""
-    tight: bool = False
-    """Whether the processes of a new cell must share a host."""
+    tight_parts: tuple[tuple[int, ...], ...] = ()
+    """All coordinates, by those whose processes must share a host in a new cell; empty where none must."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
             kept += _promote(target.groups, staying, min(terms.mirrors, len(staying) - 1))
             partners.update(target.partners)
     left = known.cells(frozenset(chain.from_iterable(keepers)))
-    cells = pair(keepers, [c.host or c.domain for c in here], left, terms.tight)
+    cells = pair(keepers, [c.host or c.domain for c in here], left, terms.tight_parts)
     shared = share_among(cells, terms.lanes, [here[cell[0]].lane for cell in cells], _domains(here), terms.rounds)
     lanes = {worker: mine for cell, mine in shared.items() for worker in cell}
     return _without_the_needless(_World(here, _shares(here, kept, lanes, partners), name_fills(kept), tuple(shared)))

@@ -132,10 +132,14 @@ def _spare_cell(terms: Terms, plan: Plan, known: Mapping[Member, Candidate]) -> 
     for member, share in zip(plan.members, plan.shares, strict=True):
         candidate = known[member]
         if not share.lanes and candidate.can_train and not candidate.leaving:
-            host = candidate.host or candidate.domain if terms.tight else ""
-            spare.setdefault(host, {})[member.coordinate] = member.worker
-    full = (list(cell.values()) for cell in spare.values() if len(cell) == len(terms.homes))
-    return next(full, [])
+            spare.setdefault(candidate.host or candidate.domain, {})[member.coordinate] = member.worker
+    cell: list[WorkerId] = []
+    for part in terms.tight_parts or [(coordinate,) for coordinate in range(len(terms.homes))]:
+        there = next((host for host in spare.values() if host.keys() >= set(part)), None)
+        if there is None:
+            return []
+        cell += (there[coordinate] for coordinate in part)
+    return cell
 
 
 def _check_lost_blocks(question: Question, answer: Runs) -> None:

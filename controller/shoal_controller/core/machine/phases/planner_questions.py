@@ -219,7 +219,7 @@ def _plan_request(
         sharded=description.shards_parameters,
         homes=description.homes,
         models=description.models,
-        tight=bool(description.cell.tight),
+        tight_parts=description.cell.tight_parts,
     )
     suspects = frozenset(c.member.worker for c in candidates if progress_watch.has_fault(turn, c.member.worker))
     return PlanRequest(terms, number, reason, avoid | suspects)
