@@ -132,9 +132,13 @@ class Llama(nn.Module):
 
 def train(result: str, by: str = "hand", **options: Any) -> None:
     """`by`: "hand", "plan", or the folder of a Llama's weights. Options: `alone`, how w0's script ends where the rest
-    of its cell is gone, which w1 is in its fifth step; `unequal`, a parameter has other gradients at coordinate 1.
+    of its cell is gone, which w1 is in its fifth step; `unequal`, a parameter has other gradients at coordinate 1;
+    `compile`, a backend, and `compiler_cache`, its folder.
     """
     import shoal
+
+    if "compiler_cache" in options:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = options["compiler_cache"]
 
     torch.set_num_threads(1)
     settled = config({**options, "shoal": {"cell": {"tensor": TENSOR}, **options.get("shoal", {})}})

@@ -23,6 +23,7 @@ from tiers import check, promise
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "integration.cell_scripts:train"
 OPTIONS: dict[str, Any] = {"max_steps": 12, "lanes": 4}
+COMPILE_SECONDS = 600
 LAUNCHED = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT / "tests")!r})
@@ -126,10 +127,17 @@ def test_a_spare_makes_room_by_itself_where_the_launcher_starts_one_that_a_cell_
 
 @check("torch.compile in processes; the crew has the bits")
 @holds("Any number of cells ends in the same bits")
-def test_a_compiled_model_keeps_its_one_graph_and_bits_though_its_cell_is_paired_anew() -> None:
-    """aot_eager, which traces as every backend and compiles nothing."""
-    options: dict[str, Any] = {"compile": "aot_eager", "max_steps": 8}
+@pytest.mark.timeout(2 * COMPILE_SECONDS)
+@pytest.mark.parametrize("backend", shortened(["aot_eager", "inductor"], "aot_eager"))
+def test_a_compiled_model_keeps_its_one_graph_and_bits_though_its_cell_is_paired_anew(
+    backend: str, tmp_path: Path
+) -> None:
+    """aot_eager traces as every backend and compiles nothing; inductor takes 50 s of a core for its kernels, once, and
+    10 more in each process.
+    """
+    options: dict[str, Any] = {"compile": backend, "compiler_cache": str(tmp_path), "max_steps": 8}
     with cells_of("plan", 4, **options) as cluster:
+        cluster.until("all to have compiled", lambda job: job["step"] > 0, COMPILE_SECONDS)
         for killed, left in (("w1", 3), ("w2", 2)):
             cluster.wait_step(cluster.job()["step"] + 1)
             cluster.kill(killed)
