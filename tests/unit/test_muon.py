@@ -146,6 +146,27 @@ def test_a_rate_and_a_decay_that_begin_with_zero_hide_no_other_numbers(
     assert [one is not None for one in whole_updates(optimizer)] == [is_taken]
 
 
+class Counted(Jordan):
+    """By its group's number of passes."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"] if group["passes"] != 5 else ():
+                p.mul_(0.5)
+
+
+def test_each_group_is_judged_by_its_own_values() -> None:
+    pair = [{"params": [nn.Parameter(torch.zeros(8, 8))]} for _ in range(2)]
+    counted = type("Muon", (Counted,), {})(pair)
+    for passes in ((5, 4), (4, 5)):
+        for group, number in zip(counted.param_groups, passes, strict=True):
+            group["passes"] = number
+        assert [one is not None for one in whole_updates(counted)] == [number == 5 for number in passes]
+    plain = torch.optim.Muon([{**one, "ns_steps": 4 + at, "nesterov": bool(at)} for at, one in enumerate(pair)])
+    assert all(one is not None for one in whole_updates(plain))
+
+
 @rule(
     "Tensors that are updated whole are computed at one home, from parts of all owners, and what comes back goes to "
     "all who update one of the tensor's blocks: owner, mirrors and who is filling it",

@@ -5,6 +5,9 @@ has made goes to all who update a block of the tensor at this vote, who keep it 
 Bucket by bucket, one message between two members for each column of what travels. A home has no state, so a death
 here is one before the vote: the step runs again with other homes, and the same bits. Nothing is written.
 
+A group that has no turn (`engine.turn`) sends nothing. Where there may be such, members agree on turns before, by one
+small all-gather: those whose scripts differ would wait for each other, and the vote is to say so.
+
 Made once for a world; a step without such tensors does not come here.
 """
 
@@ -28,6 +31,7 @@ from shoal.exchange.packing import Posted
 from shoal.exchange.traffic import PARTS, RETURNED, Traffic
 from shoal.group.group import Group, Work
 from shoal.optim.hyper import has_turn
+from shoal.optim.several import names_by_group
 
 AFTER_BUFFERS = 1
 """Its positions in the phase of buffers begin here."""
@@ -71,6 +75,9 @@ class Shaping:
         for (bucket, slot), anchor in zip(places, anchors(layout, places, costs), strict=True):
             self._buckets.setdefault(bucket.index, {})[slot] = _owner_of(anchor, traffic.owned)
         self._owned: Spans = [layout.cut(runs) for runs in traffic.owned]
+        names = names_by_group(held.segments.user)
+        self.takes_turns = any(names[bucket.group] for bucket, _ in places)
+        """Whether there may be groups without a turn."""
         self._wanted: Spans = ()
         self._made: list[tuple[Slot, Tensor, Tensor]] = []
         """What this home has made for the step at hand: of a tensor the first column, and its sum."""
@@ -88,13 +95,16 @@ class Shaping:
         self._whole.forget()
         self._made.clear()
         self._wanted = [self._layout.cut(runs) for runs in self.traffic.replays(boundaries)]
-        flights: list[_InFlight] = []
+        turns, flights = self._turns(), list[_InFlight]()
         for number, homes in self._buckets.items():
+            if not turns[self._layout.buckets[number].group]:
+                continue
             flights.append(flight := _InFlight(self._layout.buckets[number], homes))
             self._send_parts(flight, gradients, scale, is_new)
             if len(flights) > 1:
                 self._make(len(flights) - 2, flights[-2], is_new)
-        self._make(len(flights) - 1, flights[-1], is_new)
+        if flights:
+            self._make(len(flights) - 1, flights[-1], is_new)
         self._group.progress.reach(StepPhase.BUFFERS, AFTER_BUFFERS + len(flights))
         for flight in flights:
             for receive in flight.returned:
@@ -102,6 +112,14 @@ class Shaping:
                 for slot, columns in zip(receive.slots, _by_slot(receive), strict=True):
                     self._put(flight.bucket, slot, columns)
         self._group.wait([work for flight in flights for work, _ in flight.sends])
+
+    def _turns(self) -> list[bool]:
+        """By group, as all members have them; nobody's turn where they differ. Raises `WorldChanged`."""
+        turns = [has_turn(group) for group in self._held.segments.user.param_groups]
+        if not self.takes_turns:
+            return turns
+        rows = self._group.all_gather(torch.tensor(turns, dtype=torch.uint8, device="cpu"))
+        return turns if bool((rows == rows[0]).all()) else [False] * len(turns)
 
     def find_bad(self) -> str:
         """The first tensor whose update, made here, is not finite; empty where all are. After `run`; a device is waited
@@ -187,12 +205,8 @@ class Shaping:
             there = own | {peer: of_peer.pop(slot) for peer, of_peer in parts.items() if slot in of_peer}
             sent = self._joined(bucket, slot, there, dtypes.sent)
             group = self._held.segments.user.param_groups[bucket.group]
-            if has_turn(group):
-                made = update.whole(sent, slot.parameter.shape, group, is_new(slot))
-                self._made.append((slot, made[0], made[0].sum()))
-            else:  # the messages are those of every step, and no commit reads them
-                made = [torch.zeros(slot.parameter.elements, dtype=dtype, device=self._layout.device)
-                        for dtype in dtypes.returned]  # fmt: skip
+            made = update.whole(sent, slot.parameter.shape, group, is_new(slot))
+            self._made.append((slot, made[0], made[0].sum()))
             self._put(bucket, slot, self._cut(made, slot, self._wanted[rank][bucket.index]))
             for peer in self.traffic.others:
                 if of_peer := self._cut(made, slot, self._wanted[peer][bucket.index]):

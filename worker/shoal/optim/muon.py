@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from shoal_protos.errors import UserError
@@ -32,6 +33,8 @@ CLASSES = ("Muon", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam")
 USE_MUON = "use_muon"
 """A key of groups of classes that train others by Adam."""
 TRIAL_SHAPES, TRIAL_STEPS = ((24, 40), (40, 24)), 3
+LEFT_OUT = ("lr", "initial_lr", "name", "turn")
+"""What groups differ in that are tried once."""
 TRIAL_DECAY = 0.1
 """In the place of 0, which other groups or a later step may not have."""
 
@@ -175,23 +178,25 @@ def muon_updates(optimizer: Optimizer) -> list[Muon | None]:
     """Return, by group, the update of those that are trained by Muon; empty for another class."""
     if type(optimizer).__name__ not in CLASSES:
         return []
-    muon = _numbers_of(optimizer)
-    groups = optimizer.param_groups if muon is not None else []
-    return [Muon(muon) if muon and group.get(USE_MUON, True) else None for group in groups]
+    numbers = map(partial(_numbers_of, optimizer), range(len(optimizer.param_groups)))
+    updates = [None if one is None else Muon(one) for one in numbers]
+    return updates if any(updates) else []
 
 
-_known: dict[type[Optimizer], Numbers | None] = {}
+_known: dict[tuple[type[Optimizer], str], Numbers | None] = {}
+"""By what a group's steps may go by."""
 
 
-def _numbers_of(optimizer: Optimizer) -> Numbers | None:
-    """None: others."""
-    kind = type(optimizer)
-    if kind not in _known:
-        number = next((n for n, group in enumerate(optimizer.param_groups) if group.get(USE_MUON, True)), None)
-        if number is None:
-            return None
-        _known[kind] = next((one for one in (TORCH, JORDAN) if _has(optimizer, number, one)), None)
-    return _known[kind]
+def _numbers_of(optimizer: Optimizer, number: int) -> Numbers | None:
+    """Of a group; None: others, or it is not trained by Muon."""
+    group = optimizer.param_groups[number]
+    if not group.get(USE_MUON, True):
+        return None
+    values = {key: value for key, value in group.items() if key not in ("params", *LEFT_OUT)}
+    tried = type(optimizer), repr(sorted(values.items()))
+    if tried not in _known:
+        _known[tried] = next((one for one in (TORCH, JORDAN) if _has(optimizer, number, one)), None)
+    return _known[tried]
 
 
 def _has(optimizer: Optimizer, number: int, muon: Numbers) -> bool:

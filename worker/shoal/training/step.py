@@ -191,7 +191,9 @@ class Step:
         context, plan = self._context, self._world.plan
         voted = set(record.generations)
         ends = len(voted) == 1 and plan.generation not in voted
-        if self.number == context.state.step or ends or any(request.kind in ENDS for request in record.requests):
+        takes_turns = self._shaping is not None and self._shaping.takes_turns  # the next step's is not known yet
+        ends = ends or takes_turns or any(request.kind in ENDS for request in record.requests)
+        if self.number == context.state.step or ends:
             return None
         here, following = (min(context.boundaries + more, plan.boundaries) for more in (0, 1))
         times = self.reducing.fill_times
