@@ -109,7 +109,7 @@ KEPT += [(InState, "1, bf16, on the host of a device", "ab"), (InGroup, "0", "ab
             "with_no_empty_group(twin) if stands_in else nullcontext()",
             "nullcontext()",
         ),
-        Edit("shoal.blocks.segments", "self._form(segment.stretch).given_back(own)", "own"),
+        Edit("shoal.blocks.segments", "self._form(segment.stretch).given_back(kept)", "own"),
         Edit(
             "shoal.optim.state_form",
             "KINDS.get(one.dtype, numbers[key])",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,11 @@ import torch
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from matrices import shortened
-from rule import Edit, rule
+from memory_group import MemoryGroup
+from rule import Edit, holds, rule
+from shoal.blocks.odd_state import OddStates
+from shoal.core.layout import Trainable, lay_out
+from shoal.exchange.traffic import PARTS, RETURNED
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.own_class import let_own_class_update
 from shoal.optim.twin import whole_updates
@@ -82,13 +88,16 @@ def task(kind: str, **options: Any) -> Task:
 
 @rule(
     "State of a tensor that is not one value for each element is packed into its first elements, so it is mirrored, "
-    "filled and saved with its blocks",
+    "filled and saved with its blocks; what is kept of it is what is used",
     "Arithmetic and layout",
-    broken_by=Edit(
-        "shoal.optim.own_class",
-        "        whole[at : at + one.words].view(torch.uint8)[: flat.numel()] = flat.to(whole.device)\n",
-        "        whole[at : at + 1].view(torch.uint8)[:4] = flat[:4].to(whole.device)\n",
-    ),
+    broken_by=[
+        Edit("shoal.optim.own_class", "        at += one.bytes\n    return [part", "        at += 4\n    return [part"),
+        Edit(
+            "shoal.blocks.odd_state",
+            "found[key][first - start : last - start] = state[key][at : at + last - first]",
+            "found[key][first - start : last - start] = state[key][: last - first]",
+        ),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_one_lane_weights_are_those_of_the_class_itself(kind: str) -> None:
@@ -106,6 +115,7 @@ KEPT = [
 ]  # fmt: skip
 
 
+@holds("State of a tensor that is not one")
 @pytest.mark.parametrize(("kind", "form", "stage", "point"), shortened(CASES, *KEPT))
 def test_bits_survive_a_death_and_a_join(kind: str, form: str, stage: int, point: str) -> None:
     with Crew("abc", task(kind, stage=stage, **FORMS[form])) as crew:
@@ -151,6 +161,49 @@ def test_what_a_home_makes_of_a_tensor_leaves_the_scripts_group_as_it_is() -> No
     state = update.first_state(torch.ones(16)).values()
     update.whole([torch.ones(16), torch.ones(16), *state], (4, 4), group, True)
     assert group["step"] == 0
+
+
+# ---- what state takes
+
+
+def test_a_worker_keeps_as_many_bytes_of_state_as_the_class_itself() -> None:
+    """Of vectors Adafactor keeps a value for each element, of matrices one for each row and column."""
+    given = task("Adafactor", max_steps=2)
+    with Crew("ab", replace(given, options={**given.options, "mirrors": 0})) as crew:
+        crew.finish()
+        kept = [worker.engine.context.state.held.home.state_bytes() for worker in crew.workers.values()]
+    plain = Mixed()
+    optimizer = torch.optim.Adafactor(plain.parameters())
+    for parameter in plain.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    own = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert own - 64 <= sum(kept) <= own, "an unused matrix of 8 rows and columns may have none"
+    assert sum(kept) < 0.2 * sum(parameter.numel() for parameter in plain.parameters())
+
+
+def test_odd_state_travels_as_far_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, send = Counter[tuple[int, torch.dtype]](), MemoryGroup.send
+
+    def counted(self: MemoryGroup, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        assert tensor.numel() or tag not in (PARTS, RETURNED)
+        sent[tag, tensor.dtype] += tensor.nbytes
+        return send(self, tensor, to, tag)
+
+    monkeypatch.setattr(MemoryGroup, "send", counted)
+    with Crew("abcd", task("Adafactor", max_steps=2)) as crew:
+        crew.finish()
+    for tag in (PARTS, RETURNED):
+        odd = sum(size for (of, dtype), size in sent.items() if of == tag and dtype in (torch.int32, torch.uint8))
+        assert 0 < odd < 0.2 * sent[tag, torch.float32]
+
+
+def test_state_that_is_kept_otherwise_is_refused_in_a_sentence() -> None:
+    optimizer = whole(torch.optim.Adafactor)(nn.Linear(64, 64))
+    layout = lay_out([Trainable("a", (64, 64), torch.float32, 0), Trainable("b", (64,), torch.float32, 0)])
+    other = {"odd 0": torch.zeros(layout.buckets[0].elements, dtype=torch.int32)}
+    with pytest.raises(UserError, match=r"the state of optimizer Adafactor is odd 0; expected odd bytes 0, odd bytes"):
+        OddStates(layout, whole_updates(optimizer)).kept(0, other, 0)
 
 
 # ---- who may

@@ -118,7 +118,8 @@ class HeldBlocks:
                 here = slice(at - begin, last - begin)
                 weights = segment.parameter if segment.has_master else self.segments.parameters_of(segment)
                 gradient = gradients.range(bucket, at, last).to(device)
-                state = {key: value[here] for key, value in self.segments.twin.state[segment.parameter].items()}
+                own = self.segments.twin.state[segment.parameter]
+                state = self.optimizer_step.whole.odd.cut(bucket, own, begin, at, last)
                 yield TensorRun(at, last, weights.detach()[here].to(device), gradient, state)
                 at = last
         assert at == stop, f"{bucket}:{start}:{stop} is not held"

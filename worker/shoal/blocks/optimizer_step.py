@@ -89,15 +89,16 @@ class OptimizerStep:
     ) -> None:
         """Tensors that no lane has used stay as they are."""
         bucket, state = self._layout.buckets[segment.stretch.bucket], self._twin.state[segment.parameter]
+        start, stop = self._layout.elements(segment.stretch)
         if not state:
-            state.update(self.whole.update_of(bucket.group).first_state(segment.parameter))
+            state.update(self.whole.first_state(bucket, start, segment.parameter))
         cuts = self.cuts.get(bucket.index)
         used = [
             (bucket, slot)
             for slot in bucket.slots
             if cuts is None or any(piece.start <= slot.start < piece.stop for piece in cuts)
         ]
-        run = TensorRun(*self._layout.elements(segment.stretch), segment.parameter.detach(), gradient, state)
+        run = TensorRun(start, stop, segment.parameter.detach(), gradient, state)
         self.whole.commit(used, run, self._twin.param_groups[bucket.group], scale)
 
 

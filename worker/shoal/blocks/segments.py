@@ -75,6 +75,14 @@ class Segments:
 
     def state_of(self, segment: Segment) -> State:  # each (elements of the segment,), or ()
         """All that is kept of it."""
+        kept, where = self._kept_of(segment), segment.stretch
+        return self.optimizer_step.whole.odd.carried(where.bucket, kept, *self.layout.elements(where))
+
+    def bytes_of(self, segment: Segment) -> int:
+        """What all that is kept of it takes, but parameters."""
+        return sum(value.nbytes for key, value in self._kept_of(segment).items() if key != WEIGHTS)
+
+    def _kept_of(self, segment: Segment) -> State:  # each (elements of the segment,), or (); odd state as it is kept
         found: State = self._form(segment.stretch).carried(self.twin.state[segment.parameter])
         if segment.has_master:
             found[MASTER] = segment.parameter
@@ -130,7 +138,9 @@ class Segments:
     ) -> None:
         """The optimizer has this of it; master weights are the segment's parameter."""
         if own:
-            self.twin.state[segment.parameter].update(self._form(segment.stretch).given_back(own))
+            start, _ = self.layout.elements(segment.stretch)
+            kept = self.optimizer_step.whole.odd.kept(segment.stretch.bucket, own, start)
+            self.twin.state[segment.parameter].update(self._form(segment.stretch).given_back(kept))
 
     def _form(self, stretch: Stretch) -> StateForm:
         bucket = self.layout.buckets[stretch.bucket]

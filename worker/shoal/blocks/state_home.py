@@ -245,8 +245,7 @@ class InMemory:
     # ---- what it takes
 
     def state_bytes(self) -> int:
-        states = map(self.segments.state_of, self.segments.in_order)
-        return sum(value.nbytes for state in states for key, value in state.items() if key != WEIGHTS)
+        return sum(map(self.segments.bytes_of, self.segments.in_order))
 
     def bytes_by_place(self) -> dict[str, int]:
         """With the copies of parameters that the host updates; those that lie with the state are counted as weights."""

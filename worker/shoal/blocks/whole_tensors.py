@@ -18,8 +18,9 @@ from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
 from torch import Tensor
 
+from shoal.blocks.odd_state import OddStates
 from shoal.core.anchors import Place, equal_cut
-from shoal.core.layout import Layout, Slot
+from shoal.core.layout import Bucket, Layout, Slot
 from shoal.optim.hyper import Group
 from shoal.optim.whole import Pieces, Updates, WholeUpdate
 
@@ -32,7 +33,7 @@ class TensorRun:
     stop: int
     weights: Tensor  # (elements,)
     gradient: Tensor  # (elements,)
-    state: Mapping[str, Tensor]  # each (elements,)
+    state: Mapping[str, Tensor]  # each (elements,); of odd state as it is kept
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class WholeTensors:
             )
         for bucket, slot in self.places:
             self.update_of(bucket.group).check(slot.parameter.name, slot.parameter.shape)
+        self.odd = OddStates(layout, updates)
         self._returned: dict[Slot, _Returned] = defaultdict(_Returned)
 
     def update_of(self, group: int) -> WholeUpdate:
@@ -82,7 +84,7 @@ class WholeTensors:
         """What the home needs of a tensor's elements in these runs, which follow each other. Writes nothing."""
         bucket, _ = place
         update = self.update_of(bucket.group)
-        found = [update.part(_pieces(place, run, update, scale)[1], group, is_new) for run in runs]
+        found = [update.part(self._pieces(place, run, scale)[1], group, is_new) for run in runs]
         return [torch.cat(list(one)) for one in zip(*found, strict=True)]
 
     # ---- what comes back
@@ -102,7 +104,7 @@ class WholeTensors:
         for place in places:
             bucket, slot = place
             update = self.update_of(bucket.group)
-            spans, pieces = _pieces(place, run, update, scale)
+            spans, pieces = self._pieces(place, run, scale)
             if spans:
                 returned = self._columns(slot, spans, run.weights.device)
                 update.commit(pieces, returned, group, slot.parameter.shape)
@@ -116,16 +118,25 @@ class WholeTensors:
         here = [column.to(device) for column in returned.columns[index]]
         return [[column[start - first : stop - first] for start, stop in spans] for column in here]
 
+    def _pieces(self, place: Place, run: TensorRun, scale: float) -> tuple[list[Span], Pieces]:
+        """A tensor's pieces in a run, and where they lie in the bucket; gradients are times `scale`."""
+        spans, (bucket, _) = [*equal_cut(*place, run.start, run.stop)], place
 
-def _pieces(place: Place, run: TensorRun, update: WholeUpdate, scale: float) -> tuple[list[Span], Pieces]:
-    """A tensor's pieces in a run, and where they lie in the bucket; gradients are times `scale`."""
-    spans = [*equal_cut(*place, run.start, run.stop)]
+        def cut(value: Tensor) -> list[Tensor]:  # (elements,) → of each piece (elements,)
+            return [value[start - run.start : stop - run.start] for start, stop in spans]
 
-    def cut(value: Tensor) -> list[Tensor]:  # (elements,) → of each piece (elements,)
-        return [value[start - run.start : stop - run.start] for start, stop in spans]
+        gradients: Any = cut(run.gradient)
+        if scale != 1.0 and gradients:
+            gradients = torch._foreach_mul(gradients, scale)
+        state = (run.state or self.first_state(bucket, run.start, run.weights)) if spans else {}
+        cuts = [self.odd.cut(bucket.index, state, run.start, *span) for span in spans]
+        return spans, Pieces(cut(run.weights), {key: [one[key] for one in cuts] for key in state}, gradients)
 
-    gradients: Any = cut(run.gradient)
-    if scale != 1.0 and gradients:
-        gradients = torch._foreach_mul(gradients, scale)
-    state = run.state or (update.first_state(run.weights) if spans else {})
-    return spans, Pieces(cut(run.weights), {key: cut(value) for key, value in state.items()}, gradients)
+    def first_state(
+        self,
+        bucket: Bucket,
+        start: int,
+        weights: Tensor,  # (elements,) from there on
+    ) -> dict[str, Tensor]:  # each (elements,); of odd state as it is kept
+        """What a run of blocks has before its first update."""
+        return self.odd.kept(bucket.index, self.update_of(bucket.group).first_state(weights), start)

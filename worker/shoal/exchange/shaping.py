@@ -21,6 +21,7 @@ import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.runs import Runs, Span
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.values import RangeValues
@@ -41,10 +42,13 @@ Spans = Sequence[Sequence[Sequence[Span]]]
 
 @dataclass(slots=True)
 class _Receive:
-    """From one peer, by column; `slots` are the tensors, `spans` their elements, as they follow each other in it."""
+    """From one peer, by column; `slots` are the tensors, as they follow each other in it, `elements` how many of each,
+    and `sizes` for how many of these each column has a value.
+    """
 
     slots: list[Slot]
-    spans: list[list[Span]]
+    elements: list[int]
+    sizes: list[list[int]]
     columns: list[Tensor]
     works: list[Work]
 
@@ -145,7 +149,7 @@ class Shaping:
         dtypes = self._whole.update_of(bucket.group).columns(bucket.wide_dtype)
         for peer in self.traffic.others:
             slots = [slot for slot, home in flight.homes.items() if home == rank]
-            if found := self._receive(peer, PARTS, dtypes.sent, slots, self._owned[peer][bucket.index]):
+            if found := self._receive(peer, PARTS, bucket, dtypes.sent, slots, self._owned[peer][bucket.index]):
                 flight.parts[peer] = found
         leaving: dict[int, list[list[Tensor]]] = {}
         for slot, home in flight.homes.items():
@@ -158,20 +162,42 @@ class Shaping:
                 if home == rank:
                     flight.own[slot] = columns
                 else:
-                    leaving.setdefault(home, []).append(columns)
+                    leaving.setdefault(home, []).append(self._used(bucket, slot, spans, columns))
         self._send(flight, PARTS, leaving)
 
     def _receive(
-        self, peer: int, tag: int, dtypes: Sequence[torch.dtype], slots: Sequence[Slot], spans: Sequence[Span]
-    ) -> _Receive | None:
+        self, peer: int, tag: int, bucket: Bucket, dtypes: Sequence[torch.dtype], slots: Sequence[Slot],
+        spans: Sequence[Span],
+    ) -> _Receive | None:  # fmt: skip
         """What comes from a peer of these tensors, within `spans`; None: nothing."""
         there = [(slot, found) for slot in slots if (found := _overlap(slot, spans))]
         if not there:
             return None
-        elements = sum(stop - start for _, found in there for start, stop in found)
-        columns = [torch.empty(elements, dtype=dtype, device=self._layout.device) for dtype in dtypes]
-        works = [self._group.receive(column, peer, tag) for column in columns]
-        return _Receive([slot for slot, _ in there], [found for _, found in there], columns, works)
+        sizes = [self._sizes(bucket, slot, found, len(dtypes)) for slot, found in there]
+        columns = [
+            torch.empty(sum(of_column), dtype=dtype, device=self._layout.device)
+            for of_column, dtype in zip(zip(*sizes, strict=True), dtypes, strict=True)
+        ]
+        works = [self._group.receive(column, peer, tag) for column in columns if column.numel()]
+        elements = [sum(stop - start for start, stop in found) for _, found in there]
+        return _Receive([slot for slot, _ in there], elements, sizes, columns, works)
+
+    def _sizes(self, bucket: Bucket, slot: Slot, spans: Sequence[Span], columns: int) -> list[int]:
+        """Of how many elements of these spans of a tensor each column has a value: of odd state the first ones."""
+        odd = self._whole.update_of(bucket.group).odd(slot.parameter.shape).values()
+        ends = [slot.parameter.elements] * (columns - len(odd)) + [*odd]
+        return [sum(max(0, min(stop, slot.start + end) - start) for start, stop in spans) for end in ends]
+
+    def _used(
+        self,
+        bucket: Bucket,
+        slot: Slot,
+        spans: Sequence[Span],
+        columns: Sequence[Tensor],  # each (elements of the spans,)
+    ) -> list[Tensor]:  # each (elements,)
+        """What of these columns has a value."""
+        sizes = self._sizes(bucket, slot, spans, len(columns))
+        return [column[:size] for column, size in zip(columns, sizes, strict=True)]
 
     def _send(
         self,
@@ -183,7 +209,8 @@ class Shaping:
         for peer, of_tensors in leaving.items():
             for parts in zip(*of_tensors, strict=True):
                 message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-                flight.sends.append((self._group.send(message, peer, tag), message))
+                if message.numel():
+                    flight.sends.append((self._group.send(message, peer, tag), message))
 
     # ---- at the home, and back
 
@@ -195,7 +222,8 @@ class Shaping:
         dtypes = update.columns(bucket.wide_dtype)
         for home in self.traffic.others:
             slots = [slot for slot, at in flight.homes.items() if at == home]
-            if found := self._receive(home, RETURNED, dtypes.returned, slots, self._wanted[rank][bucket.index]):
+            spans = self._wanted[rank][bucket.index]
+            if found := self._receive(home, RETURNED, bucket, dtypes.returned, slots, spans):
                 flight.returned.append(found)
         self._group.wait([work for one in flight.parts.values() for work in one.works])
         parts = {peer: dict(zip(one.slots, _by_slot(one), strict=True)) for peer, one in flight.parts.items()}
@@ -209,8 +237,10 @@ class Shaping:
             self._made.append((slot, made[0], made[0].sum()))
             self._put(bucket, slot, self._cut(made, slot, self._wanted[rank][bucket.index]))
             for peer in self.traffic.others:
-                if of_peer := self._cut(made, slot, self._wanted[peer][bucket.index]):
-                    leaving.setdefault(peer, []).append(of_peer)
+                spans = _overlap(slot, self._wanted[peer][bucket.index])
+                if spans:
+                    used = self._used(bucket, slot, spans, self._cut(made, slot, spans))
+                    leaving.setdefault(peer, []).append(used)
         flight.parts.clear()
         self._send(flight, RETURNED, leaving)
 
@@ -267,9 +297,9 @@ def _overlap(slot: Slot, spans: Sequence[Span]) -> list[Span]:
 
 
 def _by_slot(receive: _Receive) -> list[list[Tensor]]:  # by tensor and column (elements,)
-    found, at = [], 0
-    for spans in receive.spans:
-        size = sum(stop - start for start, stop in spans)
-        found.append([column[at : at + size] for column in receive.columns])
-        at += size
+    found, at = list[list[Tensor]](), [0] * len(receive.columns)
+    for elements, sizes in zip(receive.elements, receive.sizes, strict=True):
+        parts = [column[first : first + size] for column, first, size in zip(receive.columns, at, sizes, strict=True)]
+        found.append([part if part.numel() == elements else pad(part, (0, elements - part.numel())) for part in parts])
+        at = [first + size for first, size in zip(at, sizes, strict=True)]
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -151,6 +151,9 @@ class Muon:
         weights: Tensor,  # (elements,)
     ) -> dict[str, Tensor]:  # each (elements,)
         return {MOMENTUM: torch.zeros_like(weights)}
+
+    def odd(self, _: Sequence[int]) -> Mapping[str, int]:
+        return {}
 
     def part(self, pieces: Pieces, group: Group, _: bool) -> list[Tensor]:  # (elements of all pieces,)
         return [part(pieces.state[MOMENTUM], pieces.gradients, group)]

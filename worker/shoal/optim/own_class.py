@@ -1,9 +1,10 @@
 """The optimizer's own class on whole tensors: for any that is deterministic and sees one tensor at a time.
 
 The home of a tensor has a twin step on it, in its own shape; weights and state come back to all who hold its elements.
-State with one value for each element is theirs. All other state of a tensor (rows and columns of moments, counts,
-numbers) is *odd*: it is packed as words of 32 bits into the first elements of the tensor, in as many keys of state as
-it takes. So blocks have it as they have all state: mirrored, filled, checkpointed, in the fingerprint.
+State with one value for each element of every tensor of the group is theirs. All other state of a tensor (rows and
+columns of moments, counts, numbers, what only vectors have) is *odd*: its bytes are packed into the first elements of
+the tensor, in keys of as few bytes an element as it takes. So blocks have it as they have all state: mirrored, filled,
+checkpointed, in the fingerprint. What they keep is the used part (blocks/odd_state.py).
 
 `own_class_of` asks the class itself whether that holds: twins train a matrix and a row of numbers by themselves, again,
 beside another tensor, and with all state packed and unpacked between two steps; what comes out is compared bit by bit.
@@ -12,13 +13,14 @@ beside another tensor, and with all state packed and unpacked between two steps;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from shoal.data.seeds import RandomState
@@ -28,11 +30,12 @@ from shoal.optim.state_form import NUMBERS
 from shoal.optim.twin import LEFT_OUT, changed_values, own, probing_twin_of, without_hooks_on_all
 from shoal.optim.whole import UPDATES, Columns, Pieces
 
-ODD = "odd"
-"""The keys of packed state: `odd 0`, `odd 1`, …"""
-WORD = torch.int32
-MOST_KEYS, SMALL = 2, 64
-"""So many of them for tensors of so many elements or more; tensors that are smaller may take as many as they need."""
+ODD = "odd bytes"
+"""The keys of packed state: `odd bytes 0`, …"""
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""Their dtypes: widest first, and all but the widest once."""
+MOST_BYTES, SMALL = 8, 64
+"""So many for each element of tensors of so many elements or more; smaller ones may take as many as they need."""
 TRIAL_SHAPES = ((128, 160), (512,))
 
 
@@ -50,8 +53,8 @@ class Odd:
     shape: tuple[int, ...]
 
     @property
-    def words(self) -> int:
-        return -(-math.prod(self.shape) * self.dtype.itemsize // WORD.itemsize)
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +65,21 @@ class Schema:
     odd: tuple[Odd, ...]
 
     @property
-    def words(self) -> int:
-        return sum(one.words for one in self.odd)
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.odd)
 
 
-def _schema(state: Mapping[str, Any], shape: Sequence[int]) -> Schema:
-    """Raises `NotWhole` for state that is neither tensors nor numbers."""
+def _schema(state: Mapping[str, Any], shape: Sequence[int], common: Collection[str] | None = None) -> Schema:
+    """`common`: keys with one value for each element of all tensors of the group; None: not known yet. Raises
+    `NotWhole` for state that is neither tensors nor numbers.
+    """
     elements, odd = dict[str, torch.dtype](), list[Odd]()
     for key, value in sorted(state.items()):
         if type(value) in NUMBERS:
             odd.append(Odd(key, type(value), NUMBERS[type(value)], ()))
         elif type(value) is not Tensor:
             raise NotWhole(f"keeps {key!r} as a {type(value).__name__}, which no block could be given")
-        elif value.dim() and value.shape == tuple(shape):
+        elif value.dim() and value.shape == tuple(shape) and (common is None or key in common):
             elements[key] = value.dtype
         else:
             odd.append(Odd(key, None, value.dtype, tuple(value.shape)))
@@ -89,24 +94,29 @@ class OwnClass:
         self._optimizer, self._number = optimizer, number
         self.steps_group = True
         self.name, self.keeps = type(optimizer).__name__, f"state of whole tensors of {type(optimizer).__name__}"
-        self._schemas = {shape: _schema(self._tried(shape, wide), shape) for shape in dict.fromkeys(shapes)}
-        self._elements: dict[str, torch.dtype] = {}
-        for schema in self._schemas.values():
-            self._elements.update(schema.elements)
-        self._keys = [f"{ODD} {number}" for number in range(max(map(self._keys_of, self._schemas), default=0))]
+        tried = {shape: self._tried(shape, wide) for shape in dict.fromkeys(shapes)}
+        alone = {shape: _schema(state, shape) for shape, state in tried.items()}
+        for shape, schema in alone.items():
+            elements = max(1, math.prod(shape))
+            if schema.bytes > MOST_BYTES * elements and elements >= SMALL:
+                numbers = sum(math.prod(one.shape) for one in schema.odd)
+                raise NotWhole(f"keeps {numbers} numbers beside those of each element for a tensor of {elements}")
+        of_each = [schema.elements for schema in alone.values()]
+        self._elements = {
+            key: dtype for key, dtype in (of_each[0] if of_each else {}).items()
+            if all(one.get(key) == dtype for one in of_each)
+        }  # fmt: skip
+        """Dtypes by key."""
+        self._schemas = {shape: _schema(state, shape, self._elements) for shape, state in tried.items()}
+        most = max((-(-one.bytes // max(1, math.prod(shape))) for shape, one in self._schemas.items()), default=0)
+        self._packed = {f"{ODD} {number}": dtype for number, dtype in enumerate(_words(most))}
+        """The same, of odd state."""
 
     def _tried(self, shape: tuple[int, ...], wide: torch.dtype) -> dict[str, Any]:
         """The state that one step makes."""
         zeros = torch.zeros(shape, dtype=wide, device="cpu")
         group = self._optimizer.param_groups[self._number]
         return self._step(zeros, torch.zeros_like(zeros), {}, group)[1]
-
-    def _keys_of(self, shape: tuple[int, ...]) -> int:
-        elements, words = max(1, math.prod(shape)), self._schemas[shape].words
-        found = -(-words // elements)
-        if found > MOST_KEYS and elements >= SMALL:
-            raise NotWhole(f"keeps {words} numbers beside those of each element for a tensor of {elements}")
-        return found
 
     def check(self, name: str, shape: Sequence[int]) -> None:
         """Raises `UserError` for a parameter that was in no group when the optimizer was tried."""
@@ -118,20 +128,29 @@ class OwnClass:
         return max(1, math.prod(shape))
 
     def columns(self, wide: torch.dtype) -> Columns:
-        state = (*self._elements.values(), *[WORD] * len(self._keys))
+        state = (*self._elements.values(), *self._packed.values())
         return Columns((wide, wide, *state), (wide, *state))
 
     def first_state(
         self,
         weights: Tensor,  # (elements,)
     ) -> dict[str, Tensor]:  # each (elements,)
-        dtypes = {**self._elements, **dict.fromkeys(self._keys, WORD)}
+        dtypes = {**self._elements, **self._packed}
         return {key: torch.zeros_like(weights, dtype=dtype) for key, dtype in dtypes.items()}
+
+    def odd(self, shape: Sequence[int]) -> Mapping[str, int]:
+        elements, left, found = max(1, math.prod(shape)), self._schemas[tuple(shape)].bytes, dict[str, int]()
+        for key, dtype in self._packed.items():
+            found[key] = min(elements, -(-left // dtype.itemsize))
+            left -= found[key] * dtype.itemsize if found[key] == elements else left
+        return found
 
     def part(self, pieces: Pieces, _: Group, _is_new: bool) -> list[Tensor]:  # each (elements of all pieces,)
         """Gradients, weights, state."""
-        state = [pieces.state[key] for key in (*self._elements, *self._keys)]
-        return [torch.cat(column) for column in (pieces.gradients, pieces.weights, *state)]
+        elements, odd = [[pieces.state[key] for key in keys] for keys in (self._elements, self._packed)]
+        sizes = [piece.numel() for piece in pieces.weights]
+        padded = [[pad(one, (0, size - one.numel())) for one, size in zip(of, sizes, strict=True)] for of in odd]
+        return [torch.cat(column) for column in (pieces.gradients, pieces.weights, *elements, *padded)]
 
     def whole(
         self,
@@ -149,9 +168,9 @@ class OwnClass:
             state = {key: elements[key].view(here).clone() for key in schema.elements}
             state |= dict(_unpacked(columns[len(self._elements) :], schema))
         made, state = self._step(weights.view(here).clone(), gradient.view(here).clone(), state, group)
-        if _schema(state, here) != schema:
+        if _schema(state, here, self._elements) != schema:
             raise UserError(f"the state of optimizer {self.name} has other entries than after its first step.")
-        returned = [state[key].reshape(-1) if key in schema.elements else elements[key] for key in self._elements]
+        returned = [state[key].reshape(-1) for key in self._elements]
         return [made.reshape(-1), *returned, *_packed(state, schema, columns[len(self._elements) :])]
 
     def _step(
@@ -180,39 +199,47 @@ class OwnClass:
         _: Group,
         _shape: Sequence[int],
     ) -> None:
-        state = [pieces.state[key] for key in (*self._elements, *self._keys)]
-        for place, column in zip((pieces.weights, *state), returned, strict=True):
-            torch._foreach_copy_(place, column)
+        state = [pieces.state[key] for key in (*self._elements, *self._packed)]
+        for places, column in zip((pieces.weights, *state), returned, strict=True):
+            used = [one[: place.numel()] for place, one in zip(places, column, strict=True)]
+            torch._foreach_copy_(places, used)
+
+
+def _words(size: int) -> list[torch.dtype]:
+    """Of so many bytes together."""
+    widest, *others = WORDS
+    return [widest] * (size // widest.itemsize) + [one for one in others if size & one.itemsize]
 
 
 def _packed(
     state: Mapping[str, Any],
     schema: Schema,
-    like: Sequence[Tensor],  # each (elements,) of words
-) -> list[Tensor]:  # each (elements,) of words
+    like: Sequence[Tensor],  # each (elements,)
+) -> list[Tensor]:  # each (elements,) of the same dtype
     """Odd state, and zeros behind it."""
-    size = like[0].numel() if like else 0
-    whole, at = torch.zeros(len(like) * size, dtype=WORD, device=like[0].device if like else "cpu"), 0
+    if not like:
+        return []
+    whole, at = torch.zeros(sum(one.nbytes for one in like), dtype=torch.uint8, device=like[0].device), 0
     for one in schema.odd:
         value = state[one.key]
         value = torch.tensor(value, dtype=one.dtype, device="cpu") if one.kind is not None else value
-        flat = value.detach().reshape(-1).contiguous().view(torch.uint8)
-        whole[at : at + one.words].view(torch.uint8)[: flat.numel()] = flat.to(whole.device)
-        at += one.words
-    return list(whole.split(size)) if like else []
+        whole[at : at + one.bytes] = value.detach().reshape(-1).contiguous().view(torch.uint8).to(whole.device)
+        at += one.bytes
+    return [part.view(one.dtype) for part, one in zip(whole.split([one.nbytes for one in like]), like, strict=True)]
 
 
 def _unpacked(
-    columns: Sequence[Tensor],  # each (elements,) of words
+    columns: Sequence[Tensor],  # each (elements,)
     schema: Schema,
 ) -> Iterator[tuple[str, Any]]:
     """The inverse of `_packed`."""
-    whole, at = torch.cat(list(columns)) if columns else torch.empty(0, dtype=WORD), 0
+    at, whole = 0, torch.empty(0, dtype=torch.uint8)
+    if columns:
+        whole = torch.cat([column.contiguous().view(torch.uint8) for column in columns])
     for one in schema.odd:
-        size = math.prod(one.shape) * one.dtype.itemsize
-        flat = whole[at : at + one.words].clone().view(torch.uint8)[:size].clone().view(one.dtype)
+        flat = whole[at : at + one.bytes].clone().view(one.dtype)
         yield one.key, flat.reshape(one.shape) if one.kind is None else one.kind(flat.item())
-        at += one.words
+        at += one.bytes
 
 
 # ---- whether it may

@@ -23,7 +23,9 @@ from shoal.optim.hyper import Group
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Of one tensor, pieces that follow each other: their weights, state by key, and gradients, each (elements,)."""
+    """Of one tensor, pieces that follow each other: their weights, state by key, and gradients, each (elements,); of
+    odd state what of a piece has it.
+    """
 
     weights: list[Tensor]
     state: Mapping[str, list[Tensor]]
@@ -63,6 +65,10 @@ class WholeUpdate(Protocol):
         weights: Tensor,  # (elements,)
     ) -> dict[str, Tensor]:  # each (elements,)
         """What a run of blocks has before its first update."""
+        ...
+
+    def odd(self, shape: Sequence[int]) -> Mapping[str, int]:
+        """Keys of state that a tensor's first elements alone have, and of how many."""
         ...
 
     def part(self, pieces: Pieces, group: Group, is_new: bool, /) -> list[Tensor]:  # each (elements of all pieces,)
