@@ -221,8 +221,8 @@ KEPT = [
     "A step",
     broken_by=Edit(
         "shoal.optim.muon",
-        "moved = torch._foreach_lerp(momenta, gradients, 1 - beta)",
-        "torch._foreach_lerp_(momenta, gradients, 1 - beta)\n    moved = momenta",
+        "moved = torch._foreach_lerp(of.state[MOMENTUM], of.gradients, 1 - beta)",
+        "torch._foreach_lerp_(of.state[MOMENTUM], of.gradients, 1 - beta)\n        moved = of.state[MOMENTUM]",
     ),
 )
 @holds("Tensors that are updated whole")

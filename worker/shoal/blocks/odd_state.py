@@ -8,7 +8,7 @@ begins, and all that cuts, fills and checks state knows nothing of it. Called by
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -69,12 +69,24 @@ class OddStates:
         last: int,
     ) -> dict[str, Tensor]:  # the same
         """Views of what is kept of elements `[first, last)`. `state`: as it is kept, from element `start` on."""
-        places = self._places.get(bucket, {})
-        found = dict[str, Tensor]()
-        for key, value in state.items():
-            before = places[key].before if key in places else int
-            found[key] = value[before(first) - before(start) : before(last) - before(start)]
-        return found
+        here, span = slice(first - start, last - start), [(first, last)]
+        cuts = {key: self.cut_at(bucket, key, value, start, span) for key, value in state.items()}
+        return {key: cuts[key][0] if cuts[key] else value[here] for key, value in state.items()}
+
+    def cut_at(
+        self,
+        bucket: int,
+        key: str,
+        value: Tensor,  # (elements,): as it is kept, from element `start` on
+        start: int,
+        spans: Sequence[Span],
+    ) -> list[Tensor]:  # of each span (elements,)
+        """Views of what is kept of odd state there; empty for other keys."""
+        places = self._places.get(bucket, {}).get(key)
+        if places is None:
+            return []
+        origin = places.before(start)
+        return [value[places.before(first) - origin : places.before(last) - origin] for first, last in spans]
 
     def carried(
         self,

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from shoal_protos.errors import UserError
@@ -85,7 +85,7 @@ class WholeTensors:
         bucket, _ = place
         update = self.update_of(bucket.group)
         found = [update.part(self._pieces(place, run, scale)[1], group, is_new) for run in runs]
-        return [torch.cat(list(one)) for one in zip(*found, strict=True)]
+        return [one[0] if len(one) == 1 else torch.cat(list(one)) for one in zip(*found, strict=True)]
 
     # ---- what comes back
 
@@ -116,21 +116,20 @@ class WholeTensors:
         index = bisect_right(returned.starts, spans[0][0]) - 1
         first = returned.starts[index]
         here = [column.to(device) for column in returned.columns[index]]
-        return [[column[start - first : stop - first] for start, stop in spans] for column in here]
+        return [_split(spans, first, column) for column in here]
 
     def _pieces(self, place: Place, run: TensorRun, scale: float) -> tuple[list[Span], Pieces]:
         """A tensor's pieces in a run, and where they lie in the bucket; gradients are times `scale`."""
         spans, (bucket, _) = [*equal_cut(*place, run.start, run.stop)], place
-
-        def cut(value: Tensor) -> list[Tensor]:  # (elements,) → of each piece (elements,)
-            return [value[start - run.start : stop - run.start] for start, stop in spans]
-
-        gradients: Any = cut(run.gradient)
-        if scale != 1.0 and gradients:
-            gradients = torch._foreach_mul(gradients, scale)
-        state = (run.state or self.first_state(bucket, run.start, run.weights)) if spans else {}
-        cuts = [self.odd.cut(bucket.index, state, run.start, *span) for span in spans]
-        return spans, Pieces(cut(run.weights), {key: [one[key] for one in cuts] for key in state}, gradients)
+        if not spans:
+            return [], Pieces([], {}, [])
+        cut = partial(_split, spans, run.start)
+        state = run.state or self.first_state(bucket, run.start, run.weights)
+        of_state = {
+            key: self.odd.cut_at(bucket.index, key, value, run.start, spans) or cut(value)
+            for key, value in state.items()
+        }
+        return spans, Pieces(cut(run.weights), of_state, cut(run.gradient), scale)
 
     def first_state(
         self,
@@ -140,3 +139,12 @@ class WholeTensors:
     ) -> dict[str, Tensor]:  # each (elements,); of odd state as it is kept
         """What a run of blocks has before its first update."""
         return self.odd.kept(bucket.index, self.update_of(bucket.group).first_state(weights), start)
+
+
+def _split(
+    spans: Sequence[Span],
+    first: int,
+    value: Tensor,  # (elements,) from `first` on
+) -> list[Tensor]:  # of each span (elements,)
+    """Views of what lies in spans that follow each other."""
+    return [*value[spans[0][0] - first : spans[-1][1] - first].split([stop - start for start, stop in spans])]

@@ -235,7 +235,9 @@ class Shaping:
             group = self._held.segments.user.param_groups[bucket.group]
             made = update.whole(sent, slot.parameter.shape, group, is_new(slot))
             self._made.append((slot, made[0], made[0].sum()))
-            self._put(bucket, slot, self._cut(made, slot, self._wanted[rank][bucket.index]))
+            kept = self._cut(made, slot, self._wanted[rank][bucket.index])
+            is_whole = all(one.numel() == slot.parameter.elements for one in kept)
+            self._put(bucket, slot, kept if is_whole else [one.clone() for one in kept])  # else the rest stays too
             for peer in self.traffic.others:
                 spans = _overlap(slot, self._wanted[peer][bucket.index])
                 if spans:
@@ -267,11 +269,12 @@ class Shaping:
         made: Sequence[Tensor],  # by column (elements of the tensor,)
         slot: Slot,
         spans: Sequence[Span],
-    ) -> list[Tensor]:  # by column (elements,); empty where there are none
+    ) -> list[Tensor]:  # by column (elements,), views where they are one span; empty where there are none
         here = [(start - slot.start, stop - slot.start) for start, stop in _overlap(slot, spans)]
         if not here:
             return []
-        return [torch.cat([column[start:stop] for start, stop in here]) for column in made]
+        parts = [[column[start:stop] for start, stop in here] for column in made]
+        return [of_column[0] if len(of_column) == 1 else torch.cat(of_column) for of_column in parts]
 
     def _put(
         self,

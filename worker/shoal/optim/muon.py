@@ -50,16 +50,19 @@ class Numbers:
 
 
 def part(
-    momenta: list[Tensor],  # of each piece (elements,)
-    gradients: list[Tensor],  # of each piece (elements,)
+    pieces: Pieces,
     group: Group,
 ) -> Tensor:  # (elements of all pieces,) bfloat16
     """Return what the matrix's home gets of these pieces."""
-    beta = float(group["momentum"])
-    moved = torch._foreach_lerp(momenta, gradients, 1 - beta)
-    if group.get("nesterov", True):
-        moved = torch._foreach_lerp(gradients, moved, beta)
-    return torch.cat(list(moved)).bfloat16()
+    beta, sizes = float(group["momentum"]), [piece.numel() for piece in pieces.gradients]
+    found = torch.empty(sum(sizes), dtype=torch.bfloat16, device=pieces.gradients[0].device)
+    places = found.split(sizes)
+    for some, of in pieces.batches():
+        moved = torch._foreach_lerp(of.state[MOMENTUM], of.gradients, 1 - beta)
+        if group.get("nesterov", True):
+            moved = torch._foreach_lerp(of.gradients, moved, beta)
+        torch._foreach_copy_(places[some], moved)
+    return found
 
 
 def commit(
@@ -69,9 +72,10 @@ def commit(
     rate: float,
 ) -> None:
     """Update weights and momenta in place."""
-    torch._foreach_lerp_(pieces.state[MOMENTUM], pieces.gradients, 1 - float(group["momentum"]))
-    torch._foreach_mul_(pieces.weights, 1 - float(group["lr"]) * group["weight_decay"])
-    torch._foreach_add_(pieces.weights, directions, alpha=-rate)
+    for some, of in pieces.batches():
+        torch._foreach_lerp_(of.state[MOMENTUM], of.gradients, 1 - float(group["momentum"]))
+        torch._foreach_mul_(of.weights, 1 - float(group["lr"]) * group["weight_decay"])
+        torch._foreach_add_(of.weights, directions[some], alpha=-rate)
 
 
 def _by_torch(
@@ -156,7 +160,7 @@ class Muon:
         return {}
 
     def part(self, pieces: Pieces, group: Group, _: bool) -> list[Tensor]:  # (elements of all pieces,)
-        return [part(pieces.state[MOMENTUM], pieces.gradients, group)]
+        return [part(pieces, group)]
 
     def whole(
         self,

@@ -150,7 +150,8 @@ class OwnClass:
         elements, odd = [[pieces.state[key] for key in keys] for keys in (self._elements, self._packed)]
         sizes = [piece.numel() for piece in pieces.weights]
         padded = [[pad(one, (0, size - one.numel())) for one, size in zip(of, sizes, strict=True)] for of in odd]
-        return [torch.cat(column) for column in (pieces.gradients, pieces.weights, *elements, *padded)]
+        gradients = [gradient for _, some in pieces.batches() for gradient in some.gradients]
+        return [torch.cat(column) for column in (gradients, pieces.weights, *elements, *padded)]
 
     def whole(
         self,

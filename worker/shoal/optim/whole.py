@@ -10,9 +10,9 @@ vote. All three are functions of what they are given: nothing is kept at a home,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,16 +20,33 @@ from torch.optim import Optimizer
 
 from shoal.optim.hyper import Group
 
+ON_HOST = 4
+"""Pieces of a batch there: a megabyte or two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Of one tensor, pieces that follow each other: their weights, state by key, and gradients, each (elements,); of
-    odd state what of a piece has it.
+    odd state what of a piece has it. Gradients are to be times `scale`.
     """
 
     weights: list[Tensor]
     state: Mapping[str, list[Tensor]]
     gradients: list[Tensor]
+    scale: float = 1.0
+
+    def batches(self) -> Iterator[tuple[slice, Pieces]]:
+        """Some pieces at a time, with their gradients scaled. On the host few, so that what is made of them on the way
+        stays in the processor's cache; a device takes all at once.
+        """
+        pieces = len(self.gradients)
+        size = ON_HOST if pieces and self.gradients[0].device.type == "cpu" else max(1, pieces)
+        for first in range(0, pieces, size):
+            some = slice(first, first + size)
+            gradients: Any = self.gradients[some]
+            if self.scale != 1.0:
+                gradients = torch._foreach_mul(gradients, self.scale)
+            yield some, Pieces(self.weights[some], {key: of[some] for key, of in self.state.items()}, gradients)
 
 
 class Columns(NamedTuple):
