@@ -17,6 +17,7 @@
 #   make trainer-upstream  run transformers' own tests of its Trainer with Shoal's in its place: FOLDER=a checkout of transformers
 #   make scripts    run ten scripts before and after they were ported, in worlds of 1 to 3 and through a kill
 #   make eight-bit  install bitsandbytes and torchao beside, and train by their 8-bit optimizers in every stage
+#   make optimizers install CAME, pytorch_optimizer, timm and torch_optimizer beside, and train by those of whole tensors
 #   make trackers   install Weights & Biases and MLflow beside, and keep one run in each through a worker's death
 #   make test-gpu   run what needs a GPU, and measure a step there; says so where there is none
 #   make quickstart type what the quick start says, in a fresh clone, up to a killed worker, and time it
@@ -54,7 +55,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit quickstart images versions test-gpu same-as mutants bench protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit optimizers quickstart images versions test-gpu same-as mutants bench protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -170,6 +171,12 @@ trackers: $(READY)
 eight-bit: $(READY)
 	$(BIN)/pip install --quiet --upgrade --target $(VENV)/eight_bit --no-deps "bitsandbytes>=0.50,<1" "torchao>=0.18,<1"
 	PYTHONPATH=$(VENV)/eight_bit OMP_NUM_THREADS=1 $(BIN)/pytest tests/eight_bit $(ARGS)
+
+# As they are most often found; none but pytorch_ranger is needed by another.
+optimizers: $(READY)
+	$(BIN)/pip install --quiet --upgrade --target $(VENV)/optimizers --no-deps "came-pytorch>=0.1,<1" "pytorch-optimizer>=4,<5" \
+		"pytorch-ranger>=0.1,<1" "timm>=1,<2" "torch-optimizer>=0.3,<1"
+	PYTHONPATH=$(VENV)/optimizers:$(abspath tests/scripts/torchvision_without_cuda) OMP_NUM_THREADS=1 $(BIN)/pytest tests/real_optimizers $(ARGS)
 
 # Apart from all else: what transformers needs starts threads when it is imported, and the other tests fork.
 $(MODELS): $(READY)

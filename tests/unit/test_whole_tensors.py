@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from shoal.blocks.odd_state import OddStates
 from shoal.core.layout import Trainable, lay_out
 from shoal.exchange.traffic import PARTS, RETURNED
 from shoal.optim.elementwise import check_optimizer
-from shoal.optim.own_class import let_own_class_update
+from shoal.optim.own_class import SINGLE_BYTES, let_own_class_update
 from shoal.optim.twin import whole_updates
 from shoal_protos.errors import UserError
 from torch import nn
@@ -63,6 +64,19 @@ def whole(kind: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Module], t
     return make
 
 
+class Kept(Lamb, ABC):
+    """Keeps a ratio that is 1, a number, where a norm is zero, and a tensor elsewhere; and None. Of two bases, as those
+    of packages are.
+    """
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        super()._update(p, group)
+        norm = p.grad.norm() if p.grad is not None else 0
+        self.state[p].update(norm=1 if norm == 0 else norm.bfloat16(), nothing=None)
+        p.mul_(1 - 1e-3 * self.state[p].get("before", 0.0))
+        self.state[p]["before"] = self.state[p]["norm"] / (1 + self.state[p]["norm"])
+
+
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its group, as many do; each tensor's update has the length of its weights."""
 
@@ -79,7 +93,7 @@ class Counting(torch.optim.Optimizer):
                 p.add_(mean, alpha=-group["lr"] * p.norm().item() / (1e-6 + mean.norm().item()))
 
 
-KINDS = {"Adafactor": torch.optim.Adafactor, "Lamb": Lamb, "Counting": Counting}
+KINDS = {"Adafactor": torch.optim.Adafactor, "Lamb": Lamb, "Kept": Kept, "Counting": Counting}
 
 
 def task(kind: str, **options: Any) -> Task:
@@ -112,6 +126,7 @@ CASES = product(
 KEPT = [
     ("Adafactor", "clipped", 1, "shape"), ("Lamb", "bf16", 3, "vote"), ("Adafactor", "on the host", 0, "vote"),
     ("Lamb", "two micro-batches, two mirrors", 2, "shape"), ("Counting", "clipped", 1, "vote"),
+    ("Kept", "clipped", 2, "vote"),
 ]  # fmt: skip
 
 
@@ -177,7 +192,8 @@ def test_a_worker_keeps_as_many_bytes_of_state_as_the_class_itself() -> None:
     for parameter in plain.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    own = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    own = sum(value.nbytes if value.dim() else SINGLE_BYTES for value in values)
     assert own - 64 <= sum(kept) <= own, "an unused matrix of 8 rows and columns may have none"
     assert sum(kept) < 0.2 * sum(parameter.numel() for parameter in plain.parameters())
 
@@ -249,9 +265,32 @@ class Attribute(Lamb):
             p.data.mul_(1 - 1e-3 * self.count)
 
 
+class OfRows(Lamb):
+    """Keeps a matrix for a vector too."""
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        super()._update(p, group)
+        if p.dim() == 1 and p.grad is not None:
+            self.state[p]["gram"] = gram = torch.outer(p.grad, p.grad)
+            p.sub_(1e-3 * (gram @ p))
+
+
+class Hessian(Lamb):
+    """As those with Hutchinson's estimate: nothing is done for parameters that require no gradient."""
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        if p.requires_grad:
+            mean += torch.autograd.grad(p.grad, p, torch.ones_like(p))[0]
+        p.sub_(p.grad / (1 + mean.abs()))
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
+        (OfRows, r"keeps a matrix for a row of numbers \(42.. numbers for 64\), too large for long ones"),
+        (Hessian, "fails on parameters that require a gradient, as one that differentiates gradients does"),
         (Together, "reads several tensors together"),
         (Drawing, "draws random numbers"),
         (Square, "numbers beside those of each element"),

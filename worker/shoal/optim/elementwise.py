@@ -89,6 +89,7 @@ NOT_ELEMENTWISE = {
     "onebitlamb": "scales by the norms of whole tensors",
     "lamb8bit": "scales by the norms of whole tensors",
     "sparseadam": "needs sparse gradients",
+    "adahessian": "differentiates gradients, which have no graph in blocks",
 }
 """Class names in lower case, whoever ships them, and what they do."""
 SCALES = "scales by "

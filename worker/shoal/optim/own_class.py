@@ -4,7 +4,8 @@ The home of a tensor has a twin step on it, in its own shape; weights and state 
 State with one value for each element of every tensor of the group is theirs. All other state of a tensor (rows and
 columns of moments, counts, numbers, what only vectors have) is *odd*: its bytes are packed into the first elements of
 the tensor, in keys of as few bytes an element as it takes. So blocks have it as they have all state: mirrored, filled,
-checkpointed, in the fingerprint. What they keep is the used part (blocks/odd_state.py).
+checkpointed, in the fingerprint. What they keep is the used part (blocks/odd_state.py). A single value goes with what
+it is, as a step may make another kind of it: a ratio of norms is 1 where one of them is zero.
 
 `own_class_of` asks the class itself whether that holds: twins train a matrix and a row of numbers by themselves, again,
 beside another tensor, and with all state packed and unpacked between two steps; what comes out is compared bit by bit.
@@ -37,6 +38,14 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 MOST_BYTES, SMALL = 8, 64
 """So many for each element of tensors of so many elements or more; smaller ones may take as many as they need."""
 TRIAL_SHAPES = ((128, 160), (512,))
+NOTHING = type(None)
+SINGLE: tuple[type | torch.dtype, ...] = (
+    NOTHING, *NUMBERS, torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+)  # fmt: skip
+"""What a single value may be: None, a number, a tensor without dimensions."""
+SINGLE_BYTES = 1 + 8
+"""Its place in `SINGLE`, and the value."""
 
 
 class NotWhole(Exception):
@@ -45,16 +54,15 @@ class NotWhole(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """An entry of a tensor's state that is not one value for each element. `kind`: a number's type; None: a tensor."""
+    """An entry of a tensor's state that is not one value for each element. `dtype`: None: it is a single value."""
 
     key: str
-    kind: type | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return SINGLE_BYTES if self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +83,20 @@ def _schema(state: Mapping[str, Any], shape: Sequence[int], common: Collection[s
     """
     elements, odd = dict[str, torch.dtype](), list[Odd]()
     for key, value in sorted(state.items()):
-        if type(value) in NUMBERS:
-            odd.append(Odd(key, type(value), NUMBERS[type(value)], ()))
-        elif type(value) is not Tensor:
-            raise NotWhole(f"keeps {key!r} as a {type(value).__name__}, which no block could be given")
-        elif value.dim() and value.shape == tuple(shape) and (common is None or key in common):
+        is_tensor = type(value) is Tensor and value.dim() > 0
+        if is_tensor and value.shape == tuple(shape) and (common is None or key in common):
             elements[key] = value.dtype
+        elif is_tensor:
+            odd.append(Odd(key, value.dtype, tuple(value.shape)))
+        elif _kind(value) in SINGLE:
+            odd.append(Odd(key, None, ()))
         else:
-            odd.append(Odd(key, None, value.dtype, tuple(value.shape)))
+            raise NotWhole(f"keeps {key!r} as a {type(value).__name__}, which no block could be given")
     return Schema(elements, tuple(odd))
+
+
+def _kind(value: Any) -> type | torch.dtype:
+    return value.dtype if type(value) is Tensor else type(value)
 
 
 class OwnClass:
@@ -223,8 +236,8 @@ def _packed(
     whole, at = torch.zeros(sum(one.nbytes for one in like), dtype=torch.uint8, device=like[0].device), 0
     for one in schema.odd:
         value = state[one.key]
-        value = torch.tensor(value, dtype=one.dtype, device="cpu") if one.kind is not None else value
-        whole[at : at + one.bytes] = value.detach().reshape(-1).contiguous().view(torch.uint8).to(whole.device)
+        flat = _single(value) if one.dtype is None else _bytes_of(value)
+        whole[at : at + flat.numel()] = flat.to(whole.device)
         at += one.bytes
     return [part.view(one.dtype) for part, one in zip(whole.split([one.nbytes for one in like]), like, strict=True)]
 
@@ -238,9 +251,36 @@ def _unpacked(
     if columns:
         whole = torch.cat([column.contiguous().view(torch.uint8) for column in columns])
     for one in schema.odd:
-        flat = whole[at : at + one.bytes].clone().view(one.dtype)
-        yield one.key, flat.reshape(one.shape) if one.kind is None else one.kind(flat.item())
+        flat = whole[at : at + one.bytes].clone()
+        yield one.key, _value_of(flat) if one.dtype is None else flat.view(one.dtype).reshape(one.shape)
         at += one.bytes
+
+
+def _bytes_of(
+    value: Tensor,  # of any shape
+) -> Tensor:  # (bytes,) uint8
+    return value.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _single(value: Any) -> Tensor:  # (bytes,) uint8
+    """What it is, and itself."""
+    kind = _kind(value)
+    found = torch.tensor([SINGLE.index(kind)], dtype=torch.uint8, device="cpu")
+    if kind in NUMBERS:
+        value = torch.tensor(value, dtype=NUMBERS[type(value)], device="cpu")
+    return found if value is None else torch.cat([found, _bytes_of(value).cpu()])
+
+
+def _value_of(
+    single: Tensor,  # (SINGLE_BYTES,) uint8
+) -> Any:
+    """The inverse of `_single`."""
+    kind = SINGLE[int(single[0])]
+    if kind is NOTHING:
+        return None
+    dtype = kind if isinstance(kind, torch.dtype) else NUMBERS[kind]
+    value = single[1 : 1 + dtype.itemsize].clone().view(dtype).reshape(())
+    return value if kind is dtype else value.item()
 
 
 # ---- whether it may
@@ -286,7 +326,9 @@ def _try(optimizer: Optimizer, number: int, wide: torch.dtype) -> None:
             optimizer, number, [first.flatten()[:1] * 0], [gradients[0].flatten()[:1] * 0] * len(SWELLS)
         )[1]
         if not alone[0].equal(beside[0]) or any(changed_values(one[-1], groups[-1], number) for one in (more, nothing)):
-            raise NotWhole("reads several tensors together")
+            raise NotWhole(
+                "reads several tensors together, as a norm over all gradients does (which `gradient_clipping` has)"
+            )
         update, columns = OwnClass(optimizer, number, [shape], wide), [first.flatten()]
         state = list(update.first_state(columns[0]).values())
         for step, gradient in enumerate(gradients):

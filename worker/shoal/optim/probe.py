@@ -41,6 +41,8 @@ STEPS, MIDDLE = len(SWELLS), 3
 QUIET = {1: slice(0, BLOCK), 5: slice(2 * BLOCK, 4 * BLOCK)}
 """By step, which gradients are zero: what leaves out a tensor without any shows only there."""
 ELEMENTS = BLOCK * BLOCKS
+FEW = (32, 64)
+"""Elements of two rows of numbers: what keeps a matrix for each has four times as much for the longer one."""
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What groups differ in that are probed once."""
 NOT_GIVEN = "no worker that joins could be given"
@@ -212,6 +214,8 @@ class _Probe:
         within = [name for name, value in vars(self._optimizer).items() if isinstance(value, Optimizer)]
         if within:
             return Tried(reason=f"steps another optimizer, which has the script's parameters ({within[0]})")
+        if squares := self._squares():
+            return Tried(reason=squares)
         random = RandomState.save()
         try:
             whole, failure = self._train([self._whole]), ""
@@ -226,7 +230,7 @@ class _Probe:
         if not random.is_here():
             return Tried(reason="draws random numbers, which are others in every world")
         try:
-            form, reason = StateForm(), self._shapes(whole, matrix)
+            form, reason = StateForm(), self._shapes(whole, matrix) or self._differentiates()
             if not reason:
                 form = self._form(whole)
                 reason = self._beside(whole) or self._blocks(whole, form)
@@ -257,6 +261,31 @@ class _Probe:
             if not _equal(whole.weights(), shaped.weights()):
                 dims = len(shape)
                 return f"trains {dims} dimensions otherwise than their elements in a row ({_share(whole, shaped)})"
+        return ""
+
+    def _squares(self) -> str:
+        """Whether its state of a row of numbers is a matrix: a step on as many as are tried would take hours."""
+        few = list[int]()
+        for elements in FEW:
+            trained = _Trained(self._optimizer, self._number, self._read, [self._whole[:elements]])
+            try:
+                trained.step(self._gradients[0][:elements])
+            except _Failed:
+                return ""  # of so few: the others tell
+            few.append(sum(map(_numbers_within, trained.states()[0].values())))
+        if few[1] < FEW[1] ** 2 or few[1] < 3 * few[0]:
+            return ""
+        return f"keeps a matrix for a row of numbers ({few[1]} numbers for {FEW[1]}), too large for long ones"
+
+    def _differentiates(self) -> str:
+        """Whether it asks for gradients of gradients: it does so of parameters that require one."""
+        trained = _Trained(self._optimizer, self._number, self._read, [self._whole])
+        trained.parts[0].requires_grad_()
+        try:
+            with torch.no_grad():
+                trained.step(self._gradients[0])
+        except _Failed as error:
+            return f"fails on parameters that require a gradient, as one that differentiates gradients does ({error})"
         return ""
 
     def _beside(self, whole: _Trained) -> str:
@@ -332,6 +361,14 @@ class _Probe:
         found += [f"{key} per {elements} elements" for key, (elements, _) in sorted(form.shared.items())]
         found += [f"{key}, a table ({_digest(table)})" for key, table in sorted(form.tables.items())]
         return ", ".join(["tensors", *found])
+
+
+def _numbers_within(value: Any) -> int:
+    """Those of tensors, in lists too."""
+    if isinstance(value, Tensor):
+        return value.numel()
+    within = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_numbers_within, within))
 
 
 def _digest(

@@ -49,7 +49,10 @@ def twin_of(optimizer: Optimizer, as_it_is: bool = False) -> Optimizer:
     twin.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     updates = whole_updates(optimizer) if not as_it_is else ()
     if any(updates) and not isinstance(twin, OnBlocks):
-        twin.__class__, twin.__dict__[UPDATES] = on_blocks(type(optimizer)), updates
+        kind = on_blocks(type(optimizer))
+        on_its_blocks = kind.__new__(kind)  # an object of a class of several bases takes no other class
+        vars(on_its_blocks).update(vars(twin), **{UPDATES: updates})
+        return on_its_blocks
     return twin
 
 

@@ -222,8 +222,8 @@ def _resolved(document: Mapping[str, Any], meanings: Mapping[str, Any], section:
     return found
 
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Values of `optim` whose classes compute every element by itself."""
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+"""Values of `optim` whose classes train blocks, or whole tensors unasked."""
 
 Refused = Callable[[Any], bool]
 
@@ -247,7 +247,7 @@ REFUSED: Mapping[str, tuple[Refused, str]] = {
     "torch_compile": (lambda args: args.torch_compile, "call model.compile() before the Trainer is made"),
     "optim": (
         lambda args: str(getattr(args.optim, "value", args.optim)) not in OPTIMIZERS,
-        f"expected {', '.join(OPTIMIZERS)}, or an elementwise optimizer as optimizers=(optimizer, scheduler)",
+        f"expected {', '.join(OPTIMIZERS)}, or another optimizer as optimizers=(optimizer, scheduler)",
     ),
 }  # fmt: skip
 """By argument: when it is refused, and why or what to do."""
