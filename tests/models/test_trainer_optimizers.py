@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, Task, undisturbed
-from models.trainer_scripts import Script, column, transformers
+from models.trainer_scripts import SAMPLES, Script, column, gpt2, transformers
 from shoal.optim.elementwise import check_optimizer
+from shoal.training.engine import Engine
 from torch import nn
 from whole_models import Mixed, trained_here
 
@@ -58,3 +59,64 @@ def test_the_trainers_adafactor_has_the_originals_losses_and_the_same_bits_throu
             crew.train_to(3)
             crew.kill("b")
             assert crew.finish() == right.fingerprint
+
+
+def of_two(model: Any) -> dict[str, torch.optim.Optimizer]:
+    """Muon for the matrices of layers, AdamW for all else."""
+    inner = [one for name, one in model.named_parameters() if one.ndim == 2 and ".h." in name]
+    others = [one for one in model.parameters() if all(one is not matrix for matrix in inner)]
+    return {"matrices": torch.optim.Muon(inner, lr=1e-2), "others": torch.optim.AdamW(others, lr=1e-3)}
+
+
+def line(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 5)
+
+
+def gives(are_named: bool, are_scheduled: bool) -> type:
+    class Gives:
+        def __init__(self, model: Any, args: Any, **named: Any) -> None:
+            optimizers = of_two(model)
+            schedulers = {name: line(one) for name, one in optimizers.items()} if are_scheduled else None
+            if not are_named:
+                given: Any = ([*optimizers.values()], [*schedulers.values()] if schedulers is not None else None)
+            super().__init__(model, args, optimizers=(optimizers, schedulers) if are_named else given, **named)
+
+    return Gives
+
+
+@pytest.mark.parametrize("are_scheduled", [False, True])
+@pytest.mark.parametrize("are_named", [False, True])
+def test_a_trainer_may_be_given_several_optimizers(are_named: bool, are_scheduled: bool, tmp_path: Path) -> None:
+    script = Script(tmp_path, {"num_train_epochs": 1, "save_strategy": "epoch"}, mixin=gives(are_named, are_scheduled))
+    right = script.alone()
+    first = column(right, "learning_rate")[0]
+    assert first == pytest.approx(1e-3 if are_scheduled else 0.0)  # a tenth of Muon's; by the arguments' warm-up
+    with Crew("ab", script.task()) as crew:
+        crew.train_to(2)
+        crew.kill("a")
+        assert crew.finish() == right.fingerprint
+
+
+def test_a_trainer_may_declare_buffers_once_there_is_an_engine(tmp_path: Path) -> None:
+    class Counting(transformers.GPT2LMHeadModel):  # type: ignore[misc]
+        def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **named: Any) -> Any:
+            if self.training:
+                self.seen += len(input_ids)
+            return super().forward(input_ids, attention_mask=attention_mask, labels=labels, **named)
+
+    def model() -> Any:
+        found = gpt2()
+        found.__class__ = Counting
+        found.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        return found
+
+    class Declares:
+        def on_engine(self, engine: Engine) -> None:
+            engine.buffer("seen", join="sum")
+
+    script, kept = Script(tmp_path, {"num_train_epochs": 1}, model=model, mixin=Declares), list[Any]()
+    right = script.alone()
+    assert right.model.seen == SAMPLES
+    with Crew("ab", script.task(kept)) as crew:
+        assert crew.finish() == right.fingerprint
+    assert [trainer.model.seen for trainer in kept] == [SAMPLES] * 2

@@ -100,3 +100,12 @@ def test_the_refusal_of_a_class_of_whole_tensors_says_that_an_object_of_it_train
     sentence = rf'^`optimizer.type` is "{kind}"; .* object of the class that is passed to shoal.initialize\.$'
     with pytest.raises(UserError, match=sentence):
         build_optimizer(Optimizer(type=kind, params={"lr": 0.1}), Model())
+
+
+def test_experts_in_one_parameter_are_for_adamw_and_refused_in_torchs_words_where_muon_is_asked_for() -> None:
+    model = nn.Module()
+    model.experts, model.router = nn.Parameter(torch.ones(3, 4, 5)), nn.Parameter(torch.ones(4, 4))
+    assert [shapes(one) for one in built(model)] == [[(4, 4)], [(3, 4, 5)]]
+    model.experts.use_muon = True  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"do not fit Muon: Muon only supports 2D parameters .* size: .*\[3, 4, 5\]"):
+        built(model)

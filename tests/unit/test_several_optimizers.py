@@ -31,7 +31,7 @@ from shoal.training.start import initialize
 from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -351,3 +351,26 @@ def test_a_script_for_deepspeed_may_give_several() -> None:
     )  # fmt: skip
     assert engine.get_lr() == [0.025, 0.025, 0.0005] and engine.get_mom() == [0.9, 0, (0.9, 0.999)]
     assert [group["lr"] for group in optimizer.param_groups] == engine.get_lr()
+
+
+def test_a_scheduler_that_cannot_be_built_over_several_is_refused_with_how_to_give_them() -> None:
+    model = Gan()
+    sentence = (
+        r"fails on several optimizers as one, SGD \+ Adam \(\w+: .*give these as a list, or by the names of their"
+    )
+    with pytest.raises(UserError, match=sentence):
+        deepspeed_initialize(
+            model=model, optimizer=[*of_each(model).values()], training_data=[0, 1, 2, 3], config=CONFIG,
+            lr_scheduler=lambda optimizer: OneCycleLR(optimizer, 0.1, 10),
+        )  # fmt: skip
+
+
+def test_a_script_for_deepspeed_declares_its_buffers_by_the_elastic_engine() -> None:
+    model = Gan()
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+    engine, *_ = deepspeed_initialize(
+        model=model, optimizer=[*of_each(model).values()], training_data=[0, 1, 2, 3], config=CONFIG
+    )
+    engine.elastic.buffer("seen", join="sum")
+    with pytest.raises(UserError, match="seen"):
+        engine.elastic.buffer("seen", join="mean")

@@ -327,3 +327,9 @@ def test_a_name_that_is_no_given_optimizers_is_refused() -> None:
         check_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(2))]), False, ["Lamb"])
     asked = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     assert check_optimizer(asked, False, ["adamw"]) == "state of whole tensors of AdamW"
+
+
+def test_torchs_muon_is_refused_for_whole_tensors_as_its_matrices_are_whole_already() -> None:
+    muon = torch.optim.Muon([nn.Parameter(torch.ones(8, 8))])
+    with pytest.raises(UserError, match=r"`shoal.whole` names Muon, whose matrices .* already; leave the name out"):
+        check_optimizer(muon, False, ["Muon"])

@@ -18,6 +18,7 @@ from shoal_protos.training_log import get_logger
 from torch.optim import Optimizer
 
 from shoal.optim.hyper import HOOK_ADVICE
+from shoal.optim.muon import muon_updates
 from shoal.optim.own_class import let_own_class_update
 from shoal.optim.probe import probe
 from shoal.optim.several import members_of
@@ -127,6 +128,11 @@ def _check(optimizer: Optimizer, elementwise: bool, is_whole: bool) -> str:
     """`is_whole`: whether the configuration says so."""
     _refuse_step_hooks(optimizer)
     kind = type(optimizer)
+    if is_whole and any(muon_updates(optimizer)):
+        raise UserError(
+            f"`shoal.whole` names {kind.__name__}, whose matrices Shoal has orthogonalised at their homes already; "
+            "leave the name out."
+        )
     if is_whole and (refused := let_own_class_update(optimizer)):
         raise UserError(f"`shoal.whole` names {kind.__name__}, for which whole tensors would not do: it {refused}.")
     found = probe(optimizer)

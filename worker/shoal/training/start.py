@@ -263,7 +263,16 @@ def _optimizer(given: Given) -> tuple[Optimizer, str]:
 def _scheduler(given: Given, optimizer: Optimizer, last_step: int) -> LRScheduler | None:
     section, scheduler = given.config.scheduler, given.scheduler
     if callable(scheduler) and not isinstance(scheduler, LRScheduler):
-        scheduler = scheduler(optimizer)
+        try:
+            scheduler = scheduler(optimizer)
+        except Exception as error:  # of the script's function, which may raise anything
+            if isinstance(error, UserError) or not isinstance(optimizer, Several):
+                raise
+            raise UserError(
+                f"the scheduler's function fails on several optimizers as one, {title_of(optimizer)} "
+                f"({type(error).__name__}: {str(error).rstrip('.')}); build a scheduler over each of them, and give "
+                "these as a list, or by the names of their optimizers."
+            ) from error
         check_given(given.model, optimizer, scheduler)
     if isinstance(scheduler, LRScheduler) and isinstance(optimizer, Several) and scheduler.optimizer is not optimizer:
         scheduler = [scheduler]

@@ -173,6 +173,7 @@ class ElasticTraining:
             },
         )  # fmt: skip
         engine = self.engine = self._engine_of(given)
+        self.on_engine(engine)
         point.on_welcome(is_under_way=bool(engine.context.link.job.opened_generations))
         state = engine.context.state
         self.optimizer, self.lr_scheduler, self.model_wrapped = state.optimizer, state.scheduler, self.model
@@ -184,6 +185,9 @@ class ElasticTraining:
 
     def _engine_of(self, given: Given) -> Engine:
         return assemble(given)
+
+    def on_engine(self, engine: Engine) -> None:
+        """Does nothing; a script's own Trainer may declare buffers here (`engine.buffer`), before the loop begins."""
 
     def _tell_of(self, sizes: TrainerSizes) -> None:
         if sizes.lanes == 1:
