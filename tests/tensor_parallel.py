@@ -86,11 +86,12 @@ class Whole(nn.Module):
 
 @dataclass(frozen=True)
 class CellTask:
-    """What processes at two coordinates train."""
+    """What processes at all coordinates of a cell train."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Those of integration/scripts.py."""
     buffers: bool = False
+    shape: Shape = TWO
     model: Callable[[CellHub, Callable[[], None], bool], nn.Module] = Parallel
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of
     scheduler: Callable[[torch.optim.Optimizer], Any] = lambda _: None
@@ -108,23 +109,24 @@ class CellTask:
 
 def crew_of(names: str, task: CellTask) -> Crew:
     """Workers named by letters: a is at coordinate 0, b at 1, c at 0 again, and so on."""
-    return Crew(names, task.at(0), odd={name: task.at(coordinate_of(name)) for name in names})
+    return Crew(names, task.at(0), odd={name: task.at(coordinate_of(name, task.shape)) for name in names})
 
 
-def coordinate_of(name: str) -> int:
-    return (ord(name) - ord("a")) % TWO.processes
+def coordinate_of(name: str, shape: Shape = TWO) -> int:
+    return (ord(name) - ord("a")) % shape.processes
 
 
 def script(task: CellTask, coordinate: int, opened: Opened) -> None:
-    """What one process of a cell of two runs."""
+    """What one process of a cell runs."""
     link, options = opened.link, task.options
     assert isinstance(link, CrewLink)
     link.coordinate = coordinate
-    shoal = {"cell": {"tensor": TWO.tensor}, **options.get("shoal", {})}
+    sizes = {"tensor": task.shape.tensor, "context": task.shape.context}
+    shoal = {"cell": {name: size for name, size in sizes.items() if size > 1}, **options.get("shoal", {})}
     settled = load_config(config({"lanes": 4, "max_steps": 6, **options, "shoal": shoal}), Beside())
     make_exact(settled.exact, settled.torch_threads)
     source = source_of(Samples(40), None, settled, HERE)
-    hub = CellHub(TWO, coordinate)
+    hub = CellHub(task.shape, coordinate)
     torch.manual_seed(0)
     engines: list[Engine] = []
     model = task.model(hub, lambda: opened.faults.at("between", engines[0].global_step + 1), task.buffers)

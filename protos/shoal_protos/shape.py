@@ -65,6 +65,11 @@ class Shape:
             parts.setdefault(tuple(index[name] for name in apart), []).append(coordinate)
         return tuple(map(tuple, parts.values()))
 
+    def alike(self, coordinate: int) -> tuple[int, ...]:
+        """The coordinates of a cell that have the same tokens as this one: those of its context."""
+        own = self.index(coordinate)["context"]
+        return tuple(other for other in self.coordinates if self.index(other)["context"] == own)
+
     def named(self, coordinate: int) -> str:
         """A coordinate as people read it: `coordinate 3 (stage 1, tensor 1)`."""
         index = self.index(coordinate)

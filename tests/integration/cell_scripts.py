@@ -196,3 +196,23 @@ def of_the_page(result: str, page: str, definitions: str, max_steps: int = 4) ->
     exec(f"{layer}\n{example}\nhidden = torch.ones(4)\n{dropout}", known)
     divided = known["MLP"](8, known["cell"])(torch.ones(1, 8))
     _write(result, {"sum": divided.sum().item(), "step": known["engine"].global_step})
+
+
+def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
+    """The model of examples/context_parallel.py, whose definitions are given, with one of its kinds of attention."""
+    import shoal
+
+    torch.set_num_threads(1)
+    known: dict[str, Any] = {}
+    exec(definitions, known)
+    config = {**known["config"], "shoal": {**known["config"]["shoal"], "max_steps": options["max_steps"]}}
+    cell = shoal.cell(config)
+    torch.manual_seed(0)
+    model = known["GPT"](known[by], cell.group("context"))
+    engine = shoal.initialize(model=model, config=config, dataset=known["Text"]())
+    brake = Brake(options)
+    for batch in engine:
+        brake.hold(engine.global_step)
+        engine.backward(engine.module(**batch))
+        engine.step()
+    _write(result, {"fingerprint": engine.fingerprint(), "loss": engine.loss})

@@ -243,6 +243,27 @@ def test_a_cable_that_is_cut_costs_one_process_of_a_cell_and_no_bit(hosts_apart:
         assert cluster.fingerprint == one_cell("hand", max_steps=30)["fingerprint"]
 
 
+def of_contexts(by: str, workers: int) -> Cluster:
+    example = ROOT / "examples/context_parallel.py"
+    definitions, _, rest = example.read_text().partition("\ncell = shoal.cell(config)")
+    assert rest, f"{example} calls shoal.cell after its definitions"
+    options = {"definitions": definitions, "by": by, "max_steps": 12}
+    return Cluster(workers, options, script="integration.cell_scripts:of_contexts", pace=0.05)
+
+
+@check("contexts in processes; the crew has the bits")
+@pytest.mark.parametrize("by", shortened(["ulysses", "ring"], "ring"))
+def test_a_process_of_a_cell_that_divides_sequences_is_killed_and_a_spare_takes_its_place(by: str) -> None:
+    with of_contexts(by, 5) as cluster:
+        cluster.wait_step(3)
+        cluster.kill("w1")
+        cluster.wait_done()
+        several = cluster.result("w2")
+    with of_contexts(by, 2) as cluster:
+        cluster.wait_done()
+        assert cluster.result("w0") == several
+
+
 def test_the_examples_of_the_page_on_cells_run() -> None:
     page, example = ROOT / "docs/cells.md", ROOT / "examples/tensor_parallel.py"
     definitions, _, rest = example.read_text().partition("\ncell = shoal.cell(config)")

@@ -43,8 +43,8 @@ def undisturbed() -> str:
     broken_by=[
         Edit(
             "shoal.checkpoint.reader",
-            "if file.coordinate == coordinate or not self.blocks.buckets[piece.bucket].is_own",
-            "if file.coordinate == 0 or not self.blocks.buckets[piece.bucket].is_own",
+            "if file.coordinate in self.blocks.part.contributors",
+            "if file.coordinate == 0",
         ),
         Edit(
             "shoal.checkpoint.restore", "beside[buffer_tensor(name, reader.coordinate)]", "beside[buffer_tensor(name)]"

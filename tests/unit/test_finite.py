@@ -228,7 +228,7 @@ def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite() -> None:
 
 @pytest.mark.parametrize("bad", range(4))
 def test_the_partial_sum_that_brought_it_in_is_found_though_sums_were_made_in_place(bad: int) -> None:
-    tree_sum = TreeSum([((lane, lane + 1), lane // 3) for lane in range(4)], rank=1, lanes=4)
+    tree_sum = TreeSum([[((lane, lane + 1), lane // 3) for lane in range(4)]], rank=1, lanes=4)
     parts = [torch.ones(3) for _ in range(4)]
     parts[bad][1] = torch.nan
     tree_sum.add_up(parts)

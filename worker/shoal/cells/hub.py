@@ -73,7 +73,8 @@ class CellHub:
         """For which this process has waited in collectives."""
         self._is_building, self._raises, self._callbacks = True, 0, 0
         self._world: _World | None = None
-        self._whole = GroupPlace(self, tuple(shape.coordinates), "the whole cell")
+        self._alike = GroupPlace(self, shape.alike(coordinate), "the whole cell")
+        """Those that have the same tokens: what is added up among them here is a gradient of one context."""
 
     # ---- driven by the engine
 
@@ -135,14 +136,14 @@ class CellHub:
             self._raises -= 1
 
     def reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Adds tensors of one dtype up over the cell, each in its place, in the order of coordinates. Raises
-        `WorldChanged`.
+        """Adds tensors of one dtype up over those members of the cell that have the same tokens, each in its place, in
+        the order of coordinates. Raises `WorldChanged`.
         """
         if not tensors:
             return
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         with self.raising():
-            self._whole.begin(all_reduce(self._whole.me, self._whole.size, flat)).finish()
+            self._alike.begin(all_reduce(self._alike.me, self._alike.size, flat)).finish()
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
@@ -150,11 +151,11 @@ class CellHub:
     def gather(
         self,
         tensor: Tensor,  # of any shape
-    ) -> Tensor:  # (processes of a cell, …)
-        """What the members of the cell have of it, by coordinate. Raises `WorldChanged`."""
-        found = torch.stack([tensor] * self._whole.size)
+    ) -> Tensor:  # (processes of a cell with the same tokens, …)
+        """What those members of the cell have of it that have the same tokens, by coordinate. Raises `WorldChanged`."""
+        found = torch.stack([tensor] * self._alike.size)
         with self.raising():
-            self._whole.begin(all_gather(self._whole.me, self._whole.size, found.unbind(), tensor)).finish()
+            self._alike.begin(all_gather(self._alike.me, self._alike.size, found.unbind(), tensor)).finish()
         return found
 
     # ---- asked by process groups

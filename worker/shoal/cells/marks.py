@@ -20,11 +20,13 @@ from torch.utils.dlpack import from_dlpack
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 _MARK = "_shoal_mark"
+OTHERS = tuple(dimension for dimension in DIMENSIONS if dimension != "tensor")
+"""Dimensions in which all places have every parameter alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a parameter is to the places of a cell's tensor dimension."""
+    """What a parameter is to the places of a cell's tensor dimension. To those of other dimensions it is common."""
 
     is_own: bool = False
     """A shard that no other place has; else all have the same."""
@@ -77,30 +79,37 @@ def _check(parameter: Tensor, over: str) -> None:
 def marks(module: nn.Module, shape: Shape) -> dict[str, Mark]:
     """What each parameter is, by all names that it has. Raises `UserError` for one that cannot be divided so."""
     named = module.named_parameters(remove_duplicate=False)
-    if shape.tensor == 1:
-        return {name: COMMON for name, _ in named}
     return {name: _mark(name, parameter, shape) for name, parameter in named}
 
 
 def _mark(name: str, parameter: Tensor, shape: Shape) -> Mark:
-    if is_divided(parameter):
-        return _placed(name, parameter, shape)
+    found = _placed(name, parameter, shape) if is_divided(parameter) else _marked(name, parameter, shape)
+    return found if shape.tensor > 1 else COMMON
+
+
+def _marked(name: str, parameter: Tensor, shape: Shape) -> Mark:
     if getattr(parameter, "tensor_model_parallel", False):
         return Mark(True, dim=int(getattr(parameter, "partition_dim", -1)),
                     stride=int(getattr(parameter, "partition_stride", 1)))  # fmt: skip
     if getattr(parameter, "sequence_parallel", False):
         return Mark(gradient="sum")
     over, mark = cast(tuple[str, Mark], getattr(parameter, _MARK, ("tensor", COMMON)))
+    if mark.is_own and over != "tensor" and getattr(shape, over) > 1:
+        raise UserError(
+            f'parameter "{name}" is marked by shoal.sharded over {over}, which is not supported yet: each process has '
+            "a part of its own in the dimension tensor only."
+        )
     return mark if over == "tensor" else COMMON
 
 
 def _placed(name: str, parameter: Any, shape: Shape) -> Mark:
     found = COMMON
-    for size, placement in _sized(parameter):
-        if size != shape.tensor:
+    for dimension, size, placement in _sized(parameter):
+        if size != shape.tensor or dimension in OTHERS:
+            of = f" (dimension {dimension})" if dimension else ""
             raise UserError(
-                f'parameter "{name}" is a DTensor on a mesh of {size} places, and the cell has {shape.tensor} in its '
-                'tensor dimension; make it on cell.mesh["tensor"].'
+                f'parameter "{name}" is a DTensor on a mesh of {size} places{of}, and the cell has {shape.tensor} in '
+                'its tensor dimension; make it on cell.mesh["tensor"].'
             )
         if placement.is_partial():
             raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
@@ -163,7 +172,7 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
         return LocalGradient(local)
     part, index = local_of(parameter), _index(parameter)
     pairs = zip(_sized(parameter), _sized(gradient), strict=True)
-    wanted, given = next(((mine, theirs) for (_, mine), (_, theirs) in pairs), (None, None))
+    wanted, given = next(((mine, theirs) for (*_, mine), (*_, theirs) in pairs), (None, None))
     if wanted is None or given is None or wanted == given:
         return LocalGradient(local)
     if given.is_partial() and given.reduce_op != "sum":
@@ -182,9 +191,11 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
     return LocalGradient(local, is_partial=True, cut=cut)
 
 
-def _sized(tensor: Any) -> Iterator[tuple[int, Any]]:
-    """The dimensions of its mesh that have several places, and how it lies on them."""
-    return ((size, one) for size, one in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if size > 1)
+def _sized(tensor: Any) -> Iterator[tuple[str, int, Any]]:
+    """The dimensions of its mesh that have several places: name (or empty), size, and how it lies on it."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ("",) * len(mesh.shape)
+    return (one for one in zip(names, mesh.shape, tensor.placements, strict=True) if one[1] > 1)
 
 
 def _index(tensor: Any) -> int:

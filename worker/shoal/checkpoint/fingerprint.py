@@ -140,7 +140,7 @@ def verify(reader: Reader) -> Verified:
         digest
         for one in readers
         for bucket in one.blocks.buckets
-        if bucket.is_own or one is readers[0]
+        if (bucket.is_own and one.coordinate < one.blocks.part.parts) or one is readers[0]
         for digest in _digests_read(one, bucket)
     )
     for one in readers:

@@ -71,7 +71,8 @@ class _Part:
 
 
 class Reader:
-    """One checkpoint, as a coordinate of a cell sees it: its own blocks, and the common ones, which all have written.
+    """One checkpoint, as a coordinate of a cell sees it: the blocks of its part of the model, which those who have it
+    too have written besides, and the common ones, which all have.
 
     `folder` is its folder in the storage.
     """
@@ -84,7 +85,7 @@ class Reader:
                 (piece.stretch, file, piece)
                 for file in manifest.files
                 for piece in file.pieces
-                if file.coordinate == coordinate or not self.blocks.buckets[piece.bucket].is_own
+                if file.coordinate in self.blocks.part.contributors or not self.blocks.buckets[piece.bucket].is_own
             ),
             key=lambda one: one[0],
         )

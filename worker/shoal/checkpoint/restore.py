@@ -54,11 +54,11 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
 
     Raises `UserError` naming what differs where `allow` does not accept it.
     """
-    part = state.layout.part
-    if manifest.layout.coordinates != part.coordinates:
+    part, saved = state.layout.part, manifest.layout
+    if (saved.coordinates, saved.contexts) != (part.coordinates, part.contexts):
         raise UserError(
-            f"{where} is of {_cells_of(manifest.layout.coordinates)}, and this job's lanes are trained by "
-            f"{_cells_of(part.coordinates)}; going on with another shape of a cell is not supported yet."
+            f"{where} is of {_cells_of(saved.coordinates, saved.contexts)}, and this job's lanes are trained by "
+            f"{_cells_of(part.coordinates, part.contexts)}; going on with another shape of a cell is not supported yet."
         )
     differs = difference(manifest, state.layout, title_of(state.optimizer))
     if differs is None:
@@ -76,8 +76,9 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     return False
 
 
-def _cells_of(processes: int) -> str:
-    return f"cells of {processes} processes" if processes > 1 else "one process"
+def _cells_of(processes: int, contexts: int) -> str:
+    shape = f" (context {contexts})" if contexts > 1 else ""
+    return f"cells of {processes} processes{shape}" if processes > 1 else "one process"
 
 
 def load_small_state(reader: Reader, state: TrainingState, registered: States) -> OtherValues | None:

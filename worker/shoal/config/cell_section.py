@@ -13,7 +13,7 @@ from shoal_protos.text import shown
 
 from shoal.config.document import Cell, Document
 
-BUILT = ("tensor",)
+BUILT = ("context", "tensor")
 """Dimensions in which a cell may have several processes."""
 HIGHEST_STAGE = 1
 """Of ZeRO, for cells of several processes."""
@@ -32,7 +32,7 @@ def impossible(shape: Shape) -> Iterator[str]:
         if dimension not in BUILT and (size := getattr(shape, dimension)) > 1:
             yield (
                 f"`shoal.cell.{dimension}` is {size}, which is not supported yet: a cell has several processes in the "
-                f"dimension {' and '.join(BUILT)} only."
+                f"dimensions {' and '.join(BUILT)} only."
             )
 
 

@@ -242,8 +242,8 @@ class Cell(Section):
     pipeline: CellSize = 1
     """Stages of a pipeline; not supported yet above 1. DeepSpeed's `pipeline.stages`."""
     context: CellSize = 1
-    """Processes among which each sequence is divided; not supported yet above 1. DeepSpeed's
-    `sequence_parallel_size`."""
+    """Processes among which each sequence is divided (context parallelism). DeepSpeed's `sequence_parallel_size` means
+    the same."""
     expert: CellSize = 1
     """Processes among which experts are divided; not supported yet above 1. DeepSpeed's
     `expert_parallel.autoep_size`."""

@@ -13,7 +13,8 @@ numbers is one slice of every bucket, and any owner of long runs has its share o
 Where several processes train a lane together (a cell), some parameters are a process's own part of the model, and the
 others are common to its cell. A layout has the buckets of one coordinate, own ones first, and block numbers are the
 job's: the own blocks of coordinate 0, those of coordinate 1, and so on, then the common ones, each part striped by
-itself. Every common block has a home coordinate. All coordinates lay out alike.
+itself. Every common block has a home coordinate. All coordinates lay out alike. Where a cell divides a sequence,
+coordinates of several contexts have the same own part, which lies at home at all of them as the common blocks do.
 """
 
 from __future__ import annotations
@@ -55,6 +56,18 @@ class CellPart:
     """Names of the common ones of whose gradient each coordinate may have a part of the sum; of others all have the
     same gradient.
     """
+    contexts: int = 1
+    """How many coordinates have the same parameters, each with other tokens: all contribute to a gradient."""
+
+    @property
+    def parts(self) -> int:
+        """How many own parts the model has."""
+        return self.coordinates // self.contexts
+
+    @property
+    def contributors(self) -> range:
+        """The coordinates with the parameters of this one, itself among them, in their order."""
+        return range(self.coordinate % self.parts, self.coordinates, self.parts)
 
 
 WHOLE = CellPart()
@@ -202,8 +215,8 @@ class Layout:
 
     @cached_property
     def blocks(self) -> int:
-        """How many blocks the job has: those here, and the own ones of all other coordinates."""
-        return self.part.coordinates * self._own_blocks + self._common_blocks
+        """How many blocks the job has: those here, and the own ones of all other parts of the model."""
+        return self.part.parts * self._own_blocks + self._common_blocks
 
     @cached_property
     def _own_blocks(self) -> int:
@@ -223,15 +236,20 @@ class Layout:
         return self._own_at(coordinate) | self._common(0, self._common_blocks)
 
     def home_of(self, coordinate: int) -> Runs:
-        """The blocks that only members at this coordinate own and mirror: its own, and a run of the common ones."""
-        cuts = [self._common_blocks * at // self.part.coordinates for at in (coordinate, coordinate + 1)]
-        return self._own_at(coordinate) | self._common(*cuts)
+        """The blocks that only members at this coordinate own and mirror: of its own ones as many as each contributor
+        to them has, and a run of the common ones.
+        """
+        context, part = divmod(coordinate, self.part.parts)
+        first, (start, stop) = part * self._own_blocks, _share(self._own_blocks, context, self.part.contexts)
+        common = self._common(*_share(self._common_blocks, coordinate, self.part.coordinates))
+        return Runs(((first + start, first + stop),)) | common
 
     def _own_at(self, coordinate: int) -> Runs:
-        return Runs(((coordinate * self._own_blocks, (coordinate + 1) * self._own_blocks),))
+        part = coordinate % self.part.parts
+        return Runs(((part * self._own_blocks, (part + 1) * self._own_blocks),))
 
     def _common(self, start: int, stop: int) -> Runs:
-        first = self.part.coordinates * self._own_blocks
+        first = self.part.parts * self._own_blocks
         return Runs(((first + start, first + stop),))
 
     @cached_property
@@ -300,7 +318,8 @@ class Layout:
         """The layout as it enters the fingerprint: one line a bucket and one a parameter. Equal at all coordinates."""
         lines = [f"layout {VERSION}", f"block_elements {self.block_elements}"]
         if self.part.coordinates > 1:
-            lines.append(f"cells of {self.part.coordinates}")
+            contexts = f" in {self.part.contexts} contexts" if self.part.contexts > 1 else ""
+            lines.append(f"cells of {self.part.coordinates}{contexts}")
         for bucket in self.buckets:
             own = " own" if bucket.is_own else ""
             lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}{own}")
@@ -310,6 +329,11 @@ class Layout:
     def digest(self) -> bytes:
         """SHA-256 of `text()`."""
         return hashlib.sha256(self.text().encode()).digest()
+
+
+def _share(blocks: int, index: int, of: int) -> Span:
+    """One of several equal shares."""
+    return blocks * index // of, blocks * (index + 1) // of
 
 
 def overlaps(stretches: Sequence[Stretch], held: Stretch) -> list[Stretch]:
@@ -336,7 +360,7 @@ def _append(spans: list[Span], start: int, stop: int) -> None:
 def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES, part: CellPart = WHOLE) -> Layout:
     """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`."""
     drafts = list(_drafts(parameters, bucket_bytes))
-    others = [draft for draft in drafts if draft[0][0].parameter.own] * (part.coordinates - 1)
+    others = [draft for draft in drafts if draft[0][0].parameter.own] * (part.parts - 1)
     trained = [elements for slots, elements in (*drafts, *others) if slots[0].parameter.group != FROZEN]
     frozen = [elements for slots, elements in drafts if slots[0].parameter.group == FROZEN]
     block = _block_elements(trained, SMALLEST_BLOCK, MOST_BLOCKS)

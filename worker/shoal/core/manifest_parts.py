@@ -69,6 +69,8 @@ class LayoutEntry(Entry):
     """Other names of parameters and buffers → the name under which they are written."""
     coordinates: int = only_of_cells(1)
     """The processes of a cell; all have buckets alike."""
+    contexts: int = only_of_cells(1)
+    """How many of them have each part of the model."""
 
     @classmethod
     def of(cls, layout: Layout, tied: dict[str, str]) -> LayoutEntry:
@@ -86,8 +88,11 @@ class LayoutEntry(Entry):
             )
             for bucket in layout.buckets
         )
-        coordinates = layout.part.coordinates
-        return cls(block_elements=layout.block_elements, buckets=buckets, tied=tied, coordinates=coordinates)
+        part = layout.part
+        return cls(
+            block_elements=layout.block_elements, buckets=buckets, tied=tied, coordinates=part.coordinates,
+            contexts=part.contexts,
+        )  # fmt: skip
 
     def layout(self) -> Layout:
         """The layout as it is used, at coordinate 0 of a cell."""
@@ -100,7 +105,8 @@ class LayoutEntry(Entry):
             elements = entry.blocks * self.block_elements
             buckets.append(Bucket(index, entry.group, dtype, slots, entry.blocks, elements))
         own = frozenset(slot.name for entry in self.buckets if entry.own for slot in entry.slots)
-        return Layout(self.block_elements, tuple(buckets), part=CellPart(self.coordinates, own=own))
+        part = CellPart(self.coordinates, own=own, contexts=self.contexts)
+        return Layout(self.block_elements, tuple(buckets), part=part)
 
     def broken(self) -> Iterator[str]:
         """What no layout is like."""
@@ -109,6 +115,9 @@ class LayoutEntry(Entry):
         size = self.block_elements
         if size < SMALLEST_BLOCK or size & (size - 1):
             yield f"its blocks have {size} elements; expected a power of two from {SMALLEST_BLOCK} on"
+        if self.coordinates % self.contexts:
+            yield f"its cells have {self.coordinates} processes in {self.contexts} contexts"
+            return
         layout = self.layout()
         most = max(MOST_BLOCKS, len(self.buckets) * self.coordinates)
         if layout.blocks > most:

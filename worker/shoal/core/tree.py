@@ -328,19 +328,23 @@ class HostSums:
         return found
 
     def most_held(self, sizes: Sequence[int], scattered: Sequence[int]) -> int:
-        """Elements that messages take on the member that holds most: what it gets, and what it packs to send.
+        """As `held`, on the member that holds most."""
+        return max(self.held(sizes, scattered))
+
+    def held(self, sizes: Sequence[int], scattered: Sequence[int]) -> list[int]:
+        """Elements that messages take, by rank: what it gets, and what it packs to send.
 
         By owner: the elements that it owns, and those of them that do not lie in one range.
         """
-        total, total_scattered, most = sum(sizes), sum(scattered), 0
+        total, total_scattered, found = sum(sizes), sum(scattered), list[int]()
         for rank, spans in enumerate(self.lane_spans):
             count, joint = len(spans), len(self._joint.get(self._hosts[rank], ()))
             added, added_scattered = _sum(sizes, self._adds_for[rank]), _sum(scattered, self._adds_for[rank])
             received = sizes[rank] * self._received[rank] + added * (self._gathered[rank] - count)
             sent, sent_scattered = total - sizes[rank] - added, total_scattered - scattered[rank] - added_scattered
             packed = count * (sent if count > 1 else sent_scattered) + joint * (added if joint > 1 else added_scattered)
-            most = max(most, received + packed)
-        return most
+            found.append(received + packed)
+        return found
 
 
 def _sum(values: Sequence[int], of: Iterable[int]) -> int:

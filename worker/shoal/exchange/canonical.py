@@ -239,7 +239,7 @@ class CanonicalReduction:
             for (bucket, start, stop), parts in self._parts(tree_sum, flight.arrivals, extents, in_cache):
                 (root,) = tree_sum.add_up(parts)
                 place = self._sums.last.range(bucket, start, stop)
-                mean = torch.add(root, 0.0, out=place).div_(self._traffic.plan.lanes)
+                mean = torch.add(root, 0.0, out=place).div_(self._traffic.leaves)
                 of, culprit = self._traffic.layout.buckets[bucket], tree_sum.culprit(parts, self._watch.at_once)
                 self._watch.look(of, start, mean, culprit)
                 if self._loss_scale != 1.0:

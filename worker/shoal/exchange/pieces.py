@@ -115,20 +115,21 @@ def piece_limits(members: int, on_one_host: bool, by_rounds: bool) -> PieceLimit
 
 
 class CellSums:
-    """Those of a world whose lanes are trained by cells: each coordinate adds up for itself.
+    """Those of a world whose lanes are trained by cells: coordinates with the same part of the model add up together.
 
-    `of`: by coordinate, who adds up what there, and its ranks.
+    `of`: by part, who adds up what of each contributor, and the ranks that have the part.
     """
 
-    def __init__(self, of: Sequence[tuple[HostSums, Collection[int]]]) -> None:
+    def __init__(self, of: Sequence[tuple[Sequence[HostSums], Collection[int]]]) -> None:
         self._of = of
 
     def most_held(self, sizes: Sequence[int], scattered: Sequence[int]) -> int:
-        """As `HostSums.most_held`, on the member of any coordinate that holds most."""
-        return max(
-            sums.most_held(*([one * (rank in ranks) for rank, one in enumerate(of)] for of in (sizes, scattered)))
-            for sums, ranks in self._of
-        )
+        """As `HostSums.most_held`, on the member of any part that holds most."""
+        most = 0
+        for contributors, ranks in self._of:
+            own = [[one * (rank in ranks) for rank, one in enumerate(of)] for of in (sizes, scattered)]
+            most = max(most, *map(sum, zip(*(sums.held(*own) for sums in contributors), strict=True)))
+        return most
 
 
 def cut_into_pieces(

@@ -8,13 +8,14 @@ tensor, no group.
 
 Where a cell has several coordinates, gradients and state stay at one: a block's partial sums come from those members at
 its home who train, since a gradient that is common to a cell has the same bits in all of it. Only updated parameters
-that are common go to other coordinates.
+that are common go to other coordinates. Where a cell divides a sequence, partial sums come from the coordinates of all
+contexts besides: each contributes a gradient of its own tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
@@ -68,54 +69,74 @@ class PieceTraffic:
 
 
 class Coordinates:
-    """The members of a world by their coordinate in a cell, as one of them sees it. Gradients and state stay at a
-    coordinate: a member exchanges them with its `mates`. Where a cell is one process all members are mates.
+    """The members of a world by their coordinate in a cell, as one of them sees it. State stays at a coordinate: a
+    member exchanges it with its `mates`, and gradients with its `contributors`. Where a cell is one process all members
+    are both.
     """
 
     REPORTER: ClassVar[int] = 0
-    """The coordinate whose members speak for their cells."""
+    """The coordinate whose members speak for their cells; of numbers that are of tokens, those of all contexts do."""
 
     def __init__(self, plan: Plan, layout: Layout, trained: Callable[[Runs], Runs]) -> None:
         """`layout`: of this member's part of the model. `trained`: see `Layout.trained_runs`."""
-        self._plan, self._own = plan, layout.part.coordinate
+        self._plan, self._own, self._part = plan, layout.part.coordinate, layout.part
         self._of = [member.coordinate for member in plan.members]
         self.mates = tuple(self._at(self._own))
         """The ranks at this member's coordinate, its own among them."""
+        self.contributors = tuple(self._at(*self._part.contributors))
+        """The ranks with the parameters that this member has."""
+        self._host_sums_at = lru_cache(maxsize=None)(self._add_at)
+        self.contexts = self._part.contexts
+        """How many gradients of a lane an owner adds up."""
+        self._telling = replace(self._part, coordinate=self.REPORTER).contributors
         self._models = tuple(trained(layout.model_at(one)) for one in self._of) if plan.homes else ()
         """By rank, the blocks whose parameters it has; empty where all have all."""
         self.lane_spans = self._spans_at(self._own)
         """What lanes each rank sends the gradients of; none for ranks at other coordinates."""
-        self.told_spans = self.lane_spans if self._own == self.REPORTER else self._spans_at(self.REPORTER)
+        self.told_spans = self._spans_at(*self._telling)
         """What lanes each rank tells of in the vote."""
+        self.told_by_context = [self._at(one) for one in self._telling]
+        """By context, the ranks that do."""
         self.speakers = [rank for rank, spans in enumerate(self.told_spans) if spans]
-        """The ranks that speak for all lanes."""
+        """The ranks that do where steps run."""
 
-    def _at(self, coordinate: int) -> list[int]:
-        return [rank for rank, one in enumerate(self._of) if one == coordinate]
+    def _at(self, *coordinates: int) -> list[int]:
+        return [rank for rank, one in enumerate(self._of) if one in coordinates]
 
-    def _spans_at(self, coordinate: int) -> LaneSpans:
-        lanes = (self._plan.lanes_of(rank) if one == coordinate else () for rank, one in enumerate(self._of))
+    def _spans_at(self, *coordinates: int) -> LaneSpans:
+        lanes = (self._plan.lanes_of(rank) if one in coordinates else () for rank, one in enumerate(self._of))
         return tuple(tuple(subtrees(Runs.of(mine), self._plan.lanes)) for mine in lanes)
 
     @property
     def speaks(self) -> bool:
-        """Whether this member speaks for its lanes."""
+        """Whether this member speaks for its cell."""
         return self._own == self.REPORTER
+
+    @property
+    def tells(self) -> bool:
+        """Whether this member tells the numbers of its lanes."""
+        return self._own in self._telling
 
     def in_model(self, rank: int, blocks: Runs) -> Runs:
         """Those of a set of blocks whose parameters a member has."""
         return blocks & self._models[rank] if self._models else blocks
 
-    def host_sums(self, owners: Collection[int]) -> HostSums:
+    def host_sums(self, owners: tuple[int, ...]) -> HostSums:
         """Who adds up what at this coordinate before it leaves a host. `owners`: the ranks that own blocks."""
         return self._host_sums_at(self._own, owners)
 
-    def all_host_sums(self, owners: Collection[int]) -> list[tuple[HostSums, Collection[int]]]:
-        """The same of every coordinate, with its ranks."""
-        return [(self._host_sums_at(one, owners), self._at(one)) for one in range(self._plan.coordinates)]
+    def sums_of_contributors(self, owners: tuple[int, ...]) -> list[HostSums]:
+        """The same at each coordinate that contributes to the gradients of this one's parameters, in their order."""
+        return [self._host_sums_at(one, owners) for one in self._part.contributors]
 
-    def _host_sums_at(self, coordinate: int, owners: Collection[int]) -> HostSums:
-        here = [rank for rank in self._at(coordinate) if rank in owners]
+    def all_host_sums(self, owners: tuple[int, ...]) -> list[tuple[Sequence[HostSums], Collection[int]]]:
+        """Those of every part of the model, with the ranks that have it."""
+        parts = [replace(self._part, coordinate=one).contributors for one in range(self._part.parts)]
+        return [([self._host_sums_at(one, owners) for one in of_part], self._at(*of_part)) for of_part in parts]
+
+    def _add_at(self, coordinate: int, owners: tuple[int, ...]) -> HostSums:
+        contributors = replace(self._part, coordinate=coordinate).contributors
+        here = [rank for rank in self._at(*contributors) if rank in owners]
         return HostSums(self._spans_at(coordinate), self._plan.hosts, here, self._plan.lanes)
 
 
@@ -144,8 +165,7 @@ class Traffic:
         """Whole subtrees of lanes whose sums each rank sends."""
         self._by_rounds = by_rounds
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
-        mates = frozenset(coordinates.mates)
-        self.other_mates = tuple(peer for peer in self.others if peer in mates)
+        self.other_mates = _those_in(self.others, coordinates.mates)
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(self._trained(plan.replays(r, boundaries)) for r in range(plan.world_size))
         )
@@ -192,19 +212,25 @@ class Traffic:
             return HostSums(one_lane_each, (), self._owners, size)
         return self.coordinates.host_sums(self._owners)
 
-    @property
-    def _owners(self) -> list[int]:
-        return [rank for rank, owned in enumerate(self._of_owners) if owned]
+    @cached_property
+    def _owners(self) -> tuple[int, ...]:
+        return tuple(rank for rank, owned in enumerate(self._of_owners) if owned)
 
     @cached_property
     def owned_sum(self) -> TreeSum:
         """How this member finishes the tree for what it owns."""
-        return TreeSum(self.host_sums.sources(self.rank), self.rank, self.plan.lanes)
+        contributors = self.coordinates.sums_of_contributors(self._owners)
+        return TreeSum([sums.sources(self.rank) for sums in contributors], self.rank, self.plan.lanes)
+
+    @property
+    def leaves(self) -> int:
+        """Of how many gradients a step's is the mean."""
+        return self.plan.lanes * self.coordinates.contexts
 
     @cached_property
     def joint_sum(self) -> TreeSum:
         """How it adds up what its host has for owners elsewhere."""
-        return TreeSum(self.host_sums.gathered(self.rank), self.rank, self.plan.lanes)
+        return TreeSum([self.host_sums.gathered(self.rank)], self.rank, self.plan.lanes)
 
     @cached_property
     def pieces(self) -> tuple[ExchangePiece, ...]:
@@ -230,7 +256,8 @@ class Traffic:
         own, once for each subtree of the peer.
         """
         trains = bool(self.lane_spans[self.rank])
-        sent_to = [peer for peer in self.other_mates if trains and self.host_sums.adder(self.rank, peer) is None]
+        others = _those_in(self.others, self.coordinates.contributors) if trains else ()
+        sent_to = [peer for peer in others if self.host_sums.adder(self.rank, peer) is None]
         sources = [peer for peer in self.others if peer in self.owned_sum.subtrees_from]
         sends = ({peer: self.messages_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
         receives = (dict.fromkeys(sources, mine) for mine in self.own_messages)
@@ -316,6 +343,11 @@ class Traffic:
             for piece, extents in by_piece.items():
                 found[piece][peer] = self._in_messages(piece, extents)
         return tuple(map(_in_order, found))
+
+
+def _those_in(peers: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
+    among = frozenset(ranks)
+    return tuple(peer for peer in peers if peer in among)
 
 
 def sums_dtype(traffic: Traffic, piece: int, are_leaves: bool = False) -> torch.dtype:

@@ -1,5 +1,8 @@
 """Sums over the one tree: adds the partial sums of several members, in the order that `core/tree.py` decides.
 
+Where a cell divides a sequence, several of its coordinates contribute to a gradient: each has a tree of its own, and
+the roots are added in the order of coordinates.
+
 Each way of holding the subtrees adds the same pairs, so a sum has the same bits in every world. In place: the
 memory of a message, and of this worker's own sums, is the reduction's to write.
 """
@@ -8,13 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import torch
 from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.blocks.flat import Gradients
-from shoal.core.tree import Source, are_leaves, fold_up
+from shoal.core.tree import Additions, Source, are_leaves, fold_up
 from shoal.exchange.pieces import Extent
 
 OWN = -1
@@ -24,8 +28,9 @@ OWN = -1
 class TreeSum:
     """The sum of some members' partial sums, as far as they are siblings. Made once for a world."""
 
-    def __init__(self, sources: Sequence[Source], rank: int, lanes: int) -> None:
-        self._sources = sources
+    def __init__(self, contributors: Sequence[Sequence[Source]], rank: int, lanes: int) -> None:
+        """`contributors`: the sources of each, by coordinate; several of them have all lanes each."""
+        self._sources = sources = list(chain.from_iterable(contributors))
         self.subtrees_from = Counter(peer for _, peer in sources if peer != rank)
         """How many subtrees' sums come from each peer."""
         self.leaves_from = {
@@ -38,8 +43,7 @@ class TreeSum:
         for _, peer in sources:
             self._places.append((OWN if peer == rank else peer, seen[peer]))
             seen[peer] += 1
-        mine = [index for index, (_, peer) in enumerate(sources) if peer == rank]
-        self._additions, self.left = fold_up([span for span, _ in sources], lanes, mine)
+        self._additions, self.left = _fold_contributors(contributors, rank, lanes)
         """By number, the partial sums in which the sums end up; one, where all lanes are added."""
 
     def parts(
@@ -87,3 +91,17 @@ class TreeSum:
             return self._sources[suspect][0]
 
         return span
+
+
+def _fold_contributors(contributors: Sequence[Sequence[Source]], rank: int, lanes: int) -> tuple[Additions, list[int]]:
+    """As `fold_up`, of each; then root by root."""
+    additions, roots, first = list[tuple[int, int]](), list[list[int]](), 0
+    for sources in contributors:
+        mine = [index for index, (_, peer) in enumerate(sources) if peer == rank]
+        found, left = fold_up([span for span, _ in sources], lanes, mine)
+        additions += [(first + into, first + other) for into, other in found]
+        roots.append([first + index for index in left])
+        first += len(sources)
+    for (root,) in roots[1:]:
+        additions.append((roots[0][0], root))
+    return additions, roots[0] if roots else []

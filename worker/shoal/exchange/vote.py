@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
+from itertools import chain
 from operator import and_
 from typing import Any
 
@@ -228,12 +229,7 @@ def _record(
     counted = _counted(reporting, lanes)
 
     def reduced(of: list[Sequence[float]]) -> float:
-        parts = [
-            (span, value)
-            for rank, spans in enumerate(traffic.coordinates.told_spans)
-            for span, value in zip(spans, of[rank], strict=True)
-        ]
-        return fold_numbers(parts, lanes) / counted
+        return _mean_over_contexts(traffic, of) / counted
 
     trained = any(ballot.losses for ballot in ballots)
     norm = _norm(traffic, rows) if with_norm else None
@@ -251,7 +247,9 @@ def _record(
             )
             for name in _reported_everywhere(ballots, traffic)
         },
-        evaluations=mean_over_lanes([ballot.evaluations for ballot in reporting]),
+        evaluations=mean_over_lanes(
+            [ballots[rank].evaluations for ranks in traffic.coordinates.told_by_context for rank in ranks]
+        ),
         requests=tuple(dict.fromkeys(request for ballot in ballots for request in ballot.requests)),
         hypers=tuple(ballot.hyper for ballot in ballots),
         saving=tuple(ballot.saving for ballot in ballots),
@@ -266,6 +264,16 @@ def _record(
         not_finite=not_finite,
         not_finite_steps=max(ballot.not_finite_before for ballot in ballots) + bool(not_finite),
     )
+
+
+def _mean_over_contexts(traffic: Traffic, of: list[Sequence[float]]) -> float:
+    """The sum over lanes. `of`: by rank, the sums of its subtrees."""
+    coordinates, total = traffic.coordinates, 0.0
+    for context, ranks in enumerate(coordinates.told_by_context):
+        parts = [zip(coordinates.told_spans[rank], of[rank], strict=True) for rank in ranks]
+        sum_of = fold_numbers(list(chain.from_iterable(parts)), traffic.plan.lanes)
+        total = total + sum_of if context else sum_of
+    return total / coordinates.contexts
 
 
 def _check_skips(ballots: list[Ballot], traffic: Traffic) -> None:

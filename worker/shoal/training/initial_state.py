@@ -22,7 +22,7 @@ log = get_logger("shoal")
 
 def agree_on_the_start(world: World, state: TrainingState) -> None:
     """In the first generation rank 0's parameters and buffers replace the others', with a warning where they differ. In
-    cells it is the lowest rank at a coordinate, for what is not common to them.
+    cells it is the lowest rank that has the parameter, and the lowest at a coordinate for its buffers.
 
     Called before the state begins with them.
     """
@@ -30,12 +30,12 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     common = {name: value for name, value in begins.items() if name not in own} | frozen_parameters(state)
     mine = {name: value for name, value in begins.items() if name in own}
     buffers = {f"buffer {name}": buffer for name, buffer in named_buffers(state.module)}
-    ranks, mates = world.plan.ranks, world.traffic.coordinates.mates
+    ranks, coordinates = world.plan.ranks, world.traffic.coordinates
     if not world.plan.homes:
         replaced = _take_over_from(0, ranks, world, common | buffers)
     else:
-        _take_over_from(0, ranks, world, common)
-        replaced = _take_over_from(mates[0], mates, world, mine | buffers)
+        for holders, tensors in ((ranks, common), (coordinates.contributors, mine), (coordinates.mates, buffers)):
+            replaced = _take_over_from(holders[0], holders, world, tensors)
     if replaced:
         state.buffers.refresh()
 

@@ -85,8 +85,8 @@ class WholeReducing:
         self._reduction: CanonicalReduction | None = None
         self.keeps_lanes = context.hub is None  # members of a cell may be at different places in a lane
         self._equal: EqualGradients | None = None
-        """The check of those that are said to be equal over a cell, where bits are exact."""
-        if context.hub is not None:
+        """The check of those that are said to be equal over a cell's tensor dimension, where bits are exact."""
+        if context.hub is not None and context.hub.shape.tensor > 1:
             sums.over_cell = context.hub.reduce_sum
             self._equal = EqualGradients(context.state.layout, context.hub) if context.config.exact else None
 

@@ -223,7 +223,7 @@ def part_of(model: nn.Module, hub: CellHub) -> CellPart:
         for name, parameter, mark in named
         if not mark.is_own and (mark.gradient == "sum" or is_divided(parameter))
     )
-    return CellPart(hub.shape.processes, hub.coordinate, own, summed)
+    return CellPart(hub.shape.processes, hub.coordinate, own, summed, hub.shape.context)
 
 
 def _check_place(name: str, device: str) -> None:

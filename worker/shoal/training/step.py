@@ -312,7 +312,7 @@ class Voting:
         in_order = group.order.end_step() and goes_on
         saving = self._saving.status
         self._saving.take_in_outcome()  # after the status: who is idle in a ballot says there what was saved
-        ballot = self._ballot(step, bad_gradient, saving, world.traffic.coordinates.speaks, in_order)
+        ballot = self._ballot(step, bad_gradient, saving, world.traffic.coordinates.tells, in_order)
         self._corruption.before_vote()
         group.progress.reach(StepPhase.VOTE)
         gather = gather_of(context.faults, group, ballot, world.plan.generation)

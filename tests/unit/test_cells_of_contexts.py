@@ -1,0 +1,146 @@
+"""Lanes whose sequences are divided in a cell: each member contributes to the gradient of every parameter."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from context_parallel import BOTH, CONTEXT, Divided, Ring, losses_of_the_whole
+from crew import Crew
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import examples
+from rule import Edit, holds, rule
+from shoal.exchange.tree_sum import TreeSum
+from shoal.training.engine import Engine
+from shoal_protos.shape import Shape
+from tensor_parallel import CellTask, coordinate_of, crew_of
+from tiers import check
+from torch import Tensor, nn
+
+STAGES = pytest.mark.parametrize("stage", [pytest.param(0, marks=check("as stage 1, with all state everywhere")), 1])
+
+
+def task_of(shape: Shape, stage: int = 1, model: Any = Divided, **options: Any) -> CellTask:
+    return CellTask({"stage": stage, **options}, shape=shape, model=model)
+
+
+@cache
+def one_cell(shape: Shape, model: Any = Divided) -> str:
+    """The fingerprint of a world of one cell."""
+    with crew_of("abcd"[: shape.processes], task_of(shape, model=model)) as crew:
+        return crew.finish()
+
+
+def trained(crew: Crew) -> str:
+    """And that what was planted has struck."""
+    digest = crew.finish()
+    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
+    return digest
+
+
+SPANS = st.sampled_from([[(0, 4), (4, 5)], [(0, 2), (2, 4), (4, 5)], [(0, 1), (1, 2), (2, 4), (4, 5)]])
+
+
+@rule(
+    "Each context of a cell has a tree of gradients over lanes, and their roots are added in the order of coordinates, "
+    "whichever member owns the block and trains which lanes",
+    "Cells",
+    broken_by=[
+        Edit("shoal.exchange.tree_sum", "in roots[1:]:", "in roots[:0:-1]:"),
+        Edit("shoal.exchange.tree_sum", "for sources in contributors:", "for sources in [sum(contributors, [])]:"),
+    ],
+)
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(SPANS, min_size=3, max_size=3), st.data())
+def test_the_roots_of_three_contexts_are_added_in_the_order_of_coordinates(
+    spans: list[list[tuple[int, int]]], data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lanes = torch.randn(3, 5, 64, generator=generator)
+    senders = data.draw(st.permutations([(context, n) for context, own in enumerate(spans) for n in range(len(own))]))
+    ranks = {sender: rank for rank, sender in enumerate(senders)}
+    sources = [[(span, ranks[context, n]) for n, span in enumerate(own)] for context, own in enumerate(spans)]
+
+    def whole(leaves: Tensor) -> Tensor:  # (lanes, elements) → (elements,)
+        return leaves[0] if len(leaves) == 1 else leaves[0] + leaves[1]
+
+    def of(context: int, span: tuple[int, int]) -> Tensor:  # (elements,)
+        leaves = lanes[context, slice(*span)]
+        return whole(leaves[:2]) + whole(leaves[2:]) if len(leaves) > 2 else whole(leaves)
+
+    one, two, three = (of(context, (0, 4)) + of(context, (4, 5)) for context in range(3))
+    tree_sum = TreeSum(sources, data.draw(st.integers(0, len(senders))), 5)
+    [total] = tree_sum.add_up([of(context, span).clone() for context, own in enumerate(spans) for span in own])
+    assert torch.equal(total, (one + two) + three)
+
+
+def gradient_descent(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("model", [Divided, pytest.param(Ring, marks=check("as by an exchange of heads"))])
+@pytest.mark.parametrize("shape", [CONTEXT, BOTH], ids=str)
+@rule(
+    "Loss and gradient of a micro-batch are the means over the contexts of a cell",
+    "Cells",
+    broken_by=[
+        Edit("shoal.exchange.vote", "return total / coordinates.contexts", "return total"),
+        Edit("shoal.exchange.canonical", "div_(self._traffic.leaves)", "div_(self._traffic.plan.lanes)"),
+    ],
+)
+def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model: Any) -> None:
+    found: dict[str, list[float]] = {}
+
+    def body(engine: Engine, batch: Any) -> None:
+        engine.backward(engine.module(**batch))
+        if engine.step() and engine.loss is not None:
+            found.setdefault(engine.context.link.worker, []).append(engine.loss)
+
+    with crew_of("abcd", CellTask(body=body, shape=shape, model=model, optimizer=gradient_descent)) as crew:
+        crew.finish()
+    assert len(found) == 4 and len({tuple(losses) for losses in found.values()}) == 1, "all members know the loss"
+    assert found["a"] == pytest.approx(losses_of_the_whole(gradient_descent), abs=1e-5)
+
+
+@STAGES
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        (CONTEXT, "abcde"),
+        pytest.param(CONTEXT, "abcdef", marks=check("as two cells")),
+        (BOTH, "abcdefgh"),
+    ],
+    ids=str,
+)
+@holds("Each context of a cell has a tree")
+def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, stage: int) -> None:
+    with crew_of(names, task_of(shape, stage)) as crew:
+        assert trained(crew) == one_cell(shape)
+
+
+MORE = [pytest.param(point, marks=check("as at the other points")) for point in ("vote", "exchange", "mirror")]
+
+
+@pytest.mark.parametrize("point", ["between", "backward", *MORE])
+@pytest.mark.parametrize("model", [Divided, pytest.param(Ring, marks=check("as by an exchange of heads"))])
+def test_a_process_that_is_killed_changes_no_bit(point: str, model: Any) -> None:
+    with crew_of("abcde", task_of(CONTEXT, model=model)) as crew:
+        crew.train_to(2)
+        crew.plant("d", 4, point)
+        assert trained(crew) == one_cell(CONTEXT, model)
+
+
+@check("many processes and steps")
+def test_a_process_of_both_dimensions_is_killed_and_another_joins_and_no_bit_changes() -> None:
+    with crew_of("abcdefgh", task_of(BOTH, max_steps=20)) as crew:
+        crew.train_to(2)
+        crew.plant("g", 4, "between")
+        crew.train_to(6)
+        crew.add("k", task_of(BOTH, max_steps=20).at(coordinate_of("k", BOTH)))
+        crew.train_until("two cells", lambda: len(crew.job.durable.current.cells) == 2)  # type: ignore[union-attr]
+        several = trained(crew)
+    with crew_of("abcd", task_of(BOTH, max_steps=20)) as crew:
+        assert trained(crew) == several
