@@ -199,7 +199,9 @@ def of_the_page(result: str, page: str, definitions: str, max_steps: int = 4) ->
 
 
 def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
-    """The model of examples/context_parallel.py, whose definitions are given, with one of its kinds of attention."""
+    """The model of examples/context_parallel.py, whose definitions are given, with one of its kinds of attention;
+    `by` "torch": with that of torch's `context_parallel`.
+    """
     import shoal
 
     torch.set_num_threads(1)
@@ -208,7 +210,7 @@ def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
     config = {**known["config"], "shoal": {**known["config"]["shoal"], "max_steps": options["max_steps"]}}
     cell = shoal.cell(config)
     torch.manual_seed(0)
-    model = known["GPT"](known[by], cell.group("context"))
+    model = known["GPT"](_by_torch(cell) if by == "torch" else known[by], cell.group("context"))
     engine = shoal.initialize(model=model, config=config, dataset=known["Text"]())
     brake = Brake(options)
     for batch in engine:
@@ -216,3 +218,13 @@ def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
         engine.backward(engine.module(**batch))
         engine.step()
     _write(result, {"fingerprint": engine.fingerprint(), "loss": engine.loss})
+
+
+def _by_torch(cell: Any) -> Any:
+    from torch.distributed.tensor.experimental import context_parallel
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, _: Any) -> Tensor:
+        with context_parallel(cell.mesh["context"], buffers=[torch.zeros(2 * q.size(2))], buffer_seq_dims=[0]):
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attention

@@ -17,7 +17,7 @@ from integration.cluster import Cluster
 from integration.test_hosts import FarWorkers
 from matrices import further, shortened
 from rule import holds
-from shoal_protos.messages import START_AGAIN
+from shoal_protos.messages import START_AGAIN, WRONG_USE
 from tiers import check, promise
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,6 +262,15 @@ def test_a_process_of_a_cell_that_divides_sequences_is_killed_and_a_spare_takes_
     with of_contexts(by, 2) as cluster:
         cluster.wait_done()
         assert cluster.result("w0") == several
+
+
+@check("a failure of processes")
+def test_attention_of_torchs_context_parallel_on_the_cpu_is_refused_in_a_sentence() -> None:
+    with of_contexts("torch", 2) as cluster:
+        cluster.wait_phase("failed")
+        assert cluster.wait_exit("w0") == WRONG_USE
+        [sentence] = [line for line in cluster.log("w0").splitlines() if line.startswith("shoal: ")]
+        assert "torch has no kernel on the CPU for attention over DTensors, as its context_parallel makes" in sentence
 
 
 def test_the_examples_of_the_page_on_cells_run() -> None:

@@ -27,6 +27,8 @@ NOT_THE_SCRIPT = (
     str(Path(shoal_protos.__file__).parent),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib")),
 )
+NO_KERNEL = ("scaled_dot_product", "for_cpu", "sharding strategy")
+"""Parts of torch's error for attention over DTensors on the CPU (PyTorch 2.13)."""
 OUTAGES = (OSError, StorageFailed, StoreError)
 
 
@@ -40,6 +42,17 @@ class SaveFailed(StorageFailed):
 
 class NeedsFreshProcess(ShoalError):
     """This process has gone too far to take part; a new one can."""
+
+
+def in_a_sentence(error: BaseException) -> BaseException:
+    """An error of a library that users of cells meet, as one of ours; any other as it is."""
+    text = str(error)
+    if not isinstance(error, NotImplementedError) or not all(part in text for part in NO_KERNEL):
+        return error
+    return UserError(
+        "torch has no kernel on the CPU for attention over DTensors, as its context_parallel makes them; divide the "
+        'sequence by an exchange over cell.group("context") instead, as examples/context_parallel.py does.'
+    ).with_traceback(error.__traceback__)
 
 
 def result_of(error: BaseException, step: int) -> Result:

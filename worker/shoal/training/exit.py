@@ -23,7 +23,7 @@ from shoal_protos.errors import ShoalError
 from shoal_protos.messages import START_AGAIN, Fault, Result
 from shoal_protos.training_log import get_logger, say
 
-from shoal.checkpoint.failure import NeedsFreshProcess, result_of
+from shoal.checkpoint.failure import NeedsFreshProcess, in_a_sentence, result_of
 from shoal.config.out_of_memory import explain
 from shoal.training.engine import Engine
 from shoal.training.memory_report import memory_setting
@@ -44,10 +44,10 @@ class _Ending:
         self.starts_again = False
         """A new process is to run the script."""
 
-    def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def excepthook(self, _: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Remembers the exception that ends the script."""
-        self._failure = error
-        self._hook(kind, error, trace)
+        self._failure = in_a_sentence(error)
+        self._hook(type(self._failure), self._failure, trace)
 
     @property
     def _is_of_a_void_lane(self) -> bool:
