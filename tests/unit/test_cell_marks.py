@@ -42,8 +42,9 @@ def test_parameters_are_what_scripts_and_megatrons_layers_say_and_common_else() 
     }
 
 
-def test_nothing_is_divided_where_a_cell_is_one_process() -> None:
-    assert set(marks(Layer(), Shape()).values()) == {COMMON}
+@pytest.mark.parametrize("shape", [Shape(), Shape(context=2)])
+def test_nothing_is_divided_where_a_cell_has_one_place_that_divides_layers(shape: Shape) -> None:
+    assert set(marks(Layer(), shape).values()) == {COMMON}
 
 
 @pytest.mark.parametrize(

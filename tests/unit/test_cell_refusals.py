@@ -27,6 +27,17 @@ def test_a_model_on_a_device_is_refused() -> None:
         _check_place("weight", torch.device("cuda", 0).type)
 
 
+def test_a_parameter_that_is_divided_among_contexts_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    shoal.sharded(model.weight, over="context")
+    for shape in (Shape(context=2), Shape(tensor=2, context=2)):
+        with pytest.raises(
+            UserError, match=r'"weight" is marked by shoal\.sharded over context, which is not supported'
+        ):
+            part_of(model, CellHub(shape, 0))
+    assert part_of(model, CellHub(TWO, 0)).own == frozenset(), "one context has all of it"
+
+
 def test_deepspeeds_door_is_refused() -> None:
     config = {
         "train_micro_batch_size_per_gpu": 2,

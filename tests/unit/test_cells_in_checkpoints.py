@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import fresh, save, trained
+from context_parallel import BOTH, CONTEXT, Divided
 from crew import Crew, Task
 from rule import Edit, rule
 from shoal.checkpoint.catalogue import Found, at
@@ -18,7 +19,9 @@ from shoal.checkpoint.restore import fits
 from shoal.checkpoint.storage import open_storage
 from shoal.core.layout import CellPart
 from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, crew_of
+from tiers import check
 
 STEP = 2
 
@@ -59,6 +62,30 @@ def test_any_number_of_cells_goes_on_from_a_checkpoint(before: str, after: str, 
     with crew_of(after, task_of(tmp_path, stage=stage)) as crew:
         assert crew.finish() == undisturbed()
         assert crew.job.durable.history[0].from_step == STEP
+
+
+@pytest.mark.parametrize(
+    ("shape", "before", "after", "stage"),
+    [
+        (CONTEXT, "abcd", "ab", 2),
+        pytest.param(BOTH, "abcd", "abcdefgh", 1, marks=check("as contexts alone, with parts besides")),
+    ],
+)
+def test_any_number_of_cells_that_divide_sequences_goes_on_from_a_checkpoint(
+    shape: Shape, before: str, after: str, stage: int, tmp_path: Path
+) -> None:
+    def task(max_steps: int = 6, stage: int = 1, **checkpoint: Any) -> CellTask:
+        shoal = {"checkpoint": {"path": str(tmp_path), **checkpoint}} if checkpoint else {}
+        return CellTask({"max_steps": max_steps, "stage": stage, "shoal": shoal}, shape=shape, model=Divided)
+
+    with crew_of(before, task(STEP, every_steps=STEP)) as crew:
+        fingerprint = crew.finish()
+    path = str(next(tmp_path.glob(f"step-{STEP:012d}-*")))
+    assert verify(at(path, print).reader()).fingerprint == fingerprint
+    with crew_of(after, task(stage=stage, resume=path)) as crew:
+        resumed = crew.finish()
+    with crew_of(before, task()) as crew:
+        assert crew.finish() == resumed
 
 
 # ---- what is refused

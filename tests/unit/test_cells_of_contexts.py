@@ -20,8 +20,6 @@ from tensor_parallel import CellTask, coordinate_of, crew_of
 from tiers import check
 from torch import Tensor, nn
 
-STAGES = pytest.mark.parametrize("stage", [pytest.param(0, marks=check("as stage 1, with all state everywhere")), 1])
-
 
 def task_of(shape: Shape, stage: int = 1, model: Any = Divided, **options: Any) -> CellTask:
     return CellTask({"stage": stage, **options}, shape=shape, model=model)
@@ -105,13 +103,14 @@ def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model:
     assert found["a"] == pytest.approx(losses_of_the_whole(gradient_descent), abs=1e-5)
 
 
-@STAGES
 @pytest.mark.parametrize(
-    ("shape", "names"),
+    ("shape", "names", "stage"),
     [
-        (CONTEXT, "abcde"),
-        pytest.param(CONTEXT, "abcdef", marks=check("as two cells")),
-        (BOTH, "abcdefgh"),
+        (CONTEXT, "abcde", 1),
+        (CONTEXT, "abcde", 2),
+        (BOTH, "abcdefgh", 1),
+        *(pytest.param(CONTEXT, "abcdef", stage, marks=check("as two cells")) for stage in (0, 1, 2)),
+        *(pytest.param(BOTH, "abcdefgh", stage, marks=check("as in stage 1")) for stage in (0,)),
     ],
     ids=str,
 )
@@ -131,6 +130,14 @@ def test_a_process_that_is_killed_changes_no_bit(point: str, model: Any) -> None
         crew.train_to(2)
         crew.plant("d", 4, point)
         assert trained(crew) == one_cell(CONTEXT, model)
+
+
+@pytest.mark.parametrize("point", ["between", "backward", *MORE])
+def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
+    with crew_of("abcde", task_of(CONTEXT, stage=2)) as crew:
+        crew.train_to(2)
+        crew.plant("d", 4, point)
+        assert trained(crew) == one_cell(CONTEXT)
 
 
 @check("many processes and steps")

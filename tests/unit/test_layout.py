@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from matrices import examples
 from planning import World
 from rule import Edit, holds, rule
-from shoal.core.layout import Layout, Stretch, Trainable, lay_out, overlaps
+from shoal.core.layout import CellPart, Layout, Stretch, Trainable, lay_out, overlaps
 from shoal.core.units import unit_numbers
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.errors import UserError
 from shoal_protos.plan import Member, Plan, Reason
-from shoal_protos.runs import Runs, every
+from shoal_protos.runs import Runs, every, union
 from torch import nn
 
 BLOCK = 4_096
@@ -266,3 +266,20 @@ def test_every_block_of_a_bucket_is_its_whole_stretch() -> None:
     layout = layout_of(3, 5)
     assert layout.runs(layout.whole(bucket) for bucket in layout.buckets) == every(8)
     assert layout.elements(Stretch(1, 2, 4)) == (2 * BLOCK, 4 * BLOCK)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 9))
+def test_every_block_of_cells_has_one_home_where_its_parameters_are_at_all_contexts(
+    contexts: int, parts: int, own: int, common: int
+) -> None:
+    shapes = [Trainable(f"p{n}", (BLOCK,), torch.float32, 0, own=n < own) for n in range(own + common)]
+    coordinates = range(contexts * parts)
+    part = CellPart(len(coordinates), own=frozenset(f"p{n}" for n in range(own)), contexts=contexts)
+    layout = lay_out(shapes, part=part)
+    homes = [layout.home_of(one) for one in coordinates]
+    assert sum(map(len, homes)) == layout.blocks and union(homes) == every(layout.blocks)
+    for one in coordinates:
+        contributors = layout.at(one).part.contributors
+        assert one in contributors and len(contributors) == contexts
+        assert {layout.model_at(other) for other in contributors} == {layout.at(one).all_blocks}
+        assert union([homes[other] for other in contributors]) <= layout.model_at(one)

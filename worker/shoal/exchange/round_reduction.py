@@ -10,7 +10,7 @@ world.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,11 @@ from shoal_protos.activity import LANES_BEGIN, StepPhase
 from torch import Tensor
 
 from shoal.blocks.shard_sums import ShardSums
-from shoal.core.tree import NO_LANE, Additions
+from shoal.core.tree import NO_LANE, RoundSum
 from shoal.exchange.finite import FiniteWatch
 from shoal.exchange.packing import PackedReceive, Posted, ranges, send_packed
 from shoal.exchange.pieces import Extents, cached, elements_in
-from shoal.exchange.traffic import MIRRORED, PARTIALS, RoundsTraffic, sums_dtype
+from shoal.exchange.traffic import MIRRORED, PARTIALS, Contributor, RoundsTraffic, sums_dtype
 from shoal.group.group import USER_STEPS, Group, Waiting, Work, WorldChanged
 
 
@@ -65,8 +65,9 @@ class RoundReduction:
         self._positions = self._pieces * len(rounds.rounds)
         sums.keep(traffic.replays(boundaries)[traffic.rank])
         self._flight: dict[int, _InFlight] = {}
-        self._parts: list[list[Parts]] = [[{} for _ in messages] for messages in rounds.receives]
-        """By piece and message, the sums that wait for the next rounds."""
+        self._parts = [[tuple[Parts, ...]({} for _ in rounds.contributors) for _ in each] for each in rounds.receives]
+        """By piece, message and contributor, the sums that wait for the next rounds."""
+        self._last = _last_additions(rounds.contributors)
         self._filled = self._sent = self._posted = self._settled = 0
         """How many of the first positions have come so far."""
         self._lane = self._complete = 0
@@ -232,22 +233,22 @@ class RoundReduction:
         piece: int,
         arrived: dict[tuple[int, int], Tensor],  # by rank and message, (elements in its extents,)
     ) -> None:
-        rank, lanes = self._traffic.rank, self._rounds.rounds[number]
-        order, wide = self._rounds.tree.rounds[number], sums_dtype(self._traffic, piece)
+        rank, lanes, wide = self._traffic.rank, self._rounds.rounds[number], sums_dtype(self._traffic, piece)
         is_last = number == len(self._rounds.rounds) - 1
         for message, extents in enumerate(self._rounds.receives[piece]):
-            parts = self._parts[piece][message]
+            here = {peer: arrived[peer, message].to(wide) for peer in self._rounds.sources(number)}
             if lanes[rank] != NO_LANE:
-                parts[rank] = self._own(extents, wide, is_last)
-            for peer in self._rounds.sources(number):
-                parts[peer] = arrived[peer, message].to(wide)
+                here[rank] = self._own(extents, wide, is_last)
+            waiting = self._parts[piece][message]
+            for one, parts in zip(self._rounds.contributors, waiting, strict=True):
+                parts.update((peer, value) for peer, value in here.items() if peer in one.ranks)
             if is_last:
-                self._add_last(parts, order.additions, extents)
+                self._add_last(waiting, extents)
                 continue
-            for into, other in order.additions:
-                parts[into].add_(parts.pop(other))
-            moved = dict(order.pushes)
-            self._parts[piece][message] = {moved.get(part, part): value for part, value in parts.items()}
+            self._parts[piece][message] = tuple(
+                _add_round(parts, one.tree.rounds[number])
+                for one, parts in zip(self._rounds.contributors, waiting, strict=True)
+            )
         if is_last:
             self._on_reduced()
             self._mirror(piece)
@@ -262,11 +263,12 @@ class RoundReduction:
         mine = ranges(self._sums.live, extents)
         return mine[0].to(wide) if is_last and len(mine) == 1 else torch.cat(mine).to(wide)
 
-    def _add_last(self, parts: Parts, additions: Additions, extents: Extents) -> None:
+    def _add_last(self, waiting: Sequence[Parts], extents: Extents) -> None:
         """All lanes are there: leaves the mean where the update reads it, and forgets the parts. 0 is added to the sum,
         so it has the bits of one that began with zeros (−0.0 is +0.0), as where lanes are accumulated.
         """
-        at, lanes, root = 0, self._traffic.plan.lanes, self._rounds.tree.root
+        at, lanes, (additions, root) = 0, self._traffic.plan.lanes, self._last
+        parts = {(which, number): value for which, own in enumerate(waiting) for number, value in own.items()}
         for bucket, start, stop in cached(extents, self._watch.at_once):
             end = at + stop - start
             for into, other in additions[:-1]:
@@ -277,14 +279,39 @@ class RoundReduction:
                 torch.add(parts[into][at:end], parts[other][at:end], out=mean).add_(0.0)
             else:
                 torch.add(parts[root][at:end], 0.0, out=mean)
-            mean.div_(lanes)
+            mean.div_(self._traffic.leaves)
             at = end
             self._watch.look(self._traffic.layout.buckets[bucket], start, mean, lambda: (0, lanes))
             if self._loss_scale != 1.0:
                 mean.div_(self._loss_scale)
-        parts.clear()
+        for own in waiting:
+            own.clear()
 
     def _mirror(self, piece: int) -> None:
         """Posts the reduced ranges to their mirrors."""
         for peer, extents in self._mirrored.sends[piece]:
             self._mirror_sends.append(send_packed(self._group, peer, MIRRORED, self._sums.reduced, extents))
+
+
+def _add_round(parts: Parts, order: RoundSum) -> Parts:
+    """What waits after a round of one contributor."""
+    for into, other in order.additions:
+        parts[into].add_(parts.pop(other))
+    moved = dict(order.pushes)
+    return {moved.get(part, part): value for part, value in parts.items()}
+
+
+Key = tuple[int, int]
+"""A contributor, by its place among them, and the number of one of its parts."""
+
+
+def _last_additions(contributors: Sequence[Contributor]) -> tuple[list[tuple[Key, Key]], Key]:
+    """Those of the last round, then of the roots in the order of contributors, and where the sum is."""
+    additions = [
+        ((at, into), (at, other))
+        for at, one in enumerate(contributors)
+        for order in one.tree.rounds[-1:]
+        for into, other in order.additions
+    ]
+    first, *others = [(at, one.tree.root) for at, one in enumerate(contributors)]
+    return additions + [(first, other) for other in others], first

@@ -14,7 +14,7 @@ contexts besides: each contributes a gradient of its own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -77,14 +77,18 @@ class Coordinates:
     REPORTER: ClassVar[int] = 0
     """The coordinate whose members speak for their cells; of numbers that are of tokens, those of all contexts do."""
 
-    def __init__(self, plan: Plan, layout: Layout, trained: Callable[[Runs], Runs]) -> None:
-        """`layout`: of this member's part of the model. `trained`: see `Layout.trained_runs`."""
-        self._plan, self._own, self._part = plan, layout.part.coordinate, layout.part
+    def __init__(self, plan: Plan, layout: Layout, trained: Callable[[Runs], Runs], by_rounds: bool) -> None:
+        """`layout`: of this member's part of the model. `trained`: see `Layout.trained_runs`. `by_rounds`: see
+        `Traffic`.
+        """
+        self._plan, self._own, self._part, self._by_rounds = plan, layout.part.coordinate, layout.part, by_rounds
         self._of = [member.coordinate for member in plan.members]
         self.mates = tuple(self._at(self._own))
         """The ranks at this member's coordinate, its own among them."""
         self.contributors = tuple(self._at(*self._part.contributors))
         """The ranks with the parameters that this member has."""
+        self.by_contributor = tuple(tuple(self._at(one)) for one in self._part.contributors)
+        """The same, by coordinate."""
         self._host_sums_at = lru_cache(maxsize=None)(self._add_at)
         self.contexts = self._part.contexts
         """How many gradients of a lane an owner adds up."""
@@ -137,6 +141,10 @@ class Coordinates:
     def _add_at(self, coordinate: int, owners: tuple[int, ...]) -> HostSums:
         contributors = replace(self._part, coordinate=coordinate).contributors
         here = [rank for rank in self._at(*contributors) if rank in owners]
+        if self._by_rounds:
+            size = self._plan.world_size
+            one_lane_each = [[(rank, rank + 1)] * (one == coordinate) for rank, one in enumerate(self._of)]
+            return HostSums(one_lane_each, (), here, size)  # of a round, whichever lanes are in it
         return HostSums(self._spans_at(coordinate), self._plan.hosts, here, self._plan.lanes)
 
 
@@ -157,7 +165,7 @@ class Traffic:
         """
         self.plan, self.rank, self.layout, self.leaves_are_narrow = plan, rank, layout.trained, leaves_are_narrow
         self._trained = layout.trained_runs
-        self.coordinates = coordinates = Coordinates(plan, layout, self._trained)
+        self.coordinates = coordinates = Coordinates(plan, layout, self._trained, by_rounds)
         self._of_owners = tuple(self._trained(plan.owned_by(peer)) for peer in plan.ranks)
         self.owned = tuple(coordinates.in_model(rank, owned) for owned in self._of_owners)
         """By rank, what it owns of this member's model."""
@@ -166,6 +174,8 @@ class Traffic:
         self._by_rounds = by_rounds
         self.others = tuple((rank + distance) % plan.world_size for distance in range(1, plan.world_size))
         self.other_mates = _those_in(self.others, coordinates.mates)
+        self.sent_to = _those_in(self.others, coordinates.contributors)
+        """Whom gradients are sent to, and come from."""
         self._replays = lru_cache(maxsize=4)(
             lambda boundaries: tuple(self._trained(plan.replays(r, boundaries)) for r in range(plan.world_size))
         )
@@ -206,10 +216,6 @@ class Traffic:
     @cached_property
     def host_sums(self) -> HostSums:
         """Who adds up what before it leaves a host."""
-        if self._by_rounds:
-            size = self.plan.world_size
-            one_lane_each = [[(place, place + 1)] for place in range(size)]  # of a round, whichever lanes are in it
-            return HostSums(one_lane_each, (), self._owners, size)
         return self.coordinates.host_sums(self._owners)
 
     @cached_property
@@ -256,8 +262,7 @@ class Traffic:
         own, once for each subtree of the peer.
         """
         trains = bool(self.lane_spans[self.rank])
-        others = _those_in(self.others, self.coordinates.contributors) if trains else ()
-        sent_to = [peer for peer in others if self.host_sums.adder(self.rank, peer) is None]
+        sent_to = [peer for peer in self.sent_to if trains and self.host_sums.adder(self.rank, peer) is None]
         sources = [peer for peer in self.others if peer in self.owned_sum.subtrees_from]
         sends = ({peer: self.messages_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
         receives = (dict.fromkeys(sources, mine) for mine in self.own_messages)
@@ -361,13 +366,24 @@ def _in_order(by_peer: dict[int, tuple[Extents, ...]]) -> Messages:
 
 
 @dataclass(frozen=True, slots=True)
+class Contributor:
+    """A coordinate whose members have gradients of the same parameters."""
+
+    ranks: frozenset[int]
+    tree: ShardTree
+    """Of their lanes, all of the step."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundsTraffic:
     """One step's rounds, as one member sees them."""
 
     traffic: Traffic
     order: PieceOrder
     rounds: tuple[Round, ...]
-    tree: ShardTree
+    """Of all members."""
+    contributors: tuple[Contributor, ...]
+    """To what this member owns, in the order of coordinates."""
     lanes_here: int
     """This member's lanes: one in each of the first rounds."""
     sends: tuple[Messages, ...]
@@ -385,19 +401,25 @@ class RoundsTraffic:
         plan = traffic.plan
         found = tuple(first_rounds(plan) if is_first else rounds(plan))
         sends = tuple(
-            tuple((owner, extents) for owner in traffic.others for extents in traffic.messages_for(owner, piece))
+            tuple((owner, extents) for owner in traffic.sent_to for extents in traffic.messages_for(owner, piece))
             for piece in range(len(traffic.pieces))
         )
         lanes_here = sum(lanes[traffic.rank] != NO_LANE for lanes in found)
         pieces = [traffic.pieces[piece] for piece in order.pieces]
         return cls(
-            traffic, order, found, shard_tree(found, plan.lanes), lanes_here, sends, traffic.own_messages,
+            traffic, order, found, tuple(_contributors(traffic, found)), lanes_here, sends, traffic.own_messages,
             windows(pieces), narrow_windows(pieces),
         )  # fmt: skip
 
     def sources(self, number: int) -> list[int]:
-        """The other members with a lane in a round."""
-        return [peer for peer in self.traffic.others if self.rounds[number][peer] != NO_LANE]
+        """The other contributors with a lane in a round."""
+        return [peer for peer in self.traffic.sent_to if self.rounds[number][peer] != NO_LANE]
+
+
+def _contributors(traffic: Traffic, step: Sequence[Round]) -> Iterator[Contributor]:
+    for ranks in map(frozenset, traffic.coordinates.by_contributor):
+        own = [tuple(lane if rank in ranks else NO_LANE for rank, lane in enumerate(lanes)) for lanes in step]
+        yield Contributor(ranks, shard_tree(own, traffic.plan.lanes))
 
 
 UnitMessages = tuple[tuple[Extents, ...], ...]
