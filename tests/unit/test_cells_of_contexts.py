@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_parallel import BOTH, CONTEXT, Divided, Ring, losses_of_the_whole
+from context_parallel import BOTH, CONTEXT, FOUR, Divided, Ring, losses_of_the_whole
 from crew import Crew
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,17 +79,26 @@ def gradient_descent(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("model", [Divided, pytest.param(Ring, marks=check("as by an exchange of heads"))])
-@pytest.mark.parametrize("shape", [CONTEXT, BOTH], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "model", "stage"),
+    [
+        (CONTEXT, Divided, 2),
+        (BOTH, Divided, 1),
+        pytest.param(CONTEXT, Ring, 1, marks=check("as by an exchange of heads")),
+        pytest.param(BOTH, Ring, 1, marks=check("as by an exchange of heads")),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
 @rule(
     "Loss and gradient of a micro-batch are the means over the contexts of a cell",
     "Cells",
     broken_by=[
         Edit("shoal.exchange.vote", "return total / coordinates.contexts", "return total"),
         Edit("shoal.exchange.canonical", "div_(self._traffic.leaves)", "div_(self._traffic.plan.lanes)"),
+        Edit("shoal.exchange.round_reduction", "div_(self._traffic.leaves)", "div_(self._traffic.plan.lanes)"),
     ],
 )
-def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model: Any) -> None:
+def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model: Any, stage: int) -> None:
     found: dict[str, list[float]] = {}
 
     def body(engine: Engine, batch: Any) -> None:
@@ -97,7 +106,9 @@ def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model:
         if engine.step() and engine.loss is not None:
             found.setdefault(engine.context.link.worker, []).append(engine.loss)
 
-    with crew_of("abcd", CellTask(body=body, shape=shape, model=model, optimizer=gradient_descent)) as crew:
+    options = {"stage": stage, "gradient_clipping": 0.0}
+    task = CellTask(options, body=body, shape=shape, model=model, optimizer=gradient_descent)
+    with crew_of("abcd", task) as crew:
         crew.finish()
     assert len(found) == 4 and len({tuple(losses) for losses in found.values()}) == 1, "all members know the loss"
     assert found["a"] == pytest.approx(losses_of_the_whole(gradient_descent), abs=1e-5)
@@ -118,6 +129,26 @@ def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model:
 def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, stage: int) -> None:
     with crew_of(names, task_of(shape, stage)) as crew:
         assert trained(crew) == one_cell(shape)
+
+
+@rule(
+    "… on shards too, where it is seen with more than two contexts",
+    "Cells",
+    after="Each context of a cell has a tree",
+    broken_by=[
+        Edit(
+            "shoal.exchange.round_reduction",
+            "[(first, other) for other in others]",
+            "[(first, o) for o in others[::-1]]",
+        )
+    ],
+)
+def test_gradients_of_four_contexts_are_added_in_the_same_order_whole_and_on_shards() -> None:
+    digests = set()
+    for names, stage in (("abcd", 1), ("abcdefgh", 2)):
+        with crew_of(names, task_of(FOUR, stage, Ring, max_steps=3)) as crew:
+            digests.add(crew.finish())
+    assert len(digests) == 1
 
 
 MORE = [pytest.param(point, marks=check("as at the other points")) for point in ("vote", "exchange", "mirror")]
