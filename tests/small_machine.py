@@ -120,7 +120,7 @@ class Written:
     def close(self, connection: int | None = None) -> None:
         self._write("close", connection)
 
-    async def probe(self, address: str, incarnation: str) -> ProbeResult:
+    async def probe(self, address: str, incarnation: str, watched: bool = True) -> ProbeResult:
         self._write("probe", address, incarnation)
         return self.met.get(address, ProbeResult())
 

@@ -73,6 +73,19 @@ def test_one_of_the_last_two_can_die(victim: str) -> None:
         assert report["generations"][-1]["workers"] == 1
 
 
+def test_the_death_of_a_lone_worker_is_believed_at_once_where_its_host_answers_at_another_port() -> None:
+    spec = {"workers": {"wanted": 1, "max": 1}, "reconnect_seconds": 3600.0}
+    with Cluster(workers=1, options=LONG, pace=PACE, spec=spec) as cluster:
+        cluster.wait_step(3)
+        cluster.add()  # for which there is no room in the world
+        cluster.until("w1 to say hello", lambda _: "w1" in cluster.workers())
+        cluster.kill("w0")
+        cluster.until("w1 to train", lambda _: cluster.workers()["w1"]["state"] == "active")
+        assert "and answers at another port" in cluster.workers()["w0"]["why"]
+        cluster.wait_done()
+        assert cluster.fingerprint == undisturbed(LONG)
+
+
 # ---- several
 
 

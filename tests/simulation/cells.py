@@ -40,12 +40,12 @@ def full_cells_of(members: Iterable[tuple[int, str]], cell: Shape) -> int:
 
 
 class Hosts:
-    """The machine of every process: a cell's processes fit on one. If dimensions are tight, those that must share one
-    do, and no others; a launcher that starts processes has one for all.
+    """The machine of every process: so many are on one, a cell's processes at least. If dimensions are tight, those
+    that must share one do, and no others; a launcher that starts processes has one for all.
     """
 
-    def __init__(self, cell: Shape, launcher: str) -> None:
-        self._cell, self._launcher = cell, launcher
+    def __init__(self, cell: Shape, launcher: str, on_a_host: int) -> None:
+        self._cell, self._launcher, self._on_a_host = cell, launcher, max(cell.processes, on_a_host)
         self._taken: dict[int, int] = {}
         """By pid, where dimensions are tight."""
 
@@ -58,7 +58,11 @@ class Hosts:
 
     def number(self, pid: int) -> int:
         """The first host is 1."""
-        return self._taken.get(pid, (pid - 1) // self._cell.processes) + 1
+        return self._taken.get(pid, (pid - 1) // self._on_a_host) + 1
+
+    def port(self, pid: int) -> int:
+        """No other process of the host has it."""
+        return pid if pid in self._taken else (pid - 1) % self._on_a_host + 1
 
 
 @dataclass(frozen=True)

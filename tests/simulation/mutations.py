@@ -236,8 +236,9 @@ def _counts_anybody(coordinates: Any, processes: int) -> int:
     return len(list(coordinates)) // processes
 
 
-def _any_refusal_proves(turn: Turn, process: Process) -> bool:
-    return process.connection is None and turn.record(process.worker).standing is not Standing.DEAD
+def _any_refusal_proves(turn: Turn, process: Process) -> float | None:
+    here = process.connection is not None or turn.record(process.worker).standing is Standing.DEAD
+    return None if here else process.refused_since
 
 
 def _counts_cuts(turn: Turn) -> None:
@@ -288,7 +289,7 @@ MUTATIONS: dict[str, list[Patch]] = {
     "silence is counted in the controller's own running time": [(silence, "count_tick", _counts_by_the_clock)],
     "the time of a cut counts as nobody's silence": [(silence, "count_tick", _counts_cuts)],
     "a refusal proves a death only where the process was reached": [
-        (failure_detector, "_may_prove", _any_refusal_proves)
+        (failure_detector, "_refused_since", _any_refusal_proves)
     ],
     "a stale worker is dismissed only after a commit": [(running, "_dismiss_the_stale", _dismisses_early)],
     "a plan is void once another generation is current": [(planned_changes, "on_generation_seen", _keeps_void_plans)],

@@ -54,6 +54,7 @@ def attempt(task: Task) -> Outcome:
     )
     happened["all went back"] += sum(plan.reason is Reason.RESTORE for plan in simulation.watch.opened.values())
     happened["damaged"] += len(durable.unreadable_checkpoints)
+    happened["believed at once"] += simulation.watch.believed_beside
     happened["links down"] += simulation.links.cuts
     happened["separated"] += simulation.links.separated
     happened["stuck code ended"] += simulation.links.ended

@@ -88,7 +88,7 @@ class Simulation:
         self.links = Links(self)
         self.processes: dict[str, SimWorker] = {}
         self.incarnations = 0
-        self._hosts = Hosts(self.cell, launcher)
+        self._hosts = Hosts(self.cell, launcher, int(self._shape(shape, "on_a_host", 1, (1, 1, 1, 3))))
         self.liars: set[str] = set()
         """Workers that have said what cannot be."""
         self.put_back = 0
@@ -146,6 +146,10 @@ class Simulation:
 
     def host_of(self, pid: int) -> str:
         return f"host{self._hosts.number(pid)}"
+
+    def address_of(self, pid: int) -> str:
+        """Where a process listens."""
+        return f"{self.host_of(pid)}:{self._hosts.port(pid)}"
 
     def process_of(self, member: Member) -> SimWorker | None:
         return self.processes.get(member.incarnation)

@@ -49,6 +49,7 @@ RULES = [
     ("controller_always_late", "Silence is counted in the"),
     ("controller_cut_off", "… and the time during"),
     ("firewall", "A refused connection proves a"),
+    ("lone_member_dies", "… but at once where the host"),
     ("most_hosts_vanish", "The wait for a silent"),
     ("operator_confirms_deaths", "… or at once, when an operator"),
     ("old_run", "Every run of a job has a uid; a"),

@@ -61,6 +61,8 @@ class Watch:
         self.began_at: dict[int, int] = {}
         self.floor = 0
         self.was_put_back = False
+        self.believed_beside = 0
+        """Deaths of most members that were believed at once, because their host answered at another port."""
         """The store was, and gives numbers and ids again."""
         self.called_dead: set[str] = set()
         """Incarnations that an operator gave up while they were silent, alive or not."""
@@ -355,6 +357,7 @@ class Watch:
         for worker, record in after.durable.roster.items():
             known = before.durable.roster.get(worker)
             dead_now = record.standing is Standing.DEAD and (known is None or known.standing is not Standing.DEAD)
+            self.believed_beside += dead_now and "at another port" in record.why
             if dead_now and "refuses" in record.why and self.simulation.processes[record.incarnation].alive:
                 self.violated("a living worker was believed dead by a refused connection", worker)
 

@@ -32,7 +32,7 @@ class SimWorker:
     def __init__(self, simulation: Simulation, pid: int, worker: str, launched: bool) -> None:
         self.simulation, self.clock, self.chance = simulation, simulation.clock, simulation.chance
         self.pid, self.launched, self.asked_id = pid, launched, worker
-        self.address = f"host{pid}:1"
+        self.address = simulation.address_of(pid)
         self.incarnation = f"i{pid}"
         self.membership = Membership("", self.incarnation)
         self.alive, self.frozen, self.cut = True, False, False

@@ -35,6 +35,18 @@ async def test_a_worker_is_reached_where_it_says_who_it_is(soon):
     assert await probe(server.address, "i") == ProbeResult(reached=False, refused=True)
 
 
+@asynchronous
+async def test_where_only_the_greeting_is_asked_for_the_answer_comes_with_it():
+    server = RendezvousServer("127.0.0.1", lambda: "i")
+    try:
+        began = asyncio.get_running_loop().time()
+        assert await probe(server.address, "i", watched=False) == ProbeResult(reached=True, refused=False)
+        assert await probe(server.address, "another", watched=False) == NOTHING
+        assert asyncio.get_running_loop().time() - began < PROBE_SECONDS / 2
+    finally:
+        await asyncio.to_thread(server.close)
+
+
 @holds("A refused connection proves a")
 @pytest.mark.parametrize(
     "says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", entry("i", b"i"), entry(INCARNATION, b"j"), b"\xff" * 6, b"\0"]

@@ -57,8 +57,8 @@ def test_a_refusal_proves_a_death_where_that_very_process_was_reached() -> None:
     broken_by=[
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            "        and bool(process.reachable)\n        and process.connection",
-            "        and process.connection",
+            "if process.connection is not None or not process.reachable or process.worker",
+            "if process.connection is not None or process.worker",
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
@@ -181,8 +181,8 @@ def test_a_controllers_earlier_life_has_reached_nobody_for_this_one() -> None:
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            "and turn.now - process.refused_since >= patience",
-            "and patience == 0.0",
+            "        if turn.now - since >= patience:\n",
+            "        if patience == 0.0:\n",
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
@@ -267,8 +267,8 @@ def test_who_refuses_one_after_the_other_counts_towards_most() -> None:
     "A change of the world",
     broken_by=Edit(
         "shoal_controller.core.machine.phases.failure_detector",
-        " and process.worker not in turn.job.live_processes\n",
-        "\n",
+        " or process.worker in turn.job.live_processes:\n",
+        ":\n",
     ),
     after="… and never within `reconnect_seconds`",
 )
@@ -283,3 +283,146 @@ def test_where_the_launcher_sees_the_process_no_refusal_proves_anything() -> Non
     assert dead(job) == []
     job.exit("w1")
     assert dead(job) == ["w1"]
+
+
+# ---- a host that answers at another port
+
+
+def alone(beside: str = "box:2", host: str = "box") -> Driver:
+    """w0 trains alone at box:1. w1 has come at `beside`, on a machine of that name. Both were reached."""
+    job = Driver(wanted=1)
+    job.hello("w0", address="box:1", host="box")
+    job.recover()
+    job.feed(Probed("w0", "inc-w0", refused=False, reached=True))
+    job.hello("w1", address=beside, host=host)
+    job.feed(Probed("w1", "inc-w1", refused=False, reached=True))
+    job.now += 2.0
+    return job
+
+
+def answer(job: Driver, worker: str = "w1", **met: bool) -> None:
+    """The probe of a worker that is connected has met that; a tick follows."""
+    job.feed(Probed(worker, f"inc-{worker}", **{"refused": False, "reached": True, **met}))
+    job.now += 0.1
+    job.feed(Tick())
+
+
+@rule(
+    "… but at once where the host has answered since at another port, at which this controller had reached a worker "
+    "before: then nothing on the way refuses",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "        elif _answers_beside(turn, record, since):\n",
+            "        elif False:\n",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            " and one.answered_again_at >= since for one",
+            " for one",
+            by="test_what_a_host_has_answered_before_it_refused_proves_nothing",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "get(event.worker) if process.reachable and not event.refused else None",
+            "get(event.worker)",
+            by="test_a_worker_that_is_reached_for_the_first_time_vouches_only_with_its_second_answer",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            " or record.host != ours.host:\n",
+            ":\n",
+            by="test_another_machine_at_the_same_address_or_another_address_vouches_for_nobody",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            " and split_address(record.address)[0] == at:\n",
+            ":\n",
+            by="test_another_machine_at_the_same_address_or_another_address_vouches_for_nobody",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.failure_detector",
+            "        if record.address != ours.address and split_address",
+            "        if split_address",
+            by="test_the_same_port_vouches_for_nobody",
+        ),
+    ],
+    after="… and for more than half of the",
+)
+def test_a_lone_members_death_is_believed_as_soon_as_its_host_answers_at_another_port() -> None:
+    job = alone()
+    refuse(job, "w0")
+    assert [probe for probe in job.of(Probe) if probe.worker == "w1"] == [Probe("w1", "inc-w1", "box:2", watched=False)]
+    assert dead(job) == [], "its host has not answered yet"
+    answer(job)
+    assert dead(job) == ["w0"]
+    assert job.job.durable.roster["w0"].why == "its host box refuses connections to box:1 and answers at another port"
+
+
+@holds("… but at once where the host")
+def test_a_host_that_answers_nothing_refuses_for_reconnect_seconds() -> None:
+    for met in ({"reached": False}, {"reached": False, "refused": True}, {"refused": True}):
+        job = alone()
+        refuse(job, "w0")
+        answer(job, **met)
+        pass_time(job, job.spec.reconnect_seconds - 0.5)
+        assert dead(job) == [], met
+        pass_time(job, 0.6)
+        assert dead(job) == ["w0"]
+
+
+@holds("… but at once where the host")
+def test_what_a_host_has_answered_before_it_refused_proves_nothing() -> None:
+    job = alone()
+    answer(job)
+    job.now += 2.0
+    refuse(job, "w0")
+    pass_time(job, 2.0)
+    assert dead(job) == []
+    answer(job)
+    assert dead(job) == ["w0"]
+
+
+@holds("… but at once where the host")
+def test_a_worker_that_is_reached_for_the_first_time_vouches_only_with_its_second_answer() -> None:
+    job = alone(beside="elsewhere:1", host="elsewhere")
+    refuse(job, "w0")
+    job.hello("w2", address="box:3", host="box")
+    answer(job, "w2")
+    assert dead(job) == []
+    pass_time(job, 1.0)
+    answer(job, "w2")
+    assert dead(job) == ["w0"]
+
+
+@holds("… but at once where the host")
+def test_another_machine_at_the_same_address_or_another_address_vouches_for_nobody() -> None:
+    for beside, host in (("box:2", "another"), ("other:2", "box")):
+        job = alone(beside, host)
+        refuse(job, "w0")
+        answer(job)
+        assert dead(job) == []
+
+
+@holds("… but at once where the host")
+def test_the_same_port_vouches_for_nobody() -> None:
+    """Whoever is there now is another process: the host's refusal was of a moment."""
+    job = alone("box:1")
+    refuse(job, "w0")
+    answer(job)
+    assert dead(job) == []
+
+
+@holds("… but at once where the host")
+def test_of_most_members_those_are_believed_dead_whose_host_answers() -> None:
+    job = Driver(wanted=5)
+    for number, place in enumerate(("box:1", "box:2", "box:3", "far:1", "far:2")):
+        job.hello(f"w{number}", address=place, host=place.split(":")[0])
+    job.recover()
+    for worker in job.connections:
+        job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
+    job.now += 2.0
+    refuse(job, "w4", "w3", "w1", "w0")
+    answer(job, "w2")
+    assert dead(job) == ["w0", "w1"]

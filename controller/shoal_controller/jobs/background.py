@@ -131,7 +131,7 @@ class BackgroundWork:
             tasks[who].add_done_callback(lambda _: tasks.pop(who, None))
 
     async def _probe(self, probe: Probe) -> None:
-        met = await self._outside.probe(probe.address, probe.incarnation)
+        met = await self._outside.probe(probe.address, probe.incarnation, probe.watched)
         await self._report(Probed(probe.worker, probe.incarnation, met.refused, met.reached))
 
     async def _plan(self) -> None:

@@ -56,8 +56,8 @@ class Outside:
     """Launchers by the spec's `launcher`; `none` has none."""
     planner: Planner
     """What answers the machine's questions."""
-    probe: Callable[[str, str], Awaitable[ProbeResult]] = probe
-    """What a connection to an address meets where a process of that incarnation should be."""
+    probe: Callable[[str, str, bool], Awaitable[ProbeResult]] = probe
+    """What a connection to an address meets where a process of that incarnation should be; whether it is watched."""
     controllers: Callable[[], tuple[str, ...]] = tuple
     """Where workers reach the controllers of this store, the one that leads first."""
     record: Record = lambda _points, _now: None

@@ -3,7 +3,8 @@
 Whoever connects is told first which process it is; a probe that reads the expected incarnation has reached it. What a
 refusal proves after that is the machine's to decide; an accepted connection, a silent host or an unreachable network
 prove nothing. A process that is being killed still accepts for a moment, after its stream has ended: so an accepted
-connection is watched, and when it is closed the port is tried again. Called by the shell for `Probe` effects.
+connection is watched, and when it is closed the port is tried again; not where only the greeting is asked for. Called
+by the shell for `Probe` effects.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class ProbeResult(NamedTuple):
     """The host actively refuses the port; afterwards, where the process was reached as well."""
 
 
-async def probe(address: str, incarnation: str) -> ProbeResult:
-    """What answers at `HOST:PORT` within `PROBE_SECONDS`."""
+async def probe(address: str, incarnation: str, watched: bool = True) -> ProbeResult:
+    """What answers at `HOST:PORT` within `PROBE_SECONDS`. `watched`: whether the connection is watched to its end."""
     try:
         host, port = split_address(address)
     except ValueError:
@@ -42,6 +43,8 @@ async def probe(address: str, incarnation: str) -> ProbeResult:
         async with asyncio.timeout(PROBE_SECONDS):
             async with _connected(host, port) as reader:
                 reached = await _greeting(reader) == incarnation.encode()
+                if not watched:
+                    return ProbeResult(reached)
                 await _until_closed(reader)
             while True:
                 await asyncio.sleep(AGAIN_SECONDS)

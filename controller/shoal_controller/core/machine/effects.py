@@ -43,6 +43,8 @@ class Probe:
     worker: WorkerId
     incarnation: str
     address: str
+    watched: bool = True
+    """Whether a connection that is accepted is watched until it ends; otherwise its greeting is the answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class Process:
     """Whether this controller has reached it at its address and read its incarnation there; None: not known yet."""
     refused_since: float | None = None
     """Since when its host refuses connections to it, while it has no stream."""
+    answered_again_at: float | None = None
+    """When the last probe was sent that it answered, of those after the first that reached it."""
     telemetry: Telemetry = field(default_factory=Telemetry)
     inventory: Inventory | None = None
     failure: str = ""

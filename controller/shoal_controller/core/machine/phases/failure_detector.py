@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shoal_protos.addresses import split_address
 from shoal_protos.messages import NO_CONTROLLER, WRONG_USE, Ping
 from shoal_protos.plan import WorkerId
 
@@ -63,7 +64,8 @@ def on_probed(turn: Turn, event: Probed) -> bool:
     if record is None or process is None or record.incarnation != event.incarnation:
         return False
     if event.reached:
-        turn.see(event.worker, reachable=True)
+        again_at = turn.job.probed_at.get(event.worker) if process.reachable and not event.refused else None
+        turn.see(event.worker, reachable=True, answered_again_at=again_at)
     elif process.reachable is None and process.connection is not None:
         _announce_unreachable(turn, record)
     if process.connection is None:
@@ -88,27 +90,51 @@ def judge_refusals(turn: Turn) -> None:
 
     Never while workers may be reconnecting after the controller's start, nor where a launcher sees the process alive.
     Where most members refuse, only after `reconnect_seconds`: whoever lives comes back by itself in that time.
-    Firewalls, tunnels and address translation refuse the living too.
+    Firewalls, tunnels and address translation refuse the living too. ● But where the host has answered since at
+    another port, at which this controller had reached a worker before, nothing on the way refuses, and it counts at
+    once.
     """
-    refused = [process for process in turn.job.processes.values() if _may_prove(turn, process)]
+    refusals = {process.worker: _refused_since(turn, process) for process in turn.job.processes.values()}
+    refused = {worker: since for worker, since in refusals.items() if since is not None}
     if not refused or silence.may_be_reconnecting(turn):
         return
     patience = turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0
-    for process in refused:
-        if process.refused_since is not None and turn.now - process.refused_since >= patience:
-            record = turn.record(process.worker)
-            confirm_death(turn, record.worker, f"its host {record.host} refuses connections to {record.address}")
+    for worker, since in refused.items():
+        record = turn.record(worker)
+        why = f"its host {record.host} refuses connections to {record.address}"
+        if turn.now - since >= patience:
+            confirm_death(turn, worker, why)
+        elif _answers_beside(turn, record, since):
+            confirm_death(turn, worker, f"{why} and answers at another port")
 
 
-def _may_prove(turn: Turn, process: Process) -> bool:
-    """Whether its host refuses connections, and that may prove this process's death."""
-    return (
-        process.refused_since is not None
-        and bool(process.reachable)
-        and process.connection is None
-        and turn.record(process.worker).standing is not Standing.DEAD
-        and process.worker not in turn.job.live_processes
-    )
+def _refused_since(turn: Turn, process: Process) -> float | None:
+    """Since when its host refuses connections to it; None: it does not, or that may not prove this process's death."""
+    if process.connection is not None or not process.reachable or process.worker in turn.job.live_processes:
+        return None
+    return process.refused_since if turn.record(process.worker).standing is not Standing.DEAD else None
+
+
+def _answers_beside(turn: Turn, refuses: WorkerRecord, since: float) -> bool:
+    """Whether a worker's host has answered since then at another port; those that may answer there are asked to."""
+    beside = _reached_beside(turn, refuses)
+    for process in beside:
+        _probe(turn, process.worker, watched=False)
+    return any(one.answered_again_at is not None and one.answered_again_at >= since for one in beside)
+
+
+def _reached_beside(turn: Turn, ours: WorkerRecord) -> list[Process]:
+    """The connected workers on a worker's host that this controller has reached at the same address, at other ports.
+    One address may stand for several hosts (a tunnel's end), so the hosts' names count too.
+    """
+    at, beside = split_address(ours.address)[0], []
+    for process in turn.job.processes.values():
+        record = turn.record(process.worker)
+        if process.connection is None or not process.reachable or record.host != ours.host:
+            continue
+        if record.address != ours.address and split_address(record.address)[0] == at:
+            beside.append(process)
+    return beside
 
 
 def _most_are_gone(turn: Turn) -> bool:
@@ -295,7 +321,7 @@ def _evict(turn: Turn, workers: list[WorkerId]) -> None:
         turn.note(EventKind.LOST, f"worker {worker} on {turn.record(worker).host} is evicted: {why}", worker)
 
 
-def _probe(turn: Turn, worker: WorkerId) -> None:
+def _probe(turn: Turn, worker: WorkerId, watched: bool = True) -> None:
     """Look at the worker's port: just after its stream broke with every tick, then once a second. One that talks to us
     and could not be reached is tried now and then.
     """
@@ -308,7 +334,7 @@ def _probe(turn: Turn, worker: WorkerId) -> None:
     last = turn.job.probed_at.get(worker)
     if record.address and (last is None or turn.now - last >= pause):
         turn.put("probed_at", worker, turn.now)
-        turn.do(Probe(worker, record.incarnation, record.address))
+        turn.do(Probe(worker, record.incarnation, record.address, watched))
 
 
 def _probe_now(turn: Turn, worker: WorkerId) -> None:
