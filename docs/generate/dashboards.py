@@ -109,8 +109,9 @@ TRAINING = [
     View("World", "Workers by state, and how many are wanted. The lines across are changes of the world by reason.",
          {"{{state}}": f"{most('shoal_job_workers', 'state')} > 0", "wanted": most("shoal_job_workers_wanted"),
           "min": most("shoal_job_workers_min")}, width=16),
-    View("Goodput", "Share of time since the first step that was spent in committed steps.",
-         {"goodput": most("shoal_job_goodput_ratio")}, "percentunit"),
+    View("Goodput", "Share of time since the first step that was spent in committed steps, and the part of the workers' "
+         "capacity that idles because lanes do not divide.",
+         {"goodput": most("shoal_job_goodput_ratio"), "idle lanes": most("shoal_job_idle_lane_ratio")}, "percentunit"),
 ]  # fmt: skip
 CHANGES = [
     View("Changes", "Changes of the world by reason.",

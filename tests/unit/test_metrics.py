@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from asynchronous import asynchronous
+from machine_driver import training
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_controller import core as core_package
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, MOST_BUCKETS, Figures, Observed, series_of
@@ -66,6 +67,7 @@ def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     known = view(
         workers=(worker(),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1, last_commit=1.0,
         figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5}, cell=Shape(tensor=2),
+        world=training().view.world,
     )  # fmt: skip
     metrics = metrics_of(known)
     metrics.own.timed("get", 0.1, True)

@@ -403,7 +403,8 @@ async def test_a_preview_says_what_a_request_would_do_and_does_nothing(tmp_path:
         found = await api.ask("GET", "/v1/jobs/train/preview?act=scale&workers=5")
         assert found == {
             "act": "scale", "possible": True, "code": None, "version": made["version"],
-            "sentence": "scale from 3 to 5 workers: 5 workers may join (`shoal worker`); training goes on meanwhile",
+            "sentence": "scale from 3 to 5 workers: 5 workers may join (`shoal worker`); training goes on meanwhile; "
+            "5 workers for 8 lanes: 2 rounds, 20% of the capacity idles; with 25 lanes 0%",
         }  # fmt: skip
         refused = await api.ask("GET", "/v1/jobs/train/preview?act=scale&workers=9")
         assert (refused["possible"], refused["code"]) == (False, "conflict") and "expected 1 to 8" in refused[

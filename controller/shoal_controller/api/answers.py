@@ -12,6 +12,7 @@ from shoal_protos.shape import DIMENSIONS, ONE, Shape
 
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.core.overview.idle_lanes import idle_lane_ratio, idle_lanes
 from shoal_controller.core.overview.shown_sentences import activity_sentence
 from shoal_controller.jobs.only_if import version_of
 from shoal_controller.jobs.records import JobEvent
@@ -75,6 +76,10 @@ class JobAnswer(WithCells):
     workers: WorkerCounts
     lanes: int | None
     """How many; None until a worker has said so."""
+    idle_lane_ratio: float | None
+    """Part of the capacity of the world's workers that idles because lanes do not divide; None while no step runs."""
+    idle_lanes: str
+    """The same in a sentence, with what other lanes would change; empty where next to nothing idles."""
     step: int
     max_steps: int | None
     """The last step; None until a worker has said it, or all scripts have ended where nothing else says it."""
@@ -113,6 +118,7 @@ class JobAnswer(WithCells):
             of_cells = {"cell": CellAnswer.of(view.cell), "cells": counted}
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
+            idle_lane_ratio=idle_lane_ratio(view), idle_lanes=idle_lanes(view),
             step=view.step, max_steps=view.max_steps, loss=view.loss, reports=dict(view.reports),
             samples=view.samples,
             last_checkpoint_step=view.last_checkpoint_step, paused=view.paused, reason=view.reason,

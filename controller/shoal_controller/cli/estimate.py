@@ -301,9 +301,13 @@ def _heading(setup: MemorySetup) -> str:
 
 def _notes(estimates: list[MemoryEstimate]) -> list[str]:
     from shoal_controller.cli.tables import amount
+    from shoal_controller.core.overview.idle_lanes import idle_sentence
 
     setup = estimates[0].setup
     notes = ["Activations, and what PyTorch needs itself, come on top."]
+    unit = "worker" if setup.tensor == 1 else "cell"
+    if idle := idle_sentence(setup.lanes, setup.workers, setup.workers, unit):
+        notes.append(f"{idle}.")
     if setup.average:
         copied = max(one.read_average_bytes for one in estimates)
         more = f"; in stages 0 to 2 engine.averaged() holds {amount(copied)} more" if copied else ""

@@ -19,6 +19,7 @@ from shoal_protos.text import plural
 from shoal_protos.validation import all_of, sentence
 
 from shoal_controller.cli.options import Form
+from shoal_controller.core.overview.idle_lanes import idle_ratio, idle_sentence
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,7 +73,7 @@ def show_counts(spread: LaneSpread, workers: int | None, form: Form) -> None:
 
     counts = sorted({*spread.counts, *([workers // spread.processes] if workers is not None else [])})
     rows = [_row(count, spread) for count in counts if count <= spread.lanes.lanes]
-    listed("counts", rows, lambda shown: _table(shown, spread), form)
+    listed("counts", rows, lambda shown: _table(shown, spread, workers), form)
 
 
 def _row(count: int, spread: LaneSpread) -> dict[str, Any]:
@@ -80,10 +81,14 @@ def _row(count: int, spread: LaneSpread) -> dict[str, Any]:
     lanes, workers = spread.lanes, count * spread.processes
     most = math.ceil(lanes.lanes / count)
     micro_batches = most * lanes.micro_batches_per_lane
-    return {"workers": workers, "lanes": most, "micro_batches": micro_batches, "uneven": lanes.uneven(count)}
+    idle = idle_ratio(lanes.lanes, count)
+    return {
+        "workers": workers, "lanes": most, "micro_batches": micro_batches, "uneven": lanes.uneven(count),
+        "idle_lane_ratio": idle,
+    }  # fmt: skip
 
 
-def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread) -> RenderableType:
+def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread, workers: int | None) -> RenderableType:
     from rich.console import Group
 
     from shoal_controller.cli.tables import table_of
@@ -93,11 +98,19 @@ def _table(rows: Sequence[dict[str, Any]], spread: LaneSpread) -> RenderableType
     for row in rows:
         uneven = f"{row['uneven']:.1%}" if row["uneven"] else "–"
         table.add_row(str(row["workers"]), str(row["lanes"]), str(row["micro_batches"]), uneven)
+    idle = _idle(spread, workers)
     uneven_note = "Other numbers up to that of the lanes train too: some workers then wait for the busiest."
     if spread.processes > 1:
         of_a_cell = f"A cell of {spread.processes} workers trains each lane."
-        return Group(_heading(spread.lanes), table, *spread.notes, of_a_cell)
-    return Group(_heading(spread.lanes), table, *spread.notes, uneven_note)
+        return Group(_heading(spread.lanes), table, *spread.notes, of_a_cell, *idle)
+    return Group(_heading(spread.lanes), table, *spread.notes, uneven_note, *idle)
+
+
+def _idle(spread: LaneSpread, workers: int | None) -> list[str]:
+    """What idles with so many workers: in a sentence, where that is worth one."""
+    cells = None if workers is None else workers // spread.processes
+    unit = "worker" if spread.processes == 1 else "cell"
+    return [one] if cells and (one := idle_sentence(spread.lanes.lanes, cells, cells, unit)) else []
 
 
 def _heading(lanes: ElasticLanes) -> str:

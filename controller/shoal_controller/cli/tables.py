@@ -141,9 +141,9 @@ def phase(name: str) -> str:
 
 
 def job_lines(job: Json) -> list[str]:
-    """Return a job in a few lines: its state, its reported numbers, its reason."""
-    reports = ", ".join(reported(job))
-    return [_stands(job), *(f"  {escape(line)}" for line in (reports, job["reason"]) if line)]
+    """Return a job in a few lines: its state, its reported numbers, what idles, its reason."""
+    lines = ", ".join(reported(job)), job.get("idle_lanes"), job["reason"]
+    return [_stands(job), *(f"  {escape(line)}" for line in lines if line)]
 
 
 def reported(job: Json) -> list[str]:

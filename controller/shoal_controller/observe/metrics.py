@@ -26,6 +26,7 @@ from shoal_protos.shape import ONE
 from shoal_controller.core.machine.figures import COUNTERS, HISTOGRAMS, HistogramKind, Observed, series_key, series_of
 from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobView, Phase, State, WorkerView
+from shoal_controller.core.overview.idle_lanes import idle_lane_ratio
 from shoal_controller.observe.own_figures import OwnFigures
 
 GONE = (State.LOST, State.LEFT)
@@ -44,6 +45,10 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     "shoal_job_loss": ("Loss of the last step.", lambda view: view.loss),
     "shoal_job_generation": ("Number of the world.", lambda view: view.generation),
     "shoal_job_lanes": ("Lanes of the job.", lambda view: view.lanes),
+    "shoal_job_idle_lane_ratio": (
+        "Part of the workers' capacity that idles because lanes do not divide.",
+        idle_lane_ratio,
+    ),
     "shoal_job_workers_wanted": ("Workers that the job is to have.", lambda view: view.wanted),
     "shoal_job_workers_min": ("Workers below which no step runs.", lambda view: view.min_workers),
     "shoal_job_step_seconds_median": (

@@ -7,6 +7,7 @@ planner would, which is asked later.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import singledispatch
 
@@ -20,6 +21,7 @@ from shoal_protos.text import at_step, plural
 from shoal_controller.core.machine.spec import JobView, Phase, State
 from shoal_controller.core.overview.amounts import duration, listed
 from shoal_controller.core.overview.holdings import exposed_blocks
+from shoal_controller.core.overview.idle_lanes import idle_sentence_with
 from shoal_controller.core.planning.cells import pair, share_among
 from shoal_controller.core.planning.lanes import NONE_IN_FLIGHT
 
@@ -60,7 +62,7 @@ def _drain_sentence(before: JobView, after: JobView, worker: WorkerId, grace_sec
     return ", ".join(
         filter(
             None,
-            (_lanes_sentence(before, worker, stays), copied, "nothing is lost", _replacement_sentence(before, after)),
+            (_lanes_sentence(before, worker, stays), copied, "nothing is lost", _in_its_place(before, after, stays)),
         )
     )
 
@@ -74,7 +76,7 @@ def _loss_sentence(before: JobView, after: JobView, worker: WorkerId) -> str:
     lost = exposed_blocks(world, world.workers - set(here))  # one that drains has its blocks until others have them
     if not lost:
         parts = [_lanes_sentence(before, worker, stays), "its blocks go on with their mirrors", "no step is lost"]
-        return ", ".join(filter(None, (*parts, _replacement_sentence(before, after))))
+        return ", ".join(filter(None, (*parts, _in_its_place(before, after, stays))))
     back = before.last_checkpoint_step
     if back is not None:
         where = f"all go back to the checkpoint of step {back}"
@@ -154,6 +156,11 @@ def _scale(_: Scale, before: JobView, after: JobView) -> str:
     if after.wanted == before.wanted:
         most = "its lanes" if after.max_workers is None else f"{after.max_workers}"
         return f"the job may have from {after.min_workers} to {most} workers; it goes on with {before.active}"
+    idle = idle_sentence_with(after, after.wanted_cells)
+    return f"{_scale_sentence(before, after)}{f'; {idle}' if idle else ''}"
+
+
+def _scale_sentence(before: JobView, after: JobView) -> str:
     change = f"scale from {before.wanted} to {plural(after.wanted, 'worker')}"
     leaving = [worker.worker for worker in after.workers if worker.state is State.DRAINING]
     known = {worker.worker for worker in before.workers if worker.state is State.DRAINING}
@@ -207,6 +214,13 @@ def _is_here(view: JobView, worker: WorkerId) -> bool:
 def _new_workers(before: JobView, after: JobView) -> list[WorkerId]:
     known = {worker.worker for worker in before.workers}
     return [worker.worker for worker in after.workers if worker.worker not in known]
+
+
+def _in_its_place(before: JobView, after: JobView, stays: Sequence[WorkerId]) -> str:
+    """Who is started for a worker that goes; where nobody is, what of those who stay will idle."""
+    coordinates = _coordinates(before.world) if before.world is not None else {}
+    full = min(Counter(coordinates[name] for name in stays).values(), default=0)
+    return _replacement_sentence(before, after) or idle_sentence_with(after, full)
 
 
 def _replacement_sentence(before: JobView, after: JobView) -> str:

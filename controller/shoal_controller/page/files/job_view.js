@@ -234,7 +234,7 @@ class Facts {
     const open = job.max_steps === null && job.lanes !== null ? "until its scripts end" : "";
     const took = job.ended === null ? open : `took ${duration(job.ended - job.created)}`;
     put("step", job.max_steps === null ? count(job.step) : `${count(job.step)} of ${count(job.max_steps)}`, row.seconds_left === null ? took : `${duration(row.seconds_left)} left`);
-    put("world", `${count(job.workers.active)} of ${plural(job.workers.wanted, "worker")}`, `${count(job.workers.min)} to ${job.workers.max === null ? "as many as lanes" : count(job.workers.max)}, ${job.lanes === null ? "lanes not known" : plural(job.lanes, "lane")}${job.cells ? `, ${count(job.cells.full)} of ${plural(job.cells.wanted, "cell")}` : ""}`);
+    put("world", `${count(job.workers.active)} of ${plural(job.workers.wanted, "worker")}`, `${count(job.workers.min)} to ${job.workers.max === null ? "as many as lanes" : count(job.workers.max)}, ${job.lanes === null ? "lanes not known" : plural(job.lanes, "lane")}${job.cells ? `, ${count(job.cells.full)} of ${plural(job.cells.wanted, "cell")}` : ""}${job.idle_lanes ? `. ${job.idle_lanes}` : ""}`);
     const reported = Object.entries(job.reports ?? {}).map(([name, value]) => `${visible(name)} ${figure(value)}`);
     put("loss", figure(job.loss), [...reported, ...(row.step_seconds === null ? [] : [`${duration(row.step_seconds)} per step`])].join(", "));
     put("samples", row.samples_per_second === null ? "–" : `${figure(row.samples_per_second, 3)}/s`, job.samples === null ? "" : `${count(job.samples)} so far`);

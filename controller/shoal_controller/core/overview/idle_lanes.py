@@ -1,0 +1,65 @@
+"""Lanes that do not divide: which part of the workers' capacity idles, and with how many lanes less of it would. Pure.
+
+A step takes as many rounds as its busiest worker has lanes. REST, `describe`, the page, previews, `/metrics` and
+`shoal estimate` say it with these functions; docs/lanes.md has the table of how many lanes to choose.
+"""
+
+from __future__ import annotations
+
+from shoal_protos.text import plural
+
+from shoal_controller.core.machine.spec import JobView
+
+LANES_EACH = 5
+"""Lanes for each wanted worker that docs/lanes.md recommends: the number that a sentence compares with."""
+SAID_FROM = 0.05
+"""The part of the capacity from which on a sentence says that it idles."""
+
+
+def idle_ratio(lanes: int, workers: int) -> float:
+    """Return the part of the workers' capacity, from 0 to below 1, that idles when `workers` share `lanes` evenly.
+    Where a cell has several processes, `workers` are cells.
+    """
+    rounds = -(-lanes // workers)
+    return 1 - lanes / (workers * rounds)
+
+
+def idle_sentence(lanes: int, workers: int, wanted: int, unit: str = "worker") -> str:
+    """Return `31 workers for 32 lanes: 2 rounds, 48% of the capacity idles; with 160 lanes 14%`, or an empty string
+    where less than `SAID_FROM` of it idles. `wanted`: workers for which lanes would be chosen.
+    """
+    idle = idle_ratio(lanes, workers)
+    if idle < SAID_FROM:
+        return ""
+    rounds, enough = -(-lanes // workers), LANES_EACH * max(workers, wanted)
+    better = idle_ratio(enough, workers)
+    instead = f"; with {enough} lanes {better:.0%}" if better < idle else ""
+    sharing = f"{plural(workers, unit)} for {plural(lanes, 'lane')}: {plural(rounds, 'round')}"
+    return f"{sharing}, {idle:.0%} of the capacity idles{instead}"
+
+
+def idle_lane_ratio(view: JobView) -> float | None:
+    """Return the part of a job's capacity that idles in its world's steps; None while no step runs."""
+    sharing = _sharing(view)
+    return None if sharing is None else idle_ratio(*sharing)
+
+
+def idle_lanes(view: JobView) -> str:
+    """Return the sentence on a job's world; empty where next to nothing idles, or no step runs."""
+    sharing = _sharing(view)
+    return idle_sentence_with(view, sharing[1]) if sharing is not None else ""
+
+
+def idle_sentence_with(view: JobView, cells: int) -> str:
+    """Return the sentence on a job with so many cells (workers, where a cell is one process)."""
+    if not view.lanes or cells < 1:
+        return ""
+    return idle_sentence(view.lanes, cells, view.wanted_cells, "worker" if view.cell.processes == 1 else "cell")
+
+
+def _sharing(view: JobView) -> tuple[int, int] | None:
+    """The lanes of the world, and how many cells share them. Standbys wait for their share, and do not count."""
+    world = view.world
+    if world is None or not world.steps or not world.trainers or view.phase.is_over:
+        return None
+    return world.lanes, len(world.trainers) // world.coordinates
