@@ -91,7 +91,7 @@ PROGRESS = [
     View("Time left", "Steps that are left, at the median step's time.",
          {"left": f"({most('shoal_job_max_steps')} - {most('shoal_job_step')}) * "
           f"{most('shoal_job_step_seconds_median')}"}, "s", "number", 3),
-    View("Goodput", "Share of time since the first step that was spent in committed steps.",
+    View("Goodput", "Part of the seconds of wanted workers that trained.",
          {"goodput": most("shoal_job_goodput_ratio")}, "percentunit", "number", 3),
     View("Lost steps", "Committed steps that were lost by going back.",
          {"lost": most("shoal_job_lost_steps_total")}, kind="number", width=3),
@@ -109,9 +109,13 @@ TRAINING = [
     View("World", "Workers by state, and how many are wanted. The lines across are changes of the world by reason.",
          {"{{state}}": f"{most('shoal_job_workers', 'state')} > 0", "wanted": most("shoal_job_workers_wanted"),
           "min": most("shoal_job_workers_min")}, width=16),
-    View("Goodput", "Share of time since the first step that was spent in committed steps, and the part of the workers' "
-         "capacity that idles because lanes do not divide.",
-         {"goodput": most("shoal_job_goodput_ratio"), "idle lanes": most("shoal_job_idle_lane_ratio")}, "percentunit"),
+    View("Goodput", "Part of the seconds of wanted workers that trained; share of time in committed steps, by however "
+         "few workers; and the part of the capacity that idles because lanes do not divide.",
+         {"goodput": most("shoal_job_goodput_ratio"), "stepping": most("shoal_job_stepping_ratio"),
+          "idle lanes": most("shoal_job_idle_lane_ratio")}, "percentunit"),
+    View("Workers' time", "Workers by what their time is used for, of as many as are wanted.",
+         {"{{use}}": growth("shoal_worker_seconds_total", "use", function="rate"),
+          "wanted": growth("shoal_job_wanted_seconds_total", function="rate")}, kind="areas", width=24),
 ]  # fmt: skip
 CHANGES = [
     View("Changes", "Changes of the world by reason.",

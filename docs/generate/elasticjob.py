@@ -140,7 +140,7 @@ def columns() -> list[Schema]:
         column("Last resize", ".status.shown.lastResize", "Reason of the last change of the world, and its age."),
         column("Age", ".metadata.creationTimestamp", "Age of the resource.", kind="date"),
         column("Loss", ".status.shown.loss", "Loss of the last step.", 1),
-        column("Goodput", ".status.shown.goodput", "Share of time that was spent in committed steps.", 1),
+        column("Goodput", ".status.shown.goodput", "Part of the wanted workers' time that trained.", 1),
         column("Checkpoint", ".status.shown.checkpoint", "Step and age of the last checkpoint.", 1),
     ]
 
@@ -255,7 +255,7 @@ def status() -> Schema:
         "left": text("Time left: `1h20m`.", 64),
         "lastResize": text("Reason and age of the last change of the world: `kill 4m`.", 64),
         "loss": text("Loss of the last step.", 64),
-        "goodput": text("Share of time in committed steps.", 64),
+        "goodput": text("Part of the wanted workers' time that trained.", 64),
         "checkpoint": text("Step and age of the last checkpoint.", 64),
     }
     fields = {

@@ -260,6 +260,7 @@ class Watch:
 
     def stepped(self, before: Job, events: Sequence[Event], after: Job) -> None:
         """After every batch of the machine."""
+        self._counts_time(before, after)
         durable, old = after.durable, before.durable
         if durable is old:
             return
@@ -280,6 +281,14 @@ class Watch:
                 self._gave_up(before, after, events, "the job started anew")
         elif self._has_failed_in_a_recovery(before, after):
             self._gave_up(before, after, events, "the job failed")
+
+    def _counts_time(self, before: Job, after: Job) -> None:
+        """● Each second of a wanted worker has one use, and no count goes down."""
+        old, new = before.figures.worker_seconds, after.figures.worker_seconds
+        if any(new[use] < old[use] for use in new):
+            self.violated("a count of workers' seconds went down", old, new)
+        if sum(new.values()) + after.figures.unsettled_seconds < after.figures.wanted_seconds - 1e-6:
+            self.violated("seconds of wanted workers have no use", new, after.figures.wanted_seconds)
 
     def _has_failed_in_a_recovery(self, before: Job, after: Job) -> bool:
         failed = after.durable.phase is Phase.FAILED and before.durable.phase is not Phase.FAILED

@@ -32,7 +32,7 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
         shown = {
             "job": "train", "phase": "waiting", "generation": 1,
             "workers": {"wanted": 3, "active": 0, "min": 2, "max": 6}, "lanes": 8, "step": 0,
-            "idle_lane_ratio": None, "idle_lanes": "",
+            "idle_lane_ratio": None, "idle_lanes": "", "goodput": "",
             "max_steps": None, "loss": None, "samples": None, "last_checkpoint_step": None, "paused": False,
             "reason": "as it should be",
                 "reports": {},
@@ -171,6 +171,7 @@ async def test_the_report_has_these_keys(tmp_path):
                 "lost_steps": 0,
             }],
             "step_seconds_median": 0.2, "samples": 6400, "goodput_ratio": 0.9,
+            "stepping_ratio": 0.0, "wanted_seconds": 0.0, "worker_seconds": {},
         }  # fmt: skip
 
 

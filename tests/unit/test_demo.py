@@ -187,6 +187,7 @@ def report(fingerprint: str) -> dict[str, Any]:
     return {
         "job": "disturbed", "steps": 100, "fingerprint": fingerprint, "final_loss": 2.5, "generations": [world],
         "step_seconds_median": 0.2, "samples": 6400, "goodput_ratio": 0.9,
+        "stepping_ratio": 0.9, "wanted_seconds": 0.0, "worker_seconds": {},
     }  # fmt: skip
 
 

@@ -29,29 +29,29 @@ def job_of(workers: int) -> Driver:
     return job
 
 
-def test_goodput_is_the_share_of_time_in_steps_whoever_made_them() -> None:
+def test_stepping_is_the_share_of_time_in_steps_whoever_made_them() -> None:
     job = job_of(2)
     trained(job, 20, "w0", "w1")
-    before = job.view.goodput_ratio
+    before = job.view.stepping_ratio
     assert before > 0.9
     job.die("w1")
     job.recover()
     trained(job, 40, "w0")
-    assert job.view.goodput_ratio > 0.9
+    assert job.view.stepping_ratio > 0.9
 
 
-def test_goodput_falls_while_nothing_is_trained_and_stands_still_when_the_job_is_over() -> None:
+def test_stepping_falls_while_nothing_is_trained_and_stands_still_when_the_job_is_over() -> None:
     job = job_of(1)
     trained(job, 20, "w0")
     job.now += 10.0
-    assert 0.4 < job.view.goodput_ratio < 0.6
+    assert 0.4 < job.view.stepping_ratio < 0.6
     trained(job, 40, "w0")
     job.beat("w0", step=1000, done=True, ended=True)
     job.say("w0", Result(1000, "cafe", 0.5))
     assert job.view.phase.is_over
-    ended = job.view.goodput_ratio
+    ended = job.view.stepping_ratio
     job.now += 1000.0
-    assert job.view.goodput_ratio == ended > 0.5
+    assert job.view.stepping_ratio == ended > 0.5
 
 
 @holds("No counter of a job goes down over")
@@ -61,7 +61,7 @@ def test_a_restarted_controller_shows_no_samples_before_it_knows_them_and_never_
     shown = job.view.samples
     assert shown is not None
     assert shown <= 37 * PER_STEP
-    goodput = job.view.goodput_ratio
+    stepping = job.view.stepping_ratio
     job.restart()
     assert job.view.samples is None
     for worker in ("w0", "w1"):
@@ -69,7 +69,7 @@ def test_a_restarted_controller_shows_no_samples_before_it_knows_them_and_never_
     job.tick()
     assert job.view.samples is not None
     assert shown <= job.view.samples <= 37 * PER_STEP
-    assert abs(job.view.goodput_ratio - goodput) < 0.15
+    assert abs(job.view.stepping_ratio - stepping) < 0.15
 
 
 def test_a_restarted_controller_does_not_take_a_workers_whole_past_for_its_latest_steps() -> None:
@@ -86,7 +86,7 @@ def test_a_restarted_controller_does_not_take_a_workers_whole_past_for_its_lates
             job.tick()
     count, seconds = job.observed("shoal_step_seconds")
     assert seconds / count == 0.5
-    assert 0.2 < job.view.goodput_ratio < 0.4
+    assert 0.2 < job.view.stepping_ratio < 0.4
 
 
 @rule(

@@ -414,7 +414,7 @@ def test_scaling_down_names_who_leaves_and_up_who_may_come() -> None:
 
 def test_a_sample_is_what_the_view_says() -> None:
     job = training()
-    shown, found = view(job.job, job.now), sample(job.job, job.now)
+    shown, found = view(job.job, job.now), sample(job.job)
     assert (found.step, found.loss, found.samples, found.active, found.wanted, found.step_seconds) == (
         shown.step, shown.loss, shown.samples, shown.active, shown.wanted, shown.step_seconds_median,
     )  # fmt: skip

@@ -11,7 +11,9 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_protos.shape import DIMENSIONS, ONE, Shape
 
 from shoal_controller.core.machine.event_kind import EventKind
+from shoal_controller.core.machine.figures import Use
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
+from shoal_controller.core.overview.goodput import goodput_sentence
 from shoal_controller.core.overview.idle_lanes import idle_lane_ratio, idle_lanes
 from shoal_controller.core.overview.shown_sentences import activity_sentence
 from shoal_controller.jobs.only_if import version_of
@@ -80,6 +82,8 @@ class JobAnswer(WithCells):
     """Part of the capacity of the world's workers that idles because lanes do not divide; None while no step runs."""
     idle_lanes: str
     """The same in a sentence, with what other lanes would change; empty where next to nothing idles."""
+    goodput: str
+    """Which part of the wanted workers' time trained, and where the rest went; empty before the first world."""
     step: int
     max_steps: int | None
     """The last step; None until a worker has said it, or all scripts have ended where nothing else says it."""
@@ -119,6 +123,7 @@ class JobAnswer(WithCells):
         return cls(
             job=view.job, phase=view.phase, generation=view.generation, workers=counts, lanes=view.lanes,
             idle_lane_ratio=idle_lane_ratio(view), idle_lanes=idle_lanes(view),
+            goodput=goodput_sentence(view),
             step=view.step, max_steps=view.max_steps, loss=view.loss, reports=dict(view.reports),
             samples=view.samples,
             last_checkpoint_step=view.last_checkpoint_step, paused=view.paused, reason=view.reason,
@@ -338,7 +343,13 @@ class ReportAnswer(Answer):
     samples: int | None
     """Read in committed steps; None while a controller that was started again does not know yet."""
     goodput_ratio: float
-    """Share of time since the first step began that was spent in committed steps."""
+    """Part of the seconds of wanted workers that trained."""
+    stepping_ratio: float
+    """Part of the time since the first step began that was spent in committed steps, by however few workers."""
+    wanted_seconds: float
+    """Seconds of wanted workers, since the job was made."""
+    worker_seconds: dict[Use, float]
+    """Seconds of workers by their use."""
 
     @classmethod
     def of(cls, view: JobView) -> Self:
@@ -346,6 +357,8 @@ class ReportAnswer(Answer):
             job=view.job, steps=view.step, fingerprint=view.fingerprint, final_loss=view.loss,
             generations=[GenerationAnswer.of(resize) for resize in view.resizes],
             step_seconds_median=view.step_seconds_median, samples=view.samples, goodput_ratio=view.goodput_ratio,
+            stepping_ratio=view.stepping_ratio, wanted_seconds=view.wanted_seconds,
+            worker_seconds=dict(view.worker_seconds),
         )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ class JobRow(Answer):
     step_seconds: float | None
     """Median wall time of a step."""
     goodput_ratio: float
-    """Share of time since the first step began that was spent in committed steps."""
+    """Part of the seconds of wanted workers that trained."""
     unmirrored_blocks: int
     """Blocks with fewer copies than wanted."""
     last_resize: LastResizeAnswer | None

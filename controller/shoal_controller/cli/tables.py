@@ -142,7 +142,7 @@ def phase(name: str) -> str:
 
 def job_lines(job: Json) -> list[str]:
     """Return a job in a few lines: its state, its reported numbers, what idles, its reason."""
-    lines = ", ".join(reported(job)), job.get("idle_lanes"), job["reason"]
+    lines = ", ".join(reported(job)), job.get("goodput"), job.get("idle_lanes"), job["reason"]
     return [_stands(job), *(f"  {escape(line)}" for line in lines if line)]
 
 

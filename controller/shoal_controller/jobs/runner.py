@@ -253,7 +253,7 @@ class Runner:
     def record(self) -> Sample:
         """Put the job as it is now into its series and return it; where it is over, only forget old points."""
         now = self._life.clock()
-        point = sample(self._carried_out, now)
+        point = sample(self._carried_out)
         if self.is_over:
             self.series.forget_the_old(now)
         else:

@@ -61,8 +61,12 @@ JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     ),
     "shoal_job_workers_max": ("Most workers that the job can use.", lambda view: view.max_workers),
     "shoal_job_goodput_ratio": (
-        "Share of wall time since the first step that was spent in committed steps.",
+        "Part of the seconds of wanted workers, since the job was made, that trained.",
         lambda view: view.goodput_ratio,
+    ),
+    "shoal_job_stepping_ratio": (
+        "Share of wall time since the first step that was spent in committed steps, by however few workers.",
+        lambda view: view.stepping_ratio,
     ),
     "shoal_job_start_seconds": (
         "Time from the job's submission to its first committed step.",

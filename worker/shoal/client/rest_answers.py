@@ -144,6 +144,9 @@ class ReportInfo(RestAnswer):
     step_seconds_median: float | None
     samples: int | None
     goodput_ratio: float
+    stepping_ratio: float
+    wanted_seconds: float
+    worker_seconds: Mapping[str, float]
 
 
 class TokenInfo(RestAnswer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import product
 
 from shoal_protos.plan import Reason
@@ -48,12 +49,29 @@ class HistogramKind:
     labels: Labels = field(default_factory=dict)
 
 
+class Use(StrEnum):
+    """For what a worker's seconds are used (`phases/worker_seconds.py`)."""
+
+    TRAINING = "training"
+    STANDBY = "standby"
+    STARTING = "starting"
+    PAUSED = "paused"
+    IDLE_LANE = "idle_lane"
+    LOST_STEP = "lost_step"
+    MISSING = "missing"
+
+
+WORKER_SECONDS, WANTED_SECONDS = "shoal_worker_seconds_total", "shoal_job_wanted_seconds_total"
 NOTICES = tuple(notice.value for notice in Notice)
 REASONS = tuple(reason.value for reason in Reason)
 CHANGE_PHASES = ("detect", "prepare", "plan", "group", "promote", "open", "first_step", "fill", "switch")
 
 COUNTERS: Mapping[str, CounterKind] = {
     "shoal_job_lost_steps_total": CounterKind("Committed steps lost by going back."),
+    WORKER_SECONDS: CounterKind(
+        "Seconds of the workers that a job wants, by their use.", {"use": tuple(use.value for use in Use)}
+    ),
+    WANTED_SECONDS: CounterKind("Seconds of the workers that a job wants."),
     "shoal_resizes_total": CounterKind(
         "Changes of the world.", {"reason": REASONS, "outcome": ("done", "superseded", "failed")}
     ),
@@ -122,6 +140,34 @@ class Figures:
     """When the newest checkpoint was saved that workers have told of as they saved it."""
     checkpoint_interval: float | None = None
     """Seconds between the two newest ones."""
+    counted_until: float | None = None
+    """Until when workers' seconds are counted; None: a version of Shoal that counted none has written this."""
+    unsettled_seconds: float = 0.0
+    """Seconds of trainers since the last commit: their use is known with the next one."""
+    highest_step: int = 0
+    """The highest step that was ever committed: steps up to it are made again."""
+
+    def used(self, use: Use, seconds: float) -> Figures:
+        """Seconds of workers have been used so."""
+        return self.counted(WORKER_SECONDS, seconds, {"use": use.value}) if seconds > 0 else self
+
+    def wanted_for(self, seconds: float) -> Figures:
+        """Seconds of workers that were wanted."""
+        return self.counted(WANTED_SECONDS, seconds, {})
+
+    @property
+    def worker_seconds(self) -> dict[Use, float]:
+        """Return the seconds of workers by their use."""
+        return {use: self.counters.get(series_key(WORKER_SECONDS, {"use": use.value}), 0.0) for use in Use}
+
+    @property
+    def wanted_seconds(self) -> float:
+        return self.counters.get(WANTED_SECONDS, 0.0)
+
+    @property
+    def goodput_ratio(self) -> float:
+        """Return the part of the seconds of wanted workers that trained, from 0 to 1."""
+        return min(1.0, self.worker_seconds[Use.TRAINING] / self.wanted_seconds) if self.wanted_seconds else 0.0
 
     def checkpointed(self, now: float) -> Figures:
         """A checkpoint has become known."""
@@ -141,6 +187,7 @@ class Figures:
             training_began=None if self.training_began is None else self.training_began - late,
             last_commit=None if self.last_commit is None else self.last_commit - late,
             last_checkpoint=None if self.last_checkpoint is None else min(self.last_checkpoint, now),
+            counted_until=None if self.counted_until is None else min(self.counted_until, now),
         )
 
     def series(self, metric: str, key: str) -> Observed | None:

@@ -59,6 +59,7 @@ from shoal_controller.core.machine.phases import (
     starts,
     waiting,
     worker_messages,
+    worker_seconds,
 )
 from shoal_controller.core.machine.spec import Phase, WorkerBounds
 from shoal_controller.core.machine.turn import Turn, forget_surplus
@@ -158,6 +159,7 @@ def step(job: Job, events: Sequence[Event], now: float) -> tuple[Job, list[Effec
     order in which they must happen.
     """
     turn = Turn(job, now)
+    worker_seconds.count_time(turn)
     recorded = [TABLE[turn.durable.phase, type(event)](turn, event) for event in events]
     if any(matters is not False for matters in recorded):
         _conclude(turn, any(isinstance(event, Probed) and event.refused for event in events))

@@ -20,7 +20,7 @@ from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.plan import OMITTED, Plan
 from shoal_protos.shape import ONE, Shape
 
-from shoal_controller.core.machine.figures import Figures
+from shoal_controller.core.machine.figures import Figures, Use
 from shoal_controller.core.machine.pending import PendingReason
 
 LauncherKind = Literal["none", "local", "kubernetes"]
@@ -173,6 +173,11 @@ class JobView:
     samples: int | None = None
     """Samples in committed steps; None: not known yet."""
     goodput_ratio: float = 0.0
+    """Part of the seconds of wanted workers that trained."""
+    stepping_ratio: float = 0.0
+    """Part of the wall time since the first step that was spent in committed steps, by however few workers."""
+    worker_seconds: Mapping[Use, float] = field(default_factory=dict)
+    wanted_seconds: float = 0.0
     last_commit: float | None = None
     reports: Mapping[str, float] = field(default_factory=dict)
     """The last number that the script has reported under each name, evaluations included."""

@@ -59,7 +59,10 @@ def view(job: Job, now: float) -> JobView:
         unmirrored_blocks=len(missing_copies(durable.current, copies)),
         figures=durable.figures,
         samples=samples_read(job),
-        goodput_ratio=goodput(job, now),
+        goodput_ratio=job.figures.goodput_ratio,
+        stepping_ratio=stepping(job, now),
+        worker_seconds=job.figures.worker_seconds,
+        wanted_seconds=job.figures.wanted_seconds,
         last_commit=job.figures.last_commit,
         fingerprint=durable.fingerprint,
         step_seconds_median=step_seconds_median(job),
@@ -172,7 +175,7 @@ def samples_read(job: Job) -> int | None:
     return per_step * min(job.figures.steps, job.durable.figures.steps_bound)
 
 
-def goodput(job: Job, now: float) -> float:
+def stepping(job: Job, now: float) -> float:
     """Share of the time since the first step began that went into committed steps. It ends with the job."""
     figures = job.figures
     if figures.training_began is None or figures.last_commit is None:
@@ -345,14 +348,14 @@ class Sample:
     """The last number that the script has reported under each name."""
 
 
-def sample(job: Job, now: float) -> Sample:
+def sample(job: Job) -> Sample:
     """The job as it is now."""
     return Sample(
         step=job.durable.step,
         loss=shown_loss(job),
         step_seconds=step_seconds_median(job),
         samples=samples_read(job),
-        goodput_ratio=goodput(job, now),
+        goodput_ratio=job.figures.goodput_ratio,
         active=len(active_members(job)),
         wanted=job.durable.wanted,
         reports=shown_reports(job),

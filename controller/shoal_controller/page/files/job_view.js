@@ -238,7 +238,7 @@ class Facts {
     const reported = Object.entries(job.reports ?? {}).map(([name, value]) => `${visible(name)} ${figure(value)}`);
     put("loss", figure(job.loss), [...reported, ...(row.step_seconds === null ? [] : [`${duration(row.step_seconds)} per step`])].join(", "));
     put("samples", row.samples_per_second === null ? "–" : `${figure(row.samples_per_second, 3)}/s`, job.samples === null ? "" : `${count(job.samples)} so far`);
-    put("goodput", percent(row.goodput_ratio), "of wall time in committed steps");
+    put("goodput", percent(row.goodput_ratio), job.goodput?.split("; ")[1] ?? "");
     put("change", change === null ? "–" : reasonWord(change.reason), change === null ? "" : costOf(change, worlds));
     put("saved", saved === null ? "none" : `step ${count(saved.step)}`, saved === null || saved.time === null ? "" : [since(saved.time)]);
   }

@@ -22,6 +22,7 @@ from shoal_controller.core.machine.durable import HISTORY, Durable, Resize
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import CHANGE_PHASES
 from shoal_controller.core.machine.job import Job, Process
+from shoal_controller.core.machine.phases.worker_seconds import settle
 from shoal_controller.core.machine.turn import Turn
 
 SHOW_SECONDS = 1.0
@@ -111,6 +112,7 @@ def count_steps(turn: Turn, step: int) -> None:
     seconds = _step_seconds(turn.job) or (figures.trained_seconds / figures.steps if figures.steps else 0.0)
     if seconds > 0:
         figures = figures.observed("shoal_step_seconds", seconds, {}, times=steps)
+    figures = settle(figures, turn.world, steps, seconds)
     turn.change(
         figures=replace(
             figures,

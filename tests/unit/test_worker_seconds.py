@@ -1,0 +1,193 @@
+"""Where machine-seconds go: the seconds of wanted workers, by their use, add up and stay through restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from machine_driver import MADE_OF, NEW, Driver
+from rule import Edit, holds, rule
+from shoal_controller.core.machine.events import Disconnected
+from shoal_controller.core.machine.figures import Use
+from shoal_controller.core.overview.goodput import goodput_sentence
+from shoal_protos.acts import Pause, Scale
+from shoal_protos.messages import MemberState, Result, Telemetry
+
+STEP_SECONDS = 0.5
+
+
+def trained(job: Driver, step: int, *workers: str) -> None:
+    """They commit steps of half a second each up to this one."""
+    for one in range(job.job.figures.step + 1, step + 1):
+        job.now += STEP_SECONDS
+        for worker in workers:
+            telemetry = Telemetry(step_seconds=STEP_SECONDS, training_seconds=STEP_SECONDS * one)
+            job.beat(worker, telemetry=telemetry, step=one)
+        job.tick()
+
+
+def job_of(workers: int, lanes: int = 8, **spec: object) -> Driver:
+    """Their world has committed its first step at time 0."""
+    job = Driver(wanted=workers, made_of=replace(MADE_OF, lanes=lanes, max_steps=1000), **spec)
+    job.start(workers)
+    job.tick()
+    return job
+
+
+def uses(job: Driver) -> dict[str, float]:
+    """Seconds by use, of those that are not 0."""
+    return {use.value: pytest.approx(seconds) for use, seconds in job.view.worker_seconds.items() if seconds}
+
+
+def adds_up(job: Driver) -> bool:
+    """Whether each second of a wanted worker has one use, or will have it with the next commit."""
+    used = sum(job.view.worker_seconds.values()) + job.job.figures.unsettled_seconds
+    return used == pytest.approx(job.view.wanted_seconds)
+
+
+@rule(
+    "Each second of a wanted worker has one use; goodput is the part that trained a step for the first time",
+    "Not marked in the design, but needed as much",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "missing = max(0, durable.wanted - sum(found.values()))",
+            "missing = 0",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "    figures = figures.used(Use.IDLE_LANE, in_steps - worked)",
+            "    figures = figures.used(Use.TRAINING, in_steps - worked)",
+            by="test_turns_without_a_lane_are_no_training",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "made_again = min(steps, max(0, figures.highest_step - figures.step)) / steps",
+            "made_again = 0",
+            by="test_steps_that_are_made_again_are_lost_however_long_ago",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "    return Use.STANDBY if is_warm else Use.STARTING\n",
+            "    return Use.STANDBY\n",
+            by="test_a_worker_starts_until_it_is_warm_and_then_stands_by",
+        ),
+        Edit(
+            "shoal_controller.core.machine.phases.worker_seconds",
+            "    return figures.used(Use.PAUSED, training)\n",
+            "    return figures.used(Use.TRAINING, training)\n",
+            by="test_what_passes_between_steps_is_a_pause",
+        ),
+    ],
+)
+def test_a_job_that_wants_four_workers_and_has_one_has_a_quarter_of_its_goodput() -> None:
+    job = job_of(1)
+    job.feed(Scale(4))
+    trained(job, 21, "w0")
+    assert uses(job) == {"training": 10.0, "missing": 30.0}
+    assert (job.view.wanted_seconds, job.view.goodput_ratio) == (pytest.approx(40.0), pytest.approx(0.25))
+    assert job.view.stepping_ratio == pytest.approx(1.0)
+    assert goodput_sentence(job.view) == "goodput 25% of the wanted workers' time; 75% missing"
+    assert adds_up(job)
+
+
+@holds("Each second of a wanted")
+def test_turns_without_a_lane_are_no_training() -> None:
+    job = job_of(4, lanes=5)
+    trained(job, 21, "w0", "w1", "w2", "w3")
+    assert uses(job) == {"training": 40.0 * 5 / 8, "idle_lane": 40.0 * 3 / 8}
+    assert goodput_sentence(job.view).endswith("; 38% without a lane")
+
+
+@holds("Each second of a wanted")
+def test_a_worker_starts_until_it_is_warm_and_then_stands_by() -> None:
+    job = Driver(wanted=2, min_workers=2)
+    job.now = 3.0
+    job.hello("w0", status=replace(NEW, state=MemberState.WARMING_UP))
+    job.now = 5.0
+    job.beat("w0", state=MemberState.WAITING)
+    job.now = 9.0
+    job.tick()
+    assert uses(job) == {"missing": 2 * 3.0 + 6.0, "starting": 2.0, "standby": 4.0}
+    assert adds_up(job) and job.view.goodput_ratio == 0
+
+
+@holds("Each second of a wanted")
+def test_what_passes_between_steps_is_a_pause() -> None:
+    job = job_of(2)
+    trained(job, 11, "w0", "w1")
+    job.now += 4.0
+    trained(job, 12, "w0", "w1")
+    assert uses(job) == {"training": 11.0, "paused": 8.0}
+    job.feed(Pause())
+    paused = job.job.durable.planned[-1]
+    for worker in ("w0", "w1"):
+        job.train(worker, paused, steps=0)
+    job.tick()
+    job.now += 100.0
+    job.tick()
+    assert uses(job)["paused"] == pytest.approx(208.0) and adds_up(job)
+
+
+@holds("Each second of a wanted")
+def test_steps_that_are_made_again_are_lost_however_long_ago() -> None:
+    job = job_of(1)
+    trained(job, 21, "w0")
+    job.job = replace(job.job, figures=replace(job.job.figures, step=11))
+    trained(job, 31, "w0")
+    assert uses(job) == {"training": 15.0, "lost_step": 5.0}
+
+
+@holds("Each second of a wanted")
+def test_of_a_lost_worker_the_seconds_are_missing() -> None:
+    job = job_of(2)
+    trained(job, 11, "w0", "w1")
+    job.die("w1")
+    job.recover()
+    trained(job, 31, "w0")
+    assert uses(job)["missing"] == pytest.approx(10.0, abs=1.0)
+    assert adds_up(job)
+
+
+@holds("No counter of a job goes down over")
+def test_the_next_controller_counts_the_time_for_which_nobody_did() -> None:
+    job = job_of(2)
+    trained(job, 21, "w0", "w1")
+    shown = dict(job.job.durable.figures.worker_seconds)
+    job.feed(Disconnected(job.connections.pop("w1"), "reset"))
+    job.restart()
+    job.now += 5.0
+    for worker in ("w0", "w1"):
+        job.hello(worker)
+    trained(job, 41, "w0", "w1")
+    assert job.view.wanted_seconds == pytest.approx(2 * job.now)
+    assert all(job.view.worker_seconds[use] >= shown[use] for use in Use)
+    assert adds_up(job)
+
+
+def test_what_a_version_without_these_figures_has_written_is_counted_from_now_on() -> None:
+    job = job_of(1)
+    job.job = replace(job.job, figures=replace(job.job.figures, counted_until=None))
+    job.now += 1000.0
+    job.tick()
+    assert job.view.wanted_seconds < 1.0
+
+
+def test_a_job_that_is_over_wants_nobody() -> None:
+    job = job_of(1)
+    trained(job, 21, "w0")
+    job.beat("w0", step=1000, done=True, ended=True)
+    job.say("w0", Result(1000, "cafe", 0.5))
+    assert job.view.phase.is_over
+    ended = job.view.wanted_seconds
+    job.now += 1000.0
+    job.tick()
+    assert job.view.wanted_seconds == ended == job.job.durable.figures.wanted_seconds
+
+
+def test_before_the_first_world_there_is_no_sentence() -> None:
+    job = Driver(wanted=2)
+    job.now += 10.0
+    job.tick()
+    assert goodput_sentence(job.view) == ""
+    assert uses(job) == {"missing": 20.0}
