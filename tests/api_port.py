@@ -21,8 +21,8 @@ from small_machine import SmallMachine, Written
 class Api:
     """A shell with a small machine behind a real port."""
 
-    def __init__(self, shell, machine, client, web) -> None:
-        self.shell = shell
+    def __init__(self, controller, machine, client, web) -> None:
+        self.controller, self.shell = controller, controller.shell
         self.machine = machine
         self.client = client
         self.web = web
@@ -62,7 +62,7 @@ async def serving(directory, settings=None, machine=None, token=None, tls=None, 
     await web.start(build_app(alone, figures, settings, tokens, neighbours), shell.give_up)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{web.port}", trust_env=False, verify=False) as client:
-            yield Api(shell, machine, client, web)
+            yield Api(alone, machine, client, web)
     finally:
         await shell.stop()
         await web.stop()

@@ -16,10 +16,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from api_faults import ApiFaults, Refused, answer, status_of
+from api_logs import served_log
 from cluster_choice import NAMESPACE
 from custom_resources import CustomResources, Invalid, definition
 from custom_resources import at as value_at
@@ -55,6 +57,8 @@ class FakeCluster(ApiFaults):
         """None: nobody has installed the definition."""
         self.history: list[tuple[int, str, str, Json]] = []
         self.quota: int | None = None
+        self.logs = Path()
+        """Where pods' logs lie, each in a file of the pod's name."""
         self.missing = {POD_GROUPS}
         """Paths of kinds that are not installed."""
         self.changed: Callable[[str, str, Json], None] = lambda path, kind, item: None
@@ -129,6 +133,9 @@ class FakeCluster(ApiFaults):
         item = self.objects[path].get(name)
         if item is None:
             raise Refused(404, "NotFound", f'{path.rpartition("/")[2]} "{name}" not found')
+        if path == PODS and sub == "log":
+            file = self.logs / f"{name}.log"
+            return await served_log(request, lambda: self.objects[PODS].get(name), file, self._watches)
         if request.method == "DELETE":
             return answer(200, self._delete(path, item, body))
         if request.method == "PATCH":

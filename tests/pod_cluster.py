@@ -71,6 +71,7 @@ def pod_cluster(folder: Path, start: Start, *nodes: str) -> Iterator[PodCluster]
 
     async def live() -> None:
         cluster = FakeCluster()
+        cluster.logs = folder
         kubelets = Kubelets(cluster, start=start)
         for node in nodes:
             cluster.node(node)

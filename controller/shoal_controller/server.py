@@ -167,10 +167,9 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
             for kind, one in LAUNCHERS.items() if kind in settings.allowed_launchers
         }  # fmt: skip
         launchers = {kind: CountedLauncher(one.launcher, metrics.own.launches(kind)) for kind, one in made.items()}
-        resources = _resources(made.values())
-        means = Means(
-            store, streams, controller, launchers, curves.keep, settings.forget_after_seconds, fail, resources
-        )
+        controller.pod_logs = next((one.logs for one in made.values() if one.logs is not None), None)
+        patience, resources = settings.forget_after_seconds, _resources(made.values())
+        means = Means(store, streams, controller, launchers, curves.keep, patience, fail, resources)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
         ends.callback(controller.end)

@@ -70,6 +70,12 @@ def test_of_the_cluster_only_nodes_are_read(manifests: tuple[Json, ...]) -> None
         assert set(one["rules"][0]["verbs"]) <= READ_ONLY_OF_THE_CLUSTER
 
 
+def test_the_controllers_may_read_what_pods_print(manifests: tuple[Json, ...]) -> None:
+    for one in of_kind(manifests, "Role"):
+        if any("pods" in rule["resources"] for rule in one["rules"]):
+            assert {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]} in one["rules"]
+
+
 def test_secrets_are_not_read_but_by_their_names(manifests: tuple[Json, ...]) -> None:
     for one in of_kind(manifests, "Role"):
         for rule in one["rules"]:

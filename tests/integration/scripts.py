@@ -205,6 +205,8 @@ def train(result: str, **options: Any) -> None:
 
     host_peers.LEAST_BYTES = SHARED
     model = model_of(options)
+    if options.get("prints"):
+        print(f"{os.environ.get('SHOAL_WORKER_ID', 'alone')} prints", flush=True)
     optimizer = optimizer_of(model, **options.get("optimizer", {}))
     scheduler = scheduler_of(optimizer, options.get("scheduler", "CosineAnnealingLR"))
     engine = shoal.initialize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from api_server import NODES
+from api_server import NODES, PODS
+from forked_command import Forked, shoal
 from integration.cluster import until
 from integration.job_of_pods import JobOfPods, JobOfResource, launched
 from tiers import promise
@@ -47,6 +49,32 @@ def steps_to_last_lane(job: JobOfPods, report: Mapping[str, Any], worker: str) -
     without = next(one for one in worlds if not re.search(rf"\b{worker} [1-9]", one["message"]))
     began = {world["generation"]: world["from_step"] for world in report["generations"]}
     return int(began[without["generation"]]) - int(notice["data"]["step"])
+
+
+def test_what_pods_print_is_read_through_the_controller_and_follows_rank_0(tmp_path: Path) -> None:
+    """No kubectl, and no file of this machine."""
+    with launched(2, 2, tmp_path, prints=True) as (job, pods):
+        env = {**os.environ, "SHOAL_TOKEN": job.token}
+        job.wait_step(3)
+        following = Forked(["logs", "-f", "job", "--url", job.url], tmp_path / "o", tmp_path / "e", tmp_path, env)
+        first = next(name for name, one in job.workers().items() if one["rank"] == 0)
+        until("a line of rank 0", lambda: f"{first} prints" in following.output.read_text())
+        pods.node("spare")
+        job.drain(first)
+        job.wait_state(first, "left")
+        second = next(name for name, one in job.workers().items() if one["rank"] == 0)
+        until("a line of the next one", lambda: f"{second} prints" in following.output.read_text())
+        (tmp_path / "go").touch()
+        job.wait_undisturbed()
+        assert following.wait() == 0 and following.errors.read_text() == ""
+        assert (
+            shoal("logs", "job", second, "--url", job.url, env=env).stdout
+            == (tmp_path / f"job-{second}.log").read_text()
+        )
+        pods.do(lambda: pods.cluster.remove(PODS, f"job-{second}"))
+        done = shoal("logs", "job", second, "--url", job.url, env=env)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"the pod job-{second} of {second} is gone, and its log with it" in done.stderr
 
 
 def test_another_controller_adopts_the_pods_and_the_job_goes_on(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from shoal_controller.access.callers import Caller, Role, Unauthorized
 from shoal_controller.access.failed_logins import FailedLogins, TooManyFailures
 from shoal_controller.access.proxies import FORWARDED, Proxies
 from shoal_controller.access.token_register import TokenRegister
-from shoal_controller.api import event_routes, page_routes, routes, token_routes
+from shoal_controller.api import event_routes, log_routes, page_routes, routes, token_routes
 from shoal_controller.api.problems import BUG, CODES, TooLarge, problem, problem_of
 from shoal_controller.leadership.controller_state import ENDING, ControllerState
 from shoal_controller.leadership.introductions import HEADER, HandedOn
@@ -278,7 +278,7 @@ OTHER = "other"
 METHODS = frozenset({"GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE"})
 WITHOUT_ROUTER = ("/healthz", "/readyz", "/metrics", "/openapi.json", "/", "/page/{name:path}")
 
-PARTS = (token_routes, event_routes, page_routes)
+PARTS = (token_routes, event_routes, log_routes, page_routes)
 """What `routes` includes."""
 
 NO_ANSWER = "none"

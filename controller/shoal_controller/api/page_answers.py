@@ -310,10 +310,11 @@ class LogAnswer(Answer):
 
     worker: str
     path: str
-    bytes: int
-    """Of the whole file."""
-    begin: int
-    """Where in it the text begins."""
+    """Of the file, or `pod NAME`."""
+    bytes: int | None
+    """Of all of it; None: not known, as of a pod that has printed much."""
+    begin: int | None
+    """Where in it the text begins; None: not known, but not at its beginning."""
     text: str
     """Bytes that are no UTF-8 are shown as U+FFFD."""
 

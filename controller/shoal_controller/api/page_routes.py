@@ -2,9 +2,6 @@
 
 Programs may use them too. `core/overview/` judges a job; nothing is decided here.
 
-The end of a worker's log is read from this machine's disk: only plain files of local workers, in the job's own folder
-below the controller's data or below `--log-dir`. A path in a worker's record is not trusted beyond that.
-
 `RecentOverview`, which `app.py` makes, computes the overview once for all readers that ask at about the same time.
 100 jobs of 100 workers each take a fifth of a second, so it lets the event loop run between jobs, and keeps the answer
 for a time that grows with its cost, at most `MOST_SECONDS`.
@@ -13,29 +10,21 @@ for a time that grows with its cost, at most `MOST_SECONDS`.
 from __future__ import annotations
 
 import asyncio
-import os
-import stat
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParameter
-from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.release import RELEASE
-from shoal_protos.text import shown_name
 
 from shoal_controller.api.act_requests import AnAct
 from shoal_controller.api.answers import EventAnswer
-from shoal_controller.api.dependencies import AWorker, Readable, controller_of
+from shoal_controller.api.dependencies import Readable, controller_of
 from shoal_controller.api.page_answers import (
     AboutAnswer,
     HoldingsAnswer,
     JobRow,
-    LogAnswer,
     OverviewAnswer,
     PreviewAnswer,
     SeriesAnswer,
@@ -44,68 +33,12 @@ from shoal_controller.api.page_answers import (
     worlds_of,
 )
 from shoal_controller.api.token_routes import ACaller
-from shoal_controller.core.machine.spec import WorkerView
 from shoal_controller.core.overview.attention import attention, by_attention
 from shoal_controller.core.overview.previews import preview
 from shoal_controller.jobs.only_if import version_of
 from shoal_controller.jobs.shell import MOST_JOBS, Shell
 from shoal_controller.jobs.timeline import timeline
 from shoal_controller.observe.job_series import Span, since_sentence
-
-LOG_BYTES, MOST_LOG_BYTES = 16 << 10, 64 << 10
-"""What is read where nobody says otherwise, and at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogTail:
-    """The end of a log."""
-
-    path: str
-    size: int
-    begin: int
-    text: str
-
-
-def read_log(folders: Collection[Path], worker: WorkerView, count: int) -> LogTail:
-    """The last `count` bytes of a worker's log; where that cuts a character, from the next one on. Raises `NotFound`.
-
-    `folders`: those of its job, where logs may be.
-    """
-    path = _path_of(folders, worker)
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise NotFound(f"the log of {worker.worker} at {path} is not a plain file")
-            begin = max(0, status.st_size - count)
-            file.seek(begin)
-            data = file.read(count)
-    except OSError as error:
-        raise NotFound(f"the log of {worker.worker} at {path} cannot be read: {error.strerror}") from error
-    cut = _bytes_of_a_cut_character(data) if begin else 0
-    return LogTail(str(path), status.st_size, begin + cut, data[cut:].decode(errors="replace"))
-
-
-def log_folders(data: Path | None, logs: Path | None, job: str) -> list[Path]:
-    """Where logs of a job's local workers may be, `data` and `logs` being the controller's folders."""
-    return [*([data / "jobs" / job] if data is not None else []), *([logs / job] if logs is not None else [])]
-
-
-def _path_of(folders: Collection[Path], worker: WorkerView) -> Path:
-    if worker.pod:
-        raise NotFound(f"{worker.worker} runs in the pod {worker.pod}, which has its log: kubectl logs {worker.pod}")
-    if not worker.log:
-        raise NotFound(f"{worker.worker} was not started by this controller: its log is where it was started")
-    path = Path(worker.log)
-    if path.parent not in folders:
-        raise NotFound(f"the log of {worker.worker} is {path} on {worker.host or 'its host'}, not on this machine")
-    return path
-
-
-def _bytes_of_a_cut_character(data: bytes) -> int:
-    """How many bytes at the beginning are the rest of a character of UTF-8."""
-    return next((at for at, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), 0)
-
 
 MOST_GENERATION = (1 << 63) - 1
 
@@ -114,9 +47,6 @@ LATEST = 253_402_300_800.0
 
 MostJobs = Annotated[int, Query(ge=1, le=MOST_JOBS, description=f"Most jobs of the answer. Default: {MOST_JOBS}.")]
 WithSeries = Annotated[bool, Query(description="Whether each job comes with its last hour. Default: true.")]
-MostBytes = Annotated[
-    int, Query(alias="bytes", ge=1, le=MOST_LOG_BYTES, description=f"Most bytes of the answer. Default: {LOG_BYTES}.")
-]
 AGeneration = Annotated[int, PathParameter(ge=1, le=MOST_GENERATION, description="Number of the world.")]
 ASpan = Annotated[Span, Query(description="`hour`: every second; `day`: every 30 s. Default: `hour`.")]
 AfterTime = Annotated[
@@ -214,18 +144,6 @@ async def preview_act(job: str, asked: AnAct, shell: Readable) -> PreviewAnswer:
         answer |= {"possible": False, "code": refused.problem_code}
         sentence = str(refused)
     return PreviewAnswer.model_validate({**answer, "sentence": sentence})
-
-
-@router.get("/jobs/{job}/workers/{worker}/log", tags=["workers"])
-async def get_log(at: AWorker, shell: Readable, request: Request, count: MostBytes = LOG_BYTES) -> LogAnswer:
-    """Show the end of what a worker has printed, where its log is on the machine of the controller that leads."""
-    found = next((one for one in shell.view(at.job).workers if one.worker == at.worker), None)
-    if found is None:
-        raise NotFound(f"job {at.job} has no worker {shown_name(at.worker)}").coded(ErrorCode.WORKER_UNKNOWN)
-    settings = request.app.state.settings
-    folders = log_folders(settings.folder, settings.log_folder, at.job)
-    read = await asyncio.to_thread(read_log, folders, found, count)
-    return LogAnswer(worker=at.worker, path=read.path, bytes=read.size, begin=read.begin, text=read.text)
 
 
 MOST_SECONDS = 1.0

@@ -19,7 +19,7 @@ from shoal_protos.error_codes import ErrorCode
 from shoal_protos.errors import Refused, UserError
 
 from shoal_controller.access.callers import Role
-from shoal_controller.api import event_routes, page_routes, resource_rules, token_routes
+from shoal_controller.api import event_routes, log_routes, page_routes, resource_rules, token_routes
 from shoal_controller.api.answers import (
     CheckpointAnswer,
     CheckpointsAnswer,
@@ -205,6 +205,7 @@ async def get_join_token(
 router.include_router(token_routes.router)
 router.include_router(event_routes.router)
 router.include_router(page_routes.router)
+router.include_router(log_routes.router)
 
 
 TAG = r'(?:W/)?"[^"]*"'

@@ -92,7 +92,7 @@ def event_stream(shell: Shell, job: str, after: int, follower: Follower, only: E
     """A job's. An unknown job is refused before it begins."""
     shell.view(job)
     follower.check()
-    return _streaming(_of_job(shell, job, after, follower, only))
+    return streaming(_of_job(shell, job, after, follower, only))
 
 
 def feed_stream(
@@ -100,10 +100,11 @@ def feed_stream(
 ) -> StreamingResponse:
     """Those of all jobs, or of one that there may not be yet. `cursor`: id of the last one that the reader has had."""
     follower.check()
-    return _streaming(_of_all(shell, cursor, job, follower, only))
+    return streaming(_of_all(shell, cursor, job, follower, only))
 
 
-def _streaming(parts: AsyncGenerator[bytes]) -> StreamingResponse:
+def streaming(parts: AsyncGenerator[bytes]) -> StreamingResponse:
+    """The answer whose server-sent events come as these parts."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(parts, headers=headers, media_type=MEDIA_TYPE)
 

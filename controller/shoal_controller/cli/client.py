@@ -7,7 +7,7 @@ of how anything is shown.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, suppress
 from pathlib import Path
 from types import TracebackType
@@ -116,12 +116,29 @@ class Client(ActCalls[Awaitable[Json]]):
 
     async def follow(self, job: str, after: int = 0) -> AsyncIterator[Json]:
         """Every event past `after` as it happens; ends when the controller ends the stream."""
-        answer = await self._send(stream_of(self._http, f"{job_path(job, 'events')}?after={after}"), stream=True)
+        async with aclosing(self._stream(f"{job_path(job, 'events')}?after={after}")) as events:
+            async for event in events:
+                yield event
+
+    async def log(self, job: str, worker: str, follow: bool) -> AsyncIterator[str]:
+        """A worker's log in parts, from its beginning; `follow`: until the worker has ended. Raises `NotFound` where it
+        breaks off.
+        """
+        path = f"{job_path(job, 'workers', worker, 'log')}?follow={'true' if follow else 'false'}"
+        async with aclosing(self._stream(path)) as parts:
+            async for part in parts:
+                if "detail" in part:
+                    raise NotFound(str(part["detail"]))
+                yield str(part["text"])
+
+    async def _stream(self, path: str) -> AsyncGenerator[AnswerObject]:
+        """The objects of server-sent events."""
+        answer = await self._send(stream_of(self._http, path), stream=True)
         async with aclosing(answer):
             try:
                 async for line in answer.aiter_lines():
                     if line.startswith("data:"):
-                        yield self.address.object_in(line.removeprefix("data:"), "GET /events")
+                        yield self.address.object_in(line.removeprefix("data:"), f"GET {path.partition('?')[0]}")
             except httpx.TransportError as error:
                 raise NoController(f"the controller at {self.address.url} went away ({reason_of(error)})") from error
 

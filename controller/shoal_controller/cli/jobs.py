@@ -1,7 +1,5 @@
 """The commands of a job: `shoal jobs`, `describe`, `scale`, `pause`, `resume`, `cancel`; of its workers: `workers`,
 `drain`, `lost`; of its history: `events`; of its output: `logs`.
-
-Logs are files on the machine where a launcher has started the worker.
 """
 
 from __future__ import annotations
@@ -219,45 +217,97 @@ async def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new output.")] = False,
     url: Url = DEFAULT_URL,
 ) -> None:
-    """Print a worker's log."""
+    """Print a worker's log: this machine's file, else what the controller has of it, as of a pod.
+
+    With --follow and without WORKER, go on with the next rank 0 where a pod has ended.
+    """
+    from shoal_controller.cli.runs import client_of
+
+    async with client_of(url, job) as client:
+        meant = logged_worker(await client.workers(job), worker, job)
+        if (tail := tail_here(meant)) is not None:
+            await _print_file(client, job, tail, follow)
+        else:
+            await _print_stream(client, job, meant, follow, worker is None)
+
+
+async def _print_file(client: Client, job: str, tail: Tail, follow: bool) -> None:
     import asyncio
 
     from shoal_protos.rest import OVER
 
-    from shoal_controller.cli.runs import client_of
-
-    async with client_of(url, job) as client:
-        tail = log_of(logged_worker(await client.workers(job), worker, job))
-        while True:
-            over = not follow or (await client.job(job))["phase"] in OVER
-            for line in tail.take_lines():
-                echo(line)
-            if over:
-                break
-            await asyncio.sleep(LOOK_SECONDS)
-        for line in tail.take_rest():
+    while True:
+        over = not follow or (await client.job(job))["phase"] in OVER
+        for line in tail.take_lines():
             echo(line)
+        if over:
+            break
+        await asyncio.sleep(LOOK_SECONDS)
+    for line in tail.take_rest():
+        echo(line)
 
 
-def log_of(worker: Json) -> Tail:
-    """Return the worker's log. Raises `NotFound` where it is not on this machine."""
+async def _print_stream(client: Client, job: str, worker: Json, follow: bool, moves: bool) -> None:
+    """`moves`: to the next rank 0 once this one has ended. A log that broke off is read again, past what was shown."""
+    from shoal_controller.cli.printed import LineSplitter
+
+    shown, lines = 0, LineSplitter()
+    while True:
+        known = shown
+        async for part in client.log(job, worker["worker"], follow):
+            new, known = part[known:], max(0, known - len(part))
+            shown += len(new)
+            for line in lines.take(new.encode()):
+                echo(line)
+        meant = await _next_shown(client, job, worker["worker"], moves) if follow else None
+        if meant is None or meant["worker"] != worker["worker"]:
+            for line in lines.take_rest():
+                echo(line)
+            shown, lines = 0, LineSplitter()
+        if meant is None:
+            return
+        worker = meant
+
+
+async def _next_shown(client: Client, job: str, worker: str, moves: bool) -> Json | None:
+    """Return whose log is to be read now that of this worker has ended or broken off, once there is one; None: nobody's
+    any more.
+    """
+    import asyncio
+
+    from shoal_protos.rest import OVER
+
+    while (await client.job(job))["phase"] not in OVER:
+        await asyncio.sleep(LOOK_SECONDS)
+        living = [one for one in await client.workers(job) if one["state"] not in ("lost", "left") and _has_log(one)]
+        for one in living:
+            if one["worker"] == worker or (moves and one["rank"] == 0):
+                return one
+        if not moves:
+            break
+    return None
+
+
+def tail_here(worker: Json) -> Tail | None:
+    """Return the worker's log; None: it is no file of this machine."""
     from pathlib import Path
 
     from shoal_controller.cli.printed import Tail
 
-    path = Path(worker["log"])
-    if not path.exists():
-        raise NotFound(f"the log of {worker['worker']} is {path} on {worker['host'] or 'its host'}, not here")
-    return Tail(path)
+    return Tail(Path(worker["log"])) if worker["log"] and Path(worker["log"]).exists() else None
+
+
+def _has_log(worker: Json) -> bool:
+    return bool(worker["log"] or worker["pod"])
 
 
 def logged_worker(workers: Sequence[Json], worker: str | None, job: str) -> Json:
     """Return the worker that is meant. Raises `NotFound` where there is none with a log."""
-    logged = [one for one in workers if one["log"]]
+    logged = [one for one in workers if _has_log(one)]
     if worker is not None:
         logged = [one for one in logged if one["worker"] == worker]
     if not logged:
-        names = ", ".join(one["worker"] for one in workers if one["log"]) or "none"
+        names = ", ".join(one["worker"] for one in workers if _has_log(one)) or "none"
         who = f"worker {shown_name(worker)} of job {job}" if worker is not None else f"no worker of job {job}"
         has = "has no log that this controller knows" if worker is not None else "has a log that this controller knows"
         raise NotFound(f"{who} {has}; those with one: {names}. Only launched workers write one")

@@ -18,37 +18,52 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 """How a script sets colours: its lines are read without them."""
 
 
+class LineSplitter:
+    """The whole lines of bytes that come in parts."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def take(self, new: bytes) -> list[str]:
+        """Lines that are whole now."""
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        return [_readable(line) for line in whole]
+
+    def take_rest(self) -> list[str]:
+        """A last line without an end."""
+        rest, self._rest = self._rest, b""
+        return [_readable(rest)] if rest else []
+
+
 class Tail:
     """The whole lines of a growing file, from a place on."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self.path = path
         self._offset = offset
-        self._rest = b""
+        self._lines = LineSplitter()
 
     def skip(self) -> list[str]:
         """Where more has come than is shown at one look, go to its end. A line that says so."""
         skipped = self.path.stat().st_size - self._offset - MOST_BYTES
         if skipped <= 0:
             return []
-        self._offset, self._rest = self._offset + skipped, b""
+        self._offset, self._lines = self._offset + skipped, LineSplitter()
         return [f"… {skipped} bytes more are in {self.path}"]
 
     def take_lines(self) -> Iterator[str]:
         """Lines that came since the last look. Raises `OSError`."""
         with self.path.open("rb") as file:
             if file.seek(0, 2) < self._offset:
-                self._offset, self._rest = 0, b""
+                self._offset, self._lines = 0, LineSplitter()
             file.seek(self._offset)
             while new := file.read(MOST_BYTES):
                 self._offset += len(new)
-                *whole, self._rest = (self._rest + new).split(b"\n")
-                yield from map(_readable, whole)
+                yield from self._lines.take(new)
 
     def take_rest(self) -> list[str]:
         """A last line without an end."""
-        rest, self._rest = self._rest, b""
-        return [_readable(rest)] if rest else []
+        return self._lines.take_rest()
 
 
 class Printed:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal_controller.launchers.kubernetes.section import ClusterOptions, PodOptions, pod_faults
 from shoal_controller.launchers.launcher import Launcher
+from shoal_controller.launchers.worker_logs import WorkerLogs
 
 if TYPE_CHECKING:
     from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi
@@ -43,6 +44,8 @@ class Made:
     launcher: Launcher
     cluster: ClusterApi | None = None
     """The cluster whose resources ask for its jobs; None: only REST does."""
+    logs: WorkerLogs | None = None
+    """Logs of its workers; None: they are files of this machine, or nobody has them."""
 
 
 def _no_faults(_: str, __: object) -> Iterator[str]:
@@ -69,12 +72,13 @@ async def _local(means: LauncherMeans) -> AsyncIterator[Made]:
 @asynccontextmanager
 async def _kubernetes(means: LauncherMeans) -> AsyncIterator[Made]:
     from shoal_controller.launchers.kubernetes.pod_launcher import connected, kubernetes_launcher
+    from shoal_controller.launchers.kubernetes.pod_logs import PodLogs
 
     async with (
         connected(means.cluster, means.asked) as api,
         kubernetes_launcher(api, means.pods, means.cluster, means.submit) as launcher,
     ):
-        yield Made(launcher, api)
+        yield Made(launcher, api, PodLogs(api))
 
 
 LAUNCHERS: Mapping[str, Registered] = {

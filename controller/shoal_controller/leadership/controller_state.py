@@ -19,6 +19,7 @@ from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.jobs.ports import Begun, Outside, SizeWriter
 from shoal_controller.jobs.shell import CHECK_SECONDS, Shell
 from shoal_controller.jobs.streams import Streams
+from shoal_controller.launchers.worker_logs import WorkerLogs
 from shoal_controller.leadership.election import ControllerPlace, Election, Leadership
 from shoal_controller.leadership.introductions import UNPROVED, HandedOn, Introductions
 from shoal_controller.process.tasks import first_of
@@ -38,6 +39,8 @@ class ControllerState:
         """All jobs, while this controller leads."""
         self.sizes: SizeWriter | None = None
         """What writes the size of jobs that were made from resources; None: this controller has none."""
+        self.pod_logs: WorkerLogs | None = None
+        """Logs of workers that are pods; None: this controller has no cluster."""
         self._leadership: Leadership | None = None
         self._store: Store | None = None
         self._election: Election | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -18,6 +18,8 @@ import structlog
 
 END_SECONDS = 5.0
 """How long a cancelled task may take to end."""
+
+Item = TypeVar("Item")
 
 log = structlog.get_logger("shoal.tasks")
 
@@ -84,6 +86,23 @@ async def end_task(task: asyncio.Task[None], seconds: float = END_SECONDS) -> No
         log.error("a task did not end in time", task=task.get_name(), seconds=seconds)
 
 
+async def with_pauses(items: AsyncGenerator[Item], seconds: float) -> AsyncGenerator[Item | None]:
+    """What a generator yields, and None whenever it has yielded nothing for so long. It is closed with this one."""
+    async with aclosing(items):
+        while True:
+            coming = asyncio.ensure_future(anext(items))
+            try:
+                while not (await asyncio.wait([coming], timeout=seconds))[0]:
+                    yield None
+                item = coming.result()
+            except StopAsyncIteration:
+                return
+            finally:
+                coming.cancel()
+                await asyncio.wait([coming])
+            yield item
+
+
 class NamedLocks:
     """A lock for each name. Of one event loop."""
 
@@ -95,9 +114,6 @@ class NamedLocks:
 
     def is_held(self, name: str) -> bool:
         return self.of(name).locked()
-
-
-Item = TypeVar("Item")
 
 
 class Endable(AsyncIterator[Item], Generic[Item]):

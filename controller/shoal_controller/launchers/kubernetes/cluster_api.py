@@ -42,6 +42,8 @@ PAGE = 500
 """Objects of one answer to a list."""
 LONGEST_REFUSAL = 1000
 """So much is taken of a refusal that is no object."""
+FOLLOW = "follow"
+"""The parameter of a log that goes on as its pod writes."""
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 AGAIN = frozenset({429, 500, 502, 503, 504})
@@ -191,10 +193,29 @@ class ClusterApi:
     ) -> aiohttp.ClientResponse:
         answer: aiohttp.ClientResponse = await self._api.call_api(
             path, method, query_params=list((query or {}).items()), body=body, auth_settings=["BearerToken"],
-            header_params={"Accept": "application/json", "Content-Type": kind}, _preload_content=False,
-            _request_timeout=aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS),
+            header_params={"Accept": "application/json, */*", "Content-Type": kind}, _preload_content=False,
+            _request_timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=REQUEST_SECONDS, sock_read=None if FOLLOW in (query or {}) else SILENT_SECONDS
+            ),
         )  # fmt: skip
         return answer
+
+    async def text(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[bytes]:
+        """What is no object, in parts as they come, asked for once; with `FOLLOW` it may say nothing for as long as it
+        likes. Raises `ClusterRefusal`, and `ClusterSilence` where it breaks off.
+        """
+        try:
+            answer = await self._send("GET", path, None, query)
+            self._asked("get", outcome_of(answer.status), False)
+            async with answer:
+                if answer.status != 200:
+                    _accepted(answer.status, _parsed(answer.status, await answer.read()))
+                async for part in answer.content.iter_any():
+                    yield part
+        except TROUBLES as error:
+            self._asked("get", SILENT, False)
+            why = str(error) or type(error).__name__
+            raise ClusterSilence(f"the cluster's API server has not served all of {path}: {why}") from error
 
     # ---- watches
 

@@ -47,8 +47,7 @@ export class LogTail {
 
   show(found) {
     const isAtEnd = this.text.hidden || this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 8;
-    const cut = found.begin > 0 ? `the last ${bytes(found.bytes - found.begin)} of ${bytes(found.bytes)}` : bytes(found.bytes);
-    setText(this.note, `${visible(found.path)}: ${cut}`);
+    setText(this.note, `${visible(found.path)}: ${extent(found)}`);
     this.text.hidden = false;
     setText(this.text, visible(found.text));
     if (isAtEnd) this.text.scrollTop = this.text.scrollHeight;
@@ -59,4 +58,9 @@ export class LogTail {
     this.stopping = null;
     this.box.hidden = true;
   }
+}
+
+function extent(found) {
+  if (found.bytes === null) return "the end"; // how much a pod has printed is not known
+  return found.begin > 0 ? `the last ${bytes(found.bytes - found.begin)} of ${bytes(found.bytes)}` : bytes(found.bytes);
 }
