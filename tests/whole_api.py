@@ -33,7 +33,7 @@ NAMESPACED: dict[str, dict[str, str]] = {
         "resourcequotas": "ResourceQuota",
     },
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet", "replicasets": "ReplicaSet"},
-    "batch/v1": {"jobs": "Job"},
+    "batch/v1": {"jobs": "Job", "cronjobs": "CronJob"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},

@@ -147,6 +147,21 @@ class Etcd(Placement):
     """Resources of a member."""
 
 
+class Backup(Values):
+    enabled: bool = False
+    """Whether a CronJob backs up the store, with `store: etcd` (docs/operations.md, "Backups")."""
+    schedule: Annotated[str, Field(min_length=9, max_length=100)] = "17 * * * *"
+    """When, as of cron."""
+    keep: Annotated[int, Field(ge=1, le=10_000)] = 48
+    """How many backups are kept."""
+    tokens: bool = False
+    """Whether hashes of named tokens are among them."""
+    existingClaim: Name = ""
+    """Claim of the volume that they are written to. Empty: the chart makes one, kept by `helm uninstall`."""
+    volume: Volume = Volume(size="5Gi")
+    """The volume that the chart makes."""
+
+
 class Token(Values):
     existingSecret: Name = ""
     """Secret with the root token in the key `token`. Empty: made once, kept over upgrades and by `helm uninstall`."""
@@ -292,6 +307,8 @@ class ChartValues(Values):
     """Volume of `store: embedded`."""
     etcd: Etcd = Etcd()
     """etcd, with `store: etcd`."""
+    backup: Backup = Backup()
+    """Backups of the store."""
     token: Token = Token()
     """The root token, which opens everything."""
     tls: Tls = Tls()

@@ -107,8 +107,9 @@ def of_kind(manifests: tuple[Json, ...], *kinds: str) -> Iterator[Json]:
 
 def pods(manifests: tuple[Json, ...]) -> Iterator[tuple[str, Json, Json]]:
     """Every pod or template of one: its name, metadata and spec."""
-    for one in of_kind(manifests, "Deployment", "StatefulSet", "Job", "Pod"):
-        template = one if one["kind"] == "Pod" else one["spec"]["template"]
+    for one in of_kind(manifests, "Deployment", "StatefulSet", "Job", "Pod", "CronJob"):
+        spec = one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one["spec"]
+        template = one if one["kind"] == "Pod" else spec["template"]
         yield f"{one['kind']} {one['metadata']['name']}", template["metadata"], template["spec"]
 
 

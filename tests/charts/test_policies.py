@@ -76,6 +76,22 @@ def test_the_controllers_may_read_what_pods_print(manifests: tuple[Json, ...]) -
             assert {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]} in one["rules"]
 
 
+def test_backups_ask_the_store_as_the_controllers_do(manifests: tuple[Json, ...]) -> None:
+    (controller,) = of_kind(manifests, "Deployment")
+    known = {one["name"]: one for one in controller["spec"]["template"]["spec"]["containers"][0]["env"]}
+    for one in of_kind(manifests, "CronJob"):
+        spec = one["spec"]["jobTemplate"]["spec"]["template"]["spec"]
+        env = spec["containers"][0]["env"]
+        assert env == [known[variable["name"]] for variable in env]
+        assert {"SHOAL_STORE", *(name for name in known if name.startswith("SHOAL_ETCD"))} == {
+            one["name"] for one in env
+        }
+        (etcd,) = [one for one in of_kind(manifests, "NetworkPolicy") if one["metadata"]["name"].endswith("-etcd")]
+        clients = [peer["podSelector"]["matchLabels"] for peer in etcd["spec"]["ingress"][0]["from"]]
+        labels = one["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"]
+        assert any(peer.items() <= labels.items() for peer in clients)
+
+
 def test_secrets_are_not_read_but_by_their_names(manifests: tuple[Json, ...]) -> None:
     for one in of_kind(manifests, "Role"):
         for rule in one["rules"]:

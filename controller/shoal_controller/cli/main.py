@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal_controller.cli import options
+from shoal_controller.cli.backups import backup, restore
 from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, import_, verify
 from shoal_controller.cli.completion import job_names, worker_names
 from shoal_controller.cli.controller import controller
@@ -38,7 +39,8 @@ from shoal_controller.cli.worker import worker
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,
-    checkpoints, events, logs, plot, workers, top, verify, export, import_, estimate, doctor,
+    checkpoints, events, logs, plot, workers, top, verify, export, import_, estimate, backup, restore,
+    doctor,
 )  # fmt: skip
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)

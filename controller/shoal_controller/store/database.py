@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from shoal_protos.errors import StoreError
+from shoal_protos.errors import StoreError, UserError
 from shoal_protos.release import RELEASE
 from shoal_protos.text import of_shoal
 
@@ -72,15 +72,9 @@ class Database:
                 raise
 
     def _prepare(self) -> None:
-        tables, application = self._number("PRAGMA schema_version"), self._number("PRAGMA application_id")
-        version = self._number("PRAGMA user_version")
-        if tables and application != SHOAL:
-            raise StoreError(f"{self.path} is a database of another program, not a Shoal store. Give another --store.")
-        if version > FORMAT:
-            raise StoreError(
-                f"the store {self.path} has format {version}, written by a newer shoal; this is {of_shoal(RELEASE)}, "
-                f"which reads {FORMAT}. Install the newer release or give another --store."
-            )
+        tables = self._number("PRAGMA schema_version")
+        if tables:
+            _check_marks(self._sql, self.path)
         if not self._number("PRAGMA auto_vacuum"):
             self._sql.execute("PRAGMA auto_vacuum=FULL")  # what a transaction frees goes back to the disk
             self._sql.execute("VACUUM")  # or it would not count where there are tables
@@ -254,6 +248,32 @@ class Database:
             yield
         except sqlite3.DatabaseError as error:
             raise StoreError(f"the store {self.path} cannot be read or written: {error}") from error
+
+
+def read_beside(path: Path) -> tuple[Entry, ...]:
+    """All keys as they are at this moment, while another process may have the store. Raises `UserError` where there is
+    none, and `StoreError`.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no store at {path.parent}: it has no {path.name}")
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)) as sql:
+            _check_marks(sql, path)
+            rows = sql.execute("SELECT key, value, created, modified, lease FROM keys ORDER BY key").fetchall()
+            return tuple(Entry(*row) for row in rows)
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"the store {path} cannot be read: {error}") from error
+
+
+def _check_marks(sql: sqlite3.Connection, path: Path) -> None:
+    """Raises `StoreError` for a file of another program, or of a later format."""
+    if sql.execute("PRAGMA application_id").fetchone()[0] != SHOAL:
+        raise StoreError(f"{path} is a database of another program, not a Shoal store. Give another --store.")
+    if (version := sql.execute("PRAGMA user_version").fetchone()[0]) > FORMAT:
+        raise StoreError(
+            f"the store {path} has format {version}, written by a newer shoal; this is {of_shoal(RELEASE)}, "
+            f"which reads {FORMAT}. Install the newer release or give another --store."
+        )
 
 
 def _stat(path: Path) -> os.stat_result | None:

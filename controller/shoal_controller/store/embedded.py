@@ -42,6 +42,9 @@ from shoal_controller.store.store import (
     timing,
 )
 
+FILE = "store.db"
+"""In a store's folder."""
+
 REQUEST_SECONDS = 10.0
 """How long a request may take before the disk counts as stuck."""
 
@@ -155,7 +158,7 @@ class EmbeddedStore:
     # ---- in the store's thread
 
     def _open(self) -> None:
-        self._database = Database(self.directory / "store.db")
+        self._database = Database(self.directory / FILE)
         self._revision = self._database.list("/", "", 1).revision
         self._expiry = dict.fromkeys(self._database.leases(), self._loop.time())
 

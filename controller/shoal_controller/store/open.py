@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
 from shoal_protos.errors import UserError
 
-from shoal_controller.store.embedded import EmbeddedStore
+from shoal_controller.store.database import read_beside
+from shoal_controller.store.embedded import FILE, EmbeddedStore
 from shoal_controller.store.etcd_store import FORM, EtcdAccess, EtcdStore, parsed_etcd_url
-from shoal_controller.store.store import Store, Timed
+from shoal_controller.store.store import Entry, Store, Timed
+
+
+async def all_entries(url: str, etcd: EtcdAccess) -> tuple[Entry, ...]:
+    """All keys of a store at one revision, beside a controller that has it too. Raises as `open_store` does, and
+    `UserError` where there is no store.
+    """
+    kind, separator, rest = url.partition(":")
+    if kind == "embedded" and separator and rest:
+        return await asyncio.to_thread(read_beside, Path(rest) / FILE)
+    store = await open_store(url, None, etcd)
+    try:
+        return (await store.list("/")).entries
+    finally:
+        await store.close()
 
 
 async def open_store(url: str, timed: Timed | None = None, etcd: EtcdAccess | None = None) -> Store:

@@ -23,6 +23,9 @@
 {{- fail "etcd.external.endpoints is given, but store is embedded; set store to etcd, or leave the endpoints out" -}}
 {{- end -}}
 {{- end -}}
+{{- if and $values.backup.enabled (eq $values.store "embedded") -}}
+{{- fail "backup.enabled is true, but store is embedded, whose volume the controller alone has; set store to etcd, or run `shoal backup` in the controller's pod" -}}
+{{- end -}}
 {{- if and $external.user (not $external.passwordSecret) -}}
 {{- fail (printf "etcd.external.user is %s, but etcd.external.passwordSecret is empty; name the secret that has the password in its key `password`" $external.user) -}}
 {{- end -}}

@@ -64,6 +64,36 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* Where the store is, and as whom it is asked. */}}
+{{- define "shoal.storeEnv" -}}
+{{- $external := .Values.etcd.external -}}
+- name: SHOAL_STORE
+  value: {{ include "shoal.store" . }}
+{{- if include "shoal.etcdTls" . }}
+- name: SHOAL_ETCD_CA
+  value: /etcd-tls/ca.crt
+{{- end }}
+{{- if or (include "shoal.ownEtcdTls" .) $external.clientCertificate }}
+- name: SHOAL_ETCD_CERTIFICATE
+  value: /etcd-tls/tls.crt
+- name: SHOAL_ETCD_KEY
+  value: /etcd-tls/tls.key
+{{- end }}
+{{- with $external.passwordSecret }}
+- name: SHOAL_ETCD_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: password}}
+{{- end }}
+{{- end -}}
+
+{{/* The volume with the certificates of etcd, for `/etcd-tls`; nothing where it speaks no TLS. */}}
+{{- define "shoal.etcdTls" -}}
+{{- $secret := .Values.etcd.external.tlsSecret -}}
+{{- if or (include "shoal.ownEtcdTls" .) $secret -}}
+- name: etcd-tls
+  secret: {secretName: {{ $secret | default (printf "%s-etcd-tls" (include "shoal.fullname" .)) | quote }}, defaultMode: 0440}
+{{- end -}}
+{{- end -}}
+
 {{/* What a pod needs to use REST as a client: where it is, the token and the authority. */}}
 {{- define "shoal.clientEnv" -}}
 - name: SHOAL_URL

@@ -1,0 +1,97 @@
+"""`shoal backup` and `shoal restore`: the store of controllers as one file, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal_controller.cli.options import Store
+from shoal_controller.cli.output import echo
+
+LIMIT_SECONDS = 60.0
+"""How long a store may take to answer at all."""
+
+ToFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="File to write, or a folder for a file named by the time.", show_default=False),
+]
+FromFile = Annotated[Path, typer.Argument(metavar="FILE", help="File of `shoal backup`.", show_default=False)]
+
+
+async def backup(
+    file: ToFile,
+    store: Store = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Include the hashes of named tokens.")] = False,
+    keep: Annotated[
+        int | None,
+        typer.Option("--keep", min=1, metavar="N", help="Delete all but the newest N backups of the folder FILE."),
+    ] = None,
+) -> None:
+    """Write a store to a file that only you can read, beside its controllers. They and the workers go on meanwhile.
+
+    It is as it was at one moment: jobs with their specifications (the values of `env` too), states and events.
+    """
+    import asyncio
+    import time
+
+    from shoal_protos.errors import UserError
+
+    from shoal_controller.jobs.backups import backup_of, write_backup
+    from shoal_controller.settings import Settings
+    from shoal_controller.store.open import all_entries
+
+    settings = Settings(**({"store": store} if store is not None else {}))
+    if keep is not None and not file.is_dir():
+        raise UserError(
+            f"--keep counts the backups of a folder, and {file} is none; name a folder, or leave --keep out"
+        )
+    try:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            entries = await all_entries(settings.store, settings.etcd)
+    except TimeoutError:
+        raise UserError(f"the store {settings.store} has not answered for {LIMIT_SECONDS:g} s") from None
+    now = time.time()
+    found = backup_of(entries, tokens, now)
+    written = file / f"{NAME}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}.gz" if file.is_dir() else file
+    write_backup(found, written)
+    for old in sorted(file.glob(f"{NAME}-*.gz"))[:-keep] if keep is not None else ():
+        old.unlink()
+    echo(f"{written} has {_summary(found.kept.jobs, found.kept.tokens)}")
+
+
+async def restore(file: FromFile, store: Store = None) -> None:
+    """Put a backup into an empty store. Start controllers with it afterwards; workers that live go on with them."""
+    import asyncio
+    import time
+
+    from shoal_protos.errors import UserError
+
+    from shoal_controller.jobs import backups
+    from shoal_controller.settings import Settings
+    from shoal_controller.store.open import open_store
+
+    settings = Settings(**({"store": store} if store is not None else {}))
+    found = backups.read_backup(file)
+    try:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            opened = await open_store(settings.store, None, settings.etcd)
+    except TimeoutError:
+        raise UserError(f"the store {settings.store} has not answered for {LIMIT_SECONDS:g} s") from None
+    try:
+        await backups.restore(opened, found)
+    finally:
+        await opened.close()
+    kept = found.kept
+    taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(kept.time))
+    echo(f"restored {_summary(kept.jobs, kept.tokens)}, as of {taken}; start the controllers with this store now")
+
+
+NAME = "shoal"
+"""What files in a folder begin with."""
+
+
+def _summary(jobs: int, tokens: int) -> str:
+    named = f" and {tokens} named token{'s' if tokens != 1 else ''}" if tokens else ""
+    return f"{jobs} job{'s' if jobs != 1 else ''}{named}"

@@ -1,0 +1,179 @@
+"""Backups of a store as one file, and their way back into an empty store, of either kind.
+
+    {"shoal_backup": 1, "release": "0.1.0", "records": 6, "time": …, "tokens": false}
+    {"key": "/jobs/train", "value": "…base64…"}
+    {"keys": 17}
+
+The file is gzip of such lines. It has all keys of one revision but those of a lease, of the election and of the secret
+that controllers share, which the next ones make anew, and without `tokens` those of named tokens. Heads come last, in
+the file and into the store: a restore that was interrupted has made no job. `cli/backups.py` calls this.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal_protos.errors import StoreError, UserError
+from shoal_protos.release import RELEASE
+from shoal_protos.text import of_shoal
+
+from shoal_controller.access.token_register import PREFIX as TOKENS
+from shoal_controller.jobs.records import FORMAT as RECORDS
+from shoal_controller.jobs.records import OLDEST_FORMAT as OLDEST_RECORDS
+from shoal_controller.process.private_files import for_this_user
+from shoal_controller.store.store import MAX_OPERATIONS, MAX_TRANSACTION_BYTES, Compare, Delete, Entry, Put, Store
+
+VERSION = 1
+"""Of the file's form."""
+NOT_KEPT = ("/controllers/", "/forwarding", "/ready")
+"""Prefixes of keys that the next controllers make for themselves."""
+HEADS = "/jobs/"
+RESTORING = "/restoring"
+"""There while a restore is under way: what it has left is not a store in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a backup has."""
+
+    jobs: int
+    tokens: int
+    time: float
+    """When it was taken, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """All keys of a backup, heads last."""
+
+    head: dict[str, Any]
+    keys: tuple[tuple[str, bytes], ...]
+
+    @property
+    def kept(self) -> Kept:
+        jobs = sum(key.startswith(HEADS) for key, _ in self.keys)
+        tokens = sum(key.startswith(TOKENS) for key, _ in self.keys)
+        return Kept(jobs, tokens, float(self.head["time"]))
+
+
+def backup_of(entries: Sequence[Entry], tokens: bool, now: float) -> Backup:
+    """The backup of a store whose keys these are, all of one revision. `now`: seconds since the epoch."""
+    unwanted = (*NOT_KEPT, RESTORING, *(() if tokens else (TOKENS,)))
+    kept = [(one.key, one.value) for one in entries if not one.lease and not one.key.startswith(unwanted)]
+    head = {"shoal_backup": VERSION, "release": RELEASE, "records": RECORDS, "time": now, "tokens": tokens}
+    return Backup(head, tuple(sorted(kept, key=lambda one: (one[0].startswith(HEADS), one[0]))))
+
+
+def write_backup(backup: Backup, file: Path) -> None:
+    """Write all of it or nothing, for this user alone. Raises `UserError` where the file is there or cannot be."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}.new")
+    try:
+        if file.exists():
+            raise UserError(f"{file} is there already; name another file, or remove it")
+        try:
+            with open(draft, "wb", opener=for_this_user) as opened:
+                with gzip.GzipFile(fileobj=opened, mode="wb", filename="", mtime=0) as packed:
+                    for line in _lines(backup):
+                        packed.write(json.dumps(line).encode() + b"\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+            draft.rename(file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"the backup cannot be written to {file}: {error.strerror}") from error
+
+
+def _lines(backup: Backup) -> Iterator[dict[str, Any]]:
+    yield backup.head
+    for key, value in backup.keys:
+        yield {"key": key, "value": base64.b64encode(value).decode()}
+    yield {"keys": len(backup.keys)}
+
+
+def read_backup(file: Path) -> Backup:
+    """Raises `UserError` for what is no whole backup, or one that this release cannot read."""
+    try:
+        with gzip.open(file, "rb") as packed:
+            lines = (json.loads(line) for line in packed)
+            head = next(lines, None)
+            if not isinstance(head, dict) or "shoal_backup" not in head:
+                raise UserError(f"{file} is no backup of Shoal; expected a file of `shoal backup`")
+            _check_versions(head, file)
+            *found, last = lines
+            keys = tuple((str(one["key"]), base64.b64decode(one["value"], validate=True)) for one in found)
+            if last != {"keys": len(keys)}:
+                raise ValueError("lines are missing")
+            float(head["time"])
+            return Backup(head, keys)
+    except gzip.BadGzipFile as error:
+        raise UserError(f"{file} is no backup of Shoal; expected a file of `shoal backup`") from error
+    except OSError as error:
+        raise UserError(f"the backup {file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError, EOFError, zlib.error) as error:
+        raise UserError(f"the backup {file} is damaged ({error}); restore another one") from error
+
+
+def _check_versions(head: dict[str, Any], file: Path) -> None:
+    by = f"{file} was written by {of_shoal(str(head.get('release')))}"
+    if head["shoal_backup"] != VERSION:
+        raise UserError(
+            f"{by} as a backup of version {head['shoal_backup']}; this is {of_shoal(RELEASE)}, which reads {VERSION}. "
+            "Restore it with that release"
+        )
+    records = head.get("records")
+    if type(records) is not int or not OLDEST_RECORDS <= records <= RECORDS:
+        raise UserError(
+            f"{by} with records of format {records}; this is {of_shoal(RELEASE)}, which reads {OLDEST_RECORDS} to "
+            f"{RECORDS}. Restore it with that release"
+        )
+
+
+async def restore(store: Store, backup: Backup) -> None:
+    """Put it into an empty store. Raises `UserError` for one that is in use: nothing has changed. Where it was
+    interrupted, the same restore goes on.
+    """
+    there = (await store.list("/", limit=2)).entries
+    marked = await store.get(RESTORING)
+    if there and marked is None:
+        raise UserError(
+            f"the store is in use: it has keys such as {there[0].key}; end its controllers, and restore into an empty "
+            "store"
+        )
+    if marked is not None and marked.value != _mark(backup):
+        raise UserError("another backup is being restored into this store; go on with that one, or take an empty store")
+    if marked is None:
+        await store.transact([Compare(RESTORING)], [Put(RESTORING, _mark(backup))])
+    marked = await store.get(RESTORING)
+    if marked is None:
+        raise StoreError("the store forgets what was written to it")
+    for puts in _transactions(backup.keys):
+        if not (await store.transact([Compare(RESTORING, marked.modified)], puts)).succeeded:
+            raise StoreError("another restore into this store is under way; nothing more was written")
+    await store.transact([Compare(RESTORING, marked.modified)], [Delete(RESTORING)])
+
+
+def _mark(backup: Backup) -> bytes:
+    return json.dumps(backup.head, sort_keys=True).encode()
+
+
+def _transactions(keys: Sequence[tuple[str, bytes]]) -> Iterator[list[Put]]:
+    """In the order of the backup, each as large as a store takes."""
+    puts: list[Put] = []
+    size = 0
+    for key, value in keys:
+        if puts and (len(puts) == MAX_OPERATIONS or size + len(value) > MAX_TRANSACTION_BYTES):
+            yield puts
+            puts, size = [], 0
+        puts.append(Put(key, value))
+        size += len(value)
+    if puts:
+        yield puts
