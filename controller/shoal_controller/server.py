@@ -169,7 +169,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         launchers = {kind: CountedLauncher(one.launcher, metrics.own.launches(kind)) for kind, one in made.items()}
         controller.pod_logs = next((one.logs for one in made.values() if one.logs is not None), None)
         patience, resources = settings.forget_after_seconds, _resources(made.values())
-        means = Means(store, streams, controller, launchers, curves.keep, patience, fail, resources)
+        filled = settings.job_defaults.filled
+        means = Means(store, streams, controller, launchers, curves.keep, patience, fail, filled, resources)
         electing = guarded("election", election.run(partial(leading, means)), fail)
         ends.push_async_callback(end_task, electing, END_SECONDS)
         ends.callback(controller.end)

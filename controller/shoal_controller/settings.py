@@ -19,6 +19,7 @@ from shoal_protos.validation import every_sentence
 
 from shoal_controller.access.proxies import Proxies
 from shoal_controller.core.machine.spec import LAUNCHER_TRAITS
+from shoal_controller.launchers.kubernetes.job_defaults import JobDefaults
 from shoal_controller.process.devices import cuda_devices
 from shoal_controller.store.etcd_store import EtcdAccess
 
@@ -72,6 +73,9 @@ class Settings(BaseSettings):
     kubernetes_controllers: str = ""
     """Addresses `HOST:PORT` at which pods reach the controllers, separated by commas. Default: those that controllers
     tell each other."""
+    kubernetes_defaults: str = ""
+    """Defaults of the section `kubernetes` of jobs, as JSON: `image`, `image_pull_secrets`, `node_selector`,
+    `tolerations`, `volumes`, `volume_mounts` and `checkpoint_root`. Default: none."""
     kubernetes_nodes: bool = True
     """Whether launcher `kubernetes` reads nodes. Without it no taint, cordon or lost node is seen. Default: true."""
     kubernetes_taints: str = ""
@@ -164,6 +168,11 @@ class Settings(BaseSettings):
         if (self.http_certificate is None) != (self.http_key is None):
             raise ValueError("SHOAL_HTTP_CERTIFICATE and SHOAL_HTTP_KEY go together; only one of them is set")
         return self
+
+    @property
+    def job_defaults(self) -> JobDefaults:
+        """Raises `UserError`."""
+        return JobDefaults.of(self.kubernetes_defaults)
 
     @property
     def http_scheme(self) -> str:

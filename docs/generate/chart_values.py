@@ -162,6 +162,25 @@ class Backup(Values):
     """The volume that the chart makes."""
 
 
+class Defaults(Values):
+    """What a job's own section `kubernetes` replaces, key by key."""
+
+    image: Annotated[str, Field(max_length=1000)] = ""
+    """Image of the workers of jobs that name none."""
+    imagePullSecrets: list[Name] = []
+    """Secrets that it is pulled with."""
+    nodeSelector: Texts = {}
+    """Labels that a worker's node must have."""
+    tolerations: list[Free] = []
+    """Taints of a worker's node that are tolerated."""
+    volumes: list[Free] = []
+    """Volumes of a worker's pod, as the Kubernetes API has them."""
+    volumeMounts: list[Free] = []
+    """Where workers see them."""
+    checkpointRoot: Annotated[str, Field(max_length=1000)] = ""
+    """Folder or URL below which a job saves, in a folder of its name, whose config names no path."""
+
+
 class Token(Values):
     existingSecret: Name = ""
     """Secret with the root token in the key `token`. Empty: made once, kept over upgrades and by `helm uninstall`."""
@@ -307,6 +326,8 @@ class ChartValues(Values):
     """Volume of `store: embedded`."""
     etcd: Etcd = Etcd()
     """etcd, with `store: etcd`."""
+    defaults: Defaults = Defaults()
+    """Defaults of jobs, for all that are made from then on."""
     backup: Backup = Backup()
     """Backups of the store."""
     token: Token = Token()

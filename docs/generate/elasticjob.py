@@ -184,7 +184,7 @@ def spec() -> Schema:
     return {
         "description": "The job's specification; the job's name is the resource's.",
         "type": "object",
-        "required": ["command", "kubernetes"],
+        "required": ["command"],
         "properties": fields,
         "x-kubernetes-validations": SPEC_RULES,
     }

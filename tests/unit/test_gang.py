@@ -14,7 +14,8 @@ from cluster_choice import NAMESPACE
 from pod_team import SECTION, SPEC, Team, hurry, team
 from shoal_controller.core.machine.events import Exited, Spawned, Waiting
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, section_of
+from shoal_controller.launchers.kubernetes.job_defaults import section_of
+from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod
 
 NO_VOLCANO = (
     "`kubernetes.gang` of job demo is volcano, but the cluster has no podgroups.scheduling.volcano.sh; install Volcano "

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from rule import Edit, holds, rule
 from shoal_controller.api.models import JobBody
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret, section_of
+from shoal_controller.launchers.kubernetes.job_defaults import section_of
+from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod, secret
 from shoal_controller.launchers.launcher import SET_IN_PODS
 from shoal_protos.validation import every_sentence
 
@@ -198,8 +199,6 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"kubernetes": None}, "`kubernetes` is missing; launcher kubernetes needs a section with an image"),
-        ({"kubernetes": {}}, "`kubernetes.image` is missing"),
         ({"kubernetes": {"image": "i", "imge": "j"}}, "`kubernetes.imge`"),
         ({"kubernetes": {"image": "i", "resources": {"limit": {}}}}, "`kubernetes.resources.limit`"),
         ({"kubernetes": {"image": "i", "grace_seconds": 5}}, "`kubernetes.grace_seconds` is 5"),

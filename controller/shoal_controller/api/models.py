@@ -20,6 +20,7 @@ from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wron
 
 from shoal_controller.api.strict import surrogate_faults
 from shoal_controller.core.machine.spec import NO_LAUNCHER, JobSpec, LauncherKind, traits_of
+from shoal_controller.launchers.kubernetes.job_defaults import section_of
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.launchers.launcher import SET_BY_SHOAL
 from shoal_controller.launchers.registry import LAUNCHERS
@@ -241,7 +242,7 @@ def body_of(spec: JobSpec, shows_values: bool) -> dict[str, object]:
     """The body that asks for this very job: the inverse of `JobBody.spec`. `shows_values`: else the values of
     variables, which may be secrets, are left out.
     """
-    section = KubernetesSection.model_validate_json(spec.kubernetes) if spec.kubernetes else None
+    section = section_of(spec) if spec.kubernetes or spec.kubernetes_defaults else None
     wanted = None if spec.wanted_by_default else spec.wanted
     body = JobBody.model_construct(
         job=spec.job, workers=WorkersBody.model_construct(wanted=wanted, min=spec.min_workers, max=spec.max_workers),

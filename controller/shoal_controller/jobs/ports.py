@@ -15,10 +15,11 @@ from shoal_protos.acts import Scale
 from shoal_controller.core.machine.effects import Effect
 from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job import Job
-from shoal_controller.core.machine.spec import JobView
+from shoal_controller.core.machine.spec import JobSpec, JobView
 from shoal_controller.core.planning.question import Answer, Question
 from shoal_controller.jobs.probes import ProbeResult, probe
 from shoal_controller.jobs.streams import Streams
+from shoal_controller.launchers.kubernetes.job_defaults import JobDefaults
 from shoal_controller.launchers.launcher import Launcher
 from shoal_controller.observe.curves import Points
 
@@ -58,6 +59,8 @@ class Outside:
     """What answers the machine's questions."""
     probe: Callable[[str, str, bool], Awaitable[ProbeResult]] = probe
     """What a connection to an address meets where a process of that incarnation should be; whether it is watched."""
+    prepared: Callable[[JobSpec], JobSpec] = JobDefaults().filled
+    """A new job with what this controller sets for all. Raises `UserError` for one that lacks something."""
     controllers: Callable[[], tuple[str, ...]] = tuple
     """Where workers reach the controllers of this store, the one that leads first."""
     record: Record = lambda _points, _now: None

@@ -193,6 +193,8 @@ class Shell:
         """A new run of a job, durable when this returns. One of that name that is over is replaced; its events stay. A
         request that comes once more, by its key, gets the run that it has made.
         """
+        assert self._outside is not None, "connect comes before create"
+        spec = self._outside.prepared(spec)
         spec = replace(spec, run=secrets.token_hex(8))
         async with self._changing.of(spec.job), self._creating:
             before = self._runners.get(spec.job)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shoal_protos.errors import StoreError
 
+from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.jobs.planner_process import PlannerProcess
 from shoal_controller.jobs.ports import Outside, Record, SizeWriter
 from shoal_controller.jobs.shell import Shell
@@ -51,6 +52,8 @@ class Means:
     forget_after_seconds: float
     fail: Callable[[BaseException], None]
     """Hears what ends the whole controller, and not this term alone."""
+    prepared: Callable[[JobSpec], JobSpec]
+    """A new job with what this controller sets for all."""
     resources: Callable[[Shell], AbstractAsyncContextManager[SizeWriter]] | None = None
     """What makes jobs from a cluster's resources, for as long as its context lasts; None: nothing does."""
 
@@ -66,7 +69,12 @@ async def leading(means: Means, leadership: Leadership) -> AsyncIterator[None]:
         planner = PlannerProcess()
         ends.push_async_callback(planner.stop)
         places = means.controller.places
-        shell.connect(Outside(means.streams, means.launchers, planner.answer, controllers=places, record=means.record))
+        shell.connect(
+            Outside(
+                means.streams, means.launchers, planner.answer, prepared=means.prepared, controllers=places,
+                record=means.record,
+            )
+        )  # fmt: skip
         shell.stopped.add_done_callback(lambda stopped: _on_stopped(stopped.result(), leadership, means.fail))
         ends.push_async_callback(shell.stop)
         await shell.start()

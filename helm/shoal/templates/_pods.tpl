@@ -64,6 +64,19 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* Defaults of jobs as the controllers read them; nothing where there are none. */}}
+{{- define "shoal.defaults" -}}
+{{- $found := dict -}}
+{{- range $key, $name := dict "image" "image" "imagePullSecrets" "image_pull_secrets" "nodeSelector" "node_selector" "tolerations" "tolerations" "volumes" "volumes" "volumeMounts" "volume_mounts" "checkpointRoot" "checkpoint_root" -}}
+{{- with index $.Values.defaults $key -}}
+{{- $found = set $found $name . -}}
+{{- end -}}
+{{- end -}}
+{{- with $found -}}
+{{- toJson . -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Where the store is, and as whom it is asked. */}}
 {{- define "shoal.storeEnv" -}}
 {{- $external := .Values.etcd.external -}}

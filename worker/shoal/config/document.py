@@ -199,7 +199,8 @@ class Checkpoint(Section):
     ] = None
     """Folder or URL of the checkpoints: a folder that all workers can access, or an fsspec URL such as
     s3://bucket/jobs/demo (`pip install '.[s3]'`). Variables such as $HOME are expanded. All workers must save to one
-    location: another path, or another disk at the same path, is refused. None: no checkpoints."""
+    location: another path, or another disk at the same path, is refused. Default: the job's name below
+    SHOAL_CHECKPOINT_ROOT, where that is set. None: no checkpoints."""
     every_steps: Count = None
     """Steps between two checkpoints. None: no schedule by steps."""
     every_minutes: Annotated[Annotated[float, Field(gt=0)] | None, Allowed("a number of minutes above 0")] = None

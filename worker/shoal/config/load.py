@@ -83,6 +83,7 @@ def load_config(source: str | Path | Mapping[str, Any], beside: Beside = NOTHING
         unread = unread_in(error)
         more = [] if unread else _also_unfit(sifted.kept, error, faults, beside)
         raise UserError(all_of([*faults, *more, *misplaced], unread)) from None
+    document = _below_root(document)
     settled = _resolve(document, faults, beside)
     if faults:
         raise UserError(all_of([*faults, *misplaced]))
@@ -255,6 +256,18 @@ def _average(section: Average | None) -> AverageRule | None:
 
 def _state_folder(offload: OffloadOptimizer) -> str | None:
     return expanded(offload.nvme_path) if offload.device == "nvme" and offload.nvme_path is not None else None
+
+
+def _below_root(document: Document) -> Document:
+    """Return the document with a path of checkpoints below that of SHOAL_CHECKPOINT_ROOT, where that is set and the
+    document names none.
+    """
+    root, job = os.environ.get("SHOAL_CHECKPOINT_ROOT"), os.environ.get("SHOAL_JOB")
+    checkpoint = document.shoal.checkpoint
+    if not root or not job or "path" in checkpoint.model_fields_set:
+        return document
+    named = checkpoint.model_copy(update={"path": f"{root}/{job}"})
+    return document.model_copy(update={"shoal": document.shoal.model_copy(update={"checkpoint": named})})
 
 
 def _with_paths(checkpoint: Checkpoint) -> Checkpoint:

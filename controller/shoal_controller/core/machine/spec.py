@@ -116,6 +116,8 @@ class JobSpec:
     resume: str | int | bool | None = None
     kubernetes: str = ""
     """The section `kubernetes`, as JSON: only its launcher reads it. Empty: none."""
+    kubernetes_defaults: str = field(default="", kw_only=True, metadata=OMITTED)
+    """What an administrator had set where that section says nothing, when the job was made. Empty: nothing."""
     resource: str = ""
     """Uid of the ElasticJob that the job was made from, which has the job's size; empty: it was submitted over REST."""
     run: str = ""

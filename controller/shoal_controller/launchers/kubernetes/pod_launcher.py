@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
-from shoal_protos.errors import PeerError, ShoalError, StoreError, UserError
+from shoal_protos.errors import PeerError, ShoalError, StoreError
 from shoal_protos.plan import Plan, WorkerId
 
 from shoal_controller.core.machine.durable import Place
@@ -72,8 +72,6 @@ class KubernetesLauncher:
         """Ask for a pod of this worker, unless one was asked for another of its workers. What it waits for, and that it
         runs, is told as it comes.
         """
-        if not spec.kubernetes:
-            raise UserError(f"job {spec.job} has launcher kubernetes and no section `kubernetes`; give it an image")
         self._watch()
         known = self._tracked.by_worker.get((spec.job, worker))
         if known is None or known.spec.run != spec.run or known.end is not None or len(known.workers) == 1:

@@ -44,11 +44,6 @@ class PodTerms:
     has_token: bool
 
 
-def section_of(spec: JobSpec) -> KubernetesSection:
-    """The section as it was checked when the job was made."""
-    return KubernetesSection.model_validate_json(spec.kubernetes)
-
-
 def pod_name(job: str, worker: WorkerId) -> str:
     """`worker`: the first one of its pod."""
     return f"{job}-{worker}"

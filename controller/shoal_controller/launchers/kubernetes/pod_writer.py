@@ -17,6 +17,7 @@ from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec
 from shoal_controller.launchers.kubernetes.cluster_api import ClusterApi, ClusterRefusal, ClusterSilence
 from shoal_controller.launchers.kubernetes.gang import VOLCANO_GROUP, pod_group, pod_group_name, pod_groups_path
+from shoal_controller.launchers.kubernetes.job_defaults import section_of
 from shoal_controller.launchers.kubernetes.pod_manifest import (
     JOB,
     RUN,
@@ -29,7 +30,6 @@ from shoal_controller.launchers.kubernetes.pod_manifest import (
     run_label,
     secret,
     secret_name,
-    section_of,
 )
 from shoal_controller.launchers.kubernetes.pod_state import is_terminating
 from shoal_controller.launchers.kubernetes.section import Json, PodOptions

@@ -48,8 +48,8 @@ class KubernetesSection(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    image: Annotated[str, Field(min_length=1, max_length=1000)]
-    """Image of the workers."""
+    image: Annotated[str, Field(max_length=1000)] = ""
+    """Image of the workers. Default: the administrator's."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When the image is pulled. Default: the cluster's."""
     image_pull_secrets: Annotated[list[str], Field(max_length=20)] = []
@@ -157,10 +157,8 @@ def _misshapen(patch: Json) -> str:
     return f"{wrong[0]}` is {found[wrong[0]]!r}; expected an object" if wrong else ""
 
 
-def pod_faults(job: str, section: KubernetesSection | None) -> Iterator[str]:
-    """Yield a sentence for each reason why a job's name and section make no pods."""
-    if section is None:
-        yield "`kubernetes` is missing; launcher kubernetes needs a section with an image"
+def pod_faults(job: str, _: KubernetesSection | None) -> Iterator[str]:
+    """Yield a sentence for each reason why a job's name makes no pods."""
     if not re.fullmatch(POD_NAME, job):
         yield (
             f"`job` is {job!r}; pods are named after their job: expected at most 52 small letters, digits and `-`, a "
