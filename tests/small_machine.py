@@ -76,6 +76,7 @@ class SmallMachine:
             job=job.spec.job, phase=job.durable.phase, generation=1, wanted=job.durable.wanted, active=0,
             min_workers=bounds.least, max_workers=bounds.most, lanes=job.spec.lanes, step=0,
             max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be", run=job.spec.run,
+            owner=job.spec.owner,
             version=job.durable.version, created_at=job.durable.figures.created,
         )  # fmt: skip
         return replace(view, **self.shown)

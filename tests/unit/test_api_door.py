@@ -129,11 +129,11 @@ async def test_the_history_says_who_did_what_when_with_which_token(tmp_path):
         root = {"authorization": "Bearer secret"}
         made = await api.ask("POST", "/v1/tokens", 201, json={"name": "ci", "role": "operate"}, headers=root)
         api.client.headers["authorization"] = f"Bearer {made['token']}"
-        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        assert (await api.ask("POST", "/v1/jobs", 202, json=TRAIN))["owner"] == "ci"
         for path, body in (("scale", {"workers": 4}), ("pause", None), ("resume", None), ("checkpoints", None),
                            ("workers/w1/drain", {"grace_seconds": 7}), ("workers/w2/lost", None)):  # fmt: skip
             await api.ask("POST", f"/v1/jobs/train/{path}", 202, json=body)
-        await api.ask("DELETE", "/v1/jobs/train", 202, headers=root)
+        assert (await api.ask("DELETE", "/v1/jobs/train", 202, headers=root))["owner"] == "ci", "whoever changes it"
         assert (await api.client.post("/v1/jobs/train/scale", json={"workers": 0})).status_code == 400
         events = (await api.ask("GET", "/v1/jobs/train/events"))["events"]
         audit = [event for event in events if event["kind"] == "audit"]

@@ -28,7 +28,7 @@ from shoal_controller.cli.display import Rate
 from shoal_controller.cli.endings import ending
 from shoal_controller.cli.jobs import change
 from shoal_controller.cli.run import goes_to_the_script, keeps_another, own
-from shoal_controller.cli.tables import amount, jobs_table, seconds
+from shoal_controller.cli.tables import amount, described_lines, jobs_table, seconds
 from shoal_protos.errors import JobFailed, NoController, StoreError, UserError
 from shoal_protos.release import RELEASE
 from tiers import check
@@ -184,6 +184,11 @@ def test_a_long_reason_leaves_a_job_its_name_and_phase() -> None:
     printed = narrow.file.getvalue()  # type: ignore[attr-defined]
     assert "a-job-of-mine  failed" in printed and "2/3" in printed and "7/100" in printed
     assert printed.count("very") == 60 and "Traceback" not in printed
+
+
+def test_a_description_names_the_owner_of_a_job_that_has_one() -> None:
+    assert described_lines({**JOB, "owner": "ann"})[-1] == "  owner ann"
+    assert not any("owner" in line for line in described_lines({**JOB, "owner": ""}))
 
 
 def test_the_version_is_told() -> None:

@@ -98,6 +98,8 @@ class JobAnswer(WithCells):
     its world."""
     reason: str
     """Why it is in this phase, in one sentence."""
+    owner: str
+    """Name of the token that it was created with; empty: no token was asked for, or it is a resource's."""
     created: float
     """Seconds since the epoch."""
     started: float | None
@@ -127,6 +129,7 @@ class JobAnswer(WithCells):
             step=view.step, max_steps=view.max_steps, loss=view.loss, reports=dict(view.reports),
             samples=view.samples,
             last_checkpoint_step=view.last_checkpoint_step, paused=view.paused, reason=view.reason,
+            owner=view.owner,
             created=view.created_at, started=view.started_at, ended=view.ended_at, version=version_of(view),
             **of_cells,
         )  # fmt: skip

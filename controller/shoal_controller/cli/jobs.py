@@ -55,7 +55,7 @@ async def describe(
     With --spec, print its specification instead, defaults filled in: `shoal submit` takes it.
     """
     from shoal_controller.cli.runs import client_of
-    from shoal_controller.cli.tables import cells_table, job_lines, resizes_table, show, workers_table, written
+    from shoal_controller.cli.tables import cells_table, described_lines, resizes_table, show, workers_table, written
 
     async with client_of(url, job) as client:
         if spec:
@@ -68,7 +68,7 @@ async def describe(
         echo(written({"job": described, "workers": workers, "report": report}, output))
         return
     cells = [cells_table(described, workers)] if "cell" in described else []
-    show(*job_lines(described), *cells, workers_table(workers), resizes_table(report["generations"]))
+    show(*described_lines(described), *cells, workers_table(workers), resizes_table(report["generations"]))
 
 
 async def change(url: str, job: str, ask: Callable[[Client], Awaitable[Json]]) -> None:

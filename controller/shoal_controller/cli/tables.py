@@ -146,6 +146,11 @@ def job_lines(job: Json) -> list[str]:
     return [_stands(job), *(f"  {escape(line)}" for line in lines if line)]
 
 
+def described_lines(job: Json) -> list[str]:
+    """Return a job in a few lines, with its owner where it has one."""
+    return [*job_lines(job), *([f"  owner {escape(job['owner'])}"] if job["owner"] else [])]
+
+
 def reported(job: Json) -> list[str]:
     """Return the reported numbers, each with its name."""
     return [f"{name} {number(value)}" for name, value in job.get("reports", {}).items()]

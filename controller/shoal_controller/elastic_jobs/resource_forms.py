@@ -32,7 +32,7 @@ from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, uid_o
 from shoal_controller.launchers.kubernetes.section import Json
 
 OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource", "request_key", "request_digest", "started_together",
-             "kubernetes_defaults")  # fmt: skip
+             "kubernetes_defaults", "owner")  # fmt: skip
 """Of a job's specification: those that change in its life, or are not the user's, or another key says."""
 SIZE = ("min_workers", "max_workers")
 """Those that a running job follows (`size_change`), with `wanted`."""

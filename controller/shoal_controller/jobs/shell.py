@@ -194,7 +194,7 @@ class Shell:
         request that comes once more, by its key, gets the run that it has made.
         """
         assert self._outside is not None, "connect comes before create"
-        spec = self._outside.prepared(spec)
+        spec = replace(self._outside.prepared(spec), owner=by.token if by is not None else "")
         spec = replace(spec, run=secrets.token_hex(8))
         async with self._changing.of(spec.job), self._creating:
             before = self._runners.get(spec.job)

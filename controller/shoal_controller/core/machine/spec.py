@@ -126,6 +126,8 @@ class JobSpec:
     """The Idempotency-Key of the request that made it; empty: it had none."""
     request_digest: str = ""
     """SHA-256 of that request: with the same key another one is refused."""
+    owner: str = field(default="", kw_only=True, metadata=OMITTED)
+    """Name of the token that it was created with; empty: no token was asked for, or a resource has created it."""
     cell: Shape | None = field(default=None, metadata=OMITTED)
     """Where given, the cells of every worker's config must be so; None: the first worker says what they are."""
     started_together: int = field(default=1, metadata=OMITTED)
@@ -160,6 +162,8 @@ class JobView:
     last_checkpoint_step: int | None
     reason: str
     run: str = ""
+    owner: str = ""
+    """Name of the token that it was created with; empty: none."""
     version: int = 0
     """How often what is asked of it was changed (`machine.py`)."""
     created_at: float = 0.0

@@ -51,6 +51,7 @@ def view(job: Job, now: float) -> JobView:
         checkpoints=durable.checkpoints,
         reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), last_save(job), exactness(job)))),
         run=spec.run,
+        owner=spec.owner,
         version=durable.version,
         created_at=durable.figures.created,
         started_at=durable.started_at,
