@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from forked_command import shoal
 from integration.cluster import Cluster
-from matrices import further
 
 LONG: dict[str, Any] = {"max_steps": 40}
 
@@ -54,15 +52,3 @@ def test_a_backup_that_knows_fewer_worlds_than_there_were_is_caught_up_with_by_t
         restored(cluster, tmp_path / "file")
         cluster.wait_world(2)
         cluster.wait_undisturbed()
-
-
-@further
-def test_ten_jobs_train_on_after_their_stores_were_restored(tmp_path: Path) -> None:
-    with ExitStack() as ends:
-        clusters = [ends.enter_context(Cluster(workers=2, options=LONG, pace=0.1)) for _ in range(10)]
-        for number, cluster in enumerate(clusters):
-            backed_up(cluster, tmp_path / f"{number}")
-        for number, cluster in enumerate(clusters):
-            restored(cluster, tmp_path / f"{number}")
-        for cluster in clusters:
-            cluster.wait_undisturbed()
