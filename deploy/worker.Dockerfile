@@ -12,7 +12,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY controller controller
 COPY worker worker
 COPY protos protos
-RUN /venv/bin/pip install --no-cache-dir '.[worker,s3]' "torch==${TORCH}"
+RUN /venv/bin/pip install --no-cache-dir '.[worker,gpu,s3]' "torch==${TORCH}"
 
 FROM python:${PYTHON}
 RUN apt-get update \

@@ -14,6 +14,7 @@ from shoal_protos.activity import Activity
 from shoal_protos.checkpoint import CheckpointRef, SaveReport, UnreadableCheckpoint
 from shoal_protos.corruption import CorruptBlock
 from shoal_protos.description import Description
+from shoal_protos.gpu import Gpu
 from shoal_protos.plan import Plan, WorkerId
 from shoal_protos.runs import NO_BLOCKS, Runs
 from shoal_protos.shape import Shape
@@ -105,6 +106,8 @@ class Telemetry:
     """Lanes that this process had begun in a cell and that counted no more, in its life."""
     cell_wait_seconds: float = 0.0
     """For which it has waited in collectives of its cells."""
+    gpu: Gpu | None = None
+    """That it computes on; None: on none, or nothing is known of it yet."""
 
 
 GRACE_SECONDS = 30.0

@@ -823,6 +823,7 @@ class Telemetry(_message.Message):
     STATE_FILE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     CHANGED_VALUES_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
     VOID_LANES_FIELD_NUMBER: _builtins.int
     CELL_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
@@ -846,6 +847,8 @@ class Telemetry(_message.Message):
     def saves(self) -> _containers.RepeatedCompositeFieldContainer[Global___SaveReport]: ...
     @_builtins.property
     def reports(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def gpu(self) -> Global___Gpu: ...
     def __init__(
         self,
         *,
@@ -864,18 +867,78 @@ class Telemetry(_message.Message):
         state_file_bytes_per_second: _builtins.int = ...,
         changed_values: _builtins.str = ...,
         reports: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        gpu: Global___Gpu | None = ...,
         void_lanes: _builtins.int = ...,
         cell_wait_seconds: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "gpu", b"gpu", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cell_wait_seconds", b"cell_wait_seconds", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds", "void_lanes", b"void_lanes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cell_wait_seconds", b"cell_wait_seconds", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "gpu", b"gpu", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds", "void_lanes", b"void_lanes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___Telemetry: _TypeAlias = Telemetry  # noqa: Y015
+
+@_typing.final
+class Gpu(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    USE_RATIO_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    CELSIUS_FIELD_NUMBER: _builtins.int
+    THROTTLED_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    index: _builtins.int
+    use_ratio: _builtins.float
+    memory_bytes: _builtins.int
+    memory_total_bytes: _builtins.int
+    celsius: _builtins.float
+    throttled: _builtins.int
+    why: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        index: _builtins.int = ...,
+        use_ratio: _builtins.float | None = ...,
+        memory_bytes: _builtins.int | None = ...,
+        memory_total_bytes: _builtins.int | None = ...,
+        celsius: _builtins.float | None = ...,
+        throttled: _builtins.int | None = ...,
+        why: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_celsius", b"_celsius", "_memory_bytes", b"_memory_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_throttled", b"_throttled", "_use_ratio", b"_use_ratio", "celsius", b"celsius", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "throttled", b"throttled", "use_ratio", b"use_ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_celsius", b"_celsius", "_memory_bytes", b"_memory_bytes", "_memory_total_bytes", b"_memory_total_bytes", "_throttled", b"_throttled", "_use_ratio", b"_use_ratio", "celsius", b"celsius", "index", b"index", "memory_bytes", b"memory_bytes", "memory_total_bytes", b"memory_total_bytes", "name", b"name", "throttled", b"throttled", "use_ratio", b"use_ratio", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__celsius: _TypeAlias = _typing.Literal["celsius"]  # noqa: Y015
+    _WhichOneofArgType__celsius: _TypeAlias = _typing.Literal["_celsius", b"_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_total_bytes: _TypeAlias = _typing.Literal["memory_total_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_total_bytes: _TypeAlias = _typing.Literal["_memory_total_bytes", b"_memory_total_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__throttled: _TypeAlias = _typing.Literal["throttled"]  # noqa: Y015
+    _WhichOneofArgType__throttled: _TypeAlias = _typing.Literal["_throttled", b"_throttled"]  # noqa: Y015
+    _WhichOneofReturnType__use_ratio: _TypeAlias = _typing.Literal["use_ratio"]  # noqa: Y015
+    _WhichOneofArgType__use_ratio: _TypeAlias = _typing.Literal["_use_ratio", b"_use_ratio"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__celsius) -> _WhichOneofReturnType__celsius | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_total_bytes) -> _WhichOneofReturnType__memory_total_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__throttled) -> _WhichOneofReturnType__throttled | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_ratio) -> _WhichOneofReturnType__use_ratio | None: ...
+
+Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
 
 @_typing.final
 class SaveReport(_message.Message):

@@ -260,6 +260,29 @@ def train_and_die_writing(result: str, **options: Any) -> None:
     train(result, **options)
 
 
+def train_on_shown_gpus(result: str, mute: str = "", hung: str = "", **options: Any) -> None:
+    """`train`, where each worker's GPU is a fake NVML's, at a place of its own in the recorded figures.
+
+    `mute`: this worker's GPU does not tell its temperature. `hung`: this one's driver never answers.
+    """
+    from fake_nvml import UUID, FakeNvml
+    from shoal.session import link_choice
+
+    worker = os.environ.get("SHOAL_WORKER_ID", "w0")
+    number = int(worker.removeprefix("w"))
+    nvml = FakeNvml(number, {"nvmlDeviceGetTemperature"} if worker == mute else (), ahead=3 * number)
+    if worker == hung:
+        nvml.answers.clear()
+
+    class Shown(link_choice.GpuWatch):
+        @classmethod
+        def of(cls, device: Any) -> Shown:
+            return cls(UUID, lambda: nvml, 0.5)
+
+    link_choice.GpuWatch = Shown  # type: ignore[misc]
+    train(result, **options)
+
+
 def say_graphs(before: int) -> int:
     """How many torch.compile has made in this process."""
     count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]

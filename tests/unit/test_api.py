@@ -16,6 +16,7 @@ from shoal_controller.core.machine.effects import Note
 from shoal_controller.core.machine.spec import JobSpec, Phase, ResizeView, State, WorkerView
 from shoal_protos.acts import ConfirmLost, DrainWorker, Pause, Resume, Save
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.gpu import Gpu, Throttle
 from shoal_protos.strict_json import MOST_BODY_BYTES
 from small_machine import SmallMachine
 
@@ -138,6 +139,19 @@ async def test_workers_are_shown_with_these_keys(tmp_path):
                 },
             }],
             "next": None,
+        }  # fmt: skip
+
+
+@asynchronous
+async def test_a_worker_on_a_gpu_has_what_it_tells_of_it(tmp_path):
+    gpu = Gpu("NVIDIA H100 80GB HBM3", 3, 0.97, 5, 10, None, Throttle.HEAT, "GPU 3 does not tell its temperature")
+    async with serving(tmp_path, machine=SmallMachine(shown={"workers": (replace(WORKER, gpu=gpu),)})) as api:
+        await api.ask("POST", "/v1/jobs", 202, json=TRAIN)
+        (worker,) = (await api.ask("GET", "/v1/jobs/train/workers"))["workers"]
+        assert worker["gpu"] == {
+            "name": "NVIDIA H100 80GB HBM3", "index": 3, "use_ratio": 0.97, "memory_bytes": 5,
+            "memory_total_bytes": 10, "celsius": None, "throttled": ["heat"],
+            "why": "GPU 3 does not tell its temperature",
         }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ PURE_VOCABULARY = {
         "description",
         "error_codes",
         "errors",
+        "gpu",
         "memory_estimate",
         "messages",
         "path_part",

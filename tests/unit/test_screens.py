@@ -232,3 +232,17 @@ def test_in_a_pipe_nothing_is_left_out_and_a_worker_is_one_line() -> None:
     header, *rows = done.stdout.splitlines()
     assert header.split()[-2:] == ["log", "does"] and len(rows) == 2
     assert all("w0.log" in row or "w1.log" in row for row in rows)
+
+
+def test_gpus_are_a_column_where_there_are_any_and_what_one_does_not_tell_stands_beside() -> None:
+    gpu = {
+        "name": "NVIDIA H100 80GB HBM3", "index": 3, "use_ratio": 0.97, "memory_bytes": 65_498_251_264,
+        "memory_total_bytes": 85_520_809_984, "celsius": 86.0, "throttled": ["power_cap", "heat"], "why": "",
+    }  # fmt: skip
+    why = "NVML has not answered for 42 s"
+    mute = {**gpu, **dict.fromkeys(("use_ratio", "memory_bytes", "celsius", "throttled")), "why": why}
+    on_gpus = shown(workers_table([{**worker(0), "gpu": gpu}, {**worker(1), "gpu": mute}]), 240)
+    assert any("gpu" in line.split() for line in on_gpus)
+    assert any("3: 97% 86°C 65.5 GB/85.5 GB power_cap heat" in line for line in on_gpus)
+    assert any(why in line for line in on_gpus)
+    assert not any("gpu" in line.split() for line in shown(workers_table([worker(0)]), 240))

@@ -12,6 +12,7 @@ from shoal.session.link import MOST_ASKED, Asked, Ended, Inbox, Opened, Stopped
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description, Parameter, brief
 from shoal_protos.errors import PeerError
+from shoal_protos.gpu import Gpu
 from shoal_protos.messages import (
     Ask,
     AskKind,
@@ -289,6 +290,15 @@ def test_an_unsound_plan_is_not_carried_out() -> None:
 
 
 # ---- what is said, and when
+
+
+def test_a_heartbeat_has_the_newest_figures_of_the_gpu_beside_the_last_step() -> None:
+    dialogue = dialogue_of()
+    dialogue.update_status(replace(NEW, step=1, committed_in=1), Telemetry(loss=1.0))
+    for celsius in (60.0, 61.0):
+        dialogue.gpu = Gpu("NVIDIA H100", celsius=celsius)
+        dialogue.beat()
+        assert heartbeat(dialogue).telemetry == Telemetry(loss=1.0, gpu=dialogue.gpu)
 
 
 def test_a_step_alone_waits_for_the_heartbeat_and_any_other_change_does_not() -> None:

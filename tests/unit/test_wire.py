@@ -24,6 +24,7 @@ from shoal_protos import wire
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
+from shoal_protos.gpu import ALL_THROTTLES, MOST_GPUS, Gpu, Throttle
 from shoal_protos.messages import (
     PROTOCOL_VERSION,
     Ask,
@@ -114,6 +115,11 @@ saves = st.builds(
     SaveReport, number=numbers, step=numbers, outcome=st.sampled_from(SaveOutcome), path=labels, bytes=numbers,
     copy_seconds=seconds, write_seconds=seconds, commit_seconds=seconds, why=texts,
 )  # fmt: skip
+gpus = st.builds(
+    Gpu, name=labels.map(lambda text: " ".join(text.split())), index=st.integers(0, MOST_GPUS - 1),
+    use_ratio=st.none() | st.floats(0, 1), memory_bytes=st.none() | numbers, memory_total_bytes=st.none() | numbers,
+    celsius=st.none() | st.floats(0, 200), throttled=st.none() | st.integers(0, ALL_THROTTLES).map(Throttle), why=texts,
+)  # fmt: skip
 telemetries = st.builds(
     Telemetry, loss=losses, step_seconds=seconds, step_seconds_median=seconds,
     training_seconds=seconds, fill_bytes=numbers,
@@ -121,7 +127,7 @@ telemetries = st.builds(
     saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts, changed_values=texts,
     skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts, state_file_bytes_per_second=numbers,
     reports=st.dictionaries(labels.map(lambda text: " ".join(text.split())), seconds, max_size=3),
-    void_lanes=numbers, cell_wait_seconds=seconds,
+    void_lanes=numbers, cell_wait_seconds=seconds, gpu=st.none() | gpus,
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(

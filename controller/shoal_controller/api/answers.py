@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 from shoal_protos.checkpoint import CheckpointRef
 from shoal_protos.error_codes import ErrorCode
+from shoal_protos.gpu import Gpu
 from shoal_protos.shape import DIMENSIONS, ONE, Shape
 
 from shoal_controller.core.machine.event_kind import EventKind
@@ -27,7 +28,7 @@ class Answer(BaseModel):
 
 
 class WithCells(Answer):
-    """What is said of cells is absent where it was not given: where a cell is one process."""
+    """What is said of cells is absent where it was not given: where a cell is one process. So is a GPU."""
 
     @model_serializer(mode="wrap")
     def _as_given(self, written: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]
@@ -163,6 +164,33 @@ class ActivityAnswer(Answer):
         )
 
 
+class GpuAnswer(Answer):
+    """What the GPU that a worker computes on is at; None: it does not tell that figure."""
+
+    name: str
+    """Its model; empty until it has been asked."""
+    index: int
+    """Its number on its host, as nvidia-smi shows it."""
+    use_ratio: float | None
+    """Share of the last moment in which a kernel ran on it."""
+    memory_bytes: int | None
+    """In use, by all processes."""
+    memory_total_bytes: int | None
+    celsius: float | None
+    throttled: list[str] | None
+    """Why its clocks are held down: `power_cap`, `heat`, `power_brake`, `slowdown`."""
+    why: str
+    """Why figures are missing; empty where none is."""
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> Self:
+        throttled = list(gpu.throttled.names) if gpu.throttled is not None else None
+        return cls(
+            name=gpu.name, index=gpu.index, use_ratio=gpu.use_ratio, memory_bytes=gpu.memory_bytes,
+            memory_total_bytes=gpu.memory_total_bytes, celsius=gpu.celsius, throttled=throttled, why=gpu.why,
+        )  # fmt: skip
+
+
 class WorkerAnswer(WithCells):
     """A worker."""
 
@@ -197,6 +225,8 @@ class WorkerAnswer(WithCells):
     cell is one process."""
     cell: int | None = None
     """Number of the cell that it trains in; None: it is spare, or no member. Absent where a cell is one process."""
+    gpu: GpuAnswer | None = None
+    """What it computes on. Absent where that is no NVIDIA GPU."""
 
     @classmethod
     def of(cls, view: WorkerView, shape: Shape) -> Self:
@@ -206,13 +236,14 @@ class WorkerAnswer(WithCells):
         if shape != ONE:
             place = shape.place(view.coordinate) if view.coordinate is not None else None
             of_cells = {"coordinate": place, "cell": view.cell}
+        of_gpu: dict[str, Any] = {"gpu": GpuAnswer.of(view.gpu)} if view.gpu is not None else {}
         return cls(
             worker=view.worker, host=view.host, pid=view.pid, state=view.state, rank=view.rank,
             lanes=list(view.lanes), blocks=view.blocks, mirrored_blocks=view.mirrored_blocks, step=view.step,
             step_seconds=view.step_seconds, memory_bytes=memory, log=view.log, pod=view.pod,
             node=view.node, why=view.why, domain=view.domain, heartbeat_age_seconds=view.heartbeat_age_seconds,
             waited_for_seconds=view.waited_for_seconds, activity=ActivityAnswer.of(view),
-            **of_cells,
+            **of_cells, **of_gpu,
         )  # fmt: skip
 
 

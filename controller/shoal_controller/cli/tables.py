@@ -251,6 +251,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
     is_known = [bool(worker["memory_bytes"]) for worker in workers]  # not one that left before this controller led
     ranks = ["–" if worker["rank"] is None else str(worker["rank"]) for worker in workers]
     steps = [str(worker["step"]) if known else "–" for worker, known in zip(workers, is_known, strict=True)]
+    gpus = [_gpu(worker.get("gpu")) for worker in workers]
     columns = [
         Column("worker", [worker["worker"] for worker in workers]),
         Column("state", [worker["state"] for worker in workers]),
@@ -262,6 +263,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
         Column("step", steps, is_number=True),
         Column("step time", [seconds(worker["step_seconds"] or None) for worker in workers], 2, is_number=True),
         Column("memory", [amount(worker["memory_bytes"] or None) for worker in workers], 3, is_number=True),
+        *([Column("gpu", gpus, 2)] if any("gpu" in worker for worker in workers) else []),
         Column("host", [escape(worker["host"]) for worker in workers], 7),
         Column("pid", [str(worker["pid"] or "–") for worker in workers], 4, is_number=True),
         Column("log", [escape(worker["log"] or worker.get("pod", "")) for worker in workers], 8),
@@ -269,6 +271,19 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
     does = [_in_a_line(worker["activity"]["sentence"]) if "activity" in worker else "" for worker in workers]
     sentences = {"does": does, "why": [_unsettled(worker) for worker in workers]}
     return Fitted(columns, [Column(name, list(map(escape, cells))) for name, cells in sentences.items() if any(cells)])
+
+
+def _gpu(gpu: Json | None) -> str:
+    """What a worker's GPU is at: `3: 97% 64°C 71 of 80 GB heat`; `–`: it has none, or it tells nothing."""
+    if gpu is None:
+        return "–"
+    figures = [
+        f"{gpu['use_ratio']:.0%}" if gpu["use_ratio"] is not None else "",
+        f"{gpu['celsius']:.0f}°C" if gpu["celsius"] is not None else "",
+        f"{amount(gpu['memory_bytes'])}/{amount(gpu['memory_total_bytes'])}" if gpu["memory_bytes"] else "",
+        *(gpu["throttled"] or ()),
+    ]
+    return " ".join([f"{gpu['index']}:", *filter(None, figures)]) if any(figures) else "–"
 
 
 def _seat(worker: Json) -> str:
@@ -309,8 +324,9 @@ def _in_a_line(sentence: str) -> str:
 
 
 def _unsettled(worker: Json) -> str:
-    """Why a worker that comes or goes is not at work."""
-    return str(worker.get("why", "")) if worker["state"] in ("starting", "draining") else ""
+    """Why a worker that comes or goes is not at work; of the others, why its GPU tells nothing."""
+    why = str(worker.get("why", "")) if worker["state"] in ("starting", "draining") else ""
+    return why or str((worker.get("gpu") or {}).get("why", ""))
 
 
 def resizes_table(generations: Sequence[Json]) -> RenderableType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,10 +12,8 @@ from shoal_protos.corruption import CorruptBlock
 from shoal_protos.description import Description
 from shoal_protos.errors import UserError
 from shoal_protos.messages import (
-    MOST_REPORTS,
     PROTOCOL_VERSION,
     AskSeat,
-    Change,
     Fault,
     Heartbeat,
     Hello,
@@ -27,23 +24,21 @@ from shoal_protos.messages import (
     RequestKind,
     Result,
     Status,
-    Telemetry,
     ToController,
 )
 from shoal_protos.runs import Runs
 from shoal_protos.shape import MOST_PROCESSES
 from shoal_protos.wire import bounds
+from shoal_protos.wire.telemetry import read_telemetry, write_telemetry
 from shoal_protos.wire.worker_parts import (
     read_activity,
     read_checkpoint_ref,
     read_description,
-    read_save_report,
     read_shape,
     read_unreadable,
     write_activity,
     write_checkpoint_ref,
     write_description,
-    write_save_report,
     write_shape,
     write_unreadable,
 )
@@ -228,7 +223,7 @@ def _read_opening(message: pb.Hello) -> Hello:
     )
 
 
-# ---- status and telemetry
+# ---- status and heartbeat
 
 
 def _write_status(status: Status) -> pb.Status:
@@ -312,28 +307,9 @@ def _read_corrupt(message: pb.CorruptBlock, blocks: int) -> CorruptBlock:
 
 
 def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
-    telemetry = heartbeat.telemetry
     return pb.Heartbeat(
         status=_write_status(heartbeat.status),
-        telemetry=pb.Telemetry(
-            loss=telemetry.loss,
-            step_seconds=telemetry.step_seconds,
-            step_seconds_median=telemetry.step_seconds_median,
-            training_seconds=telemetry.training_seconds,
-            fill_bytes=telemetry.fill_bytes,
-            memory_bytes=dict(telemetry.memory_bytes),
-            changes=[_write_change(change) for change in telemetry.changes[-bounds.MAX_CHANGES :]],
-            saves=[write_save_report(saved) for saved in telemetry.saves[-bounds.MAX_CHANGES :]],
-            skipped_folders=bounds.readable(telemetry.skipped_folders),
-            changed_values=bounds.readable(telemetry.changed_values),
-            skipped_micro_batches=telemetry.skipped_micro_batches,
-            not_finite_steps=telemetry.not_finite_steps,
-            not_finite=bounds.readable(telemetry.not_finite),
-            state_file_bytes_per_second=telemetry.state_file_bytes_per_second,
-            reports={bounds.one_line(name): value for name, value in telemetry.reports.items()},
-            void_lanes=telemetry.void_lanes,
-            cell_wait_seconds=telemetry.cell_wait_seconds,
-        ),
+        telemetry=write_telemetry(heartbeat.telemetry),
         echo=heartbeat.echo,
         activity=write_activity(heartbeat.activity),
         builds=map(write_activity, heartbeat.builds[-bounds.MAX_BUILDS :]),
@@ -341,73 +317,13 @@ def _write_heartbeat(heartbeat: Heartbeat) -> pb.Heartbeat:
 
 
 def _read_heartbeat(message: pb.Heartbeat, blocks: int) -> Heartbeat:
-    given = message.telemetry
-    telemetry = Telemetry(
-        loss=given.loss if given.HasField("loss") else None,
-        step_seconds=bounds.seconds("telemetry.step_seconds", given.step_seconds),
-        step_seconds_median=bounds.seconds("telemetry.step_seconds_median", given.step_seconds_median),
-        training_seconds=bounds.seconds("telemetry.training_seconds", given.training_seconds),
-        fill_bytes=bounds.whole("telemetry.fill_bytes", given.fill_bytes),
-        memory_bytes=_read_bytes("telemetry.memory_bytes", given.memory_bytes),
-        changes=tuple(map(_read_change, bounds.few("telemetry.changes", given.changes, bounds.MAX_CHANGES))),
-        saves=tuple(map(read_save_report, bounds.few("telemetry.saves", given.saves, bounds.MAX_CHANGES))),
-        skipped_folders=bounds.text("telemetry.skipped_folders", given.skipped_folders),
-        changed_values=bounds.text("telemetry.changed_values", given.changed_values),
-        skipped_micro_batches=bounds.whole("telemetry.skipped_micro_batches", given.skipped_micro_batches),
-        not_finite_steps=bounds.whole("telemetry.not_finite_steps", given.not_finite_steps),
-        not_finite=bounds.text("telemetry.not_finite", given.not_finite),
-        state_file_bytes_per_second=bounds.whole(
-            "telemetry.state_file_bytes_per_second", given.state_file_bytes_per_second
-        ),
-        reports={
-            bounds.label("telemetry.reports", name): value
-            for name, value in bounds.few("telemetry.reports", given.reports, MOST_REPORTS).items()
-        },
-        void_lanes=bounds.whole("telemetry.void_lanes", given.void_lanes),
-        cell_wait_seconds=bounds.seconds("telemetry.cell_wait_seconds", given.cell_wait_seconds),
-    )
     return Heartbeat(
         _read_status(message.status, blocks),
-        telemetry,
+        read_telemetry(message.telemetry),
         bounds.whole("heartbeat.echo", message.echo),
         read_activity(message.activity),
         tuple(map(read_activity, bounds.few("heartbeat.builds", message.builds, bounds.MAX_BUILDS))),
     )
-
-
-def _write_change(change: Change) -> pb.Change:
-    return pb.Change(
-        generation=change.generation,
-        from_step=change.from_step,
-        pause_seconds=change.pause_seconds,
-        phases=dict(change.phases),
-        promoted_blocks=change.promoted_blocks,
-        pause_bytes=change.pause_bytes,
-        checkpoint_bytes=change.checkpoint_bytes,
-    )
-
-
-def _read_change(message: pb.Change) -> Change:
-    phases = bounds.few("change.phases", message.phases, bounds.MAX_KINDS)
-    return Change(
-        generation=bounds.whole("change.generation", message.generation),
-        from_step=bounds.whole("change.from_step", message.from_step),
-        pause_seconds=bounds.seconds("change.pause_seconds", message.pause_seconds),
-        phases={
-            bounds.name("change.phases's key", phase): bounds.seconds(f"change.phases.{phase}", value)
-            for phase, value in phases.items()
-        },
-        promoted_blocks=bounds.whole("change.promoted_blocks", message.promoted_blocks),
-        pause_bytes=bounds.whole("change.pause_bytes", message.pause_bytes),
-        checkpoint_bytes=bounds.whole("change.checkpoint_bytes", message.checkpoint_bytes),
-    )
-
-
-def _read_bytes(field: str, table: Mapping[str, int]) -> dict[str, int]:
-    bounds.few(field, table, bounds.MAX_KINDS)
-    return {
-        bounds.name(f"{field}'s key", kind): bounds.whole(f"{field}.{kind}", value) for kind, value in table.items()
-    }
 
 
 # ---- the rest

@@ -281,6 +281,13 @@ def described(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
 
 
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of an NVIDIA GPU, without its prefix; empty for every other device."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def seed_accelerators(word: int) -> None:
     """Seeds their generators, also where none is in use yet: it takes the seed up then."""
     backend = _backend()

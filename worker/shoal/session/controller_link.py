@@ -31,6 +31,7 @@ from shoal.group.build import Cancellation, GroupSpec, Transport
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, WorldChanged
 from shoal.group.rendezvous import RendezvousServer
+from shoal.process.gpu_watch import GpuWatch
 from shoal.session.dialogue import Dialogue, Identity, ProcessInfo
 from shoal.session.driver import REPORT_SECONDS, SessionDriver, not_taken_in
 from shoal.session.link import Ended, Item, JobInfo, Prepared, Stopped
@@ -48,14 +49,20 @@ def _nothing() -> None:
 
 
 class ControllerLink:
-    """A `Link`. `transport` builds the groups. `identity`: who this process is, where it has been seated."""
+    """A `Link`. `transport` builds the groups. `identity`: who this process is, where it has been seated. `gpu`: what
+    watches the GPU that it computes on.
+    """
 
     alone = False
 
     def __init__(
-        self, settings: SessionSettings, transport: Transport = build_gloo, identity: Identity | None = None
+        self,
+        settings: SessionSettings,
+        transport: Transport = build_gloo,
+        identity: Identity | None = None,
+        gpu: GpuWatch | None = None,
     ) -> None:
-        self._settings, self._transport = settings, transport
+        self._settings, self._transport, self._gpu = settings, transport, gpu
         self._identity = identity or Identity(settings.worker, secrets.token_hex(8))
         self._shared = SharedSession(settings, self._build_group, self._identity)
         self.driver = SessionDriver(self._shared)
@@ -98,6 +105,9 @@ class ControllerLink:
         )
         shared = self._shared
         shared.introduce(process, description, status)
+        if self._gpu is not None:
+            self._gpu.start()
+            shared.gpu = self._gpu
         self._term = install(harmless=lambda: self.dialogue.welcomed)
         self._thread = SessionThread(self.driver, self._settings, self._term)
         shared.wake = self._thread.wake
@@ -204,6 +214,8 @@ class ControllerLink:
         self._shared.groups.close()
         if self._thread is not None:
             self._thread.close()
+        if self._gpu is not None:
+            self._gpu.close()
         uninstall(self._term)
         if self._server is not None:
             self._server.close()

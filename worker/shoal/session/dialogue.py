@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from shoal_protos.activity import Activity, StepPhase
 from shoal_protos.description import Description, brief
+from shoal_protos.gpu import Gpu
 from shoal_protos.messages import (
     GRACE_SECONDS,
     PROTOCOL_VERSION,
@@ -133,6 +134,8 @@ class Dialogue:
         """Peers to whom the current group's connection broke."""
         self.activities: Mapping[int, Activity] = {}
         """Activities by generation, as the driver last saw them: what this process does in its groups."""
+        self.gpu: Gpu | None = None
+        """The figures of the GPU, as the driver last saw them."""
         self._status, self._telemetry = status, Telemetry()
         self._held_back: Status | None = None
         """What is sent meanwhile, from a world's beginning until the training thread says where it stands in it."""
@@ -200,7 +203,8 @@ class Dialogue:
             return replace(self.say_hello(), description=self.description)
         if kind is Heartbeat:
             own, others = _own_and_others(self.membership, self.activities)
-            return Heartbeat(self._number_status(), self._telemetry, self._echo, own, others)
+            telemetry = self._telemetry if self.gpu is None else replace(self._telemetry, gpu=self.gpu)
+            return Heartbeat(self._number_status(), telemetry, self._echo, own, others)
         if kind is Ready:
             is_ready = self.membership.state is MemberState.READY
             return Ready(self.membership.promised, self._number_status()) if is_ready else None

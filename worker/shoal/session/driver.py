@@ -56,6 +56,7 @@ class SessionDriver:
                 shared.dialogue.beat()
             if shared.dialogue.due:
                 shared.dialogue.activities = shared.groups.activities()
+                shared.dialogue.gpu = shared.gpu.newest if shared.gpu is not None else None
             return shared.dialogue.take_outgoing()
 
     def on_message(self, message: ToWorker) -> None:

@@ -29,6 +29,7 @@ from shoal.group.gloo import build_gloo
 from shoal.group.group import Group, SoloGroup
 from shoal.group.nccl import own_device
 from shoal.process.device import HOST, Device
+from shoal.process.gpu_watch import GpuWatch
 from shoal.session.controller_link import ControllerLink
 from shoal.session.dialogue import Identity
 from shoal.session.link import Inbox, Item, JobInfo, Link, Opened, Prepared, Recover, Stopped
@@ -51,7 +52,8 @@ def open_link(
         refuse_separate_trainings(environment)
         return AloneLink(), settings.fault
     own = _says_nothing if only_gloo else own_device
-    return ControllerLink(settings, groups_of(build_gloo, device, BULK, own), identity), settings.fault
+    groups = groups_of(build_gloo, device, BULK, own)
+    return ControllerLink(settings, groups, identity, GpuWatch.of(device)), settings.fault
 
 
 def is_worker(environment: Mapping[str, str] = os.environ) -> bool:

@@ -29,6 +29,7 @@ from shoal.exchange.traffic import FIRST_MESSAGE
 from shoal.group.build import WORLD, Cancellation, GroupSpec, Transport
 from shoal.group.group import Group, GroupProgress, WorldChanged
 from shoal.group.rendezvous import reachable
+from shoal.process.gpu_watch import GpuWatch
 from shoal.session.dialogue import Abort, Build, Deliver, Dialogue, Effect, Identity, ProcessInfo
 from shoal.session.link import Begun, Inbox, Recover
 from shoal.session.settings import SessionSettings
@@ -53,6 +54,8 @@ class SharedSession:
         self.groups = Groups(transport, self.lock, self._on_outcome, self.on_failure)
         self.wake: Callable[[], None] = _nobody
         """Tells the session's thread that something is due."""
+        self.gpu: GpuWatch | None = None
+        """What watches the GPU that this process computes on."""
         self.last_word_arrived = False
         self._dialogue: Dialogue | None = None
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from shoal_protos.activity import Activity
 from shoal_protos.checkpoint import CheckpointRef
+from shoal_protos.gpu import Gpu
 from shoal_protos.plan import OMITTED, Plan
 from shoal_protos.shape import ONE, Shape
 
@@ -283,6 +284,8 @@ class WorkerView:
     """Number of the cell that it trains lanes in; None: it is in none, or a cell is one process."""
     cell_wait_seconds: float = 0.0
     """For which its process has waited in collectives of its cells."""
+    gpu: Gpu | None = None
+    """What it computes on, as it last said; None: no NVIDIA GPU, or nothing is known of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 // The workers of a job: state, host, step time, what the training thread does or waits for, memory; and what may be done
 // with one. Where several train a lane together they stand by cell. Called by the job's view.
 
-import { bytes, count, duration, plural } from "./amounts.js";
+import { bytes, count, duration, percent, plural } from "./amounts.js";
 import { element, foreign, foreignText, keyed, row, setText, table } from "./elements.js";
 import { Evicted } from "./evicted.js";
 import { showLanes } from "./holdings.js";
 import { stateBadge } from "./phases.js";
 
-const TITLES = ["Worker", "State", "Cell", "Activity", "Lanes", "Step time", "Memory", "Host", "Heartbeat", "Actions"];
+const TITLES = ["Worker", "State", "Cell", "Activity", "Lanes", "Step time", "Memory", "GPU", "Host", "Heartbeat", "Actions"];
 const GONE = new Set(["lost", "left"]);
 const SHOWN = 200; // rows before the rest is folded
 const STALE_SECONDS = 3; // at least: one look at the workers and a heartbeat
@@ -61,6 +61,7 @@ export class Workers {
     if (this.workers === null) return; // nobody has said who is here
     const stay = this.workers.filter((worker) => !this.isGone(worker));
     this.table.classList.toggle("in-cells", this.workers.some((worker) => "cell" in worker));
+    this.table.classList.toggle("on-gpus", this.workers.some((worker) => "gpu" in worker));
     const rows = byCell(this.gone.checked ? this.workers : stay);
     const evicted = stay.filter((worker) => this.evicted.has(worker)).length;
     const back = evicted ? `, ${count(evicted)} evicted, which may come back` : "";
@@ -72,7 +73,7 @@ export class Workers {
   }
 
   line(worker) {
-    const cells = Object.fromEntries(["state", "seat", "does", "lanes", "step", "memory", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
+    const cells = Object.fromEntries(["state", "seat", "does", "lanes", "step", "memory", "gpu", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
     const press = (label, words, act) => element("button", { type: "button", class: "small", onclick: act, "aria-label": words }, label);
     const name = worker.worker;
     const acts = this.mayAct()
@@ -108,6 +109,14 @@ function seat({ cell, coordinate, rank }) {
   return [...number, ...place].join(" · ") || "–";
 }
 
+/** What a worker's GPU is at; empty where it has none, or tells nothing. */
+function gpuFigures(gpu) {
+  if (!gpu) return "";
+  const { index, use_ratio: use, memory_bytes: used, memory_total_bytes: total, celsius, throttled } = gpu;
+  const figures = [use !== null && percent(use), used !== null && `${bytes(used)} of ${bytes(total)}`, celsius !== null && `${count(celsius)} °C`, ...(throttled ?? [])].filter(Boolean);
+  return figures.length ? `${index}: ${figures.join(" · ").replaceAll("_", " ")}` : "";
+}
+
 function updateLine(line, worker, median, stale) {
   const { parts } = line;
   once(parts.state, worker.state, () => [stateBadge(worker.state)]);
@@ -119,6 +128,9 @@ function updateLine(line, worker, median, stale) {
   setText(parts.step, worker.step_seconds > 0 ? `${duration(worker.step_seconds)}${slow ? " (slow)" : ""}` : "–");
   parts.step.classList.toggle("warn", slow);
   setText(parts.memory, worker.memory_bytes ? bytes(worker.memory_bytes) : "–");
+  const gpu = gpuFigures(worker.gpu);
+  once(parts.gpu, gpu + worker.gpu?.why, () => [foreign(gpu || "–", { title: worker.gpu?.why || worker.gpu?.name || null })]);
+  parts.gpu.classList.toggle("warn", Boolean(worker.gpu?.why || worker.gpu?.throttled?.some((reason) => reason !== "power_cap")));
   const host = worker.domain && worker.domain !== worker.host ? `${worker.host} · ${worker.domain}` : worker.host;
   once(parts.host, host + worker.pid, () => [foreign(host || "–", { title: worker.pid ? `pid ${worker.pid}` : null })]);
   const heard = worker.heartbeat_age_seconds;
