@@ -40,6 +40,8 @@ NOT_OVER = ALL + ', phase!~"succeeded|failed|cancelled"'
 RATE = "$__rate_interval"
 COLUMNS = 24
 
+GPU, BY_GPU = "{{worker}} GPU {{gpu}}", "worker, gpu"
+
 Kind = Literal["lines", "areas", "number", "bars", "table"]
 
 
@@ -158,6 +160,18 @@ WORKERS = [
          {"lanes": most("shoal_worker_lanes", "worker"), "step": most("shoal_worker_step_seconds", "worker")},
          kind="table"),
 ]  # fmt: skip
+GPUS = [
+    View("Use", "Share of the time in which a kernel runs on each worker's GPU.",
+         {GPU: most("shoal_gpu_use_ratio", BY_GPU)}, "percentunit", width=6),
+    View("Memory of GPUs", "Share of each GPU's memory that is in use.",
+         {GPU: f"{most('shoal_gpu_memory_bytes', BY_GPU)} / {most('shoal_gpu_memory_total_bytes', BY_GPU)}"},
+         "percentunit", width=6),
+    View("Temperature", "Temperature of each GPU.",
+         {GPU: most("shoal_gpu_temperature_celsius", BY_GPU)}, "celsius", width=6),
+    View("Throttled", "GPUs whose clocks are held down, by reason. A power cap is usual at full load.",
+         {"{{reason}}": f"sum by (reason) ({most('shoal_gpu_throttled', 'worker, gpu, reason')}) > 0"},
+         kind="areas", width=6),
+]  # fmt: skip
 CHECKPOINTS = [
     View("Age", "Age of the last complete checkpoint, and the time between the last two.",
          {"age": f"time() - {LAST_CHECKPOINT}", "interval": most("shoal_checkpoint_interval_seconds")}, "s"),
@@ -247,6 +261,7 @@ TRAINING_HEALTH: Rows = {
     "Training": TRAINING,
     "Changes of the world": CHANGES,
     "Workers": WORKERS,
+    "GPUs": GPUS,
     "Checkpoints": CHECKPOINTS,
 }
 CONTROLLER: Rows = {

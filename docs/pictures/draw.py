@@ -1,9 +1,9 @@
 """Draws the pictures of the dashboards in these documents, of a real run: `make pictures`.
 
 A controller, three workers and a Prometheus run as in tests/integration/test_dashboards.py: with saves, a kill, a
-joiner, a drain and the controller killed. Each panel's query is asked of Prometheus, and Grafana's own panels
-(`page.jsx`, npm's @grafana/ui, which esbuild puts into one file) draw the answers in a headless Chromium. All that
-costs 650 MB of packages, so no test does it. Needs npm and chromium.
+joiner, a drain and the controller killed; GPUs are a fake NVML's (tests/fake_nvml.py). Each panel's query is asked of
+Prometheus, and Grafana's own panels (`page.jsx`, npm's @grafana/ui, which esbuild puts into one file) draw the answers
+in a headless Chromium. All that costs 650 MB of packages, so no test does it. Needs npm and chromium.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parents[1] / "tests"))
 from charts.panels import DASHBOARDS, with_values  # noqa: E402
 from charts.prometheus import MISSING, program  # noqa: E402
 from integration.cluster import Cluster, warmed  # noqa: E402
-from integration.test_dashboards import RATE, Prometheus, disturbed, prometheus  # noqa: E402
+from integration.test_dashboards import ON_GPUS, RATE, Prometheus, disturbed, prometheus  # noqa: E402
 
 Json = dict[str, Any]
 TOOLS = ("npm", "chromium", "node")
@@ -59,7 +59,7 @@ def answered(folder: Path) -> dict[str, Json]:
     options = {"max_steps": 600, **kept}
     with (
         warmed(),
-        Cluster(workers=3, options=options, pace=0.05) as cluster,
+        Cluster(workers=3, options=options, script=ON_GPUS, pace=0.05) as cluster,
         prometheus(cluster.url, folder) as server,
     ):
         disturbed(cluster)

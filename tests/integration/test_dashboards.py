@@ -29,6 +29,7 @@ SCRAPE_SECONDS = 0.5
 RATE = "15s"
 END_SECONDS = 20
 MAX_STEPS = 60
+ON_GPUS = "integration.scripts:train_on_shown_gpus"
 OF_CELLS = ("shoal_job_cells", "shoal_job_coordinate_members", "shoal_worker_cell_wait_seconds_total")
 """What only jobs have whose cells are several processes."""
 
@@ -113,7 +114,10 @@ def disturbed(cluster: Cluster) -> None:
 def test_every_panel_shows_data_of_a_run_and_the_numbers_of_its_report(tmp_path: Path) -> None:
     kept = {"offload": str(tmp_path), "shoal": {"checkpoint": {"path": str(tmp_path / "saves")}}}
     options = {"max_steps": MAX_STEPS, **kept}
-    with Cluster(workers=3, options=options, pace=0.05) as cluster, prometheus(cluster.url, tmp_path) as server:
+    with (
+        Cluster(workers=3, options=options, script=ON_GPUS, pace=0.05) as cluster,
+        prometheus(cluster.url, tmp_path) as server,
+    ):
         disturbed(cluster)
         cluster.wait_done()
         until("the end to be scraped", lambda: server.now('shoal_job_phase{phase="succeeded"} == 1'))

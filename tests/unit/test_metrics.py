@@ -19,6 +19,7 @@ from shoal_controller.core.machine.pending import PendingReason
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase, State, WorkerView
 from shoal_controller.observe import metrics as metrics_module
 from shoal_controller.observe.metrics import MEMORY_KINDS, Metrics, Sources
+from shoal_protos.gpu import Gpu, Throttle
 from shoal_protos.shape import Shape
 from small_machine import SmallMachine
 
@@ -65,9 +66,9 @@ def all_observed() -> Figures:
 
 def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     known = view(
-        workers=(worker(),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1, last_commit=1.0,
-        figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5}, cell=Shape(tensor=2),
-        world=training().view.world,
+        workers=(worker(gpu=GPU),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1,
+        last_commit=1.0, figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5},
+        cell=Shape(tensor=2), world=training().view.world,
     )  # fmt: skip
     metrics = metrics_of(known)
     metrics.own.timed("get", 0.1, True)
@@ -120,14 +121,17 @@ def test_what_a_job_has_counted_is_shown_by_job() -> None:
 
 
 LARGEST_WORLD = 1000
-MOST_SERIES_OF_A_JOB, MOST_SERIES_OF_A_WORKER = 300, 12
+MOST_SERIES_OF_A_JOB, MOST_SERIES_OF_A_WORKER = 300, 20
+GPU = Gpu("NVIDIA H100 80GB HBM3", 3, 0.75, 60_000, 80_000, 71.0, Throttle.HEAT | Throttle.SLOWDOWN)
 
 
 def largest_job() -> JobView:
     """Everything that a job can count was counted, in a world of a thousand that claim all sorts of things."""
     memory = {**dict.fromkeys(MEMORY_KINDS, 1), **{f"claim-{number}": number for number in range(60)}}
     workers = tuple(
-        worker(f"w{number}", state=state, memory_bytes=memory, heartbeat_age_seconds=1.0, waited_for_seconds=2.0)
+        worker(
+            f"w{number}", state=state, memory_bytes=memory, heartbeat_age_seconds=1.0, waited_for_seconds=2.0, gpu=GPU
+        )
         for number, state in zip(range(LARGEST_WORLD), cycle(State), strict=False)
     )
     return view(
@@ -137,7 +141,7 @@ def largest_job() -> JobView:
     )  # fmt: skip
 
 
-def test_a_job_has_at_most_300_series_and_a_worker_12() -> None:
+def test_a_job_has_at_most_300_series_and_a_worker_12_and_8_of_its_gpu() -> None:
     named = [name for name in scraped(metrics_of(largest_job())) if "job_name=train" in name]
     workers = Counter(found[1] for name in named if (found := re.search(r"worker=(w\d+)", name)))
     assert len(workers) == sum(one.state not in (State.LOST, State.LEFT) for one in largest_job().workers)
@@ -257,3 +261,19 @@ def test_what_prometheus_compares_with_its_clock_follows_the_machines_own_when_t
     samples = scraped(metrics)
     assert samples["shoal_job_last_step_timestamp_seconds{job_name=train}"] == 3700.0
     assert samples["shoal_checkpoint_last_timestamp_seconds{job_name=train}"] == 3690.0
+
+
+def test_a_gpu_has_what_it_tells_and_no_series_of_what_it_does_not() -> None:
+    silent = Gpu("NVIDIA H100 80GB HBM3", 0, memory_bytes=5, why="GPU 0 does not tell its use (Not Supported)")
+    found = scraped(metrics_of(view(workers=(worker("w0", gpu=GPU), worker("w1", gpu=silent), worker("w2")))))
+    gpus = {name: value for name, value in found.items() if name.startswith("shoal_gpu")}
+    of_w0, of_w1 = "gpu=3,job_name=train,", "gpu=0,job_name=train,"
+    reasons = {"power_cap": 0, "heat": 1, "power_brake": 0, "slowdown": 1}
+    assert gpus == {
+        f"shoal_gpu_use_ratio{{{of_w0}worker=w0}}": 0.75,
+        f"shoal_gpu_memory_bytes{{{of_w0}worker=w0}}": 60_000,
+        f"shoal_gpu_memory_total_bytes{{{of_w0}worker=w0}}": 80_000,
+        f"shoal_gpu_temperature_celsius{{{of_w0}worker=w0}}": 71,
+        **{f"shoal_gpu_throttled{{{of_w0}reason={one},worker=w0}}": held for one, held in reasons.items()},
+        f"shoal_gpu_memory_bytes{{{of_w1}worker=w1}}": 5,
+    }

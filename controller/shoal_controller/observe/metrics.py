@@ -19,6 +19,7 @@ from itertools import accumulate, chain
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from shoal_protos.gpu import ALL_THROTTLES, Gpu
 from shoal_protos.messages import PROTOCOL_VERSION
 from shoal_protos.release import RELEASE
 from shoal_protos.shape import ONE
@@ -38,6 +39,7 @@ MOST_COORDINATES = 32
 
 JobFigure = Callable[[JobView], float | None]
 WorkerFigure = Callable[[WorkerView], float | None]
+GpuFigure = Callable[[Gpu], float | None]
 
 JOB_GAUGES: Mapping[str, tuple[str, JobFigure]] = {
     "shoal_job_step": ("Committed steps.", lambda view: view.step),
@@ -104,6 +106,15 @@ WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
         lambda worker: worker.state_file_bytes_per_second or None,
     ),
     "shoal_worker_lanes": ("Number of lanes that a worker trains.", lambda worker: len(worker.lanes)),
+}
+GPU_GAUGES: Mapping[str, tuple[str, GpuFigure]] = {
+    "shoal_gpu_use_ratio": (
+        "Share of the last moment in which a kernel ran on a worker's GPU.",
+        lambda gpu: gpu.use_ratio,
+    ),
+    "shoal_gpu_memory_bytes": ("Memory of a worker's GPU in use, by all processes.", lambda gpu: gpu.memory_bytes),
+    "shoal_gpu_memory_total_bytes": ("Memory of a worker's GPU.", lambda gpu: gpu.memory_total_bytes),
+    "shoal_gpu_temperature_celsius": ("Temperature of a worker's GPU.", lambda gpu: gpu.celsius),
 }
 
 
@@ -175,6 +186,7 @@ def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metr
             for kind in MEMORY_KINDS
         ),
     )  # fmt: skip
+    yield from _gpus(jobs)
     counts = (
         ((view.job, state), sum(worker.state is state for worker in view.workers)) for view in jobs for state in State
     )
@@ -207,6 +219,21 @@ def _families(jobs: Sequence[JobView], clock_correction: float) -> Iterator[Metr
     yield _gauge("shoal_job_phase", "Whether the job is in this phase.", ("job_name", "phase"), phases)
     pending = (((view.job, reason), view.pending.get(reason, 0)) for view in jobs for reason in PendingReason)
     yield _gauge("shoal_pods_waiting", "Workers that wait to start, by reason.", ("job_name", "reason"), pending)
+
+
+def _gpus(jobs: Sequence[JobView]) -> Iterator[Metric]:
+    """Of the GPU that each worker computes on, by its number on its host: what it tells."""
+    gpus = [((*who, str(one.gpu.index)), one.gpu) for who, one in _present(jobs) if one.gpu is not None]
+    for name, (text, figure) in GPU_GAUGES.items():
+        yield _gauge(name, text, ("job_name", "worker", "gpu"), ((who, figure(gpu)) for who, gpu in gpus))
+    throttled = (
+        ((*who, reason), reason in gpu.throttled.names)
+        for who, gpu in gpus
+        if gpu.throttled is not None
+        for reason in ALL_THROTTLES.names
+    )
+    yield _gauge("shoal_gpu_throttled", "Whether the clocks of a worker's GPU are held down, by reason.",
+                 ("job_name", "worker", "gpu", "reason"), throttled)  # fmt: skip
 
 
 def _at_coordinates(view: JobView) -> Iterator[tuple[int, int]]:
