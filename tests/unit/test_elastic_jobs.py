@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +175,20 @@ async def test_another_controller_adopts_the_job_and_a_resource_that_went_meanwh
         await one.give_up()
         async with one.term():
             await one.until(lambda: not one.has_job(), "the job without a resource to end")
+
+
+@asynchronous
+async def test_the_claims_of_a_resource_are_its_jobs_and_a_wrong_one_is_one_sentence(tmp_path: Path) -> None:
+    claim = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
+    section = {"image": "train:1", "resources": {"limits": {"nvidia.com/gpu": 1}}, "resource_claims": [claim]}
+    async with place(tmp_path) as one, one.term():
+        assert (await one.apply(kubernetes=section)).status_code == 201
+        await one.until(lambda: one.has_job(), "the job")
+        assert json.loads(one.shell.spec("train").kubernetes) == section
+        await one.apply("odd", kubernetes={"image": "a", "resource_claims": [{"name": "gpu"}]})
+        await one.until(lambda: one.condition("Accepted", "odd").get("reason") == "Refused", "the refusal")
+        assert "`kubernetes.resource_claims[0]` (gpu) has neither" in one.condition("Accepted", "odd")["message"]
+        assert not one.has_job("odd")
 
 
 @asynchronous

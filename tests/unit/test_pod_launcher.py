@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,18 @@ async def test_a_worker_is_a_pod_of_its_name_that_is_told_to_run_on_its_node(tmp
         )
         token = one.cluster.objects[SECRETS]["demo-shoal-token"]["stringData"]["token"]
         assert token == TOKENS.join("demo", "a1b2c3d4") and token not in json.dumps(pod)
+
+
+@asynchronous
+async def test_a_cluster_takes_a_pod_with_claims_beside_its_limits(tmp_path: Path) -> None:
+    claim = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
+    section = {**SECTION, "resources": {"limits": {"cpu": "1"}}, "resource_claims": [claim]}
+    async with team(tmp_path, "a") as one:
+        await one.launcher.spawn("w0", replace(SPEC, kubernetes=json.dumps(section)))
+        await one.hears(Spawned)
+        body = one.cluster.pods()["demo-w0"]["spec"]
+        assert body["resourceClaims"] == [claim]
+        assert body["containers"][0]["resources"] == {"limits": {"cpu": "1"}, "claims": [{"name": "gpu"}]}
 
 
 @asynchronous

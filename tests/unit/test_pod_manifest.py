@@ -23,6 +23,8 @@ JOB: dict[str, Any] = {
     "env": {"A": "1"}, "kubernetes": {"image": "registry/train:1"},
 }  # fmt: skip
 
+GPU_CLAIM = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
+
 
 def made(worker: str = "w0", **section: Any) -> dict[str, Any]:
     """The pod of a job with this in its section; every field is one that Kubernetes has."""
@@ -119,6 +121,17 @@ def test_the_section_reaches_the_pod() -> None:
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
     assert (spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]) == (1000, 1000)
     assert found["metadata"]["labels"]["team"] == "a" and found["metadata"]["annotations"] == {"note": "b"}
+
+
+def test_the_claims_of_a_section_are_the_pods_and_its_workers_container_gets_them_beside_its_limits() -> None:
+    shared = {"name": "link", "resourceClaimName": "rack-1.link"}
+    limits = {"cpu": 8, "nvidia.com/gpu": 1}
+    found = made(resources={"limits": limits}, resource_claims=[GPU_CLAIM, shared])["spec"]
+    assert found["resourceClaims"] == [GPU_CLAIM, shared]
+    (container,) = found["containers"]
+    assert container["resources"] == {"limits": limits, "claims": [{"name": "gpu"}, {"name": "link"}]}
+    assert made(resource_claims=[GPU_CLAIM])["spec"]["containers"][0]["resources"] == {"claims": [{"name": "gpu"}]}
+    assert "resourceClaims" not in made()["spec"] and "resources" not in made()["spec"]["containers"][0]
 
 
 @rule(
@@ -236,6 +249,38 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
         (
             {"kubernetes": {"image": "i", "resources": {"limits": {"cpu": float("inf")}}}},
             "`kubernetes.resources.limits.cpu",
+        ),
+        *(
+            ({"kubernetes": {"image": "i", "resource_claims": claims}}, f"`kubernetes.resource_claims[{expected}")
+            for claims, expected in (
+                ([{}], "0]` has the name None; expected at most 63 small letters, digits and `-`, such as `gpu`"),
+                ([{"name": "My_GPU"}], "0]` has the name 'My_GPU'; expected at most 63 small letters"),
+                ([{"name": "gpu"}], "0]` (gpu) has neither of resourceClaimTemplateName and resourceClaimName; exp"),
+                (
+                    [{"name": "gpu", "resourceClaimTemplateName": "a", "resourceClaimName": "b"}],
+                    "0]` (gpu) has both of resourceClaimTemplateName and resourceClaimName; expected one of them",
+                ),
+                (
+                    [GPU_CLAIM, GPU_CLAIM],
+                    "1]` has the name 'gpu', as another one before it; give each claim a name of its own",
+                ),
+                (
+                    [{**GPU_CLAIM, "source": {}}],
+                    "0]` (gpu) has the key source; expected name and resourceClaimTemplateName or resourceClaimName",
+                ),
+                (
+                    [{"name": "gpu", "resourceClaimName": "a/../b"}],
+                    "0]` (gpu) has resourceClaimName 'a/../b'; expected the name of an object of the job's namespace",
+                ),
+                (
+                    [{"name": "gpu", "resourceClaimName": 5}],
+                    "0]` (gpu) has resourceClaimName 5; expected the name of an object of the job's namespace",
+                ),
+            )
+        ),
+        (
+            {"kubernetes": {"image": "i", "resource_claims": ["gpu"]}},
+            '`kubernetes.resource_claims[0]` is "gpu"; expected an object',
         ),
         ({"command": []}, "`command` is missing; launcher kubernetes needs the command of each worker"),
         ({"launcher": "local"}, "`kubernetes` is given, but `launcher` is local; leave the section out"),

@@ -119,13 +119,18 @@ def _container(worker: WorkerId, terms: PodTerms) -> Json:
     memory = [{"name": "shm", "mountPath": "/dev/shm"}] if section.shm_size else []
     container: Json = {
         "name": CONTAINER, "image": section.image, "command": _command(spec),
-        "resources": section.resources.model_dump(exclude_defaults=True),
+        "resources": _resources(section),
         "env": _env(worker, terms),
         "volumeMounts": [*section.volume_mounts, *memory],
     }  # fmt: skip
     if section.image_pull_policy is not None:
         container["imagePullPolicy"] = section.image_pull_policy
     return {key: value for key, value in container.items() if value not in ([], {})}
+
+
+def _resources(section: KubernetesSection) -> Json:
+    claims = [{"name": claim["name"]} for claim in section.resource_claims]
+    return {**section.resources.model_dump(exclude_defaults=True), **({"claims": claims} if claims else {})}
 
 
 def _command(spec: JobSpec) -> list[str]:
@@ -157,6 +162,7 @@ def _placement(section: KubernetesSection) -> Json:
     fields = {
         "nodeSelector": dict(section.node_selector), "tolerations": section.tolerations, "affinity": section.affinity,
         "topologySpreadConstraints": section.topology_spread_constraints,
+        "resourceClaims": section.resource_claims,
         "serviceAccountName": section.service_account, "priorityClassName": section.priority_class,
         "schedulerName": gang_scheduler(section),
         "imagePullSecrets": [{"name": name} for name in section.image_pull_secrets],

@@ -19,6 +19,10 @@ from shoal_controller.launchers.launcher import SET_IN_PODS, JoinTokens
 POD_NAME = r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?"
 """Names of jobs after which pods can be named: with `-w` and five digits they are DNS labels."""
 
+LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+OBJECT_NAME = r"(?=.{1,253}\Z)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*"
+CLAIM_SOURCES = ("resourceClaimTemplateName", "resourceClaimName")
+
 Json = dict[str, Any]
 Many = Annotated[list[Json], Field(max_length=100)]
 
@@ -56,6 +60,9 @@ class KubernetesSection(BaseModel):
     """Names of the secrets that the image is pulled with."""
     resources: KubernetesResources = KubernetesResources()
     """`requests` and `limits` of a pod, such as `{"limits": {"nvidia.com/gpu": 1}}`."""
+    resource_claims: Annotated[list[Json], Field(max_length=32)] = []
+    """Devices of a pod by dynamic resource allocation, as a pod has them: `name`, and `resourceClaimTemplateName` (a
+    claim of its own for each pod) or `resourceClaimName` (one that all share). The workers' container gets them all."""
     processes_per_pod: Annotated[int, Field(ge=1, le=MOST_IN_A_POD)] = 1
     """Workers of a pod, which share its host; each is a process that sees one of the pod's devices. Default: 1."""
     node_selector: dict[str, str] = {}
@@ -108,6 +115,16 @@ class KubernetesSection(BaseModel):
                 raise ValueError(f"`kubernetes.env` sets {name}, which is set by Shoal itself; leave it out")
         return env
 
+    @field_validator("resource_claims")
+    @classmethod
+    def _claims_of_a_pod(cls, claims: list[Json]) -> list[Json]:
+        names: set[str] = set()
+        for index, claim in enumerate(claims):
+            if sentence := _wrong_claim(claim, names):
+                raise ValueError(f"`kubernetes.resource_claims[{index}]` {sentence}")
+            names.add(claim["name"])
+        return claims
+
     @field_validator("labels", "annotations")
     @classmethod
     def _names_that_are_not_shoals(cls, given: dict[str, str]) -> dict[str, str]:
@@ -132,6 +149,24 @@ class KubernetesSection(BaseModel):
         if self.gang == "kueue" and not self.queue:
             raise ValueError("`kubernetes.queue` is missing; `gang: kueue` needs the name of a queue of Kueue")
         return self
+
+
+def _wrong_claim(claim: Json, taken: set[str]) -> str:
+    """Return what is wrong with one of a pod's claims; empty: nothing. `taken`: the names of those before it."""
+    name, sources = claim.get("name"), [key for key in CLAIM_SOURCES if claim.get(key) is not None]
+    if not isinstance(name, str) or not re.fullmatch(LABEL, name):
+        return f"has the name {name!r}; expected at most 63 small letters, digits and `-`, such as `gpu`"
+    if name in taken:
+        return f"has the name {name!r}, as another one before it; give each claim a name of its own"
+    if unknown := [key for key in claim if key not in ("name", *CLAIM_SOURCES)]:
+        return f"({name}) has the key {unknown[0]}; expected name and {' or '.join(CLAIM_SOURCES)}"
+    if len(sources) != 1:
+        found = "both" if sources else "neither"
+        return f"({name}) has {found} of {' and '.join(CLAIM_SOURCES)}; expected one of them"
+    source = claim[sources[0]]
+    if not isinstance(source, str) or not re.fullmatch(OBJECT_NAME, source):
+        return f"({name}) has {sources[0]} {source!r}; expected the name of an object of the job's namespace"
+    return ""
 
 
 def _misshapen(patch: Json) -> str:
