@@ -135,7 +135,7 @@ class External(Values):
 class Etcd(Placement):
     external: External = External()
     """An etcd of your own."""
-    image: Image = Image(repository="gcr.io/etcd-development/etcd", tag="v3.5.21")
+    image: Image = Image(repository="gcr.io/etcd-development/etcd", tag="v3.6.15")
     """Image of etcd."""
     replicas: Literal[1, 3, 5] = 3
     """Members."""
