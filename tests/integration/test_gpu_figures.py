@@ -14,6 +14,7 @@ from integration.test_dashboards import ON_GPUS
 from playwright.sync_api import expect
 
 OPTIONS = {"max_steps": 40}
+LAPTOP = {"viewport": {"width": 1500, "height": 900}}
 SILENT = f"GPU 1 ({NAME}) does not tell its temperature (Not Supported)"
 
 
@@ -27,7 +28,7 @@ def gpus(cluster: Cluster) -> dict[str, Any] | None:
 @pytest.mark.usefixtures("browser")
 def test_gpus_are_shown_wherever_a_worker_is_and_a_mute_and_a_hung_one_cost_no_step_and_no_bit() -> None:
     options = {**OPTIONS, "mute": "w1", "hung": "w2"}
-    with Cluster(3, options, script=ON_GPUS, pace=0.05) as cluster, browsed(cluster.url) as seen:
+    with Cluster(3, options, script=ON_GPUS, pace=0.05) as cluster, browsed(cluster.url, look=LAPTOP) as seen:
         cluster.wait_step(3)
         shown = until("the figures", lambda: gpus(cluster))
         assert sorted(shown) == ["w0", "w1"], "w2's driver has told nothing, and w2 trains"
@@ -44,4 +45,6 @@ def test_gpus_are_shown_wherever_a_worker_is_and_a_mute_and_a_hung_one_cost_no_s
         expect(row).to_contain_text(" of 85.5 GB")
         expect(seen.page.locator("tr[data-worker=w1] td.gpu [title]")).to_have_attribute("title", SILENT)
         expect(seen.page.locator("tr[data-worker=w2] td.gpu")).to_have_text("–")
+        table = seen.page.get_by_role("region", name="Workers", exact=True).locator(".wide")
+        assert table.evaluate("one => one.scrollWidth - one.clientWidth") == 0, "every act is in reach"
         cluster.wait_undisturbed(of=OPTIONS)

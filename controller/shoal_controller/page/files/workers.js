@@ -128,9 +128,9 @@ function updateLine(line, worker, median, stale) {
   setText(parts.step, worker.step_seconds > 0 ? `${duration(worker.step_seconds)}${slow ? " (slow)" : ""}` : "–");
   parts.step.classList.toggle("warn", slow);
   setText(parts.memory, worker.memory_bytes ? bytes(worker.memory_bytes) : "–");
-  const gpu = gpuFigures(worker.gpu);
-  once(parts.gpu, gpu + worker.gpu?.why, () => [foreign(gpu || "–", { title: worker.gpu?.why || worker.gpu?.name || null })]);
-  parts.gpu.classList.toggle("warn", Boolean(worker.gpu?.why || worker.gpu?.throttled?.some((reason) => reason !== "power_cap")));
+  const gpu = gpuFigures(worker.gpu) || worker.gpu?.why || "–";
+  once(parts.gpu, gpu + worker.gpu?.why, () => [foreign(gpu, { title: worker.gpu?.why || worker.gpu?.name || null })]);
+  parts.gpu.classList.toggle("warn", worker.gpu?.throttled?.some((reason) => reason !== "power_cap") ?? false); // at full load a cap is usual
   const host = worker.domain && worker.domain !== worker.host ? `${worker.host} · ${worker.domain}` : worker.host;
   once(parts.host, host + worker.pid, () => [foreign(host || "–", { title: worker.pid ? `pid ${worker.pid}` : null })]);
   const heard = worker.heartbeat_age_seconds;
