@@ -174,7 +174,7 @@ def _peers() -> Iterator[str]:
     from shoal.checkpoint import fingerprint
     from shoal.core.stream_position import Bookmark
     from shoal.exchange import ballot, traffic, vote
-    from shoal.group import asked_order, group, host_peers, sequencer
+    from shoal.group import asked_order, group, host_peers
     from shoal.process import unnamed_memory
     from shoal.state import small_state
     from shoal_protos.rendezvous import entry
@@ -201,7 +201,7 @@ def _peers() -> Iterator[str]:
     yield f"rendezvous {entry('key', b'value').hex()}"
     for struct in (unnamed_memory.ADDRESS, host_peers.PLACE, shared_weights.KEY, shared_weights.PAGE):
         yield f"memory {struct.format}"
-    yield f"order of posts: {sequencer.NUMBERS} numbers, tags {asked_order.POSTED_TAG}, {asked_order.CARRY_TAG}"
+    yield f"order of posts: {asked_order.NUMBERS} numbers, tags {asked_order.POSTED_TAG}, {asked_order.CARRY_TAG}"
 
 
 def _hex(content: bytes) -> str:
