@@ -33,7 +33,7 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
         shown = {
             "job": "train", "phase": "waiting", "generation": 1,
             "workers": {"wanted": 3, "active": 0, "min": 2, "max": 6}, "lanes": 8, "step": 0,
-            "idle_lane_ratio": None, "idle_lanes": "", "goodput": "",
+            "idle_lane_ratio": None, "idle_lanes": "", "goodput": "", "owner": "",
             "max_steps": None, "loss": None, "samples": None, "last_checkpoint_step": None, "paused": False,
             "reason": "as it should be",
                 "reports": {},

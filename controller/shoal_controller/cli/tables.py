@@ -148,7 +148,7 @@ def job_lines(job: Json) -> list[str]:
 
 def described_lines(job: Json) -> list[str]:
     """Return a job in a few lines, with its owner where it has one."""
-    return [*job_lines(job), *([f"  owner {escape(job['owner'])}"] if job["owner"] else [])]
+    return [*job_lines(job), *([f"  owner {escape(job['owner'])}"] if job.get("owner") else [])]
 
 
 def reported(job: Json) -> list[str]:
