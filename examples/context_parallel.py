@@ -41,7 +41,7 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts, group):
         ctx.group = group
-        found = torch.empty(parts.shape)
+        found = parts.new_empty(parts.shape)
         dist.all_to_all_single(found, parts.contiguous(), group=group)
         return found
 
@@ -66,7 +66,7 @@ class Passed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mine, group, by):
         ctx.group, ctx.by = group, by
-        place, size, found = group.rank(), group.size(), torch.empty(mine.shape)
+        place, size, found = group.rank(), group.size(), mine.new_empty(mine.shape)
         coming = dist.irecv(found, group=group, group_src=(place - by) % size)
         going = dist.isend(mine.contiguous(), group=group, group_dst=(place + by) % size)
         coming.wait(), going.wait()

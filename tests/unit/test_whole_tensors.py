@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from collections import Counter
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import pytest
 import torch
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
@@ -221,6 +224,41 @@ def test_state_that_is_kept_otherwise_is_refused_in_a_sentence() -> None:
     other = {"odd 0": torch.zeros(layout.buckets[0].elements, dtype=torch.int32)}
     with pytest.raises(UserError, match=r"the state of optimizer Adafactor is odd 0; expected odd bytes 0, odd bytes"):
         OddStates(layout, whole_updates(optimizer)).kept(0, other, 0)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.sampled_from([(), (1,), (2,), (3,), (5,), (4, 1), (3, 2), (1, 70)]), min_size=1, max_size=6), st.data()
+)
+def test_what_is_kept_of_odd_state_of_any_shapes_is_what_was_carried(shapes: list[tuple[int, ...]], data: Any) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    updates = whole_updates(whole(torch.optim.Adafactor)(model))
+    layout = lay_out([Trainable(str(number), shape, torch.float32, 0) for number, shape in enumerate(shapes)])
+    counts = [(math.prod(shape), updates[0].odd(shape)) for shape in shapes]
+    assert all(0 <= count <= elements for elements, found in counts for count in found.values())
+    odd = OddStates(layout, updates)
+    for bucket in layout.buckets:
+        start = data.draw(st.integers(0, bucket.elements - 1))
+        stop = data.draw(st.integers(start + 1, bucket.elements))
+        full = {
+            key: torch.randint(1, 100, value.shape).to(value.dtype)
+            for key, value in updates[0].first_state(torch.zeros(stop - start)).items()
+        }
+        kept = odd.kept(bucket.index, full, start)
+        carried = odd.carried(bucket.index, kept, start, stop)
+        again = odd.kept(bucket.index, carried, start)
+        assert all(kept[key].equal(again[key]) for key in full)
+        assert all(((carried[key] == full[key]) | (carried[key] == 0)).all() for key in full)
+
+
+def test_a_matrix_of_one_row_keeps_four_rows_and_columns_of_moments() -> None:
+    class Came(Lamb):
+        def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+            super()._update(p, group)
+            for key, dim in (("rows", -1), ("columns", 0), ("rows again", -1), ("columns again", 0)):
+                self.state[p].setdefault(key, torch.zeros_like(p.mean(dim))).lerp_(p.grad.square().mean(dim), 0.1)
+
+    assert not let_own_class_update(Came([nn.Parameter(torch.ones(1, 600))]))
 
 
 # ---- who may

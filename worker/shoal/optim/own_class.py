@@ -35,8 +35,10 @@ ODD = "odd bytes"
 """The keys of packed state: `odd bytes 0`, …"""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Their dtypes: widest first, and all but the widest once."""
-MOST_BYTES, SMALL = 8, 64
-"""So many for each element of tensors of so many elements or more; smaller ones may take as many as they need."""
+MOST_BYTES, SMALL = 12, 64
+"""So many for each element of tensors of so many elements or more; smaller ones may take as many as they need. CAME
+takes 8 and a few more for a matrix of one row.
+"""
 TRIAL_SHAPES = ((128, 160), (512,))
 NOTHING = type(None)
 SINGLE: tuple[type | torch.dtype, ...] = (
@@ -155,7 +157,7 @@ class OwnClass:
         elements, left, found = max(1, math.prod(shape)), self._schemas[tuple(shape)].bytes, dict[str, int]()
         for key, dtype in self._packed.items():
             found[key] = min(elements, -(-left // dtype.itemsize))
-            left -= found[key] * dtype.itemsize if found[key] == elements else left
+            left = max(0, left - found[key] * dtype.itemsize)
         return found
 
     def part(self, pieces: Pieces, _: Group, _is_new: bool) -> list[Tensor]:  # each (elements of all pieces,)
