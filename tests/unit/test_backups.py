@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import os
 import stat
 from pathlib import Path
 
@@ -13,7 +15,15 @@ from etcd_cluster import Cluster, etcd_cluster
 from shoal_controller.cli.backups import backup as backup_command
 from shoal_controller.cli.backups import restore as restore_command
 from shoal_controller.jobs import backups
-from shoal_controller.jobs.backups import RESTORING, Backup, backup_of, read_backup, restore, write_backup
+from shoal_controller.jobs.backups import (
+    RESTORING,
+    Backup,
+    backup_of,
+    read_backup,
+    restore,
+    write_backup,
+    write_into_folder,
+)
 from shoal_controller.store.etcd_store import EtcdAccess
 from shoal_controller.store.open import all_entries, open_store
 from shoal_controller.store.store import Put, Store
@@ -135,6 +145,12 @@ HEAD = {"shoal_backup": 1, "release": "9.9.9", "records": 6, "time": 1.0, "token
         ([{**HEAD, "records": "6"}, {"keys": 0}], "with records of format 6; this is"),
         ([HEAD, {"key": "/a", "value": "AA=="}, {"keys": 2}], "is damaged .lines are missing.; restore another one"),
         ([HEAD], "is damaged"),
+        (
+            [{**HEAD, "time": 1e300}, {"keys": 0}],
+            "is damaged .`time` is .*, not seconds since the epoch.; restore another one",
+        ),
+        ([{**HEAD, "time": math.nan}, {"keys": 0}], "is damaged .`time` is .*, not seconds since the epoch."),
+        ([{**HEAD, "time": 10**400}, {"keys": 0}], "is damaged .`time` is .*, not seconds since the epoch."),
         ([HEAD, {"key": "/a", "value": "?"}, {"keys": 1}], "is damaged"),
         ([{"other": 1}], "is no backup of Shoal; expected a file of `shoal backup`"),
         ([], "is no backup of Shoal"),
@@ -147,7 +163,13 @@ def test_a_file_that_is_no_whole_backup_of_this_version_is_refused(tmp_path: Pat
 
 def test_a_file_that_was_cut_or_is_another_or_is_not_there_is_refused(tmp_path: Path) -> None:
     whole = written(tmp_path / "file", HEAD, {"keys": 0}).read_bytes()
-    for content, words in ((whole[:-4], "is damaged"), (b"text", "is no backup"), (b"", "is no backup")):
+    deep = gzip.compress(b"[" * 200_000)
+    for content, words in (
+        (deep, "its JSON is nested too deeply"),
+        (whole[:-4], "is damaged"),
+        (b"text", "is no backup"),
+        (b"", "is no backup"),
+    ):
         (tmp_path / "cut").write_bytes(content)
         with pytest.raises(UserError, match=words):
             read_backup(tmp_path / "cut")
@@ -181,6 +203,20 @@ async def test_the_command_names_its_files_in_a_folder_and_keeps_the_newest(
         await backup_command(tmp_path / "file", f"embedded:{tmp_path / 'nowhere'}")
     with pytest.raises(UserError, match=r"the backup cannot be written to .*: No such file"):
         await backup_command(tmp_path / "no" / "file", url)
+
+
+def test_a_folder_loses_its_oldest_backups_and_old_drafts_but_no_file_of_another_name(tmp_path: Path) -> None:
+    now, kept = Backup({**HEAD, "time": 946684800.0}, ()), ["shoal-before-upgrade.gz", "shoal-20980101T000000Z.gz"]
+    old, fresh = (tmp_path / f".shoal-20000101T000000Z.gz.{number}.new" for number in (1, 2))
+    for file in (*(tmp_path / name for name in kept), old, fresh, tmp_path / "shoal-19990101T000000Z.gz"):
+        file.touch()
+    os.utime(old, (0, 0))
+    written = write_into_folder(now, tmp_path, 2)
+    assert written.name == "shoal-20000101T000000Z.gz" and read_backup(written) == now
+    assert {one.name for one in tmp_path.iterdir()} == {*kept, written.name, fresh.name}
+    (tmp_path / "shoal-20000101T000000Z.gz").unlink()
+    write_into_folder(now, tmp_path, 1)
+    assert {one.name for one in tmp_path.iterdir()} == {kept[0], written.name, fresh.name}
 
 
 @asynchronous

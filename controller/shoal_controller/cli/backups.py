@@ -38,7 +38,7 @@ async def backup(
 
     from shoal_protos.errors import UserError
 
-    from shoal_controller.jobs.backups import backup_of, write_backup
+    from shoal_controller.jobs.backups import backup_of, write_backup, write_into_folder
     from shoal_controller.settings import Settings
     from shoal_controller.store.open import all_entries
 
@@ -52,12 +52,11 @@ async def backup(
             entries = await all_entries(settings.store, settings.etcd)
     except TimeoutError:
         raise UserError(f"the store {settings.store} has not answered for {LIMIT_SECONDS:g} s") from None
-    now = time.time()
-    found = backup_of(entries, tokens, now)
-    written = file / f"{NAME}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}.gz" if file.is_dir() else file
-    write_backup(found, written)
-    for old in sorted(file.glob(f"{NAME}-*.gz"))[:-keep] if keep is not None else ():
-        old.unlink()
+    found, written = backup_of(entries, tokens, time.time()), file
+    if file.is_dir():
+        written = write_into_folder(found, file, keep)
+    else:
+        write_backup(found, file)
     echo(f"{written} has {_summary(found.kept.jobs, found.kept.tokens)}")
 
 
@@ -86,10 +85,6 @@ async def restore(file: FromFile, store: Store = None) -> None:
     kept = found.kept
     taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(kept.time))
     echo(f"restored {_summary(kept.jobs, kept.tokens)}, as of {taken}; start the controllers with this store now")
-
-
-NAME = "shoal"
-"""What files in a folder begin with."""
 
 
 def _summary(jobs: int, tokens: int) -> str:

@@ -15,6 +15,8 @@ import base64
 import gzip
 import json
 import os
+import re
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from typing import Any
 
 from shoal_protos.errors import StoreError, UserError
 from shoal_protos.release import RELEASE
-from shoal_protos.text import of_shoal
+from shoal_protos.text import of_shoal, shown
 
 from shoal_controller.access.token_register import PREFIX as TOKENS
 from shoal_controller.jobs.records import FORMAT as RECORDS
@@ -38,6 +40,14 @@ NOT_KEPT = ("/controllers/", "/forwarding", "/ready")
 HEADS = "/jobs/"
 RESTORING = "/restoring"
 """There while a restore is under way: what it has left is not a store in use."""
+NAME = r"shoal-\d{8}T\d{6}Z\.gz"
+"""Of a file in a folder, by the time of its backup."""
+DRAFT = rf"\.{NAME}\.\d+\.new"
+"""Of what a backup is written to first: one that was killed has left it."""
+DRAFT_SECONDS = 3600.0
+"""How old a draft must be for nobody to be writing it."""
+LATEST = 253_402_300_800.0
+"""End of the year 9999, in seconds since the epoch: no backup is of a later time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,25 @@ def write_backup(backup: Backup, file: Path) -> None:
         raise UserError(f"the backup cannot be written to {file}: {error.strerror}") from error
 
 
+def write_into_folder(backup: Backup, folder: Path, keep: int | None) -> Path:
+    """Return the file that was written, named by the time. Of those that are so named the newest stay, `keep` of them
+    with the new one (None: all), and no old draft does. Raises `UserError`.
+    """
+    file = folder / time.strftime("shoal-%Y%m%dT%H%M%SZ.gz", time.gmtime(backup.kept.time))
+    write_backup(backup, file)
+    try:
+        there = sorted(folder.iterdir())
+        others = [one for one in there if re.fullmatch(NAME, one.name) and one != file]
+        drafts = [one for one in there if re.fullmatch(DRAFT, one.name)]
+        before = time.time() - DRAFT_SECONDS
+        unwanted = others[: len(others) + 1 - keep] if keep is not None and keep <= len(others) else []
+        for old in [*unwanted, *(one for one in drafts if one.stat().st_mtime < before)]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{file} is written, but old backups beside it cannot be deleted: {error.strerror}") from error
+    return file
+
+
 def _lines(backup: Backup) -> Iterator[dict[str, Any]]:
     yield backup.head
     for key, value in backup.keys:
@@ -110,14 +139,17 @@ def read_backup(file: Path) -> Backup:
             _check_versions(head, file)
             *found, last = lines
             keys = tuple((str(one["key"]), base64.b64decode(one["value"], validate=True)) for one in found)
+            if type(head["time"]) not in (int, float) or not 0 <= head["time"] < LATEST:
+                raise ValueError(f"`time` is {shown(head['time'])}, not seconds since the epoch")
             if last != {"keys": len(keys)}:
                 raise ValueError("lines are missing")
-            float(head["time"])
             return Backup(head, keys)
     except gzip.BadGzipFile as error:
         raise UserError(f"{file} is no backup of Shoal; expected a file of `shoal backup`") from error
     except OSError as error:
         raise UserError(f"the backup {file} cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise UserError(f"{file} is no backup of Shoal: its JSON is nested too deeply") from error
     except (ValueError, TypeError, KeyError, EOFError, zlib.error) as error:
         raise UserError(f"the backup {file} is damaged ({error}); restore another one") from error
 
