@@ -32,6 +32,7 @@ from shoal_controller.api.app import ApiSettings, build_app
 from shoal_controller.api.guard import CountedRequests, web_certificate
 from shoal_controller.api.neighbours import Neighbours
 from shoal_controller.api.web import Web
+from shoal_controller.jobs.backups import check_restored
 from shoal_controller.jobs.ports import SizeWriter
 from shoal_controller.jobs.records import FORMAT
 from shoal_controller.jobs.shell import Shell
@@ -148,13 +149,14 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         counted = CountedRequests(app, metrics.own.requested)
         await web.start(counted, fail)
         ends.enter_context(cancelled_when(stopped, partial(_why_it_stopped, stopped)))
+        alone = settings.store.startswith("embedded:")
         store = await open_store(settings.store, metrics.own.timed, settings.etcd)
         ends.push_async_callback(store.close)
+        await check_restored(store, patient=not alone)
         ends.push_async_callback(tokens.stop)  # before: it may be told to end while it reads
         await tokens.start(store, fail)
         me = _place_of(settings, web.port, grpc)
         election = Election(store, me, neighbours.term_of)
-        alone = settings.store.startswith("embedded:")
         controller.join(store, election, await introductions(store, me.id, patient=not alone))
         curves = Curves(settings.folder)
         ends.push_async_callback(end_task, guarded("curves", curves.run(), only_logged))
@@ -162,10 +164,8 @@ async def serve(settings: Settings) -> AsyncIterator[Server]:
         claimed = await _claimed(settings, found if alone else WorkerPort(found.port), ends)  # or they find others
         launcher = LocalLauncher(settings.folder, environment, controller.report, claimed, settings.log_folder)
         parts = _launcher_means(settings, launcher, controller, worker_tokens, metrics.own.asked)
-        made = {
-            kind: await ends.enter_async_context(one.make(parts))
-            for kind, one in LAUNCHERS.items() if kind in settings.allowed_launchers
-        }  # fmt: skip
+        allowed = ((kind, one) for kind, one in LAUNCHERS.items() if kind in settings.allowed_launchers)
+        made = {kind: await ends.enter_async_context(one.make(parts)) for kind, one in allowed}
         launchers = {kind: CountedLauncher(one.launcher, metrics.own.launches(kind)) for kind, one in made.items()}
         controller.pod_logs = next((one.logs for one in made.values() if one.logs is not None), None)
         patience, resources = settings.forget_after_seconds, _resources(made.values())

@@ -13,8 +13,10 @@ import psutil
 import pytest
 from asynchronous import asynchronous
 from prometheus_client.parser import text_string_to_metric_families
+from shoal_controller.jobs.backups import RESTORING
 from shoal_controller.server import serve
 from shoal_controller.settings import Settings
+from shoal_controller.store.open import open_store
 from shoal_controller.store.store import Put
 from shoal_protos.errors import StoreError, UserError
 from tiers import promise
@@ -142,6 +144,19 @@ def test_a_store_that_another_controller_holds_is_refused_naming_it(tmp_path):
     with controller_process(tmp_path) as (process, _), pytest.raises(StoreError) as refusal:
         asyncio.run(start())
     assert f"is held by another controller (pid {process.pid} on host" in str(refusal.value)
+
+
+@asynchronous
+async def test_a_controller_starts_on_no_store_that_is_restored_in_part_and_writes_nothing_there(tmp_path):
+    store = await open_store(f"embedded:{tmp_path}/store")
+    await store.transact([], [Put(RESTORING, b"{}")])
+    await store.close()
+    with pytest.raises(UserError, match="a restore into this store is under way, or was interrupted: repeat it"):
+        async with serve(settings(tmp_path)):
+            raise AssertionError("it started")
+    store = await open_store(f"embedded:{tmp_path}/store")
+    assert [one.key for one in (await store.list("/")).entries] == [RESTORING]
+    await store.close()
 
 
 @pytest.mark.parametrize(("which", "purpose"), [("http", "REST"), ("grpc", "workers")])

@@ -26,7 +26,7 @@ from shoal_controller.jobs.backups import (
 )
 from shoal_controller.store.etcd_store import EtcdAccess
 from shoal_controller.store.open import all_entries, open_store
-from shoal_controller.store.store import Put, Store
+from shoal_controller.store.store import Delete, Put, Store
 from shoal_protos.errors import StoreError, UserError
 from tiers import check
 
@@ -91,7 +91,7 @@ async def test_what_is_backed_up_beside_a_controller_is_in_an_empty_store_of_eit
 
 
 @asynchronous
-async def test_an_interrupted_restore_has_made_no_job_and_goes_on(
+async def test_an_interrupted_restore_goes_on_and_only_by_its_own_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await filled(f"embedded:{tmp_path / 'from'}")
@@ -121,6 +121,26 @@ async def test_an_interrupted_restore_has_made_no_job_and_goes_on(
     keys = {one.key for one in (await empty.list("/")).entries}
     assert keys == {key for key in KEYS if key not in (*LOST, "/tokens/ann")}
     await empty.close()
+
+
+@asynchronous
+async def test_a_store_that_an_interrupted_restore_has_left_is_backed_up_and_overwritten_by_nobody(
+    tmp_path: Path,
+) -> None:
+    url, used = f"embedded:{tmp_path / 'to'}", Put("/jobs/train", b"later")
+    store, found = await open_store(url), Backup(HEAD, (("/events/train/1", b"{}"), ("/jobs/train", b"head")))
+    await store.transact([], [Put(RESTORING, backups._mark(found)), Put("/jobs/train", b"head")])
+    with pytest.raises(UserError, match="a restore into this store is under way, or was interrupted: repeat it, or"):
+        await backup_command(tmp_path / "file", url)
+    for written, undone in ((used, Put("/jobs/train", b"head")), (Put("/controllers/term", b"9"), None)):
+        await store.transact([], [written])
+        with pytest.raises(UserError, match=f"the store is in use: it has keys such as {written.key}; end its"):
+            await restore(store, found)
+        assert (await store.get(written.key)).value == written.value
+        await store.transact([], [undone or Delete(written.key)])
+    await restore(store, found)
+    assert {one.key: one.value for one in (await store.list("/")).entries} == dict(found.keys)
+    await store.close()
 
 
 def written(file: Path, *lines: object) -> Path:

@@ -5,12 +5,13 @@
     {"keys": 17}
 
 The file is gzip of such lines. It has all keys of one revision but those of a lease, of the election and of the secret
-that controllers share, which the next ones make anew, and without `tokens` those of named tokens. Heads come last, in
-the file and into the store: a restore that was interrupted has made no job. `cli/backups.py` calls this.
+that controllers share, which the next ones make anew, and without `tokens` those of named tokens. `/restoring` is in
+the store until all of them are: no controller starts before. `cli/backups.py` calls this.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import json
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 from shoal_protos.errors import StoreError, UserError
 from shoal_protos.release import RELEASE
 from shoal_protos.text import of_shoal, shown
@@ -31,7 +33,16 @@ from shoal_controller.access.token_register import PREFIX as TOKENS
 from shoal_controller.jobs.records import FORMAT as RECORDS
 from shoal_controller.jobs.records import OLDEST_FORMAT as OLDEST_RECORDS
 from shoal_controller.process.private_files import for_this_user
-from shoal_controller.store.store import MAX_OPERATIONS, MAX_TRANSACTION_BYTES, Compare, Delete, Entry, Put, Store
+from shoal_controller.store.store import (
+    MAX_OPERATIONS,
+    MAX_TRANSACTION_BYTES,
+    Compare,
+    Damaged,
+    Delete,
+    Entry,
+    Put,
+    Store,
+)
 
 VERSION = 1
 """Of the file's form."""
@@ -39,7 +50,10 @@ NOT_KEPT = ("/controllers/", "/forwarding", "/ready")
 """Prefixes of keys that the next controllers make for themselves."""
 HEADS = "/jobs/"
 RESTORING = "/restoring"
-"""There while a restore is under way: what it has left is not a store in use."""
+"""There from before the first key of a restore until after its last one. No controller starts on such a store."""
+HALF = "a restore into this store is under way, or was interrupted: repeat it, or take another store"
+PAUSE_SECONDS = 1.0
+"""Before a store that has failed is asked again."""
 NAME = r"shoal-\d{8}T\d{6}Z\.gz"
 """Of a file in a folder, by the time of its backup."""
 DRAFT = rf"\.{NAME}\.\d+\.new"
@@ -48,6 +62,8 @@ DRAFT_SECONDS = 3600.0
 """How old a draft must be for nobody to be writing it."""
 LATEST = 253_402_300_800.0
 """End of the year 9999, in seconds since the epoch: no backup is of a later time."""
+
+log = structlog.get_logger("shoal.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """All keys of a backup, heads last."""
+    """All keys of a backup, heads of jobs last."""
 
     head: dict[str, Any]
     keys: tuple[tuple[str, bytes], ...]
@@ -75,8 +91,12 @@ class Backup:
 
 
 def backup_of(entries: Sequence[Entry], tokens: bool, now: float) -> Backup:
-    """The backup of a store whose keys these are, all of one revision. `now`: seconds since the epoch."""
-    unwanted = (*NOT_KEPT, RESTORING, *(() if tokens else (TOKENS,)))
+    """Return the backup of a store whose keys these are, all of one revision. `now`: seconds since the epoch. Raises
+    `UserError` for a store that has not been restored wholly.
+    """
+    if any(one.key == RESTORING for one in entries):
+        raise UserError(HALF)
+    unwanted = (*NOT_KEPT, *(() if tokens else (TOKENS,)))
     kept = [(one.key, one.value) for one in entries if not one.lease and not one.key.startswith(unwanted)]
     head = {"shoal_backup": VERSION, "release": RELEASE, "records": RECORDS, "time": now, "tokens": tokens}
     return Backup(head, tuple(sorted(kept, key=lambda one: (one[0].startswith(HEADS), one[0]))))
@@ -169,19 +189,37 @@ def _check_versions(head: dict[str, Any], file: Path) -> None:
         )
 
 
+async def check_restored(store: Store, patient: bool) -> None:
+    """For a controller that starts. Raises `UserError` for a store that has not been restored wholly. `patient`: a
+    store that is away is waited for; else raises `StoreError`.
+    """
+    while True:
+        try:
+            if await store.get(RESTORING) is not None:
+                raise UserError(HALF)
+            return
+        except Damaged:
+            raise
+        except StoreError as error:
+            if not patient:
+                raise
+            log.warning("it is not known yet whether the store is whole", why=str(error))
+            await asyncio.sleep(PAUSE_SECONDS)
+
+
 async def restore(store: Store, backup: Backup) -> None:
     """Put it into an empty store. Raises `UserError` for one that is in use: nothing has changed. Where it was
-    interrupted, the same restore goes on.
+    interrupted, the same restore goes on, unless another program has written to the store since.
     """
-    there = (await store.list("/", limit=2)).entries
-    marked = await store.get(RESTORING)
-    if there and marked is None:
-        raise UserError(
-            f"the store is in use: it has keys such as {there[0].key}; end its controllers, and restore into an empty "
-            "store"
-        )
+    there = {one.key: one for one in (await store.list("/")).entries}
+    marked = there.pop(RESTORING, None)
     if marked is not None and marked.value != _mark(backup):
         raise UserError("another backup is being restored into this store; go on with that one, or take an empty store")
+    restored = dict(backup.keys) if marked is not None else {}
+    if foreign := next((key for key, one in there.items() if restored.get(key) != one.value), None):
+        raise UserError(
+            f"the store is in use: it has keys such as {foreign}; end its controllers, and restore into an empty store"
+        )
     if marked is None:
         await store.transact([Compare(RESTORING)], [Put(RESTORING, _mark(backup))])
     marked = await store.get(RESTORING)
