@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from shoal_controller.api import resource_rules
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.elastic_jobs import owned_job
 from shoal_controller.jobs.only_if import OnlyIf, VersionMismatch
+from shoal_controller.launchers.kubernetes.job_defaults import JobDefaults
 from shoal_controller.launchers.kubernetes.resource_kind import FINALIZER
 from shoal_protos.acts import Scale
 from shoal_protos.errors import Conflict, UserError
@@ -189,6 +191,20 @@ async def test_the_claims_of_a_resource_are_its_jobs_and_a_wrong_one_is_one_sent
         await one.until(lambda: one.condition("Accepted", "odd").get("reason") == "Refused", "the refusal")
         assert "`kubernetes.resource_claims[0]` (gpu) has neither" in one.condition("Accepted", "odd")["message"]
         assert not one.has_job("odd")
+
+
+@asynchronous
+async def test_a_resource_that_does_not_fit_the_administrators_defaults_is_refused(tmp_path: Path) -> None:
+    many = [{"name": f"V{number}", "value": "1"} for number in range(100)]
+    async with place(tmp_path) as one, one.term():
+        assert one.shell._outside is not None
+        one.shell._outside = replace(
+            one.shell._outside, prepared=JobDefaults.of('{"checkpoint_root": "/saves"}').filled
+        )
+        await one.apply(kubernetes={"image": "a", "env": many})
+        await one.until(lambda: one.condition("Accepted").get("reason") == "Refused", "the refusal")
+        assert "with the administrator's defaults, `kubernetes.env` is" in one.condition("Accepted")["message"]
+        assert not one.has_job()
 
 
 @asynchronous

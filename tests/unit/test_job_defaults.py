@@ -56,6 +56,31 @@ def test_what_a_job_says_itself_replaces_the_default_of_that_key() -> None:
     assert (variables(filled)["SHOAL_CHECKPOINT_ROOT"], variables(filled)["A"]) == ("/mine", "1")
 
 
+def test_mounts_of_a_default_volume_go_with_it_and_others_stay() -> None:
+    more = [*GIVEN["volume_mounts"], {"name": "patched", "mountPath": "/p"}]
+    defaults = JobDefaults.of(json.dumps({**GIVEN, "volume_mounts": more}))
+    for volumes, left in (([{"name": "mine"}], more[1:]), ([], more[1:]), ([{"name": "data"}], more)):
+        assert section_of(defaults.filled(asked(volumes=volumes))).volume_mounts == left
+    own = [{"name": "data", "mountPath": "/mine"}]
+    assert section_of(defaults.filled(asked(volumes=[], volume_mounts=own))).volume_mounts == own
+
+
+def test_a_root_of_the_file_system_stays_one() -> None:
+    assert (
+        variables(JobDefaults.of('{"image": "a", "checkpoint_root": "/"}').filled(asked()))["SHOAL_CHECKPOINT_ROOT"]
+        == "/"
+    )
+
+
+def test_a_job_that_is_too_large_with_the_defaults_is_refused_in_a_sentence() -> None:
+    many = [{"name": f"V{number}", "value": "1"} for number in range(100)]
+    assert JobDefaults().filled(asked(image="a", env=many))
+    with pytest.raises(
+        UserError, match=r"with the administrator's defaults, `kubernetes.env` is .*; expected at most 100"
+    ):
+        DEFAULTS.filled(asked(env=many))
+
+
 def test_a_job_keeps_the_defaults_that_it_was_made_with_and_its_resource_is_unchanged() -> None:
     job = DEFAULTS.filled(asked(image="mine:1"))
     assert changed_keys(job, asked(image="mine:1")) == []
@@ -83,7 +108,16 @@ def test_without_a_default_a_job_needs_an_image(spec: JobSpec, words: str) -> No
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "SHOAL_KUBERNETES_DEFAULTS is not JSON: Expecting property name"),
+        ("{", "SHOAL_KUBERNETES_DEFAULTS is not JSON: EOF while parsing an object"),
+        ("[" * 100_000, "SHOAL_KUBERNETES_DEFAULTS is not JSON: recursion limit exceeded"),
+        ('{"image": "\\ud800"}', "SHOAL_KUBERNETES_DEFAULTS is not JSON: unexpected end of hex escape"),
+        (json.dumps({"image": "i" * 1001}), "`image` is .*at most 1000 characters"),
+        (json.dumps({"tolerations": [{}] * 101}), "`tolerations` is .*; expected at most 100 entries"),
+        (json.dumps({"image_pull_secrets": ["a"] * 21}), "`image_pull_secrets` is .*; expected at most 20 entries"),
+        (
+            '{"checkpoint_root": "s3://"}',
+            '`checkpoint_root` is "s3://" in SHOAL_KUBERNETES_DEFAULTS; expected a folder',
+        ),
         ('{"imge": "a"}', "`imge` is an unknown key"),
         ('{"image": 7}', "`image` is 7; expected"),
         ("[]", "SHOAL_KUBERNETES_DEFAULTS"),
@@ -103,8 +137,10 @@ def test_a_config_without_a_path_saves_below_the_root_and_one_with_a_path_there(
 
     with pytest.raises(UserError, match=r"no `shoal.checkpoint.path` says where to save"):
         path()
-    monkeypatch.setenv("SHOAL_CHECKPOINT_ROOT", "/saves")
     monkeypatch.setenv("SHOAL_JOB", "demo")
+    monkeypatch.setenv("SHOAL_CHECKPOINT_ROOT", "/")
+    assert path() == "/demo"
+    monkeypatch.setenv("SHOAL_CHECKPOINT_ROOT", "/saves")
     assert (path(), path(path="/mine")) == ("/saves/demo", "/mine")
     with pytest.raises(UserError, match="says where to save"):
         path(path=None)

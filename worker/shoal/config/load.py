@@ -266,7 +266,7 @@ def _below_root(document: Document) -> Document:
     checkpoint = document.shoal.checkpoint
     if not root or not job or "path" in checkpoint.model_fields_set:
         return document
-    named = checkpoint.model_copy(update={"path": f"{root}/{job}"})
+    named = checkpoint.model_copy(update={"path": f"{root.rstrip('/')}/{job}"})
     return document.model_copy(update={"shoal": document.shoal.model_copy(update={"checkpoint": named})})
 
 

@@ -1,6 +1,7 @@
 """What an administrator has set for the pods of all jobs: the defaults of their section `kubernetes`.
 
-A key that a job's own section has replaces the default, lists too; of `env` each variable does. A job keeps the
+A key that a job's own section has replaces the default, lists too; of `env` each variable does, and with a default's
+volume go its mounts. A job keeps the
 defaults that it was made with (`JobSpec.kubernetes_defaults`): workers that start later are like those that are there,
 and other defaults change no resource. `shell.py` asks `filled`, `pod_manifest.py` puts both together. Pure.
 """
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from shoal_protos.errors import UserError
-from shoal_protos.validation import every_sentence
+from shoal_protos.text import shown
+from shoal_protos.validation import all_of, every_sentence, sentence
 
 from shoal_controller.core.machine.spec import JobSpec
-from shoal_controller.launchers.kubernetes.section import KubernetesSection, Many
+from shoal_controller.launchers.kubernetes.section import Json, KubernetesSection, Many
 
+NAME = "SHOAL_KUBERNETES_DEFAULTS"
 ROOT_VARIABLE = "SHOAL_CHECKPOINT_ROOT"
 """Below which a worker whose config names no path saves, in a folder of its job's name."""
 NO_SECTION = "`kubernetes` is missing; launcher kubernetes needs a section with an image"
@@ -58,17 +61,18 @@ class JobDefaults:
         if not text:
             return cls()
         try:
-            given = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"SHOAL_KUBERNETES_DEFAULTS is not JSON: {error}") from None
-        try:
-            body = DefaultsBody.model_validate(given)
+            body = DefaultsBody.model_validate_json(text)
+            found = {key: value for key, value in body.model_dump(exclude={"checkpoint_root"}).items() if value}
+            KubernetesSection.model_validate(found)
         except ValidationError as error:
-            faults = error.errors(include_url=False)
-            raise UserError(every_sentence(faults, "SHOAL_KUBERNETES_DEFAULTS", DefaultsBody, given)) from None
-        found = {key: value for key, value in body.model_dump(exclude={"checkpoint_root"}).items() if value}
+            raise UserError(every_sentence(error.errors(include_url=False), NAME, DefaultsBody)) from None
         if body.checkpoint_root:
-            found["env"] = [{"name": ROOT_VARIABLE, "value": body.checkpoint_root.rstrip("/")}]
+            root = body.checkpoint_root.rstrip("/") or "/"
+            if root.endswith(":"):
+                raise UserError(
+                    f"`checkpoint_root` is {shown(body.checkpoint_root)} in {NAME}; expected a folder or URL"
+                )
+            found["env"] = [{"name": ROOT_VARIABLE, "value": root}]
         return cls(json.dumps(found) if found else "")
 
     def filled(self, spec: JobSpec) -> JobSpec:
@@ -76,16 +80,30 @@ class JobDefaults:
         if spec.launcher != "kubernetes":
             return spec
         filled = replace(spec, kubernetes_defaults=self.section)
-        if not section_of(filled).image:
+        try:
+            section = section_of(filled)
+        except ValidationError as error:
+            faults = [sentence(one, spec.job, KubernetesSection, "kubernetes") for one in error.errors()]
+            raise UserError(f"with the administrator's defaults, {all_of(faults, 'the job')}") from None
+        if not section.image:
             raise UserError(NO_IMAGE if spec.kubernetes else NO_SECTION)
         return filled
 
 
 def section_of(spec: JobSpec) -> KubernetesSection:
     """Return a job's section with the defaults that it was made with. Both were checked then."""
-    given: dict[str, Any] = json.loads(spec.kubernetes or "{}")
-    defaults: dict[str, Any] = json.loads(spec.kubernetes_defaults or "{}")
+    given: Json = json.loads(spec.kubernetes or "{}")
+    defaults: Json = json.loads(spec.kubernetes_defaults or "{}")
     own = given.get("env", [])
     named = {variable["name"] for variable in own}
     env = [*(variable for variable in defaults.get("env", []) if variable["name"] not in named), *own]
+    if "volume_mounts" in defaults:
+        defaults = defaults | {"volume_mounts": _mounts_left(defaults, given)}
     return KubernetesSection.model_validate({**defaults, **given, **({"env": env} if env else {})})
+
+
+def _mounts_left(defaults: Json, given: Json) -> list[Json]:
+    """Return the defaults' mounts, without those of their volumes that are gone as the job has its own."""
+    before, after = ([one.get("name") for one in part.get("volumes", [])] for part in (defaults, defaults | given))
+    mounts = defaults.get("volume_mounts", [])
+    return [one for one in mounts if one.get("name") not in before or one.get("name") in after]
