@@ -10,9 +10,6 @@ import typer
 from shoal_controller.cli.options import Store
 from shoal_controller.cli.output import echo
 
-LIMIT_SECONDS = 60.0
-"""How long a store may take to answer at all."""
-
 ToFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="File to write, or a folder for a file named by the time.", show_default=False),
@@ -33,26 +30,17 @@ async def backup(
 
     It is as it was at one moment: jobs with their specifications (the values of `env` too), states and events.
     """
-    import asyncio
-    import time
-
     from shoal_protos.errors import UserError
 
-    from shoal_controller.jobs.backups import backup_of, write_backup, write_into_folder
+    from shoal_controller.jobs.backups import take_backup, write_backup, write_into_folder
     from shoal_controller.settings import Settings
-    from shoal_controller.store.open import all_entries
 
     settings = Settings(**({"store": store} if store is not None else {}))
     if keep is not None and not file.is_dir():
         raise UserError(
             f"--keep counts the backups of a folder, and {file} is none; name a folder, or leave --keep out"
         )
-    try:
-        async with asyncio.timeout(LIMIT_SECONDS):
-            entries = await all_entries(settings.store, settings.etcd)
-    except TimeoutError:
-        raise UserError(f"the store {settings.store} has not answered for {LIMIT_SECONDS:g} s") from None
-    found, written = backup_of(entries, tokens, time.time()), file
+    found, written = await take_backup(settings.store, settings.etcd, tokens), file
     if file.is_dir():
         written = write_into_folder(found, file, keep)
     else:
@@ -62,26 +50,14 @@ async def backup(
 
 async def restore(file: FromFile, store: Store = None) -> None:
     """Put a backup into an empty store. Start controllers with it afterwards; workers that live go on with them."""
-    import asyncio
     import time
 
-    from shoal_protos.errors import UserError
-
-    from shoal_controller.jobs import backups
+    from shoal_controller.jobs.backups import read_backup, restore_into
     from shoal_controller.settings import Settings
-    from shoal_controller.store.open import open_store
 
     settings = Settings(**({"store": store} if store is not None else {}))
-    found = backups.read_backup(file)
-    try:
-        async with asyncio.timeout(LIMIT_SECONDS):
-            opened = await open_store(settings.store, None, settings.etcd)
-    except TimeoutError:
-        raise UserError(f"the store {settings.store} has not answered for {LIMIT_SECONDS:g} s") from None
-    try:
-        await backups.restore(opened, found)
-    finally:
-        await opened.close()
+    found = read_backup(file)
+    await restore_into(settings.store, settings.etcd, found)
     kept = found.kept
     taken = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(kept.time))
     echo(f"restored {_summary(kept.jobs, kept.tokens)}, as of {taken}; start the controllers with this store now")

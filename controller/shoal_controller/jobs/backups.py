@@ -19,10 +19,10 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from shoal_protos.errors import StoreError, UserError
@@ -33,6 +33,8 @@ from shoal_controller.access.token_register import PREFIX as TOKENS
 from shoal_controller.jobs.records import FORMAT as RECORDS
 from shoal_controller.jobs.records import OLDEST_FORMAT as OLDEST_RECORDS
 from shoal_controller.process.private_files import for_this_user
+from shoal_controller.store.etcd_store import EtcdAccess
+from shoal_controller.store.open import all_entries, open_store
 from shoal_controller.store.store import (
     MAX_OPERATIONS,
     MAX_TRANSACTION_BYTES,
@@ -52,6 +54,8 @@ HEADS = "/jobs/"
 RESTORING = "/restoring"
 """There from before the first key of a restore until after its last one. No controller starts on such a store."""
 HALF = "a restore into this store is under way, or was interrupted: repeat it, or take another store"
+LIMIT_SECONDS = 60.0
+"""How long a store may take to answer at all."""
 PAUSE_SECONDS = 1.0
 """Before a store that has failed is asked again."""
 NAME = r"shoal-\d{8}T\d{6}Z\.gz"
@@ -62,6 +66,8 @@ DRAFT_SECONDS = 3600.0
 """How old a draft must be for nobody to be writing it."""
 LATEST = 253_402_300_800.0
 """End of the year 9999, in seconds since the epoch: no backup is of a later time."""
+
+T = TypeVar("T")
 
 log = structlog.get_logger("shoal.store")
 
@@ -205,6 +211,31 @@ async def check_restored(store: Store, patient: bool) -> None:
                 raise
             log.warning("it is not known yet whether the store is whole", why=str(error))
             await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def take_backup(url: str, etcd: EtcdAccess, tokens: bool) -> Backup:
+    """The backup of the store of a URL, as it is now, beside its controllers. Raises as `all_entries` does, and
+    `UserError` for a store that does not answer, or that has not been restored wholly.
+    """
+    entries = await _in_time(url, all_entries(url, etcd))
+    return backup_of(entries, tokens, time.time())
+
+
+async def restore_into(url: str, etcd: EtcdAccess, backup: Backup) -> None:
+    """`restore` into the store of a URL. Raises as `open_store` does, and `UserError` for one that does not answer."""
+    store = await _in_time(url, open_store(url, None, etcd))
+    try:
+        await restore(store, backup)
+    finally:
+        await store.close()
+
+
+async def _in_time(url: str, answer: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(LIMIT_SECONDS):
+            return await answer
+    except TimeoutError:
+        raise UserError(f"the store {url} has not answered for {LIMIT_SECONDS:g} s") from None
 
 
 async def restore(store: Store, backup: Backup) -> None:
