@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from shoal_controller.core.machine.durable import Place
+from shoal_controller.core.machine.durable import Place, WorkerRecord
 from shoal_controller.core.machine.effects import Effect, Note, Persist
 from shoal_controller.core.machine.events import Event, Tick
 from shoal_controller.core.machine.job import Job
@@ -35,6 +35,8 @@ class SmallMachine:
     answers: dict[type, Callable[[Job, Event], Sequence[Effect]] | Sequence[Effect]] = field(default_factory=dict)
     shown: dict[str, object] = field(default_factory=dict)
     """Fields of every view."""
+    roster: Mapping[str, WorkerRecord] = field(default_factory=dict)
+    """The job's workers from its next event on."""
     times: list[float] = field(default_factory=list)
     events: dict[str, list[str]] = field(default_factory=dict)
     """By job: the events by name, ticks left out."""
@@ -47,6 +49,7 @@ class SmallMachine:
         self.times.append(now)
         self.batches.setdefault(job.spec.job, []).append(tuple(type(event).__name__ for event in events))
         effects: list[Effect] = []
+        job = replace(job, durable=replace(job.durable, roster=self.roster)) if self.roster else job
         for event in events:
             job, more = self._one(job, event)
             effects += more

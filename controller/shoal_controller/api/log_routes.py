@@ -2,6 +2,7 @@
 
 A stream reads the next part when its reader has taken the one before, so that none is kept in memory. It counts among
 those that follow events (`stream.py`), ends with its reader's token, and says by an event `problem` why it breaks off.
+While nothing comes it is looked whether the worker has ended or the controller stops: a silent kubelet ends nothing.
 """
 
 from __future__ import annotations
@@ -10,27 +11,32 @@ import json
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from shoal_protos.error_codes import ErrorCode
-from shoal_protos.errors import NotFound, ShoalError
-from shoal_protos.rest import OVER
+from shoal_protos.errors import NotFound, ShoalError, UserError
 from shoal_protos.text import shown_name
 
-from shoal_controller.api.dependencies import AWorker, NamedWorker, Readable, controller_of
+from shoal_controller.api.dependencies import AWorker, NamedWorker, Readable, controller_of, shell_to_change
 from shoal_controller.api.event_routes import A_STREAM
 from shoal_controller.api.page_answers import LogAnswer
-from shoal_controller.api.stream import IDLE_SECONDS, Follower, streaming, wants_stream
-from shoal_controller.core.machine.spec import State, WorkerView
+from shoal_controller.api.stream import IDLE_SECONDS, MEDIA_TYPE, Follower, Following, wants_stream
+from shoal_controller.core.machine.spec import WorkerView
+from shoal_controller.jobs.runner import Runner
 from shoal_controller.jobs.shell import Shell
 from shoal_controller.launchers.worker_logs import IsOver, LogFiles, WorkerLogs
 from shoal_controller.process.tasks import with_pauses
 
 LOG_BYTES, MOST_LOG_BYTES = 16 << 10, 64 << 10
 """What is read where nobody says otherwise, and at most."""
+LOOK_SECONDS = 0.25
+"""How often it is looked whether a stream to which nothing comes goes on."""
+END_SECONDS = 5.0
+"""How long nothing must come after a worker's end: it may be under way from a kubelet."""
 PROBLEM = "problem"
 """Name of the server-sent event that says why a log breaks off."""
 
@@ -55,12 +61,20 @@ async def get_log(
     if worker is None:
         raise NotFound(f"job {at.job} has no worker {shown_name(at.worker)}").coded(ErrorCode.WORKER_UNKNOWN)
     logs = _logs_of(request, worker)
+    if follow and not wants_stream(request):
+        accept = request.headers.get("accept", "")
+        raise UserError(
+            f"`follow` is true and `Accept` is {accept[:80]!r}; expected `Accept: {MEDIA_TYPE}`, or no `follow`"
+        )
     if not wants_stream(request):
         read = await logs.read(at.job, worker, count)
         return LogAnswer(worker=at.worker, path=read.path, bytes=read.size, begin=read.begin, text=read.text)
+    runner = (shell_to_change(request) if follow else shell).runner(at.job)
+    is_over = partial(runner.has_ended, at.worker) if follow else None
     follower = Follower.of(request)
-    follower.check()
-    return streaming(_events(await logs.stream(at.job, worker, _end_of(shell, at) if follow else None), follower))
+    with follower.place() as place:
+        parts = await logs.stream(at.job, worker, is_over)
+        return Following(_events(parts, follower, runner, is_over), place.pop_all())
 
 
 def _worker(shell: Shell, at: NamedWorker) -> WorkerView | None:
@@ -79,34 +93,40 @@ def _logs_of(request: Request, worker: WorkerView) -> WorkerLogs:
     return logs
 
 
-def _end_of(shell: Shell, at: NamedWorker) -> IsOver:
-    def is_over() -> bool:
-        try:
-            worker = _worker(shell, at)
-            return worker is None or worker.state in (State.LOST, State.LEFT) or shell.view(at.job).phase in OVER
-        except ShoalError:
-            return True  # the job is forgotten
-
-    return is_over
-
-
-async def _events(parts: AsyncGenerator[bytes], follower: Follower) -> AsyncGenerator[bytes]:
+async def _events(
+    parts: AsyncGenerator[bytes], follower: Follower, runner: Runner, is_over: IsOver | None
+) -> AsyncGenerator[bytes]:
     decoder = getincrementaldecoder("utf-8")("replace")
-    with follower.counted():
-        try:
-            async with aclosing(with_pauses(parts, IDLE_SECONDS)) as found:
-                async for part in found:
-                    if not follower.is_let_in():
-                        return
-                    if part is None:
-                        yield KEEPALIVE_COMMENT
-                    elif text := decoder.decode(part):
+    quiet = ended = 0.0
+    try:
+        async with aclosing(with_pauses(parts, LOOK_SECONDS)) as found:
+            async for part in found:
+                if not follower.is_let_in():
+                    return
+                if runner.halted is not None:
+                    yield _problem(runner.halted)
+                    return
+                if part is not None:
+                    quiet = ended = 0.0
+                    if text := decoder.decode(part):
                         yield _event(text)
-        except ShoalError as error:
-            yield format_sse_event(data_str=json.dumps({"detail": str(error)}), event=PROBLEM)
-        if rest := decoder.decode(b"", final=True):
-            yield _event(rest)
+                    continue
+                quiet += LOOK_SECONDS
+                ended += LOOK_SECONDS if is_over is not None and is_over() else 0.0
+                if ended >= END_SECONDS:
+                    break
+                if quiet >= IDLE_SECONDS:
+                    quiet = 0.0
+                    yield KEEPALIVE_COMMENT
+    except ShoalError as error:
+        yield _problem(error)
+    if rest := decoder.decode(b"", final=True):
+        yield _event(rest)
 
 
 def _event(text: str) -> bytes:
     return format_sse_event(data_str=json.dumps({"text": text}))
+
+
+def _problem(error: ShoalError) -> bytes:
+    return format_sse_event(data_str=json.dumps({"detail": str(error)}), event=PROBLEM)

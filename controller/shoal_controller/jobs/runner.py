@@ -41,7 +41,7 @@ from shoal_controller.core.machine.job import Job, new_job, restore
 from shoal_controller.core.machine.phases.progress import as_of_now
 from shoal_controller.core.machine.phases.waiting import CALM_TICKS, rests_until
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
-from shoal_controller.core.machine.view import Sample, copies_wanted, sample
+from shoal_controller.core.machine.view import Sample, copies_wanted, has_ended, sample
 from shoal_controller.jobs.audit import Create, audit_entry
 from shoal_controller.jobs.background import BackgroundWork
 from shoal_controller.jobs.job_inbox import JobInbox, Submission, settle
@@ -149,6 +149,15 @@ class Runner:
     @property
     def is_over(self) -> bool:
         return bool(self._broken or self._unserved) or self._carried_out.durable.phase.is_over
+
+    @property
+    def halted(self) -> ShoalError | None:
+        """Why nothing more is handled here; None while it is."""
+        return self._halted
+
+    def has_ended(self, worker: str) -> bool:
+        """Whether a worker is gone, or the job over."""
+        return bool(self._broken or self._unserved) or has_ended(self._carried_out, worker)
 
     # ---- its life
 

@@ -114,13 +114,17 @@ async def _parts(file: BinaryIO, is_over: IsOver | None) -> AsyncGenerator[bytes
     with closing(file):
         while True:
             ends = is_over is None or is_over()  # asked before the read: what comes until then is read
-            while part := await asyncio.to_thread(file.read, PART_BYTES):
+            if _size(file) < file.tell():
+                file.seek(0)
+            while file.tell() < _size(file) and (part := await asyncio.to_thread(file.read, PART_BYTES)):
                 yield part
             if ends:
                 return
             await asyncio.sleep(LOOK_SECONDS)
-            if os.fstat(file.fileno()).st_size < file.tell():
-                file.seek(0)
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def _bytes_of_a_cut_character(data: bytes) -> int:

@@ -300,6 +300,12 @@ def state(job: Job, record: WorkerRecord, rank: int | None) -> State:
     return State.READY if joiner_ready else State.STARTING
 
 
+def has_ended(job: Job, worker: WorkerId) -> bool:
+    """Whether it is lost or has left, by its record alone: a view of many workers takes milliseconds."""
+    record = job.durable.roster.get(worker)
+    return record is None or state(job, record, None) in (State.LOST, State.LEFT)
+
+
 def copies_wanted(durable: Durable) -> int | None:
     """Of every block in the world that may train, the owner's among them: as many as the job asks for, and no more than
     a coordinate has members that keep blocks, as a joiner does once it is filled. None: there is no world.
