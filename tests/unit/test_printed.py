@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from shoal_controller.cli.printed import MOST_BYTES, Printed, Tail, lengths
+import pytest
+from asynchronous import asynchronous
+from shoal_controller.cli import display, jobs
+from shoal_controller.cli.client import BrokeOff
+from shoal_controller.cli.printed import MOST_BYTES, Printed, ShownLines, Tail, lengths
+from shoal_protos.errors import NoController, PeerError, ShoalError, StoreError
 
 
 def worker(log: Path, rank: int | None) -> dict[str, Any]:
@@ -80,3 +86,71 @@ def test_of_a_script_that_prints_faster_than_anybody_reads_the_end_is_shown(tmp_
     lines = Printed({}).take_lines([worker(log, 0)])
     assert lines[0] == f"… {7 * MOST_BYTES} bytes more are in {log}"
     assert lines[1:] == ["0123456"] * (MOST_BYTES // 8)
+
+
+# ---- a log that is streamed by the controller
+
+
+class Streamed:
+    """A client whose controller gives these parts, reading by reading; an error breaks a reading off."""
+
+    def __init__(self, *readings: list[str | ShoalError]) -> None:
+        self._readings = list(readings)
+        self.lines: list[str] = []
+
+    async def log(self, _: str, worker: str, follow: bool) -> AsyncIterator[str]:
+        for part in self._readings.pop(0):
+            if isinstance(part, ShoalError):
+                raise part
+            yield part
+
+    async def job(self, _: str) -> dict[str, Any]:
+        return {"phase": "running" if self._readings else "succeeded"}
+
+    async def workers(self, _: str) -> list[dict[str, Any]]:
+        return [{"worker": "w0", "state": "active", "rank": 0, "log": "", "pod": "p"}]
+
+    async def print(self, monkeypatch: pytest.MonkeyPatch, follow: bool = True) -> list[str]:
+        """Return the lines on standard output; what goes to standard error is in `lines`."""
+        shown: list[str] = []
+        monkeypatch.setattr(display, "POLL_SECONDS", 0.0)
+        monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(jobs, "echo", lambda line, err=False: (self.lines if err else shown).append(line))
+        await jobs._print_stream(self, "train", {"worker": "w0"}, follow, False)  # type: ignore[arg-type]
+        return shown
+
+
+@pytest.mark.parametrize("kind", [BrokeOff, NoController, PeerError, StoreError])
+@asynchronous
+async def test_a_log_that_breaks_off_is_read_again_past_what_was_shown(
+    monkeypatch: pytest.MonkeyPatch, kind: type[ShoalError]
+) -> None:
+    client = Streamed(["one\ntw", kind("it is away")], [kind("it is away")], ["one\n", "two\nthree"])
+    assert await client.print(monkeypatch) == ["one", "two", "three"]
+    assert client.lines == ["it is away; trying again"], "once"
+
+
+@pytest.mark.parametrize("kind", [BrokeOff, NoController, PeerError])
+@asynchronous
+async def test_a_log_that_nobody_serves_any_more_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, kind: type[ShoalError]
+) -> None:
+    away = [kind("it is away")]
+    with pytest.raises(kind):
+        await Streamed(["one\n", *away], *[away] * display.MOST_MISSES, ["two\n"]).print(monkeypatch)
+    with pytest.raises(kind):
+        await Streamed(away, ["one\n"]).print(monkeypatch, follow=False)
+
+
+@asynchronous
+async def test_of_a_log_that_was_rotated_meanwhile_all_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = ["step 1\n", "step 2\nstep 3\n"]
+    client = Streamed(old, ["step 2\nstep 3\n"], ["step 2\n", "step 3\nstep 4\n"])
+    assert await client.print(monkeypatch) == ["step 1", "step 2", "step 3", "step 2", "step 3", "step 4"]
+
+
+def test_a_log_that_still_begins_with_what_was_shown_is_shown_from_its_first_other_line_on() -> None:
+    shown = ShownLines()
+    assert shown.take("one\ntwo\nthree\n") == ["one", "two", "three"]
+    shown.begin_again()
+    assert (shown.take("one\nnew\nthr"), shown.take("ee\nlast"), shown.take_rest()) == (["new"], ["three"], ["last"])

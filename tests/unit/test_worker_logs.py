@@ -19,10 +19,11 @@ from ports import free_port
 from shoal_controller.api import log_routes, stream
 from shoal_controller.api.app import ApiSettings
 from shoal_controller.api.log_routes import MOST_LOG_BYTES
+from shoal_controller.cli import jobs
 from shoal_controller.cli.client import Client
 from shoal_controller.core.machine.durable import Standing, WorkerRecord
 from shoal_controller.core.machine.events import Started
-from shoal_controller.core.machine.spec import JobView, WorkerView
+from shoal_controller.core.machine.spec import JobView, State, WorkerView
 from shoal_controller.jobs.runner import Runner
 from shoal_controller.launchers.kubernetes import pod_logs
 from shoal_controller.launchers.kubernetes.pod_launcher import connected
@@ -217,6 +218,26 @@ async def test_a_stream_ends_with_its_worker_though_the_kubelet_says_nothing(
             await lose_worker(api)
             one.write(b"last\n")
             assert [line for line in [line async for line in lines] if line] == [r'data: {"text": "last\n"}']
+
+
+@asynchronous
+async def test_the_command_reads_on_where_the_cluster_breaks_the_stream_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(jobs, "echo", lambda line, err=False: lines.put_nowait("!" if err else line))
+    async with pods(tmp_path) as one, controller(tmp_path, OF_POD, one.logs) as api, asyncio.timeout(20):
+        one.write(b"first\n")
+        following = asyncio.create_task(jobs.logs("train", "w0", True, f"http://127.0.0.1:{api.port}"))
+        assert await lines.get() == "first"
+        one.cluster.break_watches()
+        assert await lines.get() == "!"
+        one.write(b"last\n")
+        assert await lines.get() == "last"
+        api.machine.shown["workers"] = (replace(OF_POD, state=State.LEFT),)
+        one.put("Succeeded")
+        await following
+    assert lines.empty()
 
 
 @asynchronous

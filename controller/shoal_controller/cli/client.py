@@ -17,7 +17,7 @@ import httpx
 from shoal_protos.acts import ActCalls
 from shoal_protos.bearer import shown_token
 from shoal_protos.error_codes import ErrorCode
-from shoal_protos.errors import Conflict, NoController, NotFound, Refused, ShoalError, StoreError, UserError
+from shoal_protos.errors import Conflict, NoController, NotFound, PeerError, Refused, ShoalError, StoreError, UserError
 from shoal_protos.rest import (
     OVER,
     AnswerObject,
@@ -51,8 +51,13 @@ class NotNow(StoreError):
     """The controller has too much to do for this caller now; the same request may be sent again."""
 
 
+class BrokeOff(NotFound):
+    """A log ends before its worker does."""
+
+
 ERRORS: dict[int, type[ShoalError]] = {
-    401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 412: Changed, 429: NotNow, 503: StoreError,
+    401: Refused, 403: Refused, 404: NotFound, 409: Conflict, 412: Changed, 429: NotNow, 502: PeerError,
+    503: StoreError,
 }  # fmt: skip
 
 
@@ -121,14 +126,14 @@ class Client(ActCalls[Awaitable[Json]]):
                 yield event
 
     async def log(self, job: str, worker: str, follow: bool) -> AsyncIterator[str]:
-        """A worker's log in parts, from its beginning; `follow`: until the worker has ended. Raises `NotFound` where it
+        """A worker's log in parts, from its beginning; `follow`: until the worker has ended. Raises `BrokeOff` where it
         breaks off.
         """
         path = f"{job_path(job, 'workers', worker, 'log')}?follow={'true' if follow else 'false'}"
         async with aclosing(self._stream(path)) as parts:
             async for part in parts:
                 if "detail" in part:
-                    raise NotFound(str(part["detail"]))
+                    raise BrokeOff(str(part["detail"]))
                 yield str(part["text"])
 
     async def _stream(self, path: str) -> AsyncGenerator[AnswerObject]:

@@ -248,25 +248,42 @@ async def _print_file(client: Client, job: str, tail: Tail, follow: bool) -> Non
 
 
 async def _print_stream(client: Client, job: str, worker: Json, follow: bool, moves: bool) -> None:
-    """`moves`: to the next rank 0 once this one has ended. A log that broke off is read again, past what was shown."""
-    from shoal_controller.cli.printed import LineSplitter
+    """`moves`: to the next rank 0 once this one has ended. A log that broke off is read again, past what was shown; for
+    how long nobody may answer says `display.watch`.
+    """
+    import asyncio
 
-    shown, lines = 0, LineSplitter()
+    from shoal_protos.errors import NoController, PeerError, StoreError
+
+    from shoal_controller.cli.client import BrokeOff
+    from shoal_controller.cli.display import MOST_MISSES, POLL_SECONDS
+    from shoal_controller.cli.printed import ShownLines
+
+    shown, failures, misses = ShownLines(), 0, 0
     while True:
-        known = shown
-        async for part in client.log(job, worker["worker"], follow):
-            new, known = part[known:], max(0, known - len(part))
-            shown += len(new)
-            for line in lines.take(new.encode()):
-                echo(line)
-        meant = await _next_shown(client, job, worker["worker"], moves) if follow else None
+        try:
+            async for part in client.log(job, worker["worker"], follow):
+                for line in shown.take(part):
+                    failures = misses = 0
+                    echo(line)
+            meant = await _next_shown(client, job, worker["worker"], moves) if follow else None
+        except (BrokeOff, NoController, PeerError, StoreError) as error:
+            failures, misses = failures + 1, misses + (not isinstance(error, StoreError))
+            if not follow or misses >= MOST_MISSES:
+                raise
+            if failures == 1:
+                echo(f"{error}; trying again", err=True)
+            await asyncio.sleep(POLL_SECONDS)
+            shown.begin_again()
+            continue
         if meant is None or meant["worker"] != worker["worker"]:
-            for line in lines.take_rest():
+            for line in shown.take_rest():
                 echo(line)
-            shown, lines = 0, LineSplitter()
+            shown = ShownLines()
         if meant is None:
             return
         worker = meant
+        shown.begin_again()
 
 
 async def _next_shown(client: Client, job: str, worker: str, moves: bool) -> Json | None:

@@ -6,6 +6,7 @@ Only files of this machine. A log that was cut or replaced by a new one is read 
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,38 @@ class LineSplitter:
         """A last line without an end."""
         rest, self._rest = self._rest, b""
         return [_readable(rest)] if rest else []
+
+
+class ShownLines:
+    """The lines of a log that is read again from its beginning where it broke off. Those that it still begins with are
+    not shown twice; a log that was rotated begins with others.
+    """
+
+    def __init__(self) -> None:
+        self._shown = array("q")
+        """Hashes of the lines that were shown: a log may be long."""
+        self._at = 0
+        self._lines = LineSplitter()
+
+    def begin_again(self) -> None:
+        """What comes next is the beginning of the log."""
+        self._at, self._lines = 0, LineSplitter()
+
+    def take(self, part: str) -> list[str]:
+        """Return the lines that are whole now and were not shown."""
+        new = []
+        for line in self._lines.take(part.encode()):
+            if self._at < len(self._shown) and self._shown[self._at] != hash(line):
+                del self._shown[self._at :]
+            if self._at == len(self._shown):
+                self._shown.append(hash(line))
+                new.append(line)
+            self._at += 1
+        return new
+
+    def take_rest(self) -> list[str]:
+        """Return a last line without an end."""
+        return self._lines.take_rest()
 
 
 class Tail:
