@@ -11,7 +11,7 @@ from asynchronous import asynchronous
 from shoal_controller.cli import display, jobs
 from shoal_controller.cli.client import BrokeOff
 from shoal_controller.cli.printed import MOST_BYTES, Printed, ShownLines, Tail, lengths
-from shoal_protos.errors import NoController, PeerError, ShoalError, StoreError
+from shoal_protos.errors import NoController, NotFound, PeerError, ShoalError, StoreError
 
 
 def worker(log: Path, rank: int | None) -> dict[str, Any]:
@@ -97,8 +97,11 @@ class Streamed:
     def __init__(self, *readings: list[str | ShoalError]) -> None:
         self._readings = list(readings)
         self.lines: list[str] = []
+        self.rank_0 = "w0"
+        self.read: list[str] = []
 
     async def log(self, _: str, worker: str, follow: bool) -> AsyncIterator[str]:
+        self.read.append(worker)
         for part in self._readings.pop(0):
             if isinstance(part, ShoalError):
                 raise part
@@ -108,15 +111,15 @@ class Streamed:
         return {"phase": "running" if self._readings else "succeeded"}
 
     async def workers(self, _: str) -> list[dict[str, Any]]:
-        return [{"worker": "w0", "state": "active", "rank": 0, "log": "", "pod": "p"}]
+        return [{"worker": self.rank_0, "state": "active", "rank": 0, "log": "", "pod": "p"}]
 
-    async def print(self, monkeypatch: pytest.MonkeyPatch, follow: bool = True) -> list[str]:
+    async def print(self, monkeypatch: pytest.MonkeyPatch, follow: bool = True, moves: bool = False) -> list[str]:
         """Return the lines on standard output; what goes to standard error is in `lines`."""
         shown: list[str] = []
         monkeypatch.setattr(display, "POLL_SECONDS", 0.0)
         monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.0)
         monkeypatch.setattr(jobs, "echo", lambda line, err=False: (self.lines if err else shown).append(line))
-        await jobs._print_stream(self, "train", {"worker": "w0"}, follow, False)  # type: ignore[arg-type]
+        await jobs._print_stream(self, "train", {"worker": "w0"}, follow, moves)  # type: ignore[arg-type]
         return shown
 
 
@@ -140,6 +143,20 @@ async def test_a_log_that_nobody_serves_any_more_is_given_up(
         await Streamed(["one\n", *away], *[away] * display.MOST_MISSES, ["two\n"]).print(monkeypatch)
     with pytest.raises(kind):
         await Streamed(away, ["one\n"]).print(monkeypatch, follow=False)
+
+
+@asynchronous
+async def test_where_the_pod_of_a_log_that_broke_off_is_gone_the_next_rank_0_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = [NotFound("the pod is gone")]
+    client = Streamed(["one\n", BrokeOff("its node is away")], gone, ["two\n"])
+    client.rank_0 = "w1"
+    assert await client.print(monkeypatch, moves=True) == ["one", "two"]
+    assert client.read == ["w0", "w0", "w1"]
+    for moves, before in ((False, [["one\n", BrokeOff("its node is away")]]), (True, [])):
+        with pytest.raises(NotFound, match="the pod is gone"):
+            await Streamed(*before, gone, ["two\n"]).print(monkeypatch, moves=moves)
 
 
 @asynchronous

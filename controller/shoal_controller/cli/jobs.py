@@ -259,13 +259,15 @@ async def _print_stream(client: Client, job: str, worker: Json, follow: bool, mo
     from shoal_controller.cli.display import MOST_MISSES, POLL_SECONDS
     from shoal_controller.cli.printed import ShownLines
 
-    shown, failures, misses = ShownLines(), 0, 0
+    shown, failures, misses, reads = ShownLines(), 0, 0, True
     while True:
         try:
-            async for part in client.log(job, worker["worker"], follow):
-                for line in shown.take(part):
-                    failures = misses = 0
-                    echo(line)
+            if reads:
+                async for part in client.log(job, worker["worker"], follow):
+                    for line in shown.take(part):
+                        failures = misses = 0
+                        echo(line)
+            reads = False
             meant = await _next_shown(client, job, worker["worker"], moves) if follow else None
         except (BrokeOff, NoController, PeerError, StoreError) as error:
             failures, misses = failures + 1, misses + (not isinstance(error, StoreError))
@@ -276,13 +278,18 @@ async def _print_stream(client: Client, job: str, worker: Json, follow: bool, mo
             await asyncio.sleep(POLL_SECONDS)
             shown.begin_again()
             continue
+        except NotFound:  # its pod is gone, and its log with it
+            if not (moves and reads and failures):
+                raise
+            reads = False
+            continue
         if meant is None or meant["worker"] != worker["worker"]:
             for line in shown.take_rest():
                 echo(line)
             shown = ShownLines()
         if meant is None:
             return
-        worker = meant
+        worker, reads = meant, True
         shown.begin_again()
 
 
