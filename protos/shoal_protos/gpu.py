@@ -5,6 +5,7 @@ A worker computes on one device, so it has one GPU at most. Pure: standard libra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -51,3 +52,16 @@ class Gpu:
 
 MOST_GPUS = 1 << 10
 """Numbers of GPUs on a host: each is a value of a metric's label."""
+HIGHEST: Mapping[str, float] = {
+    "use_ratio": 1.0,
+    "memory_bytes": 1 << 50,
+    "memory_total_bytes": 1 << 50,
+    "celsius": 1000.0,
+    "throttled": ALL_THROTTLES,
+}
+"""The highest value of each figure of `Gpu`; the lowest is 0."""
+
+
+def is_possible(figure: str, value: float) -> bool:
+    """Return whether a figure can have this value: what cannot be is not shown, and nothing else comes of it."""
+    return 0 <= value <= HIGHEST[figure]  # false also where it is not a number

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from integration.cluster import until
 from shoal.process.device import HOST, gpu_uuid
 from shoal.process.gpu_watch import GpuWatch
 from shoal_protos.gpu import Gpu, Throttle
+from shoal_protos.messages import Telemetry
+from shoal_protos.wire.telemetry import read_telemetry, write_telemetry
 
 PATIENCE_SECONDS = 30
 
@@ -86,6 +89,62 @@ def test_what_a_gpu_does_not_tell_is_one_sentence_in_the_log_however_often_it_is
     assert (found.celsius, found.throttled, found.why) == (None, None, why)
     assert found.use_ratio is not None and found.memory_bytes is not None
     assert logged(capsys) == [why]
+
+
+def test_what_a_gpu_cannot_be_at_is_named_and_not_shown_and_all_else_is(capsys: pytest.CaptureFixture[str]) -> None:
+    odd: dict[str, tuple[Any, str, str]] = {
+        "nvmlDeviceGetMemoryInfo": (SimpleNamespace(used=(1 << 64) - 1, total=(1 << 64) - 1), "memory", "1.1259e+15"),
+        "nvmlDeviceGetTemperature": ((1 << 32) - 5, "temperature", "1000"),
+        "nvmlDeviceGetUtilizationRates": (SimpleNamespace(gpu=101), "use", "1"),
+    }
+    fields = {
+        "memory": {"memory_bytes": None, "memory_total_bytes": None},
+        "temperature": {"celsius": None},
+        "use": {"use_ratio": None},
+    }
+    for function, (answer, figure, highest) in odd.items():
+        nvml = FakeNvml(ahead=7)
+        setattr(nvml, function, lambda *_, answer=answer: answer)
+        with watching(lambda nvml=nvml: nvml, every=60) as watch:
+            found = shown(watch)
+        why = f"GPU 3 ({NAME}) does not tell its {figure} (the driver's answer is not within 0 to {highest})"
+        assert {name: getattr(found, name) for name in fields[figure]} == fields[figure]
+        assert found.why == why and logged(capsys) == [why]
+        assert [found.use_ratio, found.memory_bytes, found.celsius, found.throttled].count(None) == 1
+        assert read_telemetry(write_telemetry(Telemetry(gpu=found))).gpu == found
+
+
+def test_a_function_that_an_older_package_lacks_costs_its_figure_and_not_the_thread() -> None:
+    def lacks(handle: str) -> None:
+        raise AttributeError("module 'pynvml' has no such function")
+
+    nvml = FakeNvml()
+    vars(nvml)["nvmlDeviceGetCurrentClocksEventReasons"] = lacks
+    with watching(lambda: nvml) as watch:
+        found = shown(watch)
+        shown(watch, lambda gpu: nvml.looks > 3)
+    assert found.throttled is None and found.celsius is not None
+    assert found.why == f"GPU 3 ({NAME}) does not tell its throttling (module 'pynvml' has no such function)"
+
+
+def test_figures_that_cannot_be_made_end_as_a_sentence_and_no_old_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    nvml = FakeNvml()
+    with watching(lambda: nvml) as watch:
+        shown(watch, lambda gpu: gpu.use_ratio is not None)
+        monkeypatch.setattr(gpu_watch._Found, "figures", fails)
+        assert shown(watch, lambda gpu: gpu.use_ratio is None).why.startswith("no figures of the GPU: NVML cannot be")
+
+
+def test_a_name_in_bytes_is_text_on_the_wire() -> None:
+    nvml = FakeNvml()
+    vars(nvml)["nvmlDeviceGetName"] = lambda handle: b"NVIDIA \xff"
+    with watching(lambda: nvml, every=60) as watch:
+        found = shown(watch)
+    assert found.name == "NVIDIA \N{REPLACEMENT CHARACTER}"
+    assert read_telemetry(write_telemetry(Telemetry(gpu=found))).gpu == found
 
 
 def test_a_driver_that_does_not_answer_is_told_as_such_and_waited_for_by_nobody(

@@ -6,6 +6,7 @@ message (protobuf text, or `hex:`), the sentence that it must get.
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -117,7 +118,8 @@ saves = st.builds(
 )  # fmt: skip
 gpus = st.builds(
     Gpu, name=labels.map(lambda text: " ".join(text.split())), index=st.integers(0, MOST_GPUS - 1),
-    use_ratio=st.none() | st.floats(0, 1), memory_bytes=st.none() | numbers, memory_total_bytes=st.none() | numbers,
+    use_ratio=st.none() | st.floats(0, 1), memory_bytes=st.none() | st.integers(0, 1 << 50),
+    memory_total_bytes=st.none() | st.integers(0, 1 << 50),
     celsius=st.none() | st.floats(0, 200), throttled=st.none() | st.integers(0, ALL_THROTTLES).map(Throttle), why=texts,
 )  # fmt: skip
 telemetries = st.builds(
@@ -253,6 +255,24 @@ def _hears_a_sentence(read: Callable[[bytes], object], data: bytes) -> None:
 def test_random_bytes_get_a_sentence_and_nothing_else(data: bytes) -> None:
     for read in READERS:
         _hears_a_sentence(read, data)
+
+
+def test_a_figure_of_a_gpu_that_cannot_be_is_left_out_and_its_message_is_read() -> None:
+    status = Status(9, 3, MemberState.TRAINING, 0, 12, 3)
+    for wrong in (
+        {"use_ratio": 1.01}, {"use_ratio": math.nan}, {"celsius": -5.0}, {"celsius": float((1 << 32) - 5)},
+        {"celsius": math.inf}, {"memory_bytes": (1 << 64) - 1}, {"memory_total_bytes": (1 << 64) - 1},
+        {"throttled": 16},
+    ):  # fmt: skip
+        right = {"use_ratio": 0.5, "memory_bytes": 5, "memory_total_bytes": 10, "celsius": 71.0, "throttled": 2}
+        data = wire.encode_worker(Heartbeat(status, Telemetry()))
+        message = pb.WorkerMessage.FromString(data)
+        for name, value in (right | wrong).items():
+            setattr(message.heartbeat.telemetry.gpu, name, value)
+        read = wire.decode_worker(message.SerializeToString())
+        assert isinstance(read, Heartbeat) and read.telemetry.gpu is not None
+        figures = {name: getattr(read.telemetry.gpu, name) for name in right}
+        assert figures == right | dict.fromkeys(wrong), wrong
 
 
 @settings(max_examples=examples(150))

@@ -1,20 +1,21 @@
 """A worker's telemetry on the wire: its numbers, its changes of the world, its GPU.
 
-`worker.py` has it in heartbeats. Reading raises `UserError` for a value that is out of bounds.
+`worker.py` has it in heartbeats. Reading raises `UserError` for a value that is out of bounds; a figure of a GPU is for
+people alone, and is left out instead: a driver's odd answer must not end a session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, Literal
 
 from shoal_protos import session_pb2 as pb
-from shoal_protos.errors import UserError
-from shoal_protos.gpu import ALL_THROTTLES, MOST_GPUS, Gpu, Throttle
+from shoal_protos.gpu import MOST_GPUS, Gpu, Throttle, is_possible
 from shoal_protos.messages import MOST_REPORTS, Change, Telemetry
 from shoal_protos.wire import bounds
 from shoal_protos.wire.worker_parts import read_save_report, write_save_report
 
-HIGHEST_CELSIUS = 1000.0
+Figure = Literal["use_ratio", "memory_bytes", "memory_total_bytes", "celsius", "throttled"]
 
 
 def write_telemetry(telemetry: Telemetry) -> pb.Telemetry:
@@ -117,24 +118,20 @@ def _write_gpu(gpu: Gpu) -> pb.Gpu:
 
 
 def _read_gpu(message: pb.Gpu) -> Gpu:
-    throttled = bounds.whole("gpu.throttled", message.throttled, most=ALL_THROTTLES)
+    throttled = _figure(message, "throttled")
     return Gpu(
         name=bounds.label("gpu.name", message.name),
         index=bounds.whole("gpu.index", message.index, most=MOST_GPUS - 1),
-        use_ratio=_measured("gpu.use_ratio", message.use_ratio, 1.0) if message.HasField("use_ratio") else None,
-        memory_bytes=bounds.whole("gpu.memory_bytes", message.memory_bytes)
-        if message.HasField("memory_bytes")
-        else None,
-        memory_total_bytes=bounds.whole("gpu.memory_total_bytes", message.memory_total_bytes)
-        if message.HasField("memory_total_bytes")
-        else None,
-        celsius=_measured("gpu.celsius", message.celsius, HIGHEST_CELSIUS) if message.HasField("celsius") else None,
-        throttled=Throttle(throttled) if message.HasField("throttled") else None,
+        use_ratio=_figure(message, "use_ratio"),
+        memory_bytes=_figure(message, "memory_bytes"),
+        memory_total_bytes=_figure(message, "memory_total_bytes"),
+        celsius=_figure(message, "celsius"),
+        throttled=Throttle(throttled) if throttled is not None else None,
         why=bounds.text("gpu.why", message.why),
     )
 
 
-def _measured(field: str, value: float, most: float) -> float:
-    if not 0 <= value <= most:  # also where it is not a number
-        raise UserError(f"{field} is {value}; expected 0 to {most:g}")
-    return value
+def _figure(message: pb.Gpu, name: Figure) -> Any:
+    """Return the figure; None: it is not there, or cannot be."""
+    value = getattr(message, name)
+    return value if message.HasField(name) and is_possible(name, value) else None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal_protos.gpu import MOST_GPUS, Gpu, Throttle
+from shoal_protos.gpu import HIGHEST, MOST_GPUS, Gpu, Throttle, is_possible
 from shoal_protos.training_log import get_logger
 
 from shoal.process.device import Device, gpu_uuid
@@ -39,7 +39,7 @@ def _import_nvml() -> Any:
     return pynvml
 
 
-def _throttled(nvml: Any, handle: Any) -> Throttle:
+def _throttled(nvml: Any, handle: Any) -> dict[str, Any]:
     reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     heat = nvml.nvmlClocksEventReasonSwThermalSlowdown | nvml.nvmlClocksEventReasonHwThermalSlowdown
     found = {
@@ -48,27 +48,35 @@ def _throttled(nvml: Any, handle: Any) -> Throttle:
         Throttle.POWER_BRAKE: nvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
         Throttle.SLOWDOWN: nvml.nvmlClocksEventReasonHwSlowdown,
     }
-    return Throttle(sum(throttle for throttle, bits in found.items() if reasons & bits))
+    return {"throttled": Throttle(sum(throttle for throttle, bits in found.items() if reasons & bits))}
 
 
-def _memory(nvml: Any, handle: Any) -> tuple[int, int]:
+def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return memory.used, memory.total
+    return {"memory_bytes": memory.used, "memory_total_bytes": memory.total}
 
 
-def _temperature(nvml: Any, handle: Any) -> float:
-    return float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+def _temperature(nvml: Any, handle: Any) -> dict[str, Any]:
+    return {"celsius": float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))}
 
 
-def _use(nvml: Any, handle: Any) -> float:
-    return float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
+def _use(nvml: Any, handle: Any) -> dict[str, Any]:
+    return {"use_ratio": float(nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100}
 
 
-QUERIES: Mapping[str, Callable[[Any, Any], Any]] = {
+QUERIES: Mapping[str, Callable[[Any, Any], dict[str, Any]]] = {
     "use": _use, "memory": _memory, "temperature": _temperature, "throttling": _throttled,
 }  # fmt: skip
+"""Each returns figures of `Gpu` by their names."""
 OF_THE_BOARD = ("temperature", "throttling")
 """What the parts of a GPU (MIG) have in common."""
+
+
+def _check(answer: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a figure that cannot be, without its value: a value that changes fills no log."""
+    for figure, value in answer.items():
+        if not is_possible(figure, value):
+            raise ValueError(f"the driver's answer is not within 0 to {HIGHEST[figure]:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,9 @@ class _Found:
         except nvml.NVMLError_NotFound:
             part = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")
             board = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
-        return cls(nvml, part, board, nvml.nvmlDeviceGetName(part), nvml.nvmlDeviceGetIndex(board) % MOST_GPUS)
+        name = nvml.nvmlDeviceGetName(part)
+        text = name.decode(errors="replace") if isinstance(name, bytes) else name  # bytes: an older package
+        return cls(nvml, part, board, text, nvml.nvmlDeviceGetIndex(board) % MOST_GPUS)
 
     def figures(self) -> Gpu:
         """All that it tells, and why the rest is missing."""
@@ -100,14 +110,13 @@ class _Found:
         missing: list[str] = []
         for name, ask in QUERIES.items():
             try:
-                found[name] = ask(self.nvml, self.board if name in OF_THE_BOARD else self.part)
-            except self.nvml.NVMLError as error:
+                answer = ask(self.nvml, self.board if name in OF_THE_BOARD else self.part)
+                _check(answer)
+                found |= answer
+            except Exception as error:  # an older package lacks functions, and a driver may answer anything
                 missing.append(f"{name} ({error})")
-        used, total = found.get("memory", (None, None))
         why = f"GPU {self.index} ({self.name}) does not tell its {', '.join(missing)}" if missing else ""
-        return Gpu(
-            self.name, self.index, found.get("use"), used, total, found.get("temperature"), found.get("throttling"), why
-        )
+        return Gpu(self.name, self.index, why=why, **found)
 
 
 class GpuWatch:
@@ -149,12 +158,11 @@ class GpuWatch:
     def _run(self) -> None:
         try:
             gpu = _Found.of(self._nvml(), self._uuid)
+            while not self._over.is_set():
+                self._see(gpu.figures())
+                self._over.wait(self._every)
         except Exception as error:  # an import may raise anything, and training goes on without figures
             self._see(Gpu(why=_why_none(error)))
-            return
-        while not self._over.is_set():
-            self._see(gpu.figures())
-            self._over.wait(self._every)
 
     def _see(self, figures: Gpu) -> None:
         self._answered, self._newest = time.monotonic(), figures
