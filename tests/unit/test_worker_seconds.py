@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from machine_driver import MADE_OF, NEW, Driver
 from rule import Edit, holds, rule
+from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.figures import Use
 from shoal_controller.core.overview.goodput import goodput_sentence
@@ -171,6 +172,34 @@ def test_what_a_version_without_these_figures_has_written_is_counted_from_now_on
     job.now += 1000.0
     job.tick()
     assert job.view.wanted_seconds < 1.0
+
+
+def minute_old(job: Driver) -> bool:
+    """Whether what is stored, which metrics show, has all seconds but those of the last minute."""
+    return job.view.wanted_seconds - job.job.durable.figures.wanted_seconds <= 60.0 * job.view.wanted
+
+
+def test_seconds_without_a_step_are_stored_once_a_minute_as_well() -> None:
+    waits = Driver(wanted=4)
+    paused = job_of(2)
+    trained(paused, 200, "w0", "w1")
+    paused.feed(Pause())
+    for job in (waits, paused):
+        writes = sum(Persist() in (job.wait(1.0)) for _ in range(600))
+        assert writes <= 11 and minute_old(job)
+        shown = job.view.wanted_seconds
+        job.restart()
+        assert shown - 60.0 * job.view.wanted <= job.view.wanted_seconds <= shown + 1.0
+
+
+def test_a_life_without_workers_keeps_how_many_steps_an_earlier_one_may_have_shown() -> None:
+    job = job_of(2)
+    trained(job, 200, "w0", "w1")
+    bound = job.job.durable.figures.steps_bound
+    job.restart()
+    job.wait(300.0)
+    assert not job.job.figures_known and job.job.durable.figures.steps_bound == bound
+    assert minute_old(job)
 
 
 def test_a_job_that_is_over_wants_nobody() -> None:

@@ -86,6 +86,7 @@ def on_tick(turn: Turn, _: Tick) -> None:
     progress_watch.forget_old_backoffs(turn)
     planner_questions.watch(turn)
     progress.update(turn)
+    progress.keep_counted(turn)
     progress_watch.update(turn)
 
 

@@ -124,7 +124,7 @@ def count_steps(turn: Turn, step: int) -> None:
             last_commit=turn.now,
         )
     )
-    _write_ahead(turn, steps)
+    keep_counted(turn, steps)
 
 
 def return_to(turn: Turn, step: int) -> None:
@@ -137,14 +137,17 @@ def return_to(turn: Turn, step: int) -> None:
     turn.change(figures_known=True)
 
 
-def _write_ahead(turn: Turn, steps: int) -> None:
-    """Now and then the figures are written, with a bound on how many steps are shown until they are written again."""
+def keep_counted(turn: Turn, steps: int = 0) -> None:
+    """Now and then the figures are written, with a bound on how many steps are shown until they are written again.
+    Workers' seconds pass without steps too. `steps`: that were just counted.
+    """
     figures, written = turn.job.figures, turn.durable.figures
     due = turn.now - turn.job.figures_written_at >= KEEP_SECONDS
     if due or figures.steps > written.steps_bound:
         ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
+        bound = figures.steps + ahead if steps or turn.job.figures_known else written.steps_bound
         count_fills(turn)
-        turn.keep_figures(replace(turn.job.figures, steps_bound=figures.steps + ahead))
+        turn.keep_figures(replace(turn.job.figures, steps_bound=bound))
         turn.keep(step=max(turn.durable.step, figures.step))
         turn.change(figures_written_at=turn.now, step_shown_at=turn.now)
 
