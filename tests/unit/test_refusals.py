@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from machine_driver import Driver
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from machine_driver import MADE_OF, Driver
 from rule import Edit, holds, rule
 from shoal_controller.core.machine.durable import Place, Standing
 from shoal_controller.core.machine.effects import Probe
 from shoal_controller.core.machine.events import Disconnected, Probed, Spawned, Tick
+from shoal_controller.core.machine.phases import failure_detector
+from shoal_protos.addresses import split_address
 
 
 def training(workers: int = 5, **spec: object) -> Driver:
@@ -314,13 +320,13 @@ def answer(job: Driver, worker: str = "w1", **met: bool) -> None:
     broken_by=[
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            "        elif _answers_beside(turn, record, since):\n",
+            "        elif _answers_beside(answers[_place(record)], record, since):\n",
             "        elif False:\n",
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            " and one.answered_again_at >= since for one",
-            " for one",
+            "    return last is not None and last >= since\n",
+            "    return last is not None\n",
             by="test_what_a_host_has_answered_before_it_refused_proves_nothing",
         ),
         Edit(
@@ -331,20 +337,20 @@ def answer(job: Driver, worker: str = "w1", **met: bool) -> None:
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            " or record.host != ours.host:\n",
-            ":\n",
+            "    return record.host, split_address(record.address)[0]\n",
+            '    return "", split_address(record.address)[0]\n',
             by="test_another_machine_at_the_same_address_or_another_address_vouches_for_nobody",
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            " and split_address(record.address)[0] == at:\n",
-            ":\n",
+            "    return record.host, split_address",
+            '    return record.host, "" and split_address',
             by="test_another_machine_at_the_same_address_or_another_address_vouches_for_nobody",
         ),
         Edit(
             "shoal_controller.core.machine.phases.failure_detector",
-            "        if record.address != ours.address and split_address",
-            "        if split_address",
+            " in answers if address != refuses.address), None)",
+            " in answers), None)",
             by="test_the_same_port_vouches_for_nobody",
         ),
     ],
@@ -426,3 +432,26 @@ def test_of_most_members_those_are_believed_dead_whose_host_answers() -> None:
     refuse(job, "w4", "w3", "w1", "w0")
     answer(job, "w2")
     assert dead(job) == ["w0", "w1"]
+
+
+def test_what_a_tick_costs_while_most_of_a_hosts_workers_refuse_does_not_grow_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Counter[int]()
+
+    def counted(address: str) -> tuple[str, int]:
+        asked[workers] += 1
+        return split_address(address)
+
+    monkeypatch.setattr(failure_detector, "split_address", counted)
+    for workers in (8, 32):
+        job = Driver(wanted=workers, made_of=replace(MADE_OF, lanes=workers))
+        for number in range(workers):
+            job.hello(f"w{number}", address=f"box:{number + 1}", host="box")
+        job.recover()
+        for worker in job.connections:
+            job.feed(Probed(worker, f"inc-{worker}", refused=False, reached=True))
+        refuse(job, *(f"w{number}" for number in range(workers * 3 // 4)))
+        asked.clear()
+        job.feed(Tick())
+        assert asked[workers] <= 3 * workers

@@ -7,6 +7,7 @@ cut off.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from shoal_protos.addresses import split_address
@@ -57,6 +58,9 @@ def on_disconnected(turn: Turn, event: Disconnected) -> None:
 
 # ---- what a refused connection proves
 
+Place = tuple[str, str]
+"""A host's name, and its address without the port."""
+
 
 def on_probed(turn: Turn, event: Probed) -> bool:
     """Something answers at a worker's rendezvous port, or its host refuses the connection, or nothing is known."""
@@ -99,12 +103,13 @@ def judge_refusals(turn: Turn) -> None:
     if not refused or silence.may_be_reconnecting(turn):
         return
     patience = turn.spec.reconnect_seconds if _most_are_gone(turn) else 0.0
+    answers = _answers_by_place(turn, [worker for worker, since in refused.items() if turn.now - since < patience])
     for worker, since in refused.items():
         record = turn.record(worker)
         why = f"its host {record.host} refuses connections to {record.address}"
         if turn.now - since >= patience:
             confirm_death(turn, worker, why)
-        elif _answers_beside(turn, record, since):
+        elif _answers_beside(answers[_place(record)], record, since):
             confirm_death(turn, worker, f"{why} and answers at another port")
 
 
@@ -115,26 +120,32 @@ def _refused_since(turn: Turn, process: Process) -> float | None:
     return process.refused_since if turn.record(process.worker).standing is not Standing.DEAD else None
 
 
-def _answers_beside(turn: Turn, refuses: WorkerRecord, since: float) -> bool:
-    """Whether a worker's host has answered since then at another port; those that may answer there are asked to."""
-    beside = _reached_beside(turn, refuses)
-    for process in beside:
-        _probe(turn, process.worker, watched=False)
-    return any(one.answered_again_at is not None and one.answered_again_at >= since for one in beside)
-
-
-def _reached_beside(turn: Turn, ours: WorkerRecord) -> list[Process]:
-    """The connected workers on a worker's host that this controller has reached at the same address, at other ports.
-    One address may stand for several hosts (a tunnel's end), so the hosts' names count too.
+def _answers_by_place(turn: Turn, refuse: Collection[WorkerId]) -> dict[Place, list[tuple[float, str]]]:
+    """When the hosts of those that refuse have answered again, and at which address, the last answer first: of
+    connected workers there that this controller has reached. They are asked to answer once more.
     """
-    at, beside = split_address(ours.address)[0], []
-    for process in turn.job.processes.values():
+    found: dict[Place, list[tuple[float, str]]] = {_place(turn.record(worker)): [] for worker in refuse}
+    for process in turn.job.processes.values() if found else ():
         record = turn.record(process.worker)
-        if process.connection is None or not process.reachable or record.host != ours.host:
+        if process.connection is None or not process.reachable or (place := _place(record)) not in found:
             continue
-        if record.address != ours.address and split_address(record.address)[0] == at:
-            beside.append(process)
-    return beside
+        _probe(turn, process.worker, watched=False)
+        if process.answered_again_at is not None:
+            found[place].append((process.answered_again_at, record.address))
+    for answers in found.values():
+        answers.sort(reverse=True)
+    return found
+
+
+def _place(record: WorkerRecord) -> Place:
+    """One address may stand for several hosts (a tunnel's end), so the hosts' names count too."""
+    return record.host, split_address(record.address)[0]
+
+
+def _answers_beside(answers: Sequence[tuple[float, str]], refuses: WorkerRecord, since: float) -> bool:
+    """Whether a worker's host has answered since then at another port."""
+    last = next((at for at, address in answers if address != refuses.address), None)
+    return last is not None and last >= since
 
 
 def _most_are_gone(turn: Turn) -> bool:
