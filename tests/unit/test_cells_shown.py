@@ -18,12 +18,12 @@ from shoal_controller.core.machine.events import Event
 from shoal_controller.core.machine.job_size import ImpossibleSize, JobSize, resized
 from shoal_controller.core.machine.machine import step
 from shoal_controller.core.machine.phases.admission import survival_sentence
-from shoal_controller.core.machine.spec import Phase, WorkerBounds
+from shoal_controller.core.machine.spec import Phase, State, WorkerBounds
 from shoal_controller.core.machine.view import view
 from shoal_controller.core.overview.holdings import holdings
 from shoal_controller.core.overview.previews import lanes_among, preview
 from shoal_controller.observe.metrics import Metrics, Sources
-from shoal_protos.acts import DrainWorker, OperatorRequest, Scale
+from shoal_protos.acts import ConfirmLost, DrainWorker, OperatorRequest, Scale
 from shoal_protos.messages import Telemetry
 from shoal_protos.plan import EVERYONE
 from shoal_protos.rest import Json
@@ -240,6 +240,19 @@ def test_a_preview_says_that_no_cell_is_left_and_which_coordinate_has_its_last_o
     before = job.view
     last = preview(DrainWorker("w1"), before, before)
     assert last.startswith("drain w1: it is the last one at coordinate 1 (tensor 1): no step runs without it")
+
+
+def test_a_preview_names_no_idle_lanes_where_no_cell_is_left() -> None:
+    job = Pairs(wanted=4, made_of=replace(OF_PAIRS, lanes=3, mirrors=EVERYONE))
+    job.start(4)
+    before = job.view
+    gone = {"w1": State.LOST, "w3": State.DRAINING}
+    workers = [replace(one, state=gone.get(one.worker, one.state)) for one in before.workers]
+    after = replace(before, workers=tuple(workers))
+    assert preview(ConfirmLost("w1"), before, after) == (
+        "confirm that w1 is dead: no cell is whole without it, so no step runs until there is one, "
+        "its blocks go on with their mirrors, no step is lost"
+    )
 
 
 def test_a_job_may_have_as_many_workers_as_its_cells_have_processes() -> None:

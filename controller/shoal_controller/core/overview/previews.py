@@ -218,8 +218,11 @@ def _new_workers(before: JobView, after: JobView) -> list[WorkerId]:
 
 def _in_its_place(before: JobView, after: JobView, stays: Sequence[WorkerId]) -> str:
     """Who is started for a worker that goes; where nobody is, what of those who stay will idle."""
-    coordinates = _coordinates(before.world) if before.world is not None else {}
-    full = min(Counter(coordinates[name] for name in stays).values(), default=0)
+    world = before.world
+    assert world is not None
+    coordinates = _coordinates(world)
+    at = Counter(coordinates[name] for name in stays)
+    full = min(at[place] for place in range(world.coordinates))
     return _replacement_sentence(before, after) or idle_sentence_with(after, full)
 
 
