@@ -398,9 +398,10 @@ def _recorded(effects: Sequence[Effect], job: Job, now: float) -> list[JobEvent]
 
 async def _write_steps(job: Job, repository: JobRepository) -> None:
     """Those that were shown since the last write: the next life goes on from there."""
-    durable = as_of_now(job)
-    if durable == repository.durable:
-        return
+    durable, before = as_of_now(job), repository.durable
+    waited = durable == replace(before, figures=durable.figures) and not durable.roster
+    if durable == before or (waited and durable.figures.steps == before.figures.steps):
+        return  # what a job without workers waited is counted by the next life
     try:
         async with asyncio.timeout(LAST_WRITE_SECONDS):
             await repository.write([], durable)

@@ -142,6 +142,8 @@ def keep_counted(turn: Turn, steps: int = 0) -> None:
     Workers' seconds pass without steps too. `steps`: that were just counted.
     """
     figures, written = turn.job.figures, turn.durable.figures
+    if not (turn.job.figures_written_at or steps):  # of a job that only was taken over nothing is written
+        turn.change(figures_written_at=turn.now)
     due = turn.now - turn.job.figures_written_at >= KEEP_SECONDS
     if due or figures.steps > written.steps_bound:
         ahead = max(FEWEST_AHEAD, 2 * (figures.steps - written.steps), steps)
