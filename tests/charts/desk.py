@@ -35,8 +35,8 @@ REAL = os.environ.get("SHOAL_CLUSTER", "")
 def page_manifest() -> str:
     """The resource that the page of ElasticJobs shows."""
     page = (ROOT / "docs" / "elastic_jobs.md").read_text()
-    (found,) = re.findall(r"```yaml\n(apiVersion.*?)```", page, re.S)
-    return str(found)
+    found = re.findall(r"```yaml\n(apiVersion: \S+\nkind: ElasticJob.*?)```", page, re.S)
+    return str(found[0])
 
 
 class Desk:
