@@ -488,7 +488,7 @@ def test_what_cannot_be_honoured_is_said_all_at_once(tmp_path: Path) -> None:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             """Would clip."""
 
-    arguments = {"optim": "adafactor", "auto_find_batch_size": True, "ignore_data_skip": True, "max_steps": 5}
+    arguments = {"optim": "lomo", "auto_find_batch_size": True, "ignore_data_skip": True, "max_steps": 5}
     given = {"callbacks": lambda: [Clips()], "train_dataset": Stream()}
     with pytest.raises(UserError) as refused:
         Script(tmp_path, arguments, given).alone()
