@@ -32,7 +32,7 @@ from shoal_controller.launchers.worker_logs import IsOver, LogFiles, WorkerLogs
 from shoal_controller.process.tasks import with_pauses
 
 LOG_BYTES, MOST_LOG_BYTES = 16 << 10, 64 << 10
-"""What is read where nobody says otherwise, and at most."""
+"""Bytes of an answer: the default, and the most."""
 LOOK_SECONDS = 0.25
 """How often it is looked whether a stream to which nothing comes goes on."""
 END_SECONDS = 5.0

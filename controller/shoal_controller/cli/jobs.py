@@ -248,8 +248,8 @@ async def _print_file(client: Client, job: str, tail: Tail, follow: bool) -> Non
 
 
 async def _print_stream(client: Client, job: str, worker: Json, follow: bool, moves: bool) -> None:
-    """`moves`: to the next rank 0 once this one has ended. A log that broke off is read again, past what was shown; for
-    how long nobody may answer says `display.watch`.
+    """`moves`: to the next rank 0 once this one has ended. A log that broke off is read again, past what was shown, up
+    to the deadline of `display.watch`.
     """
     import asyncio
 
@@ -294,8 +294,8 @@ async def _print_stream(client: Client, job: str, worker: Json, follow: bool, mo
 
 
 async def _next_shown(client: Client, job: str, worker: str, moves: bool) -> Json | None:
-    """Return whose log is to be read now that of this worker has ended or broken off, once there is one; None: nobody's
-    any more.
+    """Return the worker to read from after this one's log has ended or broken off, once there is one; None: the job has
+    no further log.
     """
     import asyncio
 

@@ -63,7 +63,7 @@ NAME = r"shoal-\d{8}T\d{6}Z\.gz"
 DRAFT = rf"\.{NAME}\.\d+\.new"
 """Of what a backup is written to first: one that was killed has left it."""
 DRAFT_SECONDS = 3600.0
-"""How old a draft must be for nobody to be writing it."""
+"""From this age on a draft is left over: a backup takes less."""
 LATEST = 253_402_300_800.0
 """End of the year 9999, in seconds since the epoch: no backup is of a later time."""
 

@@ -45,7 +45,7 @@ class Made:
     cluster: ClusterApi | None = None
     """The cluster whose resources ask for its jobs; None: only REST does."""
     logs: WorkerLogs | None = None
-    """Logs of its workers; None: they are files of this machine, or nobody has them."""
+    """Logs of its workers; None: they are files of this machine, or there are none."""
 
 
 def _no_faults(_: str, __: object) -> Iterator[str]:

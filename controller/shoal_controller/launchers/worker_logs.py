@@ -53,7 +53,7 @@ class WorkerLogs(Protocol):
 
     async def read(self, job: str, worker: WorkerView, count: int) -> LogTail:
         """Return the last `count` bytes, 1 to 65,536, of a worker's log. Raises `NotFound`, and `PeerError` where
-        nobody answers that has it.
+        the machine or cluster that has it does not answer.
         """
 
     async def stream(self, job: str, worker: WorkerView, is_over: IsOver | None) -> AsyncGenerator[bytes]:

@@ -217,7 +217,7 @@ def _new_workers(before: JobView, after: JobView) -> list[WorkerId]:
 
 
 def _in_its_place(before: JobView, after: JobView, stays: Sequence[WorkerId]) -> str:
-    """Who is started for a worker that goes; where nobody is, what of those who stay will idle."""
+    """The worker that is started in place of one that goes; without one, how much of the others will idle."""
     world = before.world
     assert world is not None
     coordinates = _coordinates(world)

@@ -50,8 +50,8 @@ def pair(
 
 
 def _those_with(survivors: Iterable[Sequence[int]], groups: Iterable[Cell]) -> Iterator[list[int]]:
-    """Of each cell that was the group with all who are left of it, by its oldest; nothing where there is none. Of two
-    cells the first one gets it.
+    """For each former cell, the group that has all of its survivors, found by the oldest; nothing where there is none.
+    Of two cells the first one gets the group.
     """
     group_of = {worker: group for group in groups for worker in group}
     given = {Cell()}

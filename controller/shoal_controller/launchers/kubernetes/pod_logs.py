@@ -23,7 +23,7 @@ LINES = (1000, 60)
 fewer are asked for, of which each has at most 16 KiB.
 """
 WHOLE_BYTES = 64 << 20
-"""Most bytes of a log that is not followed; a kubelet keeps 10 MiB where nobody says otherwise."""
+"""Most bytes of a log that is not followed; a kubelet keeps 10 MiB by default."""
 ANSWER_SECONDS = 10.0
 """How long the end of a log may take."""
 

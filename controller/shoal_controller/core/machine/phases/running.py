@@ -192,8 +192,8 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
 
 
 def _lacks_parameters(turn: Turn, world: Plan) -> WorkerId:
-    """A member that cannot train in a world in which nobody does; empty where there is none. Where all cells were taken
-    apart, say by a drain, nothing hands parameters out to those who have come.
+    """A member that cannot train in a world without trainers; empty where there is none. Where all cells were taken
+    apart, say by a drain, no step runs that would hand parameters out to joiners.
     """
     if world.trainers or turn.durable.planned or not planner_questions.steps_run(turn, sorted(world.workers)):
         return ""
