@@ -29,6 +29,8 @@
 #   make mutants    break every rule of docs/rules.md in a copy, and report what no test notices; ARGS="--part 1/8"
 #   make bench      measure for half an hour on a quiet machine, and write the tables of benchmarks/README.md; ARGS="--only
 #                   memory" prints some
+#   make goodput    compare Shoal, torchrun with DCP and torchft (installed beside) on traces of spot machines, 25 minutes on a quiet
+#                   machine; ARGS="--rounds 3" takes three rounds, FOLDER=… keeps figures (JSON) and a picture
 #   make protos     regenerate the code of protos/shoal_protos/session.proto
 #   make formats    list what the formats of the wire, store and checkpoints are, in tests/unit/frozen/formats; RELEASE=0.1.0 notes that
 #                   a release has them
@@ -55,7 +57,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit optimizers quickstart images versions test-gpu same-as mutants bench protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit optimizers quickstart images versions test-gpu same-as mutants bench goodput protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -233,6 +235,14 @@ mutants: $(MODELS)
 
 bench: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py $(ARGS)
+
+# torchft's telemetry wants another protobuf than the environment's: only torchft's processes see that folder. What cannot be installed
+# leaves a line in place of its row.
+PEERS = $(VENV)/peers
+goodput: $(READY)
+	@[ -d $(PEERS)/torchft ] || { $(BIN)/pip install --quiet --target $(PEERS) "opentelemetry-exporter-otlp-proto-http>=1.39,<2" \
+		&& $(BIN)/pip install --quiet --target $(PEERS) --no-deps "torchft>=0.2,<0.3"; } || true
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/goodput.py $(if $(FOLDER),--json $(FOLDER)/goodput.json --picture $(FOLDER)/goodput.png) $(ARGS)
 
 protos: $(READY)
 	$(BIN)/python protos/generate.py

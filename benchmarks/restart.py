@@ -33,6 +33,12 @@ INTO_THE_STEP = 0.1
 PATIENCE_SECONDS = 120.0
 """For the first world's steps, and for the restart: several times what they take beside nothing else."""
 ATTEMPTS = 2
+AGENT_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+    # with torch 2.13 a restarted world otherwise finds the old one's addresses in the agents' store, and hangs
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 STORE = """
 import sys, threading
 from datetime import timedelta
@@ -152,17 +158,23 @@ def _kill(agent: subprocess.Popen[bytes]) -> None:
 
 def _agent(size: str, folder: Path, port: int, workers: int, number: int) -> subprocess.Popen[bytes]:
     """One node of one process."""
-    tuned = "is_host=false,join_timeout=60,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{workers - 1}:{workers}", "--nproc-per-node", "1",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "bench", "--rdzv-conf", tuned,
-        "--max-restarts", "100", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1", "--log-dir", str(folder),
-        str(Path(__file__).resolve()), size, str(folder),
-    ]  # fmt: skip
+    script = [str(Path(__file__).resolve()), size, str(folder)]
+    command = agent_command(f"{workers - 1}:{workers}", port, folder, script)
     with (folder / f"agent{number}.log").open("wb") as log:
-        # with torch 2.13 a restarted world otherwise finds the old one's addresses in the agents' store, and hangs
-        own = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **own})
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **AGENT_ENVIRONMENT})
+
+
+def agent_command(nodes: str, port: int, logs: Path, script: list[str], last_call: int = 3) -> list[str]:
+    """torchrun on a node of one process, tuned for speed. `last_call`: how long it waits for more nodes, seconds."""
+    tuned = (
+        f"is_host=false,join_timeout=60,last_call_timeout={last_call},keep_alive_interval=1,keep_alive_max_attempt=3"
+    )
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "bench", "--rdzv-conf", tuned,
+        "--max-restarts", "1000", "--monitor-interval", "0.1", "--local-addr", "127.0.0.1", "--log-dir", str(logs),
+        *script,
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
