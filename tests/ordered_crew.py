@@ -90,7 +90,8 @@ class OrderedCrew(Crew):
     def __init__(self, names: str, task: Task) -> None:
         self.groups: list[OrderedGroup] = []
         self.asked: dict[str, Counter[int]] = defaultdict(Counter)
-        self._carrying: dict[Wire, Wire] = {}
+        self.carrying: dict[Wire, Wire] = {}
+        """By the wire of a group over the host, the one of its bulk."""
         self.trust: dict[str, Trust] = defaultdict(Trust)
         super().__init__(names, task)
         self.group_on = self._ordered_on
@@ -108,7 +109,7 @@ class OrderedCrew(Crew):
                     asked[worker.engine.context.state.step + 1] += 1
                 return super()._post(kind, way)
 
-        host, carrying = Counting(wire, rank, wait), self._carrying.setdefault(wire, Wire(wire.size, self.changed))
+        host, carrying = Counting(wire, rank, wait), self.carrying.setdefault(wire, Wire(wire.size, self.changed))
         by_wire = MemoryWire(MemoryGroup(carrying, rank, self._let_go))
         staged = StagedGroup(host, device)
         self.groups.append(OrderedGroup(staged, host, by_wire, device, BULK, self.trust[worker.name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -53,6 +54,22 @@ def test_a_steady_step_says_nothing_over_the_host(names: str, more: dict[str, An
         for asked in crew.asked.values():
             assert asked[KNOWN_FROM - 1]
             assert not any(asked[step] for step in range(KNOWN_FROM, 9))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_that_asks_says_no_more_over_the_host_than_one_message_for_each_that_is_carried(stage: int) -> None:
+    """Of a member: what it has posted, at most each by itself, and the units that it lacks. Of rank 0: what the others
+    carry, at most each by itself.
+    """
+    task = late({"stage": stage, "lanes": 4, "max_steps": KNOWN_FROM - 1}, model=lambda: Adapted(0.1, True))
+    with OrderedCrew("abc", task) as crew:
+        assert crew.finish() == right(task)
+        asked = [crew.asked[name].total() for name in "abc"]
+        (wire,) = crew.carrying.values()
+        posts = Counter(way[0] if kind == "send" else way[1] for kind, way in wire.posts)
+        units = posts if stage == 3 else Counter[int]()
+    assert all(0 < asked[rank] <= posts[rank] + units[rank] for rank in (1, 2)), (asked, posts)
+    assert 0 < asked[0] <= posts[1] + posts[2] + units[0], (asked, posts)
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,41 @@ def test_a_group_of_one_and_groups_of_the_host_are_what_they_were() -> None:
     assert isinstance(build(GroupSpec(1, 0, ("127.0.0.1:1",), 0), Cancellation()), SoloGroup)
 
 
+def test_some_members_of_a_world_have_a_group_and_an_order_of_their_own_for_another_purpose() -> None:
+    """Two cells of two in a world of four, all of one generation and with the same servers."""
+    servers = [RendezvousServer("127.0.0.1") for _ in range(4)]
+    addresses = tuple(server.address for server in servers)
+
+    def member(groups: Sequence[Group]) -> None:
+        world, other = groups
+        cell, rank = divmod(world.rank, 2)
+
+        def connect(*_: object) -> GlooWire:
+            return GlooWire(build_gloo(GroupSpec(7, rank, mine, builder=0, purpose="wire"), Cancellation()))
+
+        mine = addresses[2 * cell : 2 * cell + 2]
+        build = groups_of(build_gloo, LateDevice(), BULK, lambda _: bytes([world.rank + 1]), connect)
+        group = build(GroupSpec(7, rank, mine, builder=0, purpose="cell"), Cancellation())
+        assert isinstance(group, OrderedGroup) and (group.rank, group.size) == (rank, 2)
+        try:
+            for number in range(3):
+                sent = group.send(torch.full((9,), float(cell + number)), 1 - rank, tag=1)
+                group.receive(came := torch.zeros(9), 1 - rank, tag=1).wait()
+                sent.wait()
+                assert came.eq(cell + number).all()
+            other.all_gather(torch.zeros(1, dtype=torch.uint8))
+        finally:
+            group.abort()
+            group.close()
+        world.all_gather(torch.zeros(1, dtype=torch.uint8))  # it ends with its cell's no more than with another's
+
+    try:
+        over_gloos(4, 2, member)
+    finally:
+        for server in servers:
+            server.close()
+
+
 def test_members_that_cannot_connect_their_devices_have_no_group() -> None:
     server = [RendezvousServer("127.0.0.1") for _ in range(2)]
     addresses = tuple(one.address for one in server)

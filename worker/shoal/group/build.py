@@ -31,7 +31,7 @@ WORLD = "g"
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One process's view of the building of one group."""
+    """One process's view of the building of one group: of all members of a generation, or of some, such as a cell."""
 
     generation: int
     rank: int
