@@ -125,9 +125,8 @@ class FakeCluster(ApiFaults):
         body = self.thinned(request.path, self._parsed(await request.read()))
         if request.method == "GET" and not name:
             return await self._listed(request, path)
-        strict = path == RESOURCES and request.query.get("fieldValidation") == "Strict"
-        if strict and self.resources is not None and (unknown := self.resources.unknown(body)):
-            raise Refused(400, "BadRequest", f'strict decoding error: unknown field "{unknown[0]}"')
+        if path == RESOURCES:
+            self._refuse_unknown(request, body)
         if request.method == "POST":
             return answer(201, self._create(path, body))
         item = self.objects[path].get(name)
@@ -141,6 +140,11 @@ class FakeCluster(ApiFaults):
         if request.method == "PATCH":
             item = self._patch(path, item, body, sub)
         return answer(200, self.resources.scale_of(item) if sub == "scale" and self.resources else item)
+
+    def _refuse_unknown(self, request: web.Request, item: Json) -> None:
+        strict = request.query.get("fieldValidation") == "Strict"
+        if strict and self.resources is not None and (unknown := self.resources.unknown(item)):
+            raise Refused(400, "BadRequest", f'strict decoding error: unknown field "{unknown[0]}"')
 
     def _parsed(self, body: bytes) -> Json:
         return dict(json.loads(body or b"{}"))

@@ -22,7 +22,7 @@ from shoal_controller.launchers.kubernetes.pod_launcher import KubernetesLaunche
 from shoal_controller.launchers.kubernetes.section import ClusterOptions, PodOptions
 
 TOKENS = WorkerTokens("sesame")
-SECTION = {"image": "registry/train:1", "grace_seconds": 60}
+SECTION = {"image": "registry/train:1", "graceSeconds": 60}
 SPEC = JobSpec(
     "demo", wanted=2, launcher="kubernetes", command=("python", "train.py"), env={"A": "1"}, run="a1b2c3d4",
     kubernetes=json.dumps(SECTION),

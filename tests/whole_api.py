@@ -15,6 +15,7 @@ from admission_policies import Request, warnings_of
 from aiohttp import web
 from api_faults import Refused
 from api_server import PODS, RESOURCES, FakeCluster, Json, is_selected, merge
+from applied_fields import AppliedFields
 from cluster_choice import NAMESPACE
 from custom_resources import CustomResources
 from custom_resources import at as value_at
@@ -76,6 +77,8 @@ class WholeCluster(FakeCluster):
         self.resources = None
         self.run_in_pod: Callable[[list[str]], Awaitable[tuple[int, bytes]]] | None = None
         """What becomes of a command in a pod: its exit status and what it prints."""
+        self._fields: dict[str, AppliedFields] = {}
+        """Of ElasticJobs, by uid."""
 
     def _serve(self, version: str, kinds: dict[str, str], within: str) -> None:
         for plural, kind in kinds.items():
@@ -97,12 +100,12 @@ class WholeCluster(FakeCluster):
             raise Refused(422, "Invalid", "sendInitialEvents is forbidden: this server has no such watches")
         if request.path == CORE_EVENTS and request.method == "GET":
             return web.json_response(self._core_events(request))
-        before = (deepcopy(self.objects), list(self.history), self.resources)
+        before = (deepcopy(self.objects), list(self.history), self.resources, dict(self._fields))
         try:
             return await self._one(request)
         finally:
             if "dryRun" in request.query:
-                self.objects, self.history, self.resources = before
+                self.objects, self.history, self.resources, self._fields = before
 
     async def _one(self, request: web.Request) -> web.StreamResponse:
         if not any(request.path == known or request.path.startswith(f"{known}/") for known in self.objects):
@@ -114,10 +117,15 @@ class WholeCluster(FakeCluster):
             return web.json_response(self._table(request, name))
         warnings = list(self._warnings(path, name)) if request.method == "DELETE" else []
         applied = request.content_type == "application/apply-patch+yaml"
-        if request.method == "PUT" or (applied and name not in self.objects[path]):
-            answer: web.StreamResponse = self._put(path, name, self._parsed(await request.read()))
+        known = self.objects[path].get(name)
+        if applied and path == RESOURCES:
+            answer: web.StreamResponse = await self._applied(request, name)
+        elif request.method == "PUT" or (applied and known is None):
+            answer = self._put(path, name, self._parsed(await request.read()))
         else:
             answer = await super()._answered(request)
+        if path == RESOURCES and request.method in ("POST", "PUT", "PATCH") and not applied:
+            self._note_fields(request, known or {})
         if path == DEFINITIONS and request.method != "GET":
             crd = next(iter(self.objects[DEFINITIONS].values()), None)
             self.resources = CustomResources(crd) if crd else None
@@ -127,6 +135,24 @@ class WholeCluster(FakeCluster):
         for sentence in warnings:
             answer.headers.add("Warning", f'299 - "{sentence}"')
         return answer
+
+    async def _applied(self, request: web.Request, name: str) -> web.Response:
+        """An ElasticJob as its appliers want it."""
+        manifest, known = self._parsed(await request.read()), self.objects[RESOURCES].get(name)
+        self._refuse_unknown(request, manifest)
+        fields = deepcopy(self._fields[known["metadata"]["uid"]]) if known else AppliedFields()
+        force = request.query.get("force") == "true"
+        patch = fields.applied(request.query["fieldManager"], manifest, known or {}, force)
+        made = self._patch(RESOURCES, known, patch, "") if known else self._create(RESOURCES, manifest)
+        self._fields[made["metadata"]["uid"]] = fields
+        return web.json_response(made, status=200 if known else 201)
+
+    def _note_fields(self, request: web.Request, known: Json) -> None:
+        """What a write that was taken has made its writer's."""
+        name = self._place(request.path)[1] or next(reversed(self.objects[RESOURCES]))
+        if (item := self.objects[RESOURCES].get(name)) is not None:
+            fields = self._fields.setdefault(item["metadata"]["uid"], AppliedFields())
+            fields.written(request.query.get("fieldManager", ""), known, item)
 
     def _warnings(self, path: str, name: str) -> Iterator[str]:
         group = path.split("/")[2] if path.startswith("/apis/") else ""

@@ -74,8 +74,8 @@ class Settings(BaseSettings):
     """Addresses `HOST:PORT` at which pods reach the controllers, separated by commas. Default: those that controllers
     tell each other."""
     kubernetes_defaults: str = ""
-    """Defaults of the section `kubernetes` of jobs, as JSON: `image`, `image_pull_secrets`, `node_selector`,
-    `tolerations`, `volumes`, `volume_mounts` and `checkpoint_root`. Default: none."""
+    """Defaults of the section `kubernetes` of jobs, as JSON: `image`, `imagePullSecrets`, `nodeSelector`,
+    `tolerations`, `volumes`, `volumeMounts` and `checkpointRoot`. Default: none."""
     kubernetes_nodes: bool = True
     """Whether launcher `kubernetes` reads nodes. Without it no taint, cordon or lost node is seen. Default: true."""
     kubernetes_taints: str = ""

@@ -167,8 +167,8 @@ class Defaults(Values):
 
     image: Annotated[str, Field(max_length=1000)] = ""
     """Image of the workers of jobs that name none."""
-    imagePullSecrets: list[Name] = []
-    """Secrets that it is pulled with."""
+    imagePullSecrets: list[PullSecret] = []
+    """Secrets that it is pulled with: names, or `{name: NAME}`."""
     nodeSelector: Texts = {}
     """Labels that a worker's node must have."""
     tolerations: list[Free] = []

@@ -19,6 +19,7 @@ from shoal_controller.api.models import CellBody, JobBody, WorkersBody
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.observe.metrics import Metrics, Sources
 from shoal_controller.settings import Settings
+from shoal_protos.validation import keys_of
 
 PAGE = Path(__file__).resolve().parents[1] / "controller.md"
 
@@ -57,7 +58,9 @@ Requests that a browser sends for a page of another site are refused.
 JOB = """\
 ## A job's specification
 
-These are the keys of the body of `POST /v1/jobs`, and of the YAML or JSON file that `shoal submit` reads.
+These are the keys of the body of `POST /v1/jobs`, and of the YAML or JSON file that `shoal submit` reads. An
+[ElasticJob](elastic_jobs.md) has them as Kubernetes writes keys: `maxRestarts` for `max_restarts`. The section
+`kubernetes` has that spelling everywhere.
 """
 METRICS = """\
 ## Metrics
@@ -86,7 +89,7 @@ def job() -> Iterator[str]:
 
 def fields(model: type[BaseModel], above: str) -> Iterator[str]:
     """A model's keys, dotted, those of the models within it too."""
-    for name, field in model.model_fields.items():
+    for name, field in keys_of(model).items():
         if field.annotation is WorkersBody:
             yield from fields(WorkersBody, f"{above}{name}.")
         elif field.annotation == CellBody | None:

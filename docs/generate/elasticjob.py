@@ -1,8 +1,10 @@
 """Writes the custom resource elasticjobs.shoal.dev: `python docs/generate/elasticjob.py` (`make docs`).
 
-Its `spec` has the keys of a job's specification (`JobBody`) but for the name, which is the resource's, with their
-limits. Rules that say more are CEL, each with its sentence. The API server refuses rules that could become expensive,
-so every text, list and map has a greatest length.
+Its `spec` has the keys of a job's specification but for the name, which is the resource's, as Kubernetes writes them
+(`ResourceBody`), with their limits. Rules that say more are CEL, each with its sentence. The API server refuses rules
+that could become expensive, so every text, list and map has a greatest length. What the schema has not an API server
+drops before any rule sees it, so a key as REST and training configs write it, `max_restarts`, is in the schema, too,
+with a rule that refuses it by the right name.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from shoal_controller.api.models import JobBody
+from pydantic.alias_generators import to_snake
+from shoal_controller.elastic_jobs.resource_forms import ResourceBody
 from shoal_controller.launchers.kubernetes.resource_kind import FULL_NAME, GROUP, KIND, PLURAL, VERSION
 from shoal_protos.shape import DIMENSIONS
 
@@ -55,10 +58,10 @@ WORKERS_RULES = [
     ),
 ]
 IN_A_CELL = f"(has(self.cell) ? {' * '.join(f'self.cell.{dimension}' for dimension in DIMENSIONS)} : 1)"
-IN_A_POD = "(has(self.kubernetes.processes_per_pod) ? self.kubernetes.processes_per_pod : 1)"
+IN_A_POD = "(has(self.kubernetes.processesPerPod) ? self.kubernetes.processesPerPod : 1)"
 WHOLES = {
     IN_A_CELL: "the processes of a cell (spec.cell)",
-    IN_A_POD: "the processes of a pod (spec.kubernetes.processes_per_pod)",
+    IN_A_POD: "the processes of a pod (spec.kubernetes.processesPerPod)",
 }
 SPEC_RULES = [
     rule(
@@ -163,8 +166,12 @@ def whole() -> Schema:
 
 
 def spec() -> Schema:
-    body = JobBody.model_json_schema()
+    body = ResourceBody.model_json_schema()
     fields = {name: structural(field, body["$defs"]) for name, field in body["properties"].items() if name != "job"}
+    section = fields["kubernetes"]["properties"]
+    fields |= refused_spellings(fields, "spec")
+    section |= refused_spellings(section, "spec.kubernetes")
+    section["imagePullSecrets"]["items"] = {"x-kubernetes-preserve-unknown-fields": True}  # a name, or {name: NAME}
     fields["launcher"] |= {"enum": ["kubernetes"], "default": "kubernetes"}
     fields["launcher"]["description"] = "Launcher that starts the workers: always `kubernetes`."
     fields["command"] |= {"minItems": 1}
@@ -188,6 +195,16 @@ def spec() -> Schema:
         "properties": fields,
         "x-kubernetes-validations": SPEC_RULES,
     }
+
+
+def refused_spellings(fields: Schema, place: str) -> Schema:
+    """Fields as Python writes them, each with the rule that names the right one."""
+    found: Schema = {}
+    for name, field in fields.items():
+        if (spelling := to_snake(name)) != name:
+            refusal = rule("false", f"{place}.{spelling}: write {name}")
+            found[spelling] = {**field, "description": f"Write `{name}`.", "x-kubernetes-validations": [refusal]}
+    return found
 
 
 def structural(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> Schema:

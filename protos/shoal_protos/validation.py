@@ -121,7 +121,7 @@ def sentence(fault: Fault, whole: str, model: type[BaseModel] | None = None, sec
     if kind == "extra_forbidden":
         place, guess = _guess(fault, model, section)
         _, _, holder = find(location[:-1], model, section)
-        name, known = str(location[-1]), [*holder.model_fields] if holder else []
+        name, known = str(location[-1]), [*keys_of(holder)]
         given = shown(fault["input"])
         if holder and any(map(_is_unshown, holder.model_fields.values())) and not _is_plain(fault["input"]):
             given = kind_of(fault["input"])
@@ -184,7 +184,7 @@ def find(
         if isinstance(part, int):
             key += f"[{part}]"
             continue
-        field = model.model_fields.get(part) if model else None
+        field = keys_of(model).get(part)
         model = model_in(field)
         if field is not None or part.isidentifier():
             key = _key(key, part)
@@ -199,6 +199,11 @@ def model_in(field: FieldInfo | None) -> type[BaseModel] | None:
     return None
 
 
+def keys_of(model: type[BaseModel] | None) -> dict[str, FieldInfo]:
+    """The fields of a model by their keys in a document, which may be written otherwise than their names in Python."""
+    return {field.alias or name: field for name, field in model.model_fields.items()} if model else {}
+
+
 def allowed_in(field: FieldInfo | None) -> str:
     """How the sentence "expected …" ends for a field that has an `Allowed`; else empty."""
     return next((mark.text for mark in field.metadata if isinstance(mark, Allowed)), "") if field else ""
@@ -207,7 +212,7 @@ def allowed_in(field: FieldInfo | None) -> str:
 def _guess(fault: Fault, model: type[BaseModel] | None, section: str = "") -> tuple[str, str | None]:
     """Of an unknown key: the section that it stands in, and the whole key that was probably meant."""
     place, _, holder = find(fault["loc"][:-1], model, section)
-    near = difflib.get_close_matches(str(fault["loc"][-1]), [*holder.model_fields] if holder else [], 1)
+    near = difflib.get_close_matches(str(fault["loc"][-1]), [*keys_of(holder)], 1)
     return place, _key(place, near[0]) if near else None
 
 
@@ -287,7 +292,7 @@ def _may_be_secret(location: Iterable[str | int], model: type[BaseModel] | None)
     """Whether a place is within a field that is not shown, or is the whole of a model that has one."""
     field: FieldInfo | None = None
     for part in location:
-        field = model.model_fields.get(str(part)) if model else None
+        field = keys_of(model).get(str(part))
         if field is not None and _is_unshown(field):
             return True
         model = model_in(field)

@@ -29,7 +29,7 @@ from shoal_controller.launchers.kubernetes.resource_kind import FINALIZER
 from shoal_controller.launchers.kubernetes.section import PodOptions
 from shoal_protos.plan import Member, Plan, Reason
 
-SECTION: Json = {"image": "train:1", "node_selector": {"shoal.dev/nowhere": "yes"}, "grace_seconds": 10}
+SECTION: Json = {"image": "train:1", "nodeSelector": {"shoal.dev/nowhere": "yes"}, "graceSeconds": 10}
 ITEM: Json = {
     "apiVersion": "shoal.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "demo"},
     "spec": {"command": ["python"], "lanes": 8, "workers": {"min": 2, "max": 8}, "kubernetes": SECTION},
@@ -37,7 +37,7 @@ ITEM: Json = {
 JOB = JobSpec("demo", 1, launcher="kubernetes", command=("python",), run="a1b2", kubernetes=json.dumps(SECTION))
 POD: Json = {
     "apiVersion": "v1", "kind": "Pod",
-    "spec": {"nodeSelector": SECTION["node_selector"], "containers": [{"name": "a", "image": "train:1"}]},
+    "spec": {"nodeSelector": SECTION["nodeSelector"], "containers": [{"name": "a", "image": "train:1"}]},
 }  # fmt: skip
 QUOTA: Json = {
     "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}},
@@ -71,6 +71,31 @@ async def test_a_cluster_takes_the_definition_and_refuses_what_cannot_be_in_the_
             assert sentence in await one.refused("apply --filename -", json.dumps(wrong))
         wrong = {**ITEM, "metadata": {"name": "a" * 53}}
         assert "at most 52 characters" in await one.refused("apply --filename -", json.dumps(wrong))
+
+
+@pytest.mark.timeout(300)
+@asynchronous
+async def test_server_side_apply_leaves_others_fields_drops_its_own_and_prunes_no_key_of_a_job(tmp_path: Path) -> None:
+    apply = "apply --server-side --field-manager git --filename -"
+    async with defined(tmp_path) as one:
+        first = {**ITEM, "spec": {**ITEM["spec"], "maxRestarts": 7, "stallSeconds": 60}}
+        await one.kubectl(apply, json.dumps(first))
+        await one.kubectl("scale ej/demo --replicas 8")
+        await one.kubectl(apply, json.dumps({**ITEM, "spec": {**ITEM["spec"], "maxRestarts": 9}}))
+        spec = (await one.shows("ej/demo"))["spec"]
+        assert (spec["workers"]["wanted"], spec["maxRestarts"]) == (8, 9) and "stallSeconds" not in spec
+        assert spec["kubernetes"] == SECTION, "nothing of a section is pruned"
+        sized = {**ITEM, "spec": {**ITEM["spec"], "workers": {"wanted": 4, "min": 2, "max": 8}}}
+        assert ".spec.workers.wanted" in await one.refused(apply, json.dumps(sized)), "the size is of who scaled last"
+        await one.kubectl(f"{apply} --force-conflicts", json.dumps(sized))
+        assert (await one.shows("ej/demo"))["spec"]["workers"]["wanted"] == 4
+        for spelling, right in (("max_restarts", "maxRestarts"), ("stall_seconds", "stallSeconds")):
+            old = {**ITEM, "spec": {**ITEM["spec"], spelling: 5}}
+            assert f"spec.{spelling}: write {right}" in await one.refused(f"{apply} --validate=false", json.dumps(old))
+        unknown = {**ITEM, "spec": {**ITEM["spec"], "lane": 8}}
+        await one.kubectl(f"{apply} --validate=false --force-conflicts", json.dumps(unknown))
+        assert "lane" not in (await one.shows("ej/demo"))["spec"], "what the definition has not an API server drops"
+        await one.kubectl("delete ej/demo")
 
 
 @pytest.mark.timeout(300)

@@ -16,8 +16,11 @@ import yaml
 from charts.desk import page_manifest
 from charts.rendering import CHART, ROOT, Json
 from charts.tools import generator
-from custom_resources import definition, refusals, with_defaults
+from custom_resources import definition, pruned, refusals, with_defaults
+from pydantic.alias_generators import to_camel
 from shoal_controller.api.models import JobBody
+from shoal_controller.elastic_jobs.resource_forms import job_spec_of
+from shoal_controller.launchers.kubernetes.job_defaults import section_of
 
 RESOURCE: Json = definition()
 (VERSION,) = RESOURCE["spec"]["versions"]
@@ -28,10 +31,10 @@ SPEC |= {"kubernetes": {"image": "trainer:1", "resources": {"limits": {"nvidia.c
 PER_LANE = "spec.lanes, times the processes of a cell: every worker or cell trains at least one lane"
 OF_A_CELL, OF_A_POD = (
     "the processes of a cell (spec.cell)",
-    "the processes of a pod (spec.kubernetes.processes_per_pod)",
+    "the processes of a pod (spec.kubernetes.processesPerPod)",
 )
 PAIRS: Json = {"cell": {"tensor": 2}}
-PODS: Json = {"kubernetes": {"image": "trainer:1", "processes_per_pod": 4}}
+PODS: Json = {"kubernetes": {"image": "trainer:1", "processesPerPod": 4}}
 IMMUTABLE = "cannot be changed; delete the resource and create it anew"
 WRONG_NAMES = ["Job", "a.b", "a_b", "-a", "a-", "", "a" * 53]
 RIGHT_NAMES = ["a", "0", "a-b", "a" * 52]
@@ -85,7 +88,33 @@ def test_the_file_is_current() -> None:
 
 
 def test_its_specification_is_that_of_a_job_without_the_name() -> None:
-    assert set(SCHEMA["properties"]["spec"]["properties"]) == set(JobBody.model_fields) - {"job"}
+    right = {to_camel(name) for name in JobBody.model_fields} - {"job"}
+    fields = SCHEMA["properties"]["spec"]["properties"]
+    assert set(fields) == right | set(JobBody.model_fields) - {"job"}
+    assert {name for name in fields if "_" not in name} == right
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"max_restarts": 3}, "spec.max_restarts: write maxRestarts"),
+        ({"kubernetes": {"node_selector": {"pool": "gpus"}}}, "spec.kubernetes.node_selector: write nodeSelector"),
+        ({"kubernetes": {"volume_mounts": [{"name": "a"}]}}, "spec.kubernetes.volume_mounts: write volumeMounts"),
+        ({"kubernetes": {"fs_group": 7}}, "spec.kubernetes.fs_group: write fsGroup"),
+    ],
+)
+def test_a_key_as_python_writes_it_is_refused_with_the_right_one(wrong: Json, sentence: str) -> None:
+    """● An API server drops an unknown key without a word, unless it is asked to be strict."""
+    assert list(refusals(SCHEMA, resource(**wrong))) == [sentence]
+    assert wrong.items() <= pruned(SCHEMA, resource(**wrong))["spec"].items(), "pruned before the rule sees it"
+
+
+def test_secrets_of_images_are_named_as_a_pod_names_them() -> None:
+    named = resource(kubernetes={"image": "a", "imagePullSecrets": [{"name": "regcred"}, "other"]})
+    jsonschema.Draft4Validator(SCHEMA).validate(named)
+    assert list(refusals(SCHEMA, named)) == [] and pruned(SCHEMA, named)["spec"] == named["spec"]
+    item = {**named, "metadata": {"name": "job", "uid": "u"}}
+    assert section_of(job_spec_of(item)).image_pull_secrets == ["regcred", "other"]
 
 
 def test_a_right_resource_breaks_no_rule() -> None:

@@ -20,6 +20,7 @@ from api_server import RESOURCES
 from faults.hosts import Hosts, Loopback
 from integration.cluster import TRAIN, Cluster, ended, fork, until
 from pod_cluster import PodCluster, pod_cluster
+from pydantic.alias_generators import to_camel
 
 OPTIONS: dict[str, Any] = {"max_steps": 30}
 LOOPBACK = Loopback()
@@ -51,7 +52,7 @@ class JobOfResource(JobOfPods):
     """A job that is made from an ElasticJob, which `kubectl` is told of."""
 
     def _submit(self) -> None:
-        spec = {key: value for key, value in self.spec.items() if key not in ("job", "launcher")}
+        spec = {to_camel(key): value for key, value in self.spec.items() if key not in ("job", "launcher")}
         item = {"apiVersion": "shoal.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": self.job_name}}
         self.kubectl("POST", "", {**item, "spec": spec})
         until("the resource to be a job", lambda: self._rest.get(f"/jobs/{self.job_name}").is_success)
@@ -127,7 +128,7 @@ def launched(
         return ForkedPod(fork_on(hosts, host, call, given, env, folder / f"{name}.log"))
 
     options = {**OPTIONS, "pace": 0.02, **more, "until": str(folder / "go")}
-    section = {"image": "registry/train:1", "grace_seconds": 30}
+    section = {"image": "registry/train:1", "graceSeconds": 30}
     spec = {"launcher": "kubernetes", "command": [TRAIN, json.dumps(options)], "kubernetes": section}
     names = [f"n{number}" for number in range(nodes)]
     with pod_cluster(folder, start, *names) as pods:

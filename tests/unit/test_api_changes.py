@@ -250,7 +250,7 @@ POD = {
     "kubernetes": {
         "image": "i",
         "env": [{"name": "B", "value": "s3cret"}, {"name": "C", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}],
-        "pod_template": {"spec": {"initContainers": [{"name": "i", "env": [{"name": "D", "value": "s3cret"}]}]}},
+        "podTemplate": {"spec": {"initContainers": [{"name": "i", "env": [{"name": "D", "value": "s3cret"}]}]}},
     },
 }  # fmt: skip
 

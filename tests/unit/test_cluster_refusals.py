@@ -81,7 +81,7 @@ def failed_by(wait: Waiting) -> Driver:
         (
             without_image,
             'ImagePullBackOff: Back-off pulling image "registry/train:1"; '
-            "check `kubernetes.image` and `kubernetes.image_pull_secrets`",
+            "check `kubernetes.image` and `kubernetes.imagePullSecrets`",
         ),
         (against_a_policy, f"the cluster refuses the pod of job demo: {POLICY}"),
         (without_namespace, f'namespace {NAMESPACE} cannot be used: namespaces "{NAMESPACE}" not found'),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from machine_driver import training
 from rule import holds
 from shoal_controller.core.machine.figures import Figures, series_key
-from shoal_controller.core.machine.spec import JobView, Phase
+from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.elastic_jobs.owned_job import (
     END_SECONDS,
     FAILED_SAVES,
@@ -20,8 +20,16 @@ from shoal_controller.elastic_jobs.owned_job import (
     DeletionStep,
     next_step,
 )
-from shoal_controller.elastic_jobs.resource_forms import columns, patch_between, span, tells_news
+from shoal_controller.elastic_jobs.resource_forms import (
+    changed_keys,
+    columns,
+    job_spec_of,
+    patch_between,
+    span,
+    tells_news,
+)
 from shoal_controller.elastic_jobs.resource_writer import ClusterEvent, EventBursts
+from shoal_protos.errors import UserError
 
 # ---- events
 
@@ -52,6 +60,32 @@ def test_one_kind_does_not_wait_for_another_and_after_a_pause_the_first_goes_out
     assert bursts.put(saved, 0.1) == saved
     assert bursts.take_due(11.0) == []
     assert bursts.put(lost(3), 12.0) == lost(3)
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"max_restarts": 1}, "`max_restarts` is an unknown key .*did you mean `maxRestarts`"),
+        ({"heartbeatSeconds": 0}, "`heartbeatSeconds` is 0; expected 0.01 or more"),
+        ({"kubernetes": {"node_selector": {}}}, "did you mean `kubernetes.nodeSelector`"),
+        ({"kubernetes": {"graceSeconds": 5}}, "`kubernetes.graceSeconds` is 5; expected 10 or more"),
+    ],
+)
+def test_what_an_older_definition_lets_through_is_refused_by_the_resources_own_keys(spec: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        job_spec_of({"metadata": {"name": "a", "uid": "u"}, "spec": {"command": ["x"], **spec}})
+
+
+def test_a_changed_key_is_named_as_the_resource_writes_it() -> None:
+    def asked(**spec: Any) -> JobSpec:
+        return job_spec_of({"metadata": {"name": "a", "uid": "u"}, "spec": {"command": ["x"], **spec}})
+
+    section = {"image": "a", "shmSize": "1Gi"}
+    before, after = asked(kubernetes={"image": "a"}), asked(maxRestarts=9, kubernetes=section)
+    assert changed_keys(before, after) == ["maxRestarts", "kubernetes.shmSize"]
 
 
 # ---- columns

@@ -182,14 +182,14 @@ async def test_another_controller_adopts_the_job_and_a_resource_that_went_meanwh
 @asynchronous
 async def test_the_claims_of_a_resource_are_its_jobs_and_a_wrong_one_is_one_sentence(tmp_path: Path) -> None:
     claim = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
-    section = {"image": "train:1", "resources": {"limits": {"nvidia.com/gpu": 1}}, "resource_claims": [claim]}
+    section = {"image": "train:1", "resources": {"limits": {"nvidia.com/gpu": 1}}, "resourceClaims": [claim]}
     async with place(tmp_path) as one, one.term():
         assert (await one.apply(kubernetes=section)).status_code == 201
         await one.until(lambda: one.has_job(), "the job")
         assert json.loads(one.shell.spec("train").kubernetes) == section
-        await one.apply("odd", kubernetes={"image": "a", "resource_claims": [{"name": "gpu"}]})
+        await one.apply("odd", kubernetes={"image": "a", "resourceClaims": [{"name": "gpu"}]})
         await one.until(lambda: one.condition("Accepted", "odd").get("reason") == "Refused", "the refusal")
-        assert "`kubernetes.resource_claims[0]` (gpu) has neither" in one.condition("Accepted", "odd")["message"]
+        assert "`kubernetes.resourceClaims[0]` (gpu) has neither" in one.condition("Accepted", "odd")["message"]
         assert not one.has_job("odd")
 
 
@@ -198,9 +198,7 @@ async def test_a_resource_that_does_not_fit_the_administrators_defaults_is_refus
     many = [{"name": f"V{number}", "value": "1"} for number in range(100)]
     async with place(tmp_path) as one, one.term():
         assert one.shell._outside is not None
-        one.shell._outside = replace(
-            one.shell._outside, prepared=JobDefaults.of('{"checkpoint_root": "/saves"}').filled
-        )
+        one.shell._outside = replace(one.shell._outside, prepared=JobDefaults.of('{"checkpointRoot": "/saves"}').filled)
         await one.apply(kubernetes={"image": "a", "env": many})
         await one.until(lambda: one.condition("Accepted").get("reason") == "Refused", "the refusal")
         assert "with the administrator's defaults, `kubernetes.env` is" in one.condition("Accepted")["message"]

@@ -68,7 +68,7 @@ def test_all_pods_of_a_job_are_in_its_pod_group_and_are_placed_by_volcano() -> N
 async def test_a_pod_group_is_there_before_the_first_pod_and_goes_with_its_job(tmp_path: Path) -> None:
     async with team(tmp_path, "a", "b") as one:
         one.cluster.missing.clear()
-        spec = spec_of("volcano", queue="team-a", priority_class="low")
+        spec = spec_of("volcano", queue="team-a", priorityClass="low")
         for worker in ("w0", "w1"):
             await one.launcher.spawn(worker, spec)
         await one.until(lambda: one.count(Spawned) == 2, "both run")

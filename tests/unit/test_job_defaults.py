@@ -15,9 +15,9 @@ from shoal_controller.launchers.kubernetes.pod_manifest import PodTerms, pod
 from shoal_protos.errors import UserError
 
 GIVEN: dict[str, Any] = {
-    "image": "team/train:7", "node_selector": {"pool": "gpus"}, "tolerations": [{"key": "spot", "operator": "Exists"}],
-    "volumes": [{"name": "data", "emptyDir": {}}], "volume_mounts": [{"name": "data", "mountPath": "/data"}],
-    "checkpoint_root": "s3://checkpoints/team/",
+    "image": "team/train:7", "nodeSelector": {"pool": "gpus"}, "tolerations": [{"key": "spot", "operator": "Exists"}],
+    "volumes": [{"name": "data", "emptyDir": {}}], "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+    "checkpointRoot": "s3://checkpoints/team/",
 }  # fmt: skip
 DEFAULTS = JobDefaults.of(json.dumps(GIVEN))
 
@@ -57,17 +57,17 @@ def test_what_a_job_says_itself_replaces_the_default_of_that_key() -> None:
 
 
 def test_mounts_of_a_default_volume_go_with_it_and_others_stay() -> None:
-    more = [*GIVEN["volume_mounts"], {"name": "patched", "mountPath": "/p"}]
-    defaults = JobDefaults.of(json.dumps({**GIVEN, "volume_mounts": more}))
+    more = [*GIVEN["volumeMounts"], {"name": "patched", "mountPath": "/p"}]
+    defaults = JobDefaults.of(json.dumps({**GIVEN, "volumeMounts": more}))
     for volumes, left in (([{"name": "mine"}], more[1:]), ([], more[1:]), ([{"name": "data"}], more)):
         assert section_of(defaults.filled(asked(volumes=volumes))).volume_mounts == left
     own = [{"name": "data", "mountPath": "/mine"}]
-    assert section_of(defaults.filled(asked(volumes=[], volume_mounts=own))).volume_mounts == own
+    assert section_of(defaults.filled(asked(volumes=[], volumeMounts=own))).volume_mounts == own
 
 
 def test_a_root_of_the_file_system_stays_one() -> None:
     assert (
-        variables(JobDefaults.of('{"image": "a", "checkpoint_root": "/"}').filled(asked()))["SHOAL_CHECKPOINT_ROOT"]
+        variables(JobDefaults.of('{"image": "a", "checkpointRoot": "/"}').filled(asked()))["SHOAL_CHECKPOINT_ROOT"]
         == "/"
     )
 
@@ -97,7 +97,7 @@ def test_other_launchers_have_no_such_defaults() -> None:
     ("spec", "words"),
     [
         (asked(), "`kubernetes` is missing; launcher kubernetes needs a section with an image"),
-        (asked(node_selector={"a": "b"}), "`kubernetes.image` is missing; name the image of the workers"),
+        (asked(nodeSelector={"a": "b"}), "`kubernetes.image` is missing; name the image of the workers"),
     ],
 )
 def test_without_a_default_a_job_needs_an_image(spec: JobSpec, words: str) -> None:
@@ -113,10 +113,10 @@ def test_without_a_default_a_job_needs_an_image(spec: JobSpec, words: str) -> No
         ('{"image": "\\ud800"}', "SHOAL_KUBERNETES_DEFAULTS is not JSON: unexpected end of hex escape"),
         (json.dumps({"image": "i" * 1001}), "`image` is .*at most 1000 characters"),
         (json.dumps({"tolerations": [{}] * 101}), "`tolerations` is .*; expected at most 100 entries"),
-        (json.dumps({"image_pull_secrets": ["a"] * 21}), "`image_pull_secrets` is .*; expected at most 20 entries"),
+        (json.dumps({"imagePullSecrets": ["a"] * 21}), "`imagePullSecrets` is .*; expected at most 20 entries"),
         (
-            '{"checkpoint_root": "s3://"}',
-            '`checkpoint_root` is "s3://" in SHOAL_KUBERNETES_DEFAULTS; expected a folder',
+            '{"checkpointRoot": "s3://"}',
+            '`checkpointRoot` is "s3://" in SHOAL_KUBERNETES_DEFAULTS; expected a folder',
         ),
         ('{"imge": "a"}', "`imge` is an unknown key"),
         ('{"image": 7}', "`image` is 7; expected"),

@@ -49,7 +49,7 @@ async def test_a_worker_is_a_pod_of_its_name_that_is_told_to_run_on_its_node(tmp
 @asynchronous
 async def test_a_cluster_takes_a_pod_with_claims_beside_its_limits(tmp_path: Path) -> None:
     claim = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
-    section = {**SECTION, "resources": {"limits": {"cpu": "1"}}, "resource_claims": [claim]}
+    section = {**SECTION, "resources": {"limits": {"cpu": "1"}}, "resourceClaims": [claim]}
     async with team(tmp_path, "a") as one:
         await one.launcher.spawn("w0", replace(SPEC, kubernetes=json.dumps(section)))
         await one.hears(Spawned)
@@ -111,7 +111,7 @@ async def test_a_quota_that_was_just_made_is_no_refusal_for_good(tmp_path: Path)
 async def test_what_the_cluster_refuses_for_good_is_hopeless_and_says_what_to_do(tmp_path: Path) -> None:
     async with team(tmp_path, "a") as one:
         spec = JobSpec("demo", 1, launcher="kubernetes", run="r", kubernetes=json.dumps(
-            {**SECTION, "pod_template": {"spec": {"hostnam": "x"}}}))  # fmt: skip
+            {**SECTION, "podTemplate": {"spec": {"hostnam": "x"}}}))  # fmt: skip
         await one.launcher.spawn("w0", spec)
         (wait,) = await one.hears(Waiting)
         assert wait.hopeless and 'unknown field "hostnam"' in wait.why

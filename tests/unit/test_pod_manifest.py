@@ -76,7 +76,7 @@ def test_a_pod_has_what_every_pod_must_have() -> None:
 @holds("What every pod must have is")
 def test_a_worker_is_told_who_it_is_where_it_is_and_how_long_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the controller's own")
-    variables = {one["name"]: one for one in made(grace_seconds=120)["spec"]["containers"][0]["env"]}
+    variables = {one["name"]: one for one in made(graceSeconds=120)["spec"]["containers"][0]["env"]}
     plain = {name: one["value"] for name, one in variables.items() if "value" in one}
     assert {name: value for name, value in plain.items() if name.startswith(("SHOAL", "A"))} == {
         "A": "1", "SHOAL_CONTROLLER": "c:7071,d:7071", "SHOAL_JOB": "demo", "SHOAL_RUN": "a1b2",
@@ -89,12 +89,12 @@ def test_a_worker_is_told_who_it_is_where_it_is_and_how_long_it_has(monkeypatch:
 
 
 def test_a_pod_of_several_workers_starts_a_process_for_each_and_has_the_name_of_the_first() -> None:
-    found = made("w4", processes_per_pod=2, resources={"limits": {"nvidia.com/gpu": 2}}, gang="kueue", queue="q")
+    found = made("w4", processesPerPod=2, resources={"limits": {"nvidia.com/gpu": 2}}, gang="kueue", queue="q")
     container = found["spec"]["containers"][0]
     assert container["command"] == ["shoal", "worker", "--processes", "2", "--", "python", "train.py"]
     assert {"name": "SHOAL_WORKER_ID", "value": "w4,w5"} in container["env"]
     assert (found["metadata"]["name"], found["metadata"]["labels"]["shoal.dev/worker"]) == ("demo-w4", "w4")
-    first = made("w0", processes_per_pod=2, gang="kueue", queue="q")["metadata"]
+    first = made("w0", processesPerPod=2, gang="kueue", queue="q")["metadata"]
     assert first["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "1", "`min` is one pod"
 
 
@@ -104,11 +104,11 @@ def test_the_section_reaches_the_pod() -> None:
     claim = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
     secret_variable = {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "s3", "key": "key"}}}
     found = made(
-        resources={"limits": {"nvidia.com/gpu": 1}}, node_selector={"gpu": "yes"}, tolerations=[toleration],
-        affinity={"nodeAffinity": {}}, topology_spread_constraints=[spread], volumes=[claim],
-        volume_mounts=[{"name": "data", "mountPath": "/data"}], shm_size="8Gi", env=[secret_variable],
-        service_account="trainer", priority_class="low", image_pull_secrets=["pull"], run_as_user=1000, fs_group=1000,
-        labels={"team": "a"}, annotations={"note": "b"}, image_pull_policy="Always",
+        resources={"limits": {"nvidia.com/gpu": 1}}, nodeSelector={"gpu": "yes"}, tolerations=[toleration],
+        affinity={"nodeAffinity": {}}, topologySpreadConstraints=[spread], volumes=[claim],
+        volumeMounts=[{"name": "data", "mountPath": "/data"}], shmSize="8Gi", env=[secret_variable],
+        serviceAccount="trainer", priorityClass="low", imagePullSecrets=["pull"], runAsUser=1000, fsGroup=1000,
+        labels={"team": "a"}, annotations={"note": "b"}, imagePullPolicy="Always",
     )  # fmt: skip
     spec, container = found["spec"], found["spec"]["containers"][0]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 1}} and container["imagePullPolicy"] == "Always"
@@ -126,11 +126,11 @@ def test_the_section_reaches_the_pod() -> None:
 def test_the_claims_of_a_section_are_the_pods_and_its_workers_container_gets_them_beside_its_limits() -> None:
     shared = {"name": "link", "resourceClaimName": "rack-1.link"}
     limits = {"cpu": 8, "nvidia.com/gpu": 1}
-    found = made(resources={"limits": limits}, resource_claims=[GPU_CLAIM, shared])["spec"]
+    found = made(resources={"limits": limits}, resourceClaims=[GPU_CLAIM, shared])["spec"]
     assert found["resourceClaims"] == [GPU_CLAIM, shared]
     (container,) = found["containers"]
     assert container["resources"] == {"limits": limits, "claims": [{"name": "gpu"}, {"name": "link"}]}
-    assert made(resource_claims=[GPU_CLAIM])["spec"]["containers"][0]["resources"] == {"claims": [{"name": "gpu"}]}
+    assert made(resourceClaims=[GPU_CLAIM])["spec"]["containers"][0]["resources"] == {"claims": [{"name": "gpu"}]}
     assert "resourceClaims" not in made()["spec"] and "resources" not in made()["spec"]["containers"][0]
 
 
@@ -152,7 +152,7 @@ def test_the_claims_of_a_section_are_the_pods_and_its_workers_container_gets_the
     ],
 )
 def test_a_patch_adds_what_is_not_in_the_section_and_changes_nothing_that_must_be() -> None:
-    found = made(pod_template={
+    found = made(podTemplate={
         "metadata": {"labels": {"shoal.dev/job": "other"}},
         "spec": {
             "hostIPC": True, "restartPolicy": "Always", "shareProcessNamespace": False,
@@ -176,7 +176,7 @@ def test_a_patch_adds_what_is_not_in_the_section_and_changes_nothing_that_must_b
 
 def test_no_container_of_a_patch_takes_back_what_its_pod_must_have() -> None:
     root = {"runAsNonRoot": False, "runAsUser": 0, "seccompProfile": {"type": "Unconfined"}, "privileged": True}
-    found = made(pod_template={
+    found = made(podTemplate={
         "metadata": {"labels": None, "annotations": None},
         "spec": {
             "securityContext": None,
@@ -214,11 +214,11 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
     [
         ({"kubernetes": {"image": "i", "imge": "j"}}, "`kubernetes.imge`"),
         ({"kubernetes": {"image": "i", "resources": {"limit": {}}}}, "`kubernetes.resources.limit`"),
-        ({"kubernetes": {"image": "i", "grace_seconds": 5}}, "`kubernetes.grace_seconds` is 5"),
-        ({"kubernetes": {"image": "i", "shm_size": "much"}}, "`kubernetes.shm_size`"),
+        ({"kubernetes": {"image": "i", "graceSeconds": 5}}, "`kubernetes.graceSeconds` is 5"),
+        ({"kubernetes": {"image": "i", "shmSize": "much"}}, "`kubernetes.shmSize`"),
         ({"kubernetes": {"image": "i", "gang": "slurm"}}, "`kubernetes.gang`"),
         ({"kubernetes": {"image": "i", "gang": "kueue"}}, "`kubernetes.queue` is missing"),
-        ({"kubernetes": {"image": "i", "run_as_user": 0}}, "`kubernetes.run_as_user` is 0"),
+        ({"kubernetes": {"image": "i", "runAsUser": 0}}, "`kubernetes.runAsUser` is 0"),
         (
             {"kubernetes": {"image": "i", "env": [{"name": "SHOAL_HOST", "value": "x"}]}},
             "`kubernetes.env` sets SHOAL_HOST, which is set by Shoal itself; leave it out",
@@ -228,11 +228,11 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
             "`kubernetes` sets shoal.dev/job, which is set by Shoal itself; leave it out",
         ),
         (
-            {"kubernetes": {"image": "i", "pod_template": {"status": {}}}},
-            "`kubernetes.pod_template` has the key status; expected metadata or spec",
+            {"kubernetes": {"image": "i", "podTemplate": {"status": {}}}},
+            "`kubernetes.podTemplate` has the key status; expected metadata or spec",
         ),
         *(
-            ({"kubernetes": {"image": "i", "pod_template": {part: patch}}}, f"pod_template.{part}.{expected}")
+            ({"kubernetes": {"image": "i", "podTemplate": {part: patch}}}, f"podTemplate.{part}.{expected}")
             for part, patch, expected in (
                 ("metadata", {"labels": "x"}, "labels` is 'x'; expected an object"),
                 ("metadata", {"annotations": [1]}, "annotations` is [1]; expected an object"),
@@ -251,7 +251,7 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
             "`kubernetes.resources.limits.cpu",
         ),
         *(
-            ({"kubernetes": {"image": "i", "resource_claims": claims}}, f"`kubernetes.resource_claims[{expected}")
+            ({"kubernetes": {"image": "i", "resourceClaims": claims}}, f"`kubernetes.resourceClaims[{expected}")
             for claims, expected in (
                 ([{}], "0]` has the name None; expected at most 63 small letters, digits and `-`, such as `gpu`"),
                 ([{"name": "My_GPU"}], "0]` has the name 'My_GPU'; expected at most 63 small letters"),
@@ -279,8 +279,8 @@ def test_a_controller_without_this_launcher_imports_no_client_of_a_cluster() -> 
             )
         ),
         (
-            {"kubernetes": {"image": "i", "resource_claims": ["gpu"]}},
-            '`kubernetes.resource_claims[0]` is "gpu"; expected an object',
+            {"kubernetes": {"image": "i", "resourceClaims": ["gpu"]}},
+            '`kubernetes.resourceClaims[0]` is "gpu"; expected an object',
         ),
         ({"command": []}, "`command` is missing; launcher kubernetes needs the command of each worker"),
         ({"launcher": "local"}, "`kubernetes` is given, but `launcher` is local; leave the section out"),
@@ -297,6 +297,6 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], expected: str) -> None:
 
 
 def test_the_section_comes_back_from_the_spec_as_it_was_given() -> None:
-    body = JobBody.model_validate({**JOB, "kubernetes": {"image": "i", "shm_size": "1Gi"}})
-    assert json.loads(body.spec(2).kubernetes) == {"image": "i", "shm_size": "1Gi"}
+    body = JobBody.model_validate({**JOB, "kubernetes": {"image": "i", "shmSize": "1Gi"}})
+    assert json.loads(body.spec(2).kubernetes) == {"image": "i", "shmSize": "1Gi"}
     assert section_of(body.spec(2)) == body.kubernetes

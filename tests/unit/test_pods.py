@@ -162,7 +162,7 @@ def test_what_the_cluster_cannot_start_fails_a_job_that_trains_nothing_after_thr
     assert not job.job.durable.phase.is_over
     job.feed(no_image("w4"))
     assert job.job.durable.phase is Phase.FAILED
-    advice = "check `kubernetes.image` and `kubernetes.image_pull_secrets`"
+    advice = "check `kubernetes.image` and `kubernetes.imagePullSecrets`"
     assert job.view.reason == f"no worker could be started in 3 attempts; worker w4: {NO_IMAGE}; {advice}"
 
 

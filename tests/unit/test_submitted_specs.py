@@ -30,6 +30,12 @@ def test_a_job_spec_in_another_encoding_is_refused_in_a_sentence(tmp_path: Path)
     assert str(refused.value) == f"{tmp_path / 'job.yaml'} cannot be read as a job spec: it is not text in UTF-8"
 
 
+def test_a_resource_is_no_job_spec_and_the_command_that_takes_it_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "job.yaml").write_text("apiVersion: shoal.dev/v1alpha1\nkind: ElasticJob\nspec: {}\n")
+    with pytest.raises(UserError, match=f"not a job spec; submit it with `kubectl apply --filename {file}`"):
+        read_spec(file)
+
+
 @pytest.mark.parametrize("text", ["[1]", "", "a: b: c", "\x00"])
 def test_a_file_that_is_no_job_spec_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(text)

@@ -193,7 +193,7 @@ class JobBody(Body):
     def _wholes(self) -> dict[str, int]:
         """Processes of what the bounds count in whole ones, by the key that says so: cells and pods."""
         in_a_pod = self.kubernetes.processes_per_pod if self.kubernetes is not None else 1
-        return {"cell": (self.shape or ONE).processes, "kubernetes.processes_per_pod": in_a_pod}
+        return {"cell": (self.shape or ONE).processes, "kubernetes.processesPerPod": in_a_pod}
 
     @property
     def _whole(self) -> int:
@@ -226,6 +226,7 @@ class JobBody(Body):
         most = self.workers.max or (cell.most_members(self.lanes) if self.lanes is not None else None)
         by_default = min(default_wanted, most or default_wanted)
         wanted = self.workers.wanted or max(self.workers.min or whole, by_default - by_default % whole)
+        section = self.kubernetes.model_dump_json(exclude_unset=True, by_alias=True) if self.kubernetes else ""
         return JobSpec(
             job=self.job, wanted=wanted, wanted_by_default=self.workers.wanted is None,
             min_workers=self.workers.min, max_workers=self.workers.max,
@@ -233,8 +234,8 @@ class JobBody(Body):
             heartbeat_seconds=self.heartbeat_seconds, suspect_after=self.suspect_after,
             reconnect_seconds=self.reconnect_seconds, progress_seconds=self.progress_seconds,
             stall_seconds=self.stall_seconds, max_restarts=self.max_restarts, resume=self.resume,
-            kubernetes=self.kubernetes.model_dump_json(exclude_unset=True) if self.kubernetes is not None else "",
-            cell=self.shape, started_together=self._wholes["kubernetes.processes_per_pod"],
+            kubernetes=section, cell=self.shape,
+            started_together=self._wholes["kubernetes.processesPerPod"],
         )  # fmt: skip
 
 
@@ -251,7 +252,7 @@ def body_of(spec: JobSpec, shows_values: bool) -> dict[str, object]:
         reconnect_seconds=spec.reconnect_seconds, progress_seconds=spec.progress_seconds,
         stall_seconds=spec.stall_seconds, max_restarts=spec.max_restarts, resume=spec.resume, kubernetes=section,
         cell=CellBody(**asdict(spec.cell) | {"tight": list(spec.cell.tight)}) if spec.cell is not None else None,
-    ).model_dump(mode="json")  # fmt: skip
+    ).model_dump(mode="json", by_alias=True)  # fmt: skip
     if not shows_values:
         body["env"] = dict.fromkeys(spec.env, HIDDEN)
         body["kubernetes"] = _without_values(body["kubernetes"])

@@ -44,6 +44,10 @@ def read_spec(file: Path) -> dict[str, Any]:
     if not isinstance(spec, dict):
         found = "nothing" if spec is None else type(spec).__name__
         raise UserError(f"{file} holds {found}, not a job spec; expected keys such as job and workers")
+    if "apiVersion" in spec and "kind" in spec:
+        raise UserError(
+            f"{file} is a resource of Kubernetes, not a job spec; submit it with `kubectl apply --filename {file}`"
+        )
     for fault in _not_json(spec):
         raise UserError(f"{file} cannot be sent as a job spec: {fault}")
     return spec

@@ -103,7 +103,7 @@ def _is_adrift() -> bool:
 def shared_memory(_: Given) -> Finding:
     """For the workers of a DataLoader."""
     expected = "1 GB or more in /dev/shm"
-    todo = "give containers more (docker run --shm-size=4g, kubernetes.shm_size of a spec), or read without workers"
+    todo = "give containers more (docker run --shm-size=4g, kubernetes.shmSize of a spec), or read without workers"
     if not SHARED_MEMORY.is_dir():
         return Finding("shared memory", Verdict.WARNING, "there is no /dev/shm", expected, todo)
     free = shutil.disk_usage(SHARED_MEMORY).free

@@ -1,6 +1,7 @@
 """A resource and its job: the specification that the resource asks for, and the status that the job gives it. Pure.
 
-A resource's `spec` is a job's body without the name, which is the resource's. The cluster's rules (CEL) have refused
+A resource's `spec` is a job's body without the name, which is the resource's, with keys as Kubernetes writes them:
+`maxRestarts`. The cluster's rules (CEL) have refused
 most of what is wrong before it comes here; what an older definition lets through is refused here in the same words as
 over REST. `why_not_followed` says what of a changed resource its job cannot follow.
 
@@ -17,7 +18,8 @@ from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
 from shoal_protos.acts import Scale
 from shoal_protos.errors import UserError
 from shoal_protos.shape import ONE
@@ -36,7 +38,7 @@ OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource", "request_key", "
 """Of a job's specification: those that change in its life, or are not the user's, or another key says."""
 SIZE = ("min_workers", "max_workers")
 """Those that a running job follows (`size_change`), with `wanted`."""
-COMPUTED_BY = ("env", "kubernetes.env", "kubernetes.image", "kubernetes.pod_template")
+COMPUTED_BY = ("env", "kubernetes.env", "kubernetes.image", "kubernetes.podTemplate")
 """Keys that decide what a worker computes: another value for those that start later would be another computation."""
 SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
 REFUSED = "refused"
@@ -46,14 +48,22 @@ LONGEST_MESSAGE = 4096
 OVER = frozenset(phase.value for phase in Phase if phase.is_over)
 
 
+class ResourceBody(JobBody):
+    """What a resource asks for: a job's body, with the keys of a resource."""
+
+    model_config = ConfigDict(alias_generator=to_camel)
+
+
 def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
     """The job that a resource asks for. Raises `UserError`."""
     name = str(item["metadata"]["name"])
     given = {"launcher": "kubernetes", **(item.get("spec") or {}), "job": name}
     try:
-        body = JobBody.model_validate(given)
+        body = ResourceBody.model_validate(given)
     except ValidationError as error:
-        sentence = every_sentence(error.errors(include_url=False), f"the spec of {FULL_NAME}/{name}", JobBody, given)
+        sentence = every_sentence(
+            error.errors(include_url=False), f"the spec of {FULL_NAME}/{name}", ResourceBody, given
+        )
         raise UserError(sentence) from None
     if body.launcher != "kubernetes":
         raise UserError(f"`launcher` is {body.launcher}; expected kubernetes, which starts the workers of a resource")
@@ -89,7 +99,7 @@ def why_not_followed(job: JobSpec, asked: JobSpec) -> str:
 def changed_keys(job: JobSpec, asked: JobSpec) -> list[str]:
     """Keys of the resource that are not as they were when its job began, but for its size."""
     names = [field.name for field in fields(JobSpec) if field.name not in (*OWN_FIELDS, *SIZE, "kubernetes")]
-    changed = [name for name in names if getattr(job, name) != getattr(asked, name)]
+    changed = [to_camel(name) for name in names if getattr(job, name) != getattr(asked, name)]
     before, after = (json.loads(spec.kubernetes or "{}") for spec in (job, asked))
     inner = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return [*changed, *(f"kubernetes.{key}" for key in inner)]

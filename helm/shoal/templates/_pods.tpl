@@ -67,9 +67,9 @@ topologySpreadConstraints:
 {{/* Defaults of jobs as the controllers read them; nothing where there are none. */}}
 {{- define "shoal.defaults" -}}
 {{- $found := dict -}}
-{{- range $key, $name := dict "image" "image" "imagePullSecrets" "image_pull_secrets" "nodeSelector" "node_selector" "tolerations" "tolerations" "volumes" "volumes" "volumeMounts" "volume_mounts" "checkpointRoot" "checkpoint_root" -}}
-{{- with index $.Values.defaults $key -}}
-{{- $found = set $found $name . -}}
+{{- range $key, $value := .Values.defaults -}}
+{{- with $value -}}
+{{- $found = set $found $key . -}}
 {{- end -}}
 {{- end -}}
 {{- with $found -}}

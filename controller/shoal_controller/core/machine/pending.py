@@ -32,7 +32,7 @@ class PendingReason(StrEnum):
 ADVICE: Mapping[PendingReason, str] = {
     PendingReason.UNSCHEDULABLE: "add nodes that have room, or ask for less in `kubernetes.resources`",
     PendingReason.QUOTA: "have the quota raised, or ask for fewer workers",
-    PendingReason.IMAGE: "check `kubernetes.image` and `kubernetes.image_pull_secrets`",
+    PendingReason.IMAGE: "check `kubernetes.image` and `kubernetes.imagePullSecrets`",
 }
 """What people can do about it. What the others wait for says so itself, or passes."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.alias_generators import to_camel
 from shoal_protos.errors import UserError
 from shoal_protos.text import shown
 from shoal_protos.validation import all_of, every_sentence, sentence
@@ -30,12 +31,14 @@ NO_IMAGE = "`kubernetes.image` is missing; name the image of the workers"
 class DefaultsBody(BaseModel):
     """SHOAL_KUBERNETES_DEFAULTS."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, alias_generator=to_camel
+    )
 
     image: str = ""
     """Image of the workers."""
-    image_pull_secrets: list[str] = []
-    """Names of the secrets that it is pulled with."""
+    image_pull_secrets: list[str | dict[str, str]] = []
+    """Secrets that it is pulled with: names, or `{name: NAME}`."""
     node_selector: dict[str, str] = {}
     """Labels that a worker's node must have."""
     tolerations: Many = []
@@ -62,7 +65,8 @@ class JobDefaults:
             return cls()
         try:
             body = DefaultsBody.model_validate_json(text)
-            found = {key: value for key, value in body.model_dump(exclude={"checkpoint_root"}).items() if value}
+            given = body.model_dump(exclude={"checkpoint_root"}, by_alias=True)
+            found = {key: value for key, value in given.items() if value}
             KubernetesSection.model_validate(found)
         except ValidationError as error:
             raise UserError(every_sentence(error.errors(include_url=False), NAME, DefaultsBody)) from None
@@ -70,7 +74,7 @@ class JobDefaults:
             root = body.checkpoint_root.rstrip("/") or "/"
             if root.endswith(":"):
                 raise UserError(
-                    f"`checkpoint_root` is {shown(body.checkpoint_root)} in {NAME}; expected a folder or URL"
+                    f"`checkpointRoot` is {shown(body.checkpoint_root)} in {NAME}; expected a folder or URL"
                 )
             found["env"] = [{"name": ROOT_VARIABLE, "value": root}]
         return cls(json.dumps(found) if found else "")
@@ -97,13 +101,13 @@ def section_of(spec: JobSpec) -> KubernetesSection:
     own = given.get("env", [])
     named = {variable["name"] for variable in own}
     env = [*(variable for variable in defaults.get("env", []) if variable["name"] not in named), *own]
-    if "volume_mounts" in defaults:
-        defaults = defaults | {"volume_mounts": _mounts_left(defaults, given)}
+    if "volumeMounts" in defaults:
+        defaults = defaults | {"volumeMounts": _mounts_left(defaults, given)}
     return KubernetesSection.model_validate({**defaults, **given, **({"env": env} if env else {})})
 
 
 def _mounts_left(defaults: Json, given: Json) -> list[Json]:
     """Return the defaults' mounts, without those of their volumes that are gone as the job has its own."""
     before, after = ([one.get("name") for one in part.get("volumes", [])] for part in (defaults, defaults | given))
-    mounts = defaults.get("volume_mounts", [])
+    mounts = defaults.get("volumeMounts", [])
     return [one for one in mounts if one.get("name") not in before or one.get("name") in after]

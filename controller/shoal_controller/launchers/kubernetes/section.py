@@ -1,6 +1,7 @@
 """The settings of pods: section `kubernetes` of a job, and what the controller's own settings tell the launcher.
 
-A section refuses unknown keys by name. What Kubernetes itself describes (tolerations, volumes, …) is passed on as it
+Its keys are written as Kubernetes writes them, in resources, over REST and in the store: `nodeSelector`. A section
+refuses unknown keys by name. What Kubernetes itself describes (tolerations, volumes, …) is passed on as it
 is, and the API server checks it; what a pod of ours must have (`pod_manifest.py`) cannot be set here. `PodOptions` and
 `ClusterOptions` are plain data. Imports pydantic, but no client of a cluster.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic.alias_generators import to_camel
 
 from shoal_controller.launchers.launcher import SET_IN_PODS, JoinTokens
 
@@ -50,14 +52,14 @@ class KubernetesResources(BaseModel):
 class KubernetesSection(BaseModel):
     """Settings of the pods of launcher `kubernetes`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, alias_generator=to_camel)
 
     image: Annotated[str, Field(max_length=1000)] = ""
     """Image of the workers. Default: the administrator's."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When the image is pulled. Default: the cluster's."""
     image_pull_secrets: Annotated[list[str], Field(max_length=20)] = []
-    """Names of the secrets that the image is pulled with."""
+    """Secrets that the image is pulled with: names, or `{name: NAME}` as a pod has them."""
     resources: KubernetesResources = KubernetesResources()
     """`requests` and `limits` of a pod, such as `{"limits": {"nvidia.com/gpu": 1}}`."""
     resource_claims: Annotated[list[Json], Field(max_length=32)] = []
@@ -104,6 +106,13 @@ class KubernetesSection(BaseModel):
     pod_template: Json = {}
     """Patch of the pod for whatever is not here, as `metadata` and `spec`; containers are found by name."""
 
+    @field_validator("image_pull_secrets", mode="before")
+    @classmethod
+    def _secrets_by_name(cls, given: object) -> object:
+        if not isinstance(given, list):
+            return given
+        return [one["name"] if isinstance(one, dict) and one.keys() == {"name"} else one for one in given]
+
     @field_validator("env")
     @classmethod
     def _variables_that_are_not_shoals(cls, env: list[Json]) -> list[Json]:
@@ -121,7 +130,7 @@ class KubernetesSection(BaseModel):
         names: set[str] = set()
         for index, claim in enumerate(claims):
             if sentence := _wrong_claim(claim, names):
-                raise ValueError(f"`kubernetes.resource_claims[{index}]` {sentence}")
+                raise ValueError(f"`kubernetes.resourceClaims[{index}]` {sentence}")
             names.add(claim["name"])
         return claims
 
@@ -136,12 +145,12 @@ class KubernetesSection(BaseModel):
     @classmethod
     def _a_patch_of_a_pod(cls, patch: Json) -> Json:
         if unknown := [key for key in patch if key not in ("metadata", "spec")]:
-            raise ValueError(f"`kubernetes.pod_template` has the key {unknown[0]}; expected metadata or spec")
+            raise ValueError(f"`kubernetes.podTemplate` has the key {unknown[0]}; expected metadata or spec")
         for key, part in patch.items():
             if not isinstance(part, dict):
-                raise ValueError(f"`kubernetes.pod_template.{key}` is {part!r}; expected an object")
+                raise ValueError(f"`kubernetes.podTemplate.{key}` is {part!r}; expected an object")
         if sentence := _misshapen(patch):
-            raise ValueError(f"`kubernetes.pod_template.{sentence}")
+            raise ValueError(f"`kubernetes.podTemplate.{sentence}")
         return patch
 
     @model_validator(mode="after")
