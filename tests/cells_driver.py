@@ -9,7 +9,7 @@ from machine_driver import MADE_OF, RUN, Driver
 from shoal_controller.core.machine.effects import Send
 from shoal_controller.core.machine.events import SeatAsked
 from shoal_protos.description import Description
-from shoal_protos.messages import AskSeat, Refusal, Seat, Shutdown
+from shoal_protos.messages import AskSeat, MemberState, Refusal, Seat, Shutdown
 from shoal_protos.runs import Runs
 from shoal_protos.shape import Shape
 
@@ -46,3 +46,20 @@ class Pairs(Driver):
         for number, coordinate in enumerate(self.seats(workers)):
             self.hello(f"w{number}", coordinate=coordinate)
         self.recover()
+
+    def joins(self, worker: str) -> None:
+        """It is ready to join, and the others begin the world that it is planned into."""
+        self.beat(worker, state=MemberState.WAITING)
+        (plan,) = self.job.durable.planned
+        assert plan.rank_of(worker, f"inc-{worker}") is not None
+        here, known = MemberState.TRAINING, self.statuses["w0"]
+        for name in plan.workers:
+            self.beat(
+                name, generation=plan.generation, state=here, promised=plan.generation, step=known.step,
+                committed_in=known.committed_in, parameters_current=name != worker,
+            )  # fmt: skip
+
+    @property
+    def leaving(self) -> list[str]:
+        """Workers that are being drained, oldest first."""
+        return [one.worker for one in self.job.durable.roster.values() if one.leaving and one.serves]

@@ -21,7 +21,7 @@ from shoal_controller.elastic_jobs.resource_forms import ACCEPTED, Seen, job_spe
 from shoal_protos.acts import DrainWorker, Scale
 from shoal_protos.description import first_difference
 from shoal_protos.errors import Conflict, UserError
-from shoal_protos.messages import MemberState, Refusal, Seat, Shutdown
+from shoal_protos.messages import Refusal, Seat, Shutdown
 from shoal_protos.shape import ONE, Shape, broken_shape, full_cells
 
 
@@ -285,10 +285,6 @@ def test_the_youngest_cell_goes_whole() -> None:
     assert [record.worker for record in job.job.durable.roster.values() if record.leaving] == ["w0", "w4"]
 
 
-def leaving(job: Pairs) -> list[str]:
-    return [one.worker for one in job.job.durable.roster.values() if one.leaving and one.serves]
-
-
 @rule(
     "Where another process in place of a spare one makes one cell more, the spare is drained and a launcher starts the "
     "other: one at a time, and never one of a whole cell",
@@ -311,7 +307,7 @@ def test_a_spare_process_makes_room_for_one_that_a_cell_lacks() -> None:
     job.recover()
     assert job.job.durable.current and job.job.durable.current.workers_of_cells == [("w3", "w1")]
     job.hello("w2", coordinate=0, host="c")
-    assert leaving(job) == ["w2"] and job.spawned == ["w4"]
+    assert job.leaving == ["w2"] and job.spawned == ["w4"]
     assert job.job.durable.roster["w2"].leaving_because == (
         "2 cells could train and 1 can, because coordinate 1 (tensor 1) has 1 worker; the process in its place gets "
         "that one"
@@ -321,15 +317,15 @@ def test_a_spare_process_makes_room_for_one_that_a_cell_lacks() -> None:
     staying = [one.coordinate for one in job.job.durable.roster.values() if one.serves and not one.leaving]
     assert staying == [0, 1, 0, 1]
     job.wait(2)
-    assert leaving(job) == ["w2"], "which has not gone yet, and no other"
+    assert job.leaving == ["w2"], "which has not gone yet, and no other"
     pods = Pairs(wanted=6, launcher="kubernetes", started_together=2)
     for number, coordinate in enumerate((0, 1, 0, 0, 0)):
         pods.hello(f"w{number}", coordinate=coordinate)
-    assert not leaving(pods), "w5 is still to come"
+    assert not pods.leaving, "w5 is still to come"
     pods.hello("w5", coordinate=0)
-    assert leaving(pods) == ["w5"]
+    assert pods.leaving == ["w5"]
     pods.wait(2)
-    assert leaving(pods) == ["w5"] and [*pods.job.durable.roster][6:] == ["w6", "w7"], "those of another pod are"
+    assert pods.leaving == ["w5"] and [*pods.job.durable.roster][6:] == ["w6", "w7"], "those of another pod are"
 
 
 @holds("Where another process in place of a spare one")
@@ -339,7 +335,7 @@ def test_one_is_not_asked_to_make_room_where_its_host_would_give_another_coordin
     job = Pairs(wanted=4, made_of=replace(OF_PAIRS, cell=tight, homes=(), models=()), launcher="local")
     for number, coordinate in enumerate((0, 0, 0, 1)):
         job.hello(f"w{number}", coordinate=coordinate)
-    assert not leaving(job)
+    assert not job.leaving
 
 
 @rule(
@@ -385,26 +381,13 @@ def test_one_that_joins_a_world_without_a_cell_gets_its_parameters_by_a_new_worl
     assert job.job.durable.current is not None and not job.job.durable.current.trainers
     assert job.job.attempt is None, "who is here has its parameters, and waits for another"
     job.hello("w2", coordinate=1, host="a")
-    joins(job, "w2")
+    job.joins("w2")
     assert job.job.attempt is not None and "no cell is whole without worker w2" in job.job.attempt.why
     job.recover()
     assert job.job.durable.current.workers_of_cells == [("w0", "w2")]
     job.hello("w3", coordinate=0, host="b")
-    joins(job, "w3")
+    job.joins("w3")
     assert job.job.attempt is None, "it gets them by a step"
-
-
-def joins(job: Pairs, worker: str) -> None:
-    """It is ready to join, and the others begin the world that it is planned into."""
-    job.beat(worker, state=MemberState.WAITING)
-    (plan,) = job.job.durable.planned
-    assert plan.rank_of(worker, f"inc-{worker}") is not None
-    here, known = MemberState.TRAINING, job.statuses["w0"]
-    for name in plan.workers:
-        job.beat(
-            name, generation=plan.generation, state=here, promised=plan.generation, step=known.step,
-            committed_in=known.committed_in, parameters_current=name != worker,
-        )  # fmt: skip
 
 
 @rule(
@@ -427,7 +410,7 @@ def test_the_last_one_at_a_coordinate_is_not_drained() -> None:
 
 def test_there_is_room_for_so_many_at_each_coordinate() -> None:
     joiners = [Seated("w4", 0), Seated("w5", 1), Seated("w6", 1)]
-    assert with_room(joiners, [Seated("w0", 0), Seated("w1", 0), Seated("w2", 1)], each=2) == ["w5"]
+    assert with_room(PAIR, joiners, [Seated("w0", 0), Seated("w1", 0), Seated("w2", 1)], each=2) == ["w5"]
 
 
 # ---- a job whose cell is one process

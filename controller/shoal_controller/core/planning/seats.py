@@ -6,9 +6,10 @@ A process has its coordinate for life, so what is lacking is decided when it com
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from shoal_protos.plan import WorkerId
 from shoal_protos.shape import Shape
@@ -68,12 +69,51 @@ def first_to_stay(
     return [*kept, *sorted(turns, key=lambda worker: (turns[worker], age[worker]))]
 
 
-def with_room(joiners: Iterable[Seated], members: Iterable[Seated], each: int) -> list[WorkerId]:
-    """Those of the joiners, in their order, with whom no coordinate has more than `each`."""
+def with_room(cell: Shape, joiners: Iterable[Seated], members: Sequence[Seated], each: int) -> list[WorkerId]:
+    """Those of the joiners with whom no coordinate has more than `each`: first those that a tight part lacks on its
+    host, all in their order. `members`: the oldest first.
+    """
+    joiners = list(joiners)
+    chosen = _in_tight_parts(cell, members, joiners, each)
     counts = Counter(one.coordinate for one in members)
     admitted: list[WorkerId] = []
-    for one in joiners:
+    for one in sorted(joiners, key=lambda one: one not in chosen):
         if counts[one.coordinate] < each:
             counts[one.coordinate] += 1
             admitted.append(one.worker)
     return admitted
+
+
+def first_to_give_way(
+    cell: Shape, joiners: Sequence[Seated], members: Sequence[Seated], each: int
+) -> tuple[Seated, Seated] | None:
+    """A joiner that a tight part lacks on its host and for whom its coordinate has no room, and the member there that
+    is in no such part; None where there is no such joiner. `members`: those that are to stay longest first.
+    """
+    chosen = _in_tight_parts(cell, members, joiners, each)
+    counts = Counter(one.coordinate for one in members)
+    kept_out = (one for one in joiners if one in chosen and counts[one.coordinate] >= each)
+    joiner = next(kept_out, None)
+    others = (one for one in reversed(members) if one not in chosen)
+    member = next((one for one in others if joiner is not None and one.coordinate == joiner.coordinate), None)
+    return (joiner, member) if joiner is not None and member is not None else None
+
+
+def _in_tight_parts(
+    cell: Shape, members: Iterable[Seated], joiners: Collection[Seated], each: int
+) -> frozenset[Seated]:
+    """Those that make up tight parts, each on one host: as many of every part as all can have, `each` at most, and of
+    those with the fewest joiners. Of no coordinate where none must share a host.
+    """
+    by_place: dict[tuple[int, str], list[Seated]] = defaultdict(list)
+    for one in chain(members, joiners):
+        by_place[one.coordinate, one.host].append(one)
+    hosts = dict.fromkeys(host for _, host in by_place)
+    new = frozenset(joiners)
+    made: list[list[tuple[Seated, ...]]] = []
+    for part in (part for part in cell.tight_parts if len(part) > 1):
+        lines = ([by_place.get((place, host), []) for place in part] for host in hosts)
+        groups = chain.from_iterable(zip(*of_host, strict=False) for of_host in lines)
+        made.append(sorted(groups, key=lambda group: len(new.intersection(group))))
+    most = min([each, *map(len, made)])
+    return frozenset(chain.from_iterable(group for groups in made for group in groups[:most]))

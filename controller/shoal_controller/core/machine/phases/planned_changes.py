@@ -8,6 +8,7 @@ generation is current.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from shoal_protos.messages import Ending, MemberState, Status
 from shoal_protos.plan import Plan, Reason, WorkerId
@@ -21,7 +22,7 @@ from shoal_controller.core.machine.phases.planner_questions import kept_blocks
 from shoal_controller.core.machine.turn import Turn
 from shoal_controller.core.machine.wait_graph import BrokenLink
 from shoal_controller.core.planning.planner import Candidate, same_world
-from shoal_controller.core.planning.seats import Seated, with_room
+from shoal_controller.core.planning.seats import Seated, first_to_give_way, with_room
 
 OUTSTANDING = 2
 """How many planned changes of one base may wait whose members are all here; more are made when one has begun."""
@@ -83,6 +84,7 @@ def settle(turn: Turn, world: Plan) -> None:
         _on_answer(turn, world, answer)
     if planner_questions.is_busy(turn) or _enough_are_planned(turn) or not _all_in(turn, world):
         return
+    _make_room(turn, world)
     joiners = waiting_joiners(turn, world)
     goal = _goal(turn, world, joiners)
     if goal == turn.job.goal:
@@ -180,7 +182,22 @@ def _all_in(turn: Turn, world: Plan) -> bool:
 
 
 def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
-    """Who may become a member, oldest first, as many as there is room for."""
+    """Who may become a member, as many as there is room for."""
+    joiners, staying = _ready_and_staying(turn, world)
+    return with_room(turn.durable.cell, joiners, staying, most_of_each(turn)) if joiners else []
+
+
+def _make_room(turn: Turn, world: Plan) -> None:
+    """Drain a member that is in no cell, where its place is what a joiner needs who completes one on its host."""
+    joiners, staying = _ready_and_staying(turn, world) if turn.durable.cell.tight else ([], [])
+    if joiners and (found := first_to_give_way(turn.durable.cell, joiners, staying, most_of_each(turn))):
+        joiner, member = found
+        why = f"worker {joiner.worker} completes a part of a cell on {joiner.host}, and needs its place"
+        scaling.drain(turn, member.worker, Leaving.DRAIN, scaling.SCALE_DOWN_GRACE, why)
+
+
+def _ready_and_staying(turn: Turn, world: Plan) -> tuple[list[Seated], list[Seated]]:
+    """Who is ready to become a member, and the members that stay, those in cells first; each oldest first."""
     members = world.workers
     expected = turn.durable.planned[-1].workers if turn.durable.planned else frozenset()
     ready = [
@@ -193,10 +210,12 @@ def waiting_joiners(turn: Turn, world: Plan) -> list[WorkerId]:
         and not progress_watch.is_backing_off(turn, process.worker)
     ]
     if not ready or any(process.status.done for process in turn.serving() if process.worker in members):
-        return []  # after the last step nobody joins any more
-    ready.sort(key=lambda process: turn.record(process.worker).join_order)
+        return [], []  # after the last step nobody joins any more
+    joiners = sorted((process.worker for process in ready), key=lambda worker: turn.record(worker).join_order)
+    in_cells = frozenset(chain.from_iterable(world.workers_of_cells))
     staying = [worker for worker in members if not turn.record(worker).leaving]
-    return with_room(seated(turn, [process.worker for process in ready]), seated(turn, staying), most_of_each(turn))
+    staying.sort(key=lambda worker: (worker not in in_cells, turn.record(worker).join_order))
+    return seated(turn, joiners), seated(turn, staying)
 
 
 def _is_reachable(process: Process) -> bool:
@@ -210,8 +229,8 @@ def most_of_each(turn: Turn) -> int:
 
 
 def seated(turn: Turn, workers: Iterable[WorkerId]) -> list[Seated]:
-    """Workers with their coordinates."""
-    return [Seated(worker, turn.record(worker).coordinate) for worker in workers]
+    """Workers with their coordinates and hosts."""
+    return [Seated(one.worker, one.coordinate, one.host) for one in map(turn.record, workers)]
 
 
 def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:

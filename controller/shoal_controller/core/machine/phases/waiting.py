@@ -47,7 +47,8 @@ def settle(turn: Turn) -> None:
         since = turn.now
         turn.change(ready_since=since)
     waited = turn.now - since
-    chosen = with_room(planned_changes.seated(turn, ready), (), planned_changes.most_of_each(turn))
+    each = planned_changes.most_of_each(turn)
+    chosen = with_room(turn.durable.cell, planned_changes.seated(turn, ready), (), each)
     all_here = len(ready) >= turn.durable.wanted
     if (all_here or waited >= PATIENCE_SECONDS) and turn.durable.are_enough(chosen):
         recovery.start(turn, chosen, f"{plural(len(chosen), 'worker')} ready")
