@@ -29,6 +29,9 @@ NEPAL = ZoneInfo("Asia/Kathmandu")
 """The reader's zone: no whole hours from UTC."""
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202eesrever\u2066"
 SHOWN = "<script>alert(1)</script><img src=x onerror=alert(1)>⟨U+202E⟩esrever⟨U+2066⟩"
+BAR_IS_OF = """(least) => Object.entries(least).every(([use, seconds]) =>
+    seconds === 0 || Number(document.querySelector(`.use.${use}`)?.style.flexGrow) > seconds - 0.001)"""
+"""Whether each use has at least the seconds that REST has said: it goes on growing."""
 
 
 # ---- what it shows
@@ -78,6 +81,10 @@ def test_every_part_of_a_job_shows_what_rest_says_and_all_pictures_one_time() ->
             expect(row.locator(".host")).to_contain_text(worker["host"])
             expect(row.locator(".memory")).to_contain_text("MB")
         filtered(seen, cluster.events())
+        least = cluster._answer("GET", "/jobs/job/summary")["worker_seconds"]
+        until("a bar of all seconds of workers", lambda: seen.page.evaluate(BAR_IS_OF, least))
+        uses = seen.page.locator("#worker-seconds li")
+        expect(uses).to_have_text([re.compile(r"^\s*[\d.]+ % \w")] * seen.page.locator(".use").count())
         for value in seen.page.locator(".chart .value").all():
             expect(value).not_to_have_text("–")
         seen.button("Closer").click()

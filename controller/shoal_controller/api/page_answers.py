@@ -14,6 +14,7 @@ from shoal_protos.runs import Span as BlockSpan
 
 from shoal_controller.access.callers import Role
 from shoal_controller.api.answers import Answer, EventAnswer, JobAnswer, MovedBytes
+from shoal_controller.core.machine.figures import Use
 from shoal_controller.core.machine.spec import JobView, ResizeView
 from shoal_controller.core.overview.amounts import duration
 from shoal_controller.core.overview.attention import Attention, Level, seconds_left
@@ -119,6 +120,8 @@ class JobRow(Answer):
     """Median wall time of a step."""
     goodput_ratio: float
     """Part of the seconds of wanted workers that trained."""
+    worker_seconds: dict[Use, float]
+    """Seconds of workers by their use."""
     unmirrored_blocks: int
     """Blocks with fewer copies than wanted."""
     last_resize: LastResizeAnswer | None
@@ -132,7 +135,8 @@ class JobRow(Answer):
         return cls(
             job=JobAnswer.of(view), attention=AttentionAnswer.of(attention), seconds_left=seconds_left(view),
             samples_per_second=series.samples_per_second, step_seconds=view.step_seconds_median,
-            goodput_ratio=view.goodput_ratio, unmirrored_blocks=view.unmirrored_blocks,
+            goodput_ratio=view.goodput_ratio, worker_seconds=dict(view.worker_seconds),
+            unmirrored_blocks=view.unmirrored_blocks,
             last_resize=_last_resize(view, series), last_checkpoint=_last_checkpoint(view, now),
             hour=None,
         )  # fmt: skip

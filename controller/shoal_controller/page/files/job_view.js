@@ -19,6 +19,7 @@ import { poll } from "./poll.js";
 import { get } from "./rest.js";
 import { Series } from "./series.js";
 import { TimeAxis } from "./time_axis.js";
+import { WorkerSeconds } from "./worker_seconds.js";
 import { Workers } from "./workers.js";
 import { WorldPicture } from "./world_picture.js";
 
@@ -72,6 +73,7 @@ class JobView {
     this.history = element("p", { class: "quiet note" });
     world.append(this.axis.controls());
     this.picture = new WorldPicture(world, this.axis, (chosen) => this.changes.choose(chosen), this.signal);
+    this.seconds = new WorkerSeconds(world);
     this.changes = new Changes(world, this.job, this.signal);
     this.changes.onChosen((generation) => this.picture.choose(generation));
     const grid = element("div", { class: "charts" });
@@ -128,6 +130,7 @@ class JobView {
     this.head.dataset.level = row.attention.level;
     this.sentences(sentencesOf(row));
     this.facts.show(row, this.worlds);
+    this.seconds.show(row.worker_seconds);
     if (this.done.versions?.every((version) => version !== job.version)) this.say("");
     this.axis.suit(job.started, job.ended);
     this.offer(job);
