@@ -17,7 +17,7 @@ from crew_link import CrewLink
 from integration.cell_scripts import Copied, Summed
 from integration.scripts import VOCABULARY, WIDTH, Samples, config, optimizer_of
 from shoal.cells.hub import CellHub
-from shoal.cells.marks import sharded
+from shoal.cells.marks import common, sharded
 from shoal.cells.process_group import CellGroup
 from shoal.config.load import Beside, load_config
 from shoal.data.data_workers import HERE
@@ -61,6 +61,62 @@ class Parallel(nn.Module):
             hidden = hidden + Summed.apply(inner @ self.down.T, self.group)
             self.between()
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+class Sequenced(Parallel):
+    """The same, where each process norms a part of the sequence: it has a part of the norm's gradients."""
+
+    def __init__(self, hub: CellHub, between: Callable[[], None], buffers: bool = False) -> None:
+        super().__init__(hub, between, buffers)
+        self.norm = NormOfPart(self.norm, self.group)
+
+
+class NormOfPart(nn.LayerNorm):
+    def __init__(self, whole: nn.LayerNorm, group: CellGroup) -> None:
+        super().__init__(whole.normalized_shape)
+        self.load_state_dict(whole.state_dict())
+        self.group = group
+        for parameter in self.parameters():
+            common(parameter, gradient="sum")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return Joined.apply(super().forward(Taken.apply(hidden, self.group)), self.group)
+
+
+def _own_part(x: Tensor, group: CellGroup) -> Tensor:  # of the second dimension
+    return x.chunk(group.size(), 1)[group.rank()].contiguous()
+
+
+def _all_parts(x: Tensor, group: CellGroup) -> Tensor:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    group.allgather([found], [x.contiguous()]).wait()
+    return torch.cat(found, 1)
+
+
+class Taken(torch.autograd.Function):
+    """This process's part of a sequence that all have; of the gradient all get all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CellGroup) -> Tensor:
+        ctx.group = group
+        return _own_part(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_parts(gradient, ctx.group), None
+
+
+class Joined(torch.autograd.Function):
+    """The other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: CellGroup) -> Tensor:
+        ctx.group = group
+        return _all_parts(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _own_part(gradient, ctx.group), None
 
 
 class Whole(nn.Module):

@@ -88,7 +88,7 @@ def scales_down_and_up(cluster: Cluster) -> None:
 
 
 @further
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(
     "act", [kills_a_whole_cell, kills_one_of_each_coordinate, freezes_one, drains_one, scales_down_and_up]
 )
@@ -215,10 +215,10 @@ def test_a_script_whose_gradients_are_said_to_be_equal_and_are_not_fails_with_on
 
 
 @check("DTensors in half precision; the crew has plain parameters")
-def test_one_and_two_cells_agree_on_dtensors_in_half_precision() -> None:
+def test_one_and_two_cells_agree_on_dtensors_in_half_precision_and_so_do_stages() -> None:
     found = set()
-    for workers in (2, 4):
-        with cells_of("plan", workers, precision={"bf16": {"enabled": True}}) as cluster:
+    for workers, stage in ((2, 1), (4, 1), (4, 2)):
+        with cells_of("plan", workers, stage=stage, precision={"bf16": {"enabled": True}}) as cluster:
             cluster.wait_done()
             found.add(cluster.report()["fingerprint"])
     assert len(found) == 1

@@ -68,7 +68,7 @@ def test_any_number_of_cells_goes_on_from_a_checkpoint(before: str, after: str, 
     ("shape", "before", "after", "stage"),
     [
         (CONTEXT, "abcd", "ab", 2),
-        pytest.param(BOTH, "abcd", "abcdefgh", 1, marks=check("as contexts alone, with parts besides")),
+        pytest.param(BOTH, "abcd", "abcdefgh", 2, marks=check("as contexts alone, with parts besides")),
     ],
 )
 def test_any_number_of_cells_that_divide_sequences_goes_on_from_a_checkpoint(

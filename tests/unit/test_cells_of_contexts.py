@@ -11,7 +11,7 @@ from context_parallel import BOTH, CONTEXT, FOUR, Divided, Ring, losses_of_the_w
 from crew import Crew
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import examples
+from matrices import examples, shortened
 from rule import Edit, holds, rule
 from shoal.exchange.tree_sum import TreeSum
 from shoal.training.engine import Engine
@@ -84,6 +84,7 @@ def gradient_descent(model: nn.Module) -> torch.optim.Optimizer:
     [
         (CONTEXT, Divided, 2),
         (BOTH, Divided, 1),
+        pytest.param(BOTH, Divided, 2, marks=check("as its bits, which are those of stage 1")),
         pytest.param(CONTEXT, Ring, 1, marks=check("as by an exchange of heads")),
         pytest.param(BOTH, Ring, 1, marks=check("as by an exchange of heads")),
     ],
@@ -121,7 +122,9 @@ def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, model:
         (CONTEXT, "abcde", 2),
         (BOTH, "abcdefgh", 1),
         *(pytest.param(CONTEXT, "abcdef", stage, marks=check("as two cells")) for stage in (0, 1, 2)),
-        *(pytest.param(BOTH, "abcdefgh", stage, marks=check("as in stage 1")) for stage in (0,)),
+        (BOTH, "abcdefgh", 2),
+        pytest.param(BOTH, "abcdefgh", 0, marks=check("as in stage 1")),
+        pytest.param(BOTH, "abcdefghijklm", 2, marks=check("three cells and a spare")),
     ],
     ids=str,
 )
@@ -172,12 +175,13 @@ def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
 
 
 @check("many processes and steps")
-def test_a_process_of_both_dimensions_is_killed_and_another_joins_and_no_bit_changes() -> None:
-    with crew_of("abcdefgh", task_of(BOTH, max_steps=20)) as crew:
+@pytest.mark.parametrize("stage", shortened([1, 2], "2"))
+def test_a_process_of_both_dimensions_is_killed_and_another_joins_and_no_bit_changes(stage: int) -> None:
+    with crew_of("abcdefgh", task_of(BOTH, stage, max_steps=20)) as crew:
         crew.train_to(2)
         crew.plant("g", 4, "between")
         crew.train_to(6)
-        crew.add("k", task_of(BOTH, max_steps=20).at(coordinate_of("k", BOTH)))
+        crew.add("k", task_of(BOTH, stage, max_steps=20).at(coordinate_of("k", BOTH)))
         crew.train_until("two cells", lambda: len(crew.job.durable.current.cells) == 2)  # type: ignore[union-attr]
         several = trained(crew)
     with crew_of("abcd", task_of(BOTH, max_steps=20)) as crew:

@@ -333,13 +333,18 @@ def test_members_of_a_cell_that_make_different_collectives_fail_the_job_with_bot
         )
 
 
-@pytest.mark.parametrize(("wrong", "options"), [(0, {}), (3, {"micro_batches_per_lane": 2})])
+@pytest.mark.parametrize(("wrong", "options"), [(0, {}), (3, {"micro_batches_per_lane": 2}), (1, {"stage": 2})])
 @rule(
     "Gradients that are said to be equal over a cell, and are not, fail the job at once by a parameter's name",
     "Cells",
     broken_by=[
-        Edit("shoal.training.reducing", "            self._equal.compare()", "            pass"),
+        Edit("shoal.training.reducing", "        equal.compare()", "        pass"),
         Edit("shoal.training.reducing", "and loop.at_lanes_last_backward", "and False"),
+        Edit(
+            "shoal.training.reducing",
+            "if self._equal is None else self._on_filled, early)",
+            "if self._equal is None else self._reduction.on_filled, early)",
+        ),
     ],
 )
 def test_gradients_that_are_said_to_be_equal_and_are_not_are_named(wrong: int, options: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
 from operator import attrgetter, is_
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
-from shoal.cells.marks import adopt_local, is_divided, local_gradient, local_of
+from shoal.cells.marks import OverCell, SpreadGradients, adopt_local, is_divided, local_of
 from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Layout, Stretch, Trainable, lay_out
 from shoal.core.units import named_parameters, unit_numbers
 from shoal.optim.several import groups_by_parameter, only_group
@@ -306,10 +306,7 @@ class Gradients(WholeValues):
         """Whether each parameter's gradient lies here from the beginning on."""
         self._left = [None if is_other else view for view, is_other in zip(self._views, are_other, strict=True)]
         """What becomes `.grad`: a parameter in half precision can have none in full, and a DTensor no plain one."""
-        self._summed = {slot for slot, (_, one) in enumerate(slots) if one.summed and not one.wrapped}
-        """The slots whose gradients are to be added up over a cell when a lane is over; a DTensor's says it itself."""
-        self._partial = set(self._summed)
-        """Those of the lane at hand."""
+        self._spread = SpreadGradients(layout) if layout.is_in_parts else None
         self._names = [parameter.name for _, parameter in slots]
         self._large = [slot for slot, view in enumerate(self._views) if view.nbytes >= TAKEN_BYTES]
         self.taken = frozenset(self._large) | {slot for slot, left in enumerate(self._left) if left is None}
@@ -340,7 +337,8 @@ class Gradients(WholeValues):
     def begin(self) -> None:
         """A lane begins: no parameter has a gradient. Small ones have zeros, and so has what lies between them."""
         self._missing.update(self._large)
-        self._partial = set(self._summed)
+        if self._spread is not None:
+            self._spread.begin()
         self._put = [*self._left]
         for slot in self._large:
             self._put[slot] = None
@@ -385,33 +383,16 @@ class Gradients(WholeValues):
             parameter.grad = self._left[slot]
         except RuntimeError as error:
             raise moved(self._names[slot]) from error
-        self.add(slot, self._local(slot, parameter, gradient) if is_divided(parameter) else gradient)
+        self.add(slot, gradient if self._spread is None else self._spread.local(slot, parameter, gradient))
 
-    def _local(
-        self,
-        slot: int,
-        parameter: nn.Parameter,  # a DTensor
-        gradient: Tensor,  # a DTensor of its shape, with placements of its own
-    ) -> Tensor:  # of the shape of the parameter's local part
-        """What this process has of it, of a sum over the cell perhaps. Raises `UserError`."""
-        found = local_gradient(parameter, gradient)
-        if found.is_partial and found.cut is not None:
-            raise UserError(
-                f'the gradient of parameter "{self._names[slot]}" is a sum over the cell of which each process has a '
-                "part of every shard; not supported yet. Give the parameter's input the layout Replicate()."
-            )
-        if found.is_partial:
-            self._partial.add(slot)
-        return found.tensor
+    def made(self, bucket: int) -> dict[int, Tensor]:  # by place, each of its parameter's shape
+        """The gradients of a bucket."""
+        return dict(enumerate(views(self._layout.buckets[bucket], self.flats[bucket])))
 
-    def sum_over_cell(
-        self,
-        add_up: Callable[[list[Tensor]], None],  # each of its parameter's shape
-    ) -> None:
-        """The lane's backwards are over: `add_up` adds up, in place and over the cell, tensors of one dtype."""
-        parts = [self._views[slot] for slot in sorted(self._partial)]
-        for dtype in sorted({part.dtype for part in parts}, key=str):
-            add_up([part for part in parts if part.dtype == dtype])
+    def sum_over_cell(self, over_cell: OverCell) -> None:
+        """The lane's backwards are over: what is spread over the cell is added up. Raises `WorldChanged`."""
+        if self._spread is not None:
+            self._spread.add_up(self._views.__getitem__, over_cell)
 
     def add(
         self,

@@ -7,14 +7,15 @@ job's life.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from shoal_protos.errors import UserError
 from shoal_protos.runs import Span
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.blocks.flat import Gradients, versions
+from shoal.cells.marks import OverCell
 from shoal.core.layout import Layout
 from shoal.core.misses import every_one
 from shoal.core.tree import push
@@ -40,8 +41,8 @@ class LaneSums:
         self._live_versions: list[int] = []
         """Of the live copy's, as the lane's begin or its last backward left them."""
         self.live = Gradients(layout)
-        self.over_cell: Callable[[list[Tensor]], None] | None = None
-        """Adds tensors of one dtype up, in place, over this process's cell; None: that is one process."""
+        self.over_cell: OverCell | None = None
+        """None: the cell is one process, or its processes divide no layers."""
         self.unused = every_one(layout)
         """The parameters that have had no gradient since the step began, as bits."""
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.blocks.flat import add_to, put_first, refuse_others, views
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import ShardValues
+from shoal.cells.marks import OverCell, SpreadGradients
 from shoal.core.layout import Layout
 from shoal.core.misses import every_one
 
@@ -29,6 +30,8 @@ class ShardSums:
 
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self.live, self.reduced = Leaves(layout, are_narrow), ShardValues(layout)
+        self.over_cell: OverCell | None = None
+        """As that of `LaneSums`."""
         self._all = self.unused = every_one(layout)
         """`unused`: the parameters that have had no gradient since the step began, as bits."""
 
@@ -42,8 +45,12 @@ class ShardSums:
     def before_backward(self) -> None:
         """The script is given no gradient that it could have changed."""
 
-    def backward_done(self, parameters: Sequence[nn.Parameter], is_lanes_last: bool = False) -> None:
-        """Buckets are completed one by one, as they leave."""
+    def backward_done(self, _: Sequence[nn.Parameter], is_lanes_last: bool = False) -> None:
+        """Buckets are completed one by one, as they leave. After a lane's last backward gradients that are spread over
+        a cell are added up. Raises `WorldChanged`.
+        """
+        if self.over_cell is not None and is_lanes_last:
+            self.live.sum_over_cell(self.over_cell)
 
     def lane_done(self, lane: int, is_last: bool) -> None:
         """It has left with its backward."""
@@ -81,7 +88,8 @@ class Leaves:
 
     def __init__(self, layout: Layout, are_narrow: bool) -> None:
         self._layout = layout
-        self._dtypes = [bucket.dtype if are_narrow else bucket.wide_dtype for bucket in layout.buckets]
+        self._dtypes = [bucket.leaf_dtype if are_narrow else bucket.wide_dtype for bucket in layout.buckets]
+        self._spread = SpreadGradients(layout) if layout.is_in_parts else None
         self.taken = range(sum(len(bucket.slots) for bucket in layout.buckets))
         self._slots = [(b, s) for b, bucket in enumerate(layout.buckets) for s in range(len(bucket.slots))]
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
@@ -106,8 +114,9 @@ class Leaves:
         parameter: nn.Parameter,  # of its own shape
     ) -> None:
         """As `Gradients.take`; the parameter has none then."""
-        if parameter.grad is not None:
-            self.add(slot, parameter.grad)
+        gradient = parameter.grad
+        if gradient is not None:
+            self.add(slot, gradient if self._spread is None else self._spread.local(slot, parameter, gradient))
             parameter.grad = None
 
     def add(
@@ -165,6 +174,24 @@ class Leaves:
                 view.zero_()
                 seen.add(place)
 
+    def sum_over_cell(self, over_cell: OverCell) -> None:
+        """The lane's backwards are over, and of buckets with what is spread over the cell nothing has left: that is
+        added up. Raises `WorldChanged`.
+        """
+        if self._spread is not None:
+            self._spread.add_up(self._completed, over_cell)
+
+    def _completed(self, slot: int) -> Tensor:  # of its parameter's shape
+        bucket, place = self._slots[slot]
+        self.complete(bucket)
+        return self._views[bucket][place]
+
+    def made(self, bucket: int) -> dict[int, Tensor]:  # by place, each of its parameter's shape
+        """The gradients of a bucket that backwards of the lane have made, as copies; −0.0 is +0.0 in them."""
+        if bucket in self._flats:
+            return {place: self._views[bucket][place] + 0.0 for place in self._seen[bucket]}
+        return {place: gradient + 0.0 for place, gradient in self._kept.get(bucket, {}).items()}
+
     def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
         """A view of elements of a bucket that is there."""
         return self._flats[bucket][start:stop]
@@ -185,6 +212,8 @@ class Leaves:
         self._lent.clear()
         self._kept.clear()
         self._pool.clear()
+        if self._spread is not None:
+            self._spread.begin()
 
     def are_in_place(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether no parameter has a gradient: they have been taken."""

@@ -9,7 +9,7 @@ The engine asks `marks` once, when it takes a module over; it works on the parts
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -17,6 +17,8 @@ from shoal_protos.errors import UserError
 from shoal_protos.shape import DIMENSIONS, Shape
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
+
+from shoal.core.layout import Layout
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 _MARK = "_shoal_mark"
@@ -189,6 +191,55 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
     if given.is_replicate():
         return LocalGradient(local.narrow(*cut))
     return LocalGradient(local, is_partial=True, cut=cut)
+
+
+OverCell = Callable[[list[Tensor]], None]
+"""Adds tensors of one dtype up, in place, over this process's cell. Raises `WorldChanged`."""
+
+
+class SpreadGradients:
+    """Which gradients of the lane at hand are parts of a sum over a cell, as behind layers that divide a sequence: by
+    their marks, those of DTensors by their placements. Parameters go by their number among all slots.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        parameters = [slot.parameter for bucket in layout.buckets for slot in bucket.slots]
+        self._names = [one.name for one in parameters]
+        self._marked = {slot for slot, one in enumerate(parameters) if one.summed and not one.wrapped}
+        self.begin()
+
+    def begin(self) -> None:
+        """A lane begins."""
+        self._now = set(self._marked)
+
+    def local(
+        self,
+        slot: int,
+        parameter: nn.Parameter,  # of its own shape
+        gradient: Tensor,  # of the same shape; a DTensor's has placements of its own
+    ) -> Tensor:  # of the shape of the parameter's local part
+        """What this process has of it, of a sum over the cell perhaps. Raises `UserError`."""
+        if not is_divided(parameter):
+            return gradient
+        found = local_gradient(parameter, gradient)
+        if found.is_partial and found.cut is not None:
+            raise UserError(
+                f'the gradient of parameter "{self._names[slot]}" is a sum over the cell of which each process has a '
+                "part of every shard; not supported yet. Give the parameter's input the layout Replicate()."
+            )
+        if found.is_partial:
+            self._now.add(slot)
+        return found.tensor
+
+    def add_up(
+        self,
+        gradient_of: Callable[[int], Tensor],  # of its parameter's shape
+        over_cell: OverCell,
+    ) -> None:
+        """The lane's backwards are over. Raises `WorldChanged`."""
+        parts = [gradient_of(slot) for slot in sorted(self._now)]
+        for dtype in sorted({part.dtype for part in parts}, key=str):
+            over_cell([part for part in parts if part.dtype == dtype])
 
 
 def _sized(tensor: Any) -> Iterator[tuple[str, int, Any]]:

@@ -123,6 +123,11 @@ class Bucket:
         return torch.float32 if self.dtype.itemsize < torch.float32.itemsize else self.dtype
 
     @property
+    def leaf_dtype(self) -> torch.dtype:
+        """Of a lane's gradient, where a lane is one micro-batch: that of the parameters, unless it is a sum."""
+        return self.wide_dtype if self.is_summed else self.dtype
+
+    @property
     def has_masters(self) -> bool:
         """Whether an owner keeps the parameters in more precision than they are computed with."""
         return self.dtype != self.wide_dtype
@@ -207,6 +212,11 @@ class Layout:
         for start, stop in runs.spans:
             _append(spans, bisect_left(numbers, start), bisect_left(numbers, stop))
         return Runs(spans)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether gradients of some parameters are parts of a sum over a cell, or lie in DTensors."""
+        return any(slot.parameter.summed or slot.parameter.wrapped for bucket in self.buckets for slot in bucket.slots)
 
     @cached_property
     def parameters(self) -> int:

@@ -170,8 +170,9 @@ def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], sums: HostSums
     return bucket.wide_dtype.itemsize * sums.most_held(sizes, scattered)
 
 
-def _kind(bucket: Bucket) -> tuple[torch.dtype, bool]:
-    return bucket.dtype, bucket.is_own
+def _kind(bucket: Bucket) -> tuple[torch.dtype, bool, bool]:
+    """A piece is of one: of what is complete only when a lane's backward is over nothing else waits with it."""
+    return bucket.dtype, bucket.is_own, bucket.is_summed
 
 
 def _extents(bucket: Bucket, spans: Sequence[Span], part: int, parts: int) -> Extents:

@@ -358,7 +358,7 @@ def _those_in(peers: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
 def sums_dtype(traffic: Traffic, piece: int, are_leaves: bool = False) -> torch.dtype:
     """What partial sums of a piece travel in: never in less than they have. `are_leaves`: each is of a single lane."""
     bucket = traffic.layout.buckets[traffic.pieces[piece].last_bucket]
-    return bucket.dtype if are_leaves and traffic.leaves_are_narrow else bucket.wide_dtype
+    return bucket.leaf_dtype if are_leaves and traffic.leaves_are_narrow else bucket.wide_dtype
 
 
 def _in_order(by_peer: dict[int, tuple[Extents, ...]]) -> Messages:

@@ -7,25 +7,27 @@ compared over the cell before the step's exchange ends. Called by reducing.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from shoal_protos.errors import JobFailed
+from torch import Tensor
 
-from shoal.blocks.flat import Gradients, views
 from shoal.cells.hub import CellHub
 from shoal.core.layout import Layout
 
 STEPS = 2
 """Of a world: more would cost without finding more."""
-WORDS = {4: torch.int32, 8: torch.int64}
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+GradientsOf = Callable[[int], Mapping[int, Tensor]]
+"""The gradients of a bucket by place, each of its parameter's shape; those of zeros may be left out."""
 
 
 class EqualGradients:
     """Of one process. `note` is called with what a lane's backward has left of each bucket, before it is added up."""
 
     def __init__(self, layout: Layout, hub: CellHub) -> None:
-        self._layout, self._hub = layout, hub
+        self._hub = hub
         self._first: dict[int, int] = {}
         """By bucket, the place of its first parameter among those that are compared."""
         self._names: list[str] = []
@@ -45,19 +47,22 @@ class EqualGradients:
         self._sums = torch.zeros(len(self._names), dtype=torch.int64, device="cpu")
         self._noted.clear()
 
-    def note(self, gradients: Gradients, bucket: int) -> None:
+    def note(self, bucket: int, gradients_of: GradientsOf) -> None:
         """The lane's gradient of a bucket is whole."""
         if self._left and bucket in self._first:
             self._noted.add(bucket)
-            flat = gradients.flats[bucket]
-            kind = WORDS[flat.itemsize]  # added up as what it is: a tenth of the time that wider sums take
-            words = [one.reshape(-1).view(kind).sum(dtype=kind) for one in views(self._layout.buckets[bucket], flat)]
-            self._sums[self._first[bucket] :][: len(words)] += torch.stack(words).cpu()
+            words, places = [], []
+            for place, one in gradients_of(bucket).items():
+                kind = WORDS[one.itemsize]  # added up as what it is: a tenth of the time that wider sums take
+                words.append(one.reshape(-1).view(kind).sum(dtype=kind))
+                places.append(self._first[bucket] + place)
+            if words:
+                self._sums[places] += torch.stack(words).cpu()
 
-    def end_lane(self, gradients: Gradients) -> None:
+    def end_lane(self, gradients_of: GradientsOf) -> None:
         """Its backwards are over, and what was not noted has not left."""
-        for bucket in self._first.keys() - self._noted:
-            self.note(gradients, bucket)
+        for bucket in self._first.keys() - self._noted if self._left else ():
+            self.note(bucket, gradients_of)
         self._noted.clear()
 
     def compare(self) -> None:

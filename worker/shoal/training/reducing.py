@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import takewhile
 from typing import Protocol
 from weakref import ReferenceType, ref
 
@@ -84,11 +85,7 @@ class WholeReducing:
         """The first buckets, which can leave while a backward runs: what is added up over a cell comes later."""
         self._reduction: CanonicalReduction | None = None
         self.keeps_lanes = context.hub is None  # members of a cell may be at different places in a lane
-        self._equal: EqualGradients | None = None
-        """The check of those that are said to be equal over a cell's tensor dimension, where bits are exact."""
-        if context.hub is not None and context.hub.shape.tensor > 1:
-            sums.over_cell = context.hub.reduce_sum
-            self._equal = EqualGradients(context.state.layout, context.hub) if context.config.exact else None
+        self._equal = _over_cell(context, sums)
 
     @property
     def is_next(self) -> bool:
@@ -114,12 +111,12 @@ class WholeReducing:
         with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, self._early):
             context.loop.backward(loss, context.state, arriving)
         if self._equal is not None:
-            self._equal.end_lane(self._sums.live)
+            self._equal.end_lane(self._sums.live.made)
         self._sums.end_push()
 
     def _on_filled(self, bucket: int) -> None:
         assert self._equal is not None and self._reduction is not None
-        self._equal.note(self._sums.live, bucket)
+        self._equal.note(bucket, self._sums.live.made)
         self._reduction.on_filled(bucket)
 
     def backward_here(self, loss: Tensor) -> None:
@@ -127,7 +124,7 @@ class WholeReducing:
         with self._hooks.armed_to_take():
             loop.backward(loss, self._context.state)
         if self._equal is not None and loop.at_lanes_last_backward:
-            self._equal.end_lane(self._sums.live)
+            self._equal.end_lane(self._sums.live.made)
 
     def skip(self) -> None:
         if self._context.loop.at_last_backward:
@@ -137,8 +134,7 @@ class WholeReducing:
         self._sums.live.zero()
 
     def take(self) -> CanonicalReduction:
-        if self._equal is not None and _world(self._context).lanes:
-            self._equal.compare()
+        _compare(self._equal, self._context)
         reduction, self._reduction = self._reduction or self._new(), None
         return reduction
 
@@ -162,6 +158,9 @@ class ShardReducing:
     ) -> None:
         self._context, self._sums, self._on_reduced = context, sums, on_reduced
         self._on_gradients = on_gradients
+        self._is_summed = [bucket.is_summed for bucket in context.state.layout.buckets]
+        """By bucket, whether a lane's gradient of it is complete only when its backward is over."""
+        self._equal = _over_cell(context, sums)
         self._hooks = BucketHooks(context.state.layout, context.state.parameters, sums, self._on_whole)
         self._reduction: RoundReduction | None = None
         self._rounds: tuple[World, bool, PieceOrder, RoundsTraffic] | None = None
@@ -175,7 +174,7 @@ class ShardReducing:
         return self._times
 
     def _on_whole(self, bucket: int) -> None:
-        if self._times is not None:
+        if self._times is not None and not self._is_summed[bucket]:
             self._times.on_whole(bucket)
         self._on_gradients(bucket)
 
@@ -206,10 +205,18 @@ class ShardReducing:
         assert self._reduction is not None
         times = self.fill_times
         times.begin_lane()
-        with self._hooks.armed(self._reduction.on_filled, times.order.buckets):
+        early = list(takewhile(lambda bucket: not self._is_summed[bucket], times.order.buckets))
+        with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, early):
             self._context.loop.backward(loss, self._context.state)
         times.end_lane()
+        if self._equal is not None:
+            self._equal.end_lane(self._sums.live.made)
         self._reduction.end_lane()
+
+    def _on_filled(self, bucket: int) -> None:
+        assert self._equal is not None and self._reduction is not None
+        self._equal.note(bucket, self._sums.live.made)
+        self._reduction.on_filled(bucket)
 
     def backward_here(self, loss: Tensor) -> None:
         """A micro-batch of several, or of a warm-up: what that makes is thrown away bucket by bucket."""
@@ -230,11 +237,31 @@ class ShardReducing:
         self._sums.clear()
 
     def take(self) -> RoundReduction:
+        _compare(self._equal, self._context)
         reduction, self._reduction = self._reduction or self._new(), None
         return reduction
 
     def forget(self) -> None:
         self._reduction = self._times = None
+        if self._equal is not None:
+            self._equal.begin_world()
+
+
+def _over_cell(context: TrainingContext, sums: LaneSums | ShardSums) -> EqualGradients | None:
+    """Has gradients that are spread over a cell added up, where it divides layers. Returns the check of those that are
+    said to be equal over it, where bits are exact.
+    """
+    hub = context.hub
+    if hub is None or hub.shape.tensor == 1:
+        return None
+    sums.over_cell = hub.reduce_sum
+    return EqualGradients(context.state.layout, hub) if context.config.exact else None
+
+
+def _compare(equal: EqualGradients | None, context: TrainingContext) -> None:
+    """All lanes of the step are done here. Raises as `EqualGradients.compare`."""
+    if equal is not None and _world(context).lanes:
+        equal.compare()
 
 
 def _world(context: TrainingContext) -> World:
