@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from shoal.cells.cell import Cell
 from shoal.cells.hub import CellHub, current_hub
-from shoal.cells.marks import adopt_local, is_divided, local_gradient, local_of, marks
+from shoal.cells.marks import is_divided, lie_in, local_gradient, local_of, marks
 from shoal.group.build import Cancellation, GroupSpec
 from shoal.group.gloo import build_gloo
 from shoal.group.group import Group
@@ -205,7 +205,7 @@ def compiled(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, Any]:
     flat = torch.cat([part.flatten() for part in parts])  # all are of one memory, as the engine has them
     for parameter, part, view in zip(divided.parameters(), parts, flat.split([p.numel() for p in parts]), strict=True):
         if is_divided(parameter):
-            adopt_local(parameter, view.view(part.shape))
+            lie_in(parameter, view.view(part.shape))
     call = torch.compile(divided, backend=backend)
     x = _batch()
     hub.rest()

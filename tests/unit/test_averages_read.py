@@ -16,10 +16,12 @@ from averages import (
     Values,
     averages_of,
     in_form,
+    in_memory,
     options,
     options_of,
     with_options,
 )
+from context_parallel import BOTH, CONTEXT, Divided
 from crew import Crew, Task, undisturbed
 from crew_saves import saved
 from integration.scripts import Samples, config
@@ -30,15 +32,19 @@ from safetensors.torch import load_file
 from shoal.checkpoint.__main__ import main as export_command
 from shoal.config.load import load_config
 from shoal.config.training import agreement
+from shoal.offload.state_file import OffloadFailed
+from shoal.offload.state_place import InFile
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import MemorySetup, estimate
-from tensor_parallel import CellTask, crew_of
+from shoal_protos.shape import Shape
+from tensor_parallel import TWO, CellTask, Parallel, crew_of
 from tiers import check
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 def values_of(module: nn.Module) -> Values:
@@ -47,6 +53,13 @@ def values_of(module: nn.Module) -> Values:
 
 
 pytestmark = check("trains many small jobs")
+
+CELLS = [
+    (TWO, "abcd", 0, Parallel),
+    (TWO, "abcde", 1, Parallel),
+    (CONTEXT, "abcd", 2, Divided),
+    (BOTH, "abcdefgh", 1, Divided),
+]
 
 
 @rule(
@@ -63,19 +76,21 @@ pytestmark = check("trains many small jobs")
             "values.of(stretch).copy_(context.state.weights.of(stretch))",
         ),
         Edit("shoal.training.gathered_units", "else of_averages(peer", "else of_weights(peer"),
+        Edit("shoal.offload.state_place", "if AVERAGE not in piece.places:", "if True:"),
         Edit("shoal.training.sharded_averages", "            parameter.data = kept\n", "            del kept\n"),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("form", ["", "bf16"])
-def test_one_member_alone_evaluates_with_averages(stage: int, form: str) -> None:
+@pytest.mark.parametrize("form", ["", "bf16", "files", "files, bf16"])
+def test_one_member_alone_evaluates_with_averages(stage: int, form: str, tmp_path: Path) -> None:
     """Which are those that a worker alone holds."""
-    precision = {"precision": BF16} if form else {}
+    precision = {"precision": BF16} if "bf16" in form else {}
+    place = {"offload": str(tmp_path)} if "files" in form else {}
     alone: list[Values] = []
 
     def keep(engine: Engine) -> None:
         found = averages_of(engine).items()
-        alone.append({name: value.to(torch.bfloat16 if form else value.dtype) for name, value in found})
+        alone.append({name: value.to(torch.bfloat16 if precision else value.dtype) for name, value in found})
 
     undisturbed(Task(options(**precision), prepare=lambda engine: engine.on_commit(keep)))
     seen: dict[int, Values] = {}
@@ -87,7 +102,7 @@ def test_one_member_alone_evaluates_with_averages(stage: int, form: str) -> None
                 with engine.gathered():
                     seen[engine.global_step] = values_of(engine.module)
 
-    with Crew("abc", Task(options(stage=stage, **precision), in_loop=look)) as crew:
+    with Crew("abc", Task(options(stage=stage, **place, **precision), in_loop=look)) as crew:
         assert crew.finish() == reference(Task(options(**precision)))
     assert len(seen) > 2
     for step, values in seen.items():
@@ -101,8 +116,9 @@ def collated(engine: Engine) -> Any:
 
 
 @holds("What a script reads as averages")
+@pytest.mark.parametrize("where", ["memory", "files"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_teacher_of_averages_runs_within_a_lane_in_every_world(stage: int) -> None:
+def test_a_teacher_of_averages_runs_within_a_lane_in_every_world(stage: int, where: str, tmp_path: Path) -> None:
     """Before and after the student's own forward; with kills, and a joiner that warms up."""
 
     def distil(engine: Engine, batch: Any) -> None:
@@ -116,7 +132,8 @@ def test_a_teacher_of_averages_runs_within_a_lane_in_every_world(stage: int) -> 
         engine.step()
 
     task = Task(options(max_steps=12), body=distil)
-    with Crew("abc", replace(task, options={**task.options, "stage": stage})) as crew:
+    place = {"offload": str(tmp_path)} if where == "files" else {}
+    with Crew("abc", replace(task, options={**task.options, "stage": stage, **place})) as crew:
         crew.train_to(2)
         crew.plant("b", 3, "backward")
         crew.train_to(4)
@@ -184,9 +201,9 @@ def test_a_job_without_averages_has_none_to_be_read(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("form", ["0", "1", "2", "3", "1, files", "3, files, bf16", "2, files of a device"])
 @pytest.mark.parametrize("where", ["in the body", "after the loop"])
-def test_averages_are_exported(stage: int, where: str, tmp_path: Path) -> None:
+def test_averages_are_exported(form: str, where: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
 
     def ask(engine: Engine) -> None:
@@ -202,14 +219,14 @@ def test_averages_are_exported(stage: int, where: str, tmp_path: Path) -> None:
         if where == "after the loop":
             engine.export(path, averaged=True)
 
-    with Crew("abc", Task(options(stage=stage), script=script)) as crew:
-        assert crew.finish() == reference(Task(options()))
+    with Crew("abc", replace(in_form(form, tmp_path), script=script)) as crew:
+        assert crew.finish() == reference(in_memory(form))
     alone: list[Values] = []
-    keep = Task(options(), prepare=lambda engine: engine.on_commit(lambda one: alone.append(averages_of(one))))
+    keep = replace(in_memory(form), prepare=lambda engine: engine.on_commit(lambda one: alone.append(averages_of(one))))
     undisturbed(keep)
     found = load_file(path)
     expected = alone[3 if where == "in the body" else -1]
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("form", ["1", "3, bf16"])
@@ -279,16 +296,36 @@ def test_workers_of_one_job_average_alike() -> None:
     assert "shoal.average" not in agreement(load_config(config({})))
 
 
-def test_averages_in_files_are_refused_to_a_reader(tmp_path: Path) -> None:
-    refusals: list[str] = []
+@rule(
+    "An owner that cannot read averages that it is asked for ends with the reason, and its mirrors answer for it",
+    "Data, evaluations and the doors",
+    broken_by=Edit("shoal.exchange.unit_fetch", "        raise before.failure", "        pass"),
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_owner_whose_file_cannot_be_read_leaves_and_others_answer(stage: int, tmp_path: Path) -> None:
+    readers: list[Engine] = []
 
     def look(engine: Engine) -> None:
-        with pytest.raises(UserError) as refused:
-            enter(engine)
-        refusals.append(str(refused.value))
+        if engine in readers:
+            with engine.averaged(), engine.gathered():
+                pass
 
-    undisturbed(Task(options(max_steps=1, offload=str(tmp_path)), in_loop=look))
-    assert "engine.averaged cannot read averages that lie in files" in refusals[0]
+    tries: list[int] = []
+
+    def unreadable(*_: object) -> None:
+        tries.append(1)
+        raise OffloadFailed("the file of optimizer state in /nvme cannot be read: Input/output error.")
+
+    with Crew("abc", Task(options(stage=stage, offload=str(tmp_path)), in_loop=look)) as crew:
+        crew.train_to(2)
+        reader, owner = crew.workers["a"], crew.workers["b"]
+        readers.append(reader.engine)
+        home = owner.engine.context.state.held.home
+        assert isinstance(home, InFile)
+        home.store.read = unreadable  # type: ignore[method-assign, assignment]
+        assert crew.finish() == reference(Task(options()))
+    assert "OffloadFailed: the file of optimizer state in /nvme cannot be read" in owner.failure
+    assert len(tries) == 1
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -299,26 +336,66 @@ def test_the_estimate_counts_averages_and_the_copy_of_a_reader(stage: int) -> No
     assert with_averages.read_average_bytes == (2_000_000 if stage < 3 else 0) and without.read_average_bytes == 0
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_cells_of_several_processes_keep_averages_and_refuse_to_read_them(stage: int) -> None:
-    """With the same bits in one cell and in two, through a kill."""
-    refusals: set[str] = set()
+@holds("What a script reads as averages")
+@pytest.mark.parametrize(("shape", "names", "stage", "model"), CELLS, ids=str)
+def test_members_of_a_cell_read_averages_of_their_part(shape: Shape, names: str, stage: int, model: Any) -> None:
+    """Which are what torch's own function makes of the weights; a cell of one and more, through a kill."""
+    made: dict[Engine, list[Tensor]] = {}
+    seen: list[int] = []
 
-    def look(engine: Engine) -> None:
-        with pytest.raises(UserError) as refused:
-            enter(engine)
-        refusals.add(str(refused.value))
+    def average(engine: Engine) -> None:
+        weights = [one.detach() for one in engine.module.parameters()]
+        if engine not in made:
+            made[engine] = [one.clone() for one in weights]
+        else:
+            get_ema_multi_avg_fn(DECAY)(made[engine], weights, 0)
 
-    def of(average: dict[str, Any], **more: Any) -> CellTask:
-        return CellTask({"max_steps": 6, "stage": stage, "shoal": average}, **more)
+    def look(engine: Engine, batch: Any) -> None:
+        if engine.global_step and made:
+            with engine.averaged():
+                pairs = zip(engine.module.parameters(), made[engine], strict=True)
+                assert all(torch.equal(one, value) for one, value in pairs)
+            seen.append(engine.global_step)
+        engine.backward(engine.module(**batch))
+        engine.step()
 
-    average = {"average": {"decay": DECAY}}
-    with crew_of("ab", of(average)) as crew:
+    def of(**more: Any) -> CellTask:
+        options = {"max_steps": 6, "stage": stage, "shoal": {"average": {"decay": DECAY}}}
+        return CellTask(options, shape=shape, model=model, **more)
+
+    with crew_of(names[: shape.processes], of()) as crew:
         alone = crew.finish()
-    with crew_of("abcd", of(average, prepare=lambda engine: engine.on_commit(look))) as crew:
+    with crew_of(names, of(body=look, prepare=lambda engine: engine.on_commit(average))) as crew:
         crew.train_to(2)
-        crew.plant("c", 3, "exchange")
+        crew.plant(names[-1], 3, "exchange")
         assert crew.finish() == alone
-    with crew_of("ab", of({})) as crew:
+    assert set(seen) == {1, 2, 3, 4, 5}
+
+
+@holds("What a script reads as averages")
+@pytest.mark.parametrize(("shape", "names", "stage", "model"), CELLS, ids=str)
+@pytest.mark.parametrize("point", ["between", "backward", "exchange"])
+def test_a_teacher_of_averages_runs_in_a_cell(shape: Shape, names: str, stage: int, model: Any, point: str) -> None:
+    """By the collectives of its forward, with the same bits for any number of cells and through a kill."""
+
+    def distil(engine: Engine, batch: Any) -> None:
+        with engine.averaged():
+            before = engine.module(**batch)
+        loss = engine.module(**batch)
+        engine.backward(loss + 0.1 * (loss - before).square())
+        if engine.step() and engine.global_step == 3:
+            with engine.evaluating(), engine.averaged():
+                engine.module(**batch)
+
+    def of(**more: Any) -> CellTask:
+        options = {"max_steps": 6, "stage": stage, "shoal": {"average": {"decay": DECAY}}}
+        return CellTask(options, shape=shape, model=model, **more)
+
+    with crew_of(names[: shape.processes], of(body=distil)) as crew:
+        alone = crew.finish()
+    with crew_of(names, of(body=distil)) as crew:
+        crew.train_to(2)
+        crew.plant(names[-2], 4, point)
+        assert crew.finish() == alone
+    with crew_of(names[: shape.processes], of()) as crew:
         assert crew.finish() != alone
-    assert refusals == {"engine.averaged is not supported yet where a cell has several processes."}

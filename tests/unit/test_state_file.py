@@ -90,10 +90,8 @@ def test_a_pass_that_is_given_up_is_waited_for_before_its_buffers_are_used_again
             "shoal.offload.transfers",
             "        for at, start, count in writes:\n"
             "            file.write(at, memory[start : start + count])\n"
-            "        for at, start, count in reads:\n"
-            "            file.read(at, memory[start : start + count])\n",
-            "        for at, start, count in reads:\n"
-            "            file.read(at, memory[start : start + count])\n"
+            "        self.read(file, reads)\n",
+            "        self.read(file, reads)\n"
             "        for at, start, count in writes:\n"
             "            file.write(at, memory[start : start + count])\n",
         ),

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
-from shoal.cells.marks import OverCell, SpreadGradients, adopt_local, is_divided, local_of
+from shoal.cells.marks import OverCell, SpreadGradients, is_divided, lie_in, local_of
 from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Layout, Stretch, Trainable, lay_out
 from shoal.core.units import named_parameters, unit_numbers
 from shoal.optim.several import groups_by_parameter, only_group
@@ -184,10 +184,7 @@ def adopt(
                 give_memory(parameter, view)
                 continue
             view.copy_(local_of(parameter))
-            if is_divided(parameter):
-                adopt_local(parameter, view)
-            else:
-                parameter.data = view
+            lie_in(parameter, view)
     return flats
 
 

@@ -343,9 +343,7 @@ class HeldWeights:
 
 
 class HeldAverages(HeldWeights):
-    """Averages of the weights of held blocks, in the dtype of the parameters; before they begin, and of frozen blocks,
-    the weights. For state in memory.
-    """
+    """Averages of weights, in the dtype of the parameters, for state in memory."""
 
     def _part(self, segment: Segment, first: int, last: int) -> Tensor:  # (last - first,)
         if segment.average is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS, LoadedState, State
 from shoal.blocks.optimizer_step import Segment
-from shoal.blocks.segments import Segments
+from shoal.blocks.segments import HeldAverages, HeldWeights, Segments
 from shoal.blocks.update_place import Coming
 from shoal.blocks.values import BlockValues, StretchValues
 from shoal.core.layout import Layout, Stretch, overlaps
@@ -108,6 +108,11 @@ class StateHome(Protocol):
     bytes_per_second: float
     """At which the last update's state came from a file and went back; 0: none did."""
 
+    @property
+    def averages(self) -> HeldWeights:
+        """Of weights, as others read them; before they begin, and of frozen blocks, the weights."""
+        ...
+
     def expect(self, runs: Runs) -> None:
         """A world fills these: `memory_for` is asked for them."""
 
@@ -172,7 +177,7 @@ class InMemory:
     bytes_per_second = 0.0
 
     def __init__(self, segments: Segments) -> None:
-        self.segments = segments
+        self.segments, self.averages = segments, HeldAverages(segments)
         self.expect(NO_BLOCKS)
 
     # ---- to hold

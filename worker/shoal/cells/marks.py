@@ -142,14 +142,21 @@ def local_of(tensor: Tensor) -> Tensor:
     return cast(Tensor, local.wait() if hasattr(local, "wait") else local)  # one that a collective is still filling
 
 
-def adopt_local(parameter: Tensor, memory: Tensor) -> None:
-    """Gives a DTensor's part this memory, which has its values.
+def lie_in(
+    parameter: Tensor,  # of its own shape
+    memory: Tensor,  # of the shape of what lies in this process
+) -> Callable[[], None]:
+    """Gives what of it lies in this process that memory, which has its values; what is returned gives its own back.
 
-    Under a storage of its own: torch.compile cannot trace a DTensor whose part is a view of a larger storage.
+    A DTensor's part gets a storage of its own: torch.compile cannot trace one that is a view of a larger storage.
     """
-    part = from_dlpack(memory)
+    if not is_divided(parameter):
+        own, parameter.data = parameter.data, memory
+        return lambda: setattr(parameter, "data", own)
+    part, before = from_dlpack(memory), cast(Any, parameter)._local_tensor
     part.requires_grad_(local_of(parameter).requires_grad)
     cast(Any, parameter)._local_tensor = part
+    return lambda: setattr(parameter, "_local_tensor", before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from shoal_protos.errors import ShoalError
 from shoal_protos.training_log import get_logger
 from torch import Tensor
 
@@ -216,6 +217,8 @@ class UnitServer:
         self._early: list[tuple[Key, int, int]] = []
         """Requests of members that are ahead of this one: key, peer, unit."""
         self._sent: list[tuple[Work, Tensor]] = []
+        self.failure: ShoalError | None = None
+        """Why something could not be read that this member was asked for: the group has ended by it."""
         group.serve(ASKED, 3, self.on_request)
 
     def open(self, key: Key, answers: Answers) -> None:
@@ -234,10 +237,15 @@ class UnitServer:
         peer: int,
         message: Tensor,  # (numbers,) int64
     ) -> None:
-        """On a thread of the group. Raises `WorldChanged` where it is closed."""
+        """On a thread of the group. Raises `WorldChanged` where it is closed, or has to be."""
         generation, boundaries, unit = message.tolist()
-        with self._lock:
-            self._take((generation, boundaries), peer, unit)
+        try:
+            with self._lock:
+                self._take((generation, boundaries), peer, unit)
+        except ShoalError as failure:
+            self.failure = failure
+            self.group.abort()
+            raise WorldChanged(f"rank {peer} cannot be answered: {failure}") from failure
 
     def _take(self, key: Key, peer: int, unit: int) -> None:
         if key > self._key:
@@ -248,6 +256,15 @@ class UnitServer:
         else:
             log.error("late_request", rank=peer, asked=key, stands_at=self._key, unit=unit)
             raise WorldChanged(f"rank {peer} asks for unit {unit} as of {key}, which is over")
+
+
+def server_in(group: Group, before: UnitServer | None) -> UnitServer:
+    """That of a group: the one before, where it is of the same. Raises what that could not read, as this worker owns
+    blocks that it cannot give to others.
+    """
+    if before is not None and before.failure is not None:
+        raise before.failure
+    return before if before is not None and before.group is group else UnitServer(group)
 
 
 def _nothing(peer: int, unit: int) -> Sequence[Tensor]:  # each (elements,)

@@ -255,6 +255,15 @@ class PieceStore:
         """What of the pieces lies in these stretches."""
         return [piece.part(stretch) for piece in self.pieces for stretch in overlaps(stretches, piece.stretch)]
 
+    def read(self, piece: HeldPiece, key: str) -> Tensor:  # (elements,)
+        """One tensor of a piece, in memory of its own: by any thread, while the piece's state is not written. Raises
+        `OffloadFailed`.
+        """
+        alone, buffer = HeldPiece(piece.stretch, piece.elements, {}, {key: piece.places[key]}), Buffer()
+        buffer.reserve(alone.bytes)
+        buffer.read(self.file, alone.ranges())
+        return buffer.view(0, piece.elements, piece.places[key].dtype)
+
     def stream(self, stretches: Sequence[Stretch]) -> Iterator[tuple[Stretch, State]]:  # each (elements,), or ()
         """Their state, each valid until the next is asked for."""
         parts = self.parts_of(stretches)

@@ -116,6 +116,25 @@ def check_steps_in_parts(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class AveragesInFile(HeldWeights):
+    """Averages of weights, in the dtype of the parameters, read from the file past the buffers of updates: by any
+    thread, as nothing that others ask for is written or moved before they have voted.
+    """
+
+    def __init__(self, segments: Segments, store: PieceStore) -> None:
+        super().__init__(segments)
+        self._store, self._weights = store, HeldWeights(segments) if segments.keeps_weights else segments.parameters
+
+    def parts(self, stretch: Stretch) -> list[Tensor]:  # each (elements,); together the stretch's
+        """Copies, or views of weights, one for each piece that the stretch lies in. Raises `OffloadFailed`."""
+        return [self._read(piece) for piece in self._store.parts_of([stretch])]
+
+    def _read(self, piece: HeldPiece) -> Tensor:  # (elements,)
+        if AVERAGE not in piece.places:
+            return self._weights.of(piece.stretch)
+        return self._store.read(piece, AVERAGE).to(self._layout.buckets[piece.stretch.bucket].dtype)
+
+
 class InFile:
     """Segments are parameters alone, where those are with the state: they lie in memory all the time."""
 
@@ -127,6 +146,7 @@ class InFile:
         self._known: dict[tuple[int, torch.dtype], int] = {}
         self._slowness_is_said = False
         self._weights = HeldWeights(segments)
+        self.averages = AveragesInFile(segments, store)
 
     # ---- what it takes
 

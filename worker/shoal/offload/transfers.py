@@ -79,7 +79,12 @@ class Buffer:
         memory = memoryview(self._memory)
         for at, start, count in writes:
             file.write(at, memory[start : start + count])
-        for at, start, count in reads:
+        self.read(file, reads)
+
+    def read(self, file: StateFile, ranges: Ranges) -> None:
+        """Brings these into it, at once. Raises `OffloadFailed`."""
+        memory = memoryview(self._memory)
+        for at, start, count in ranges:
             file.read(at, memory[start : start + count])
 
     def end_turn(self, folder: str) -> None:

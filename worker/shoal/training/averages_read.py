@@ -26,16 +26,8 @@ class AveragesRead:
 
     def check(self, call: str) -> None:
         """Raises `UserError` where this job has no averages to be read. `call`: how the script asks."""
-        context = self._context
-        if context.config.average is None:
+        if self._context.config.average is None:
             raise UserError(f"{call} needs averages of weights, and this job keeps none; set `shoal.average`.")
-        if context.hub is not None:
-            raise UserError(f"{call} is not supported yet where a cell has several processes.")
-        if context.config.state_folder is not None:
-            raise UserError(
-                f'{call} cannot read averages that lie in files (`offload_optimizer.device` is "nvme"); save a '
-                "checkpoint, and run `shoal export --averaged`."
-            )
 
     @contextmanager
     def here(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.released import OnTouch
-from shoal.blocks.segments import HeldAverages, HeldWeights
+from shoal.blocks.segments import HeldWeights
 from shoal.blocks.sharded_memory import ShardedMemory
 from shoal.blocks.shared_weights import Key, Part, SeenWeights, SharedWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
@@ -34,6 +34,7 @@ from shoal.exchange.unit_fetch import (
     address_message,
     answers_of,
     see_owners,
+    server_in,
 )
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
@@ -84,7 +85,7 @@ class UnitOwner:
     """What this worker answers to others: units of weights, and, by the numbers that follow theirs, of averages."""
 
     def __init__(self, state: TrainingState, weights: HeldWeights, shared: SharedWeights | None) -> None:
-        self._weights, self._averages = weights, HeldAverages(state.held.segments)
+        self._weights, self._averages = weights, state.held.home.averages
         self._lock, self._shared = state.held.segments.lock, shared
         self._server: UnitServer | None = None
         self._traffic: UnitTraffic
@@ -92,8 +93,7 @@ class UnitOwner:
     def on_world(self, world: World, traffic: UnitTraffic) -> None:
         """In this one from now on."""
         self._traffic = traffic
-        if self._server is None or self._server.group is not world.group:
-            self._server = UnitServer(world.group)
+        self._server = server_in(world.group, self._server)
 
     def stand(self, key: Key) -> None:
         """At the boundary at hand. Raises `WorldChanged`."""

@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.blocks.flat import Flats, all_views, by_bucket, storage_key
 from shoal.blocks.released import Arriving, release, restore, touch
+from shoal.cells.marks import lie_in
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
@@ -322,14 +323,14 @@ class HandedParameters(Parameters):
             yield
             return
         flats, parameters = self._bring_averages(is_owed), self._context.state.parameters
-        kept = [parameter.data for parameter in parameters]
+        pairs, give_back = zip(parameters, all_views(self._context.state.layout, flats), strict=True), []
         try:
-            for parameter, view in zip(parameters, all_views(self._context.state.layout, flats), strict=True):
-                parameter.data = view
+            for parameter, view in pairs:
+                give_back.append(lie_in(parameter, view))
             yield
         finally:
-            for parameter, own in zip(parameters, kept, strict=True):
-                parameter.data = own
+            for one in give_back:
+                one()
 
     def _bring_averages(self, is_owed: bool) -> Flats:
         assert self._averages is not None

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from shoal.blocks.flat import adopt_without_values
 from shoal.blocks.released import OnTouch, release, restore
-from shoal.blocks.segments import HeldAverages
 from shoal.blocks.sharded_memory import ShardedMemory
 from shoal.blocks.unit_flats import Presence
 from shoal.exchange.unit_fetch import AverageFetch
 from shoal.exchange.world import World
 from shoal.training.context import TrainingContext
-from shoal.training.gathered_units import GatheredUnits
+from shoal.training.gathered_units import GatheredUnits, Own
 from shoal.training.sharded_parameters import ShardedParameters, listen, with_parameters
 
 
@@ -36,7 +35,7 @@ class AveragedUnits(GatheredUnits):
         self._kept = [parameter.data for parameter in self._placed]
         memory = ShardedMemory(layout, can_be_seen=False, is_empty=True)
         adopt_without_values(layout, self._placed, memory.beneath)
-        super().__init__(context, HeldAverages(context.state.held.segments), on_touch, memory, None)
+        super().__init__(context, context.state.held.home.averages, on_touch, memory, None)
         for unit in self:
             unit.begin_elsewhere(on_touch)
         assert context.world is not None
@@ -45,6 +44,12 @@ class AveragedUnits(GatheredUnits):
     def on_world(self, world: World) -> None:
         super().on_world(world)
         release(self._placed, self.on_touch)
+
+    def _own_of(self, unit: int) -> Own:
+        """Read each time: what the parameters' dtype or a file makes copies of is kept by no one."""
+        own = super()._own_of(unit)
+        del self._own[unit]
+        return own
 
     def put_back(self) -> None:
         """The parameters are views of the weights' memory again, here or not as they were."""

@@ -1,7 +1,8 @@
 """Averages of weights where parameters are whole (stages 0 to 2): what owners answer, and the copy that a reader gets.
 
 Each bucket is asked for as a unit of stage 3 is (exchange/unit_fetch.py), between any two votes and by any member;
-owners answer beside their own work, with lanes or without. What a member holds itself is read without a message.
+owners answer beside their own work, with lanes or without. What a member holds itself is read without a message. In a
+cell of several processes a member asks for its part of the model, at whichever coordinate the owners are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from itertools import zip_longest
 import torch
 
 from shoal.blocks.flat import Flats, empty_flats
-from shoal.blocks.segments import HeldAverages
 from shoal.blocks.shared_weights import Key
 from shoal.blocks.values import WholeValues
 from shoal.exchange.traffic import UnitTraffic
-from shoal.exchange.unit_fetch import UnitFetch, UnitServer, answers_of
+from shoal.exchange.unit_fetch import UnitFetch, UnitServer, answers_of, server_in
 from shoal.exchange.world import World
 from shoal.process.device import DeviceCopy
 from shoal.training.context import TrainingContext
@@ -39,7 +39,7 @@ class WholeAverages:
     """Of one worker."""
 
     def __init__(self, context: TrainingContext) -> None:
-        self._context, self._averages = context, HeldAverages(context.state.held.segments)
+        self._context, self._averages = context, context.state.held.home.averages
         self._server: UnitServer | None = None
         self._traffic: UnitTraffic | None = None
         self._world: World | None = None
@@ -49,8 +49,7 @@ class WholeAverages:
         """A world has begun. Raises `WorldChanged`."""
         layout = self._context.state.layout
         self._traffic = UnitTraffic(world.plan, world.rank, layout, [(one.index,) for one in layout.buckets])
-        if self._server is None or self._server.group is not world.group:
-            self._server = UnitServer(world.group)
+        self._server = server_in(world.group, self._server)
         self.stand(world)
 
     def stand(self, world: World) -> None:
