@@ -80,6 +80,20 @@ def test_tensors_without_a_turn_are_in_no_message(tag: int, monkeypatch: pytest.
     assert not of()
 
 
+@rule(
+    "Members agree on hyper-parameters before tensors are updated whole: one without lanes, whose body does not run, "
+    "has the turns of the step at hand by then",
+    "A step",
+    broken_by=Edit(
+        "shoal.training.step",
+        "        take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)\n"
+        "        norms = self._sums_of_squares()  # by whose turn it is\n"
+        "        self._shape(norms)\n",
+        "        norms = self._sums_of_squares()  # by whose turn it is\n"
+        "        self._shape(norms)\n"
+        "        take_over_where_no_body_runs(self._world, self._context.state.optimizer, self._context.state.modes)\n",
+    ),
+)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_bits_survive_a_death_and_a_join_in_turns_of_both(stage: int) -> None:
     turns = (("generator",), TURNS, (), ("discriminator",))
