@@ -106,6 +106,8 @@ class Recovery:
     lanes_in_flight: tuple[int, ...] = ()
     """By rank, the lane that it had begun, with which it begins its first step again; -1: none. Only where gradients
     are added up round by round (stages 2 and 3): owners must know which lane comes first. Else empty."""
+    first_fill_blocks: int = field(default=0, metadata=OMITTED)
+    """How many blocks one source sends at the first boundary at most. Only second copies are worth it."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class Plan:
     shares: tuple[Share, ...]
     fills: tuple[Fill, ...]
     fill_blocks_per_step: int
-    """How many blocks one source sends at one boundary, over all its fills together."""
+    """How many blocks one source sends at one boundary, over all its fills together. At the first boundary after a
+    loss survivors have first touches and another lane to bear already: there `Recovery.first_fill_blocks` counts."""
     builder: int
     """Rank of the member whose rendezvous server the group is built over."""
     steps: bool
@@ -225,11 +228,16 @@ class Plan:
 
     # ---- fills
 
+    @cached_property
+    def second_copies(self) -> Runs:
+        """The blocks that only their owner keeps, and that fills bring to another member."""
+        filled = union(fill.blocks for fill in self.fills)
+        return filled - union(share.mirrored for share in self.shares) if filled else NO_BLOCKS
+
     def fill_slice(self, index: int) -> tuple[Fill, ...]:
         """What is sent at boundary `index` (0 is the first one of the generation): each source's next blocks.
 
-        A boundary is a passed vote; the slice travels beside the next one. Every member derives the same. None travels
-        at the first boundary after a loss: survivors have first touches and another lane to bear there already.
+        A boundary is a passed vote; the slice travels beside the next one. Every member derives the same.
         """
         if index >= self.boundaries:
             return ()  # as at nearly all steps of a world, which may have had thousands of fills
@@ -249,12 +257,15 @@ class Plan:
 
     def _due(self, boundaries: int, before: int) -> int:
         """How many blocks of a fill are sent after so many boundaries, when others of its source come before."""
-        return max(0, (boundaries - self._first_slice) * self.fill_blocks_per_step - before)
+        if not boundaries:
+            return 0
+        return max(0, self._first_slice + (boundaries - 1) * self.fill_blocks_per_step - before)
 
     @property
     def _first_slice(self) -> int:
-        """The boundary at which fills begin."""
-        return int(self.recovery is not None)
+        """How many blocks one source sends at the first boundary at most."""
+        rate = self.fill_blocks_per_step
+        return rate if self.recovery is None else min(rate, self.recovery.first_fill_blocks)
 
     @cached_property
     def boundaries(self) -> int:
@@ -262,8 +273,8 @@ class Plan:
         per_source = Counter[int]()
         for fill in self.fills:
             per_source[fill.source] += len(fill.blocks)
-        slices = max((-(-count // self.fill_blocks_per_step) for count in per_source.values()), default=0)
-        return slices + self._first_slice if slices else 0
+        later = max((max(0, count - self._first_slice) for count in per_source.values()), default=0)
+        return 1 + -(-later // self.fill_blocks_per_step) if per_source else 0
 
     def filled(self, rank: int, boundaries: int) -> Runs:
         """The blocks that a member has received by fills after that many boundaries of the generation."""

@@ -1788,9 +1788,11 @@ class Recovery(_message.Message):
     STALE_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     LANES_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    FIRST_FILL_BLOCKS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     record: _builtins.bytes
     checkpoint: _builtins.str
+    first_fill_blocks: _builtins.int
     @_builtins.property
     def counted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]: ...
     @_builtins.property
@@ -1806,10 +1808,11 @@ class Recovery(_message.Message):
         stale: _abc.Iterable[Global___Blocks] | None = ...,
         checkpoint: _builtins.str = ...,
         lanes_in_flight: _abc.Iterable[_builtins.int] | None = ...,
+        first_fill_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "counted", b"counted", "lanes_in_flight", b"lanes_in_flight", "record", b"record", "stale", b"stale", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "counted", b"counted", "first_fill_blocks", b"first_fill_blocks", "lanes_in_flight", b"lanes_in_flight", "record", b"record", "stale", b"stale", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

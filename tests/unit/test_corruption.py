@@ -385,11 +385,11 @@ def test_a_copy_that_is_filled_after_the_boundary_of_a_save_does_not_verify_its_
     def look(worker: Worker, point: str, step: int) -> None:
         engine = worker.engine
         if (worker.name, point, step) == ("a", "exchange", 3) and engine.context.generation == 2:
-            engine.save_checkpoint()  # at the boundary of the first step after the loss, in which nothing is filled
+            engine.save_checkpoint()  # at the boundary of the first step after the loss, in which half is filled
         if point == "save":
             held.append(tuple(engine.context.state.held.runs))
 
-    with Crew("abc", task(tmp_path, corruption_steps=1000)) as crew:
+    with Crew("abc", task(tmp_path, corruption_steps=1000, fill_bytes_per_step=100_000)) as crew:
         crew.train_to(2)
         with crew.changed:
             crew.watchers.append(look)

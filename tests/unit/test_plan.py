@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rule import Edit, holds, rule
 from shoal_protos.errors import PeerError
 from shoal_protos.plan import Fill, Member, Plan, Reason, Recovery, Share, check_plan
-from shoal_protos.runs import NO_BLOCKS, Runs, every
+from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
 
 def runs(start: int, stop: int) -> Runs:
@@ -234,21 +234,39 @@ def test_the_receiver_replays_what_travels_beside_the_vote_too(plan: Plan, bound
 
 
 @rule(
-    "No slice of a fill travels at the first boundary after a loss; all of them travel after it",
+    "At the first boundary after a loss a source sends at most what the plan says, nothing where it says nothing; all "
+    "the rest follows at the rate of the others",
     "A change of the world",
-    broken_by=Edit("shoal_protos.plan", "        return int(self.recovery is not None)\n", "        return 0\n"),
+    broken_by=(
+        Edit(
+            "shoal_protos.plan", "rate if self.recovery is None else min(rate, self.recovery.first_fill_blocks)", "rate"
+        ),
+        Edit(
+            "shoal_protos.plan",
+            "            return 0\n        return max(0, self._first_slice",
+            "            return 0\n        return max(0, 0",
+        ),
+    ),
 )
-@given(filling())
-def test_no_slice_travels_at_the_first_boundary_after_a_loss_and_all_the_others_follow(plan: Plan) -> None:
-    recovery = Recovery(7, b"", (True,) * 3, (NO_BLOCKS,) * 3)
-    recovered = replace(plan, base=0, recovery=recovery)
+@given(filling(), st.integers(0, 9))
+def test_the_first_slice_after_a_loss_is_what_the_plan_says_and_all_the_rest_follows(plan: Plan, first: int) -> None:
+    recovered = replace(plan, base=0, recovery=Recovery(7, b"", (True,) * 3, (NO_BLOCKS,) * 3, first_fill_blocks=first))
     check_plan(recovered)
-    assert recovered.fill_slice(0) == () and recovered.replays(2, 0) == recovered.filled(2, 1) == NO_BLOCKS
-    assert recovered.boundaries == plan.boundaries + bool(plan.fills)
-    assert [recovered.fill_slice(index + 1) for index in range(plan.boundaries)] == [
-        plan.fill_slice(index) for index in range(plan.boundaries)
-    ]
+    sent = [Counter(f.source for f in recovered.fill_slice(0) for _ in f.blocks)]
+    whole = Counter(f.source for f in plan.fills for _ in f.blocks)
+    assert sent[0] == Counter({s: min(first, plan.fill_blocks_per_step, n) for s, n in whole.items()})
+    assert recovered.replays(2, 0) == recovered.filled(2, 1) == union(f.blocks for f in recovered.fill_slice(0))
+    for index in range(1, recovered.boundaries):
+        sent.append(Counter(f.source for f in recovered.fill_slice(index) for _ in f.blocks))
+        left = whole - sum(sent[:-1], Counter())
+        assert sent[-1] == Counter({s: min(plan.fill_blocks_per_step, n) for s, n in left.items()})
+    assert sum(sent, Counter()) == whole and recovered.fill_slice(recovered.boundaries) == ()
     assert recovered.filled(2, recovered.boundaries) == plan.filled(2, plan.boundaries)
+
+
+def test_second_copies_are_filled_blocks_that_nobody_mirrors() -> None:
+    assert PLANNED.second_copies == NO_BLOCKS | runs(9, 12)
+    assert with_fills(Fill(0, 2, runs(0, 4))).second_copies == NO_BLOCKS == with_fills().second_copies
 
 
 def test_each_lane_has_the_trainer_whose_lanes_name_it_and_a_standby_has_none() -> None:

@@ -376,6 +376,7 @@ def wrong_answers(asked: AskPlanner) -> dict[str, Plan]:
         "its generation, base, lanes, .* are": replace(plan, generation=plan.generation + 1),
         "its member w9 was no candidate": replace(plan, members=(replace(foreign, worker="w9"), *rest)),
         "keep .*, which it does not hold": replace(plan, shares=(*reversed(plan.shares),), fills=()),
+        "its fills move .* blocks a step": replace(plan, fill_blocks_per_step=plan.fill_blocks_per_step + 1),
     }
 
 
@@ -440,7 +441,7 @@ def test_who_does_not_count_holds_nothing_that_a_plan_may_have_it_keep() -> None
 
 
 @holds("One question to the planner")
-@pytest.mark.parametrize("wrong", range(4))
+@pytest.mark.parametrize("wrong", range(5))
 def test_a_wrong_answer_is_dropped_said_and_the_question_asked_again(wrong: int) -> None:
     job = trains_with_a_slow_planner(3)
     first = lose(job, "w2")

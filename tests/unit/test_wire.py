@@ -170,7 +170,7 @@ def plans(draw: st.DrawFn) -> Plan:
     shares = st.builds(Share, lanes=lane_sets, owned=runs, mirrored=runs, partners=partners, awaited=runs)
     recoveries = st.builds(
         Recovery, step=numbers, record=records, counted=each(st.booleans()), stale=each(runs), checkpoint=labels,
-        lanes_in_flight=st.just(()) | each(st.integers(-1, lanes - 1)),
+        lanes_in_flight=st.just(()) | each(st.integers(-1, lanes - 1)), first_fill_blocks=numbers,
     )  # fmt: skip
     fills = st.lists(st.builds(Fill, source=ranks, target=ranks, blocks=runs), max_size=4).map(tuple)
     members = st.builds(Member, names, names, addresses, st.integers(0, bounds.MAX_COORDINATES - 1))

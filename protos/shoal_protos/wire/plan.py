@@ -80,6 +80,7 @@ def _write_recovery(recovery: Recovery) -> pb.Recovery:
         stale=[pb.Blocks(runs=stale.encode()) for stale in recovery.stale],
         checkpoint=recovery.checkpoint,
         lanes_in_flight=recovery.lanes_in_flight,
+        first_fill_blocks=recovery.first_fill_blocks,
     )
 
 
@@ -165,4 +166,5 @@ def _read_recovery(message: pb.Recovery, size: int, blocks: int, lanes: int) -> 
         lanes_in_flight=tuple(
             bounds.whole("plan.recovery.lanes_in_flight", lane, least=-1, most=max(0, lanes - 1)) for lane in flights
         ),
+        first_fill_blocks=bounds.whole("plan.recovery.first_fill_blocks", message.first_fill_blocks),
     )

@@ -305,7 +305,7 @@ class Shoal(Section):
     Not given: 1."""
     fill_bytes_per_step: Natural = 0
     """Bytes per step that a worker receives while blocks are filled during training. 0: the planner decides, about a
-    tenth of a step."""
+    tenth of a step, and half of one while blocks have a single copy."""
     elementwise: Switch = False
     """True: an optimizer that cannot be tested at the start is accepted as elementwise, with a warning. No effect for
     an optimizer that can be tested."""

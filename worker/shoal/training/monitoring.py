@@ -249,8 +249,17 @@ class _Observer:
         shown["samples_per_second"] = round(samples / seconds, 1)
         if self._sums:
             shown["milliseconds"] = {phase: round(spent / self._steps, 2) for phase, spent in self._sums.items()}
+        if repairs := self._blocks_in_repair():
+            shown["repairs"] = repairs
         log.info("progress", **shown)
         self._line_began, self._steps, self._sums = now, 0, {}
+
+    def _blocks_in_repair(self) -> int:
+        """How many blocks get their second copy in this world: its steps take longer meanwhile."""
+        context = self._engine.context
+        if context.world is None or context.boundaries >= context.world.plan.boundaries:
+            return 0
+        return len(context.world.plan.second_copies)
 
 
 @dataclass(frozen=True, slots=True)

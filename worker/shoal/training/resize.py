@@ -344,7 +344,8 @@ class Resize:
         change = self._clock.end(plan.generation, context.state.step, plan.recovery is not None)
         context.meter.on_change(change, planned=plan.recovery is None)
         log.info("world", generation=plan.generation, reason=str(plan.reason), rank=world.rank,
-                 world_size=plan.world_size, lanes=list(world.lanes), step=context.state.step)  # fmt: skip
+                 world_size=plan.world_size, lanes=list(world.lanes), step=context.state.step,
+                 second_copies=len(plan.second_copies))  # fmt: skip
         self._boundary.on_world(world)
 
     def _enter_cell(self, world: World) -> None:

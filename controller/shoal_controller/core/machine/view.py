@@ -49,7 +49,7 @@ def view(job: Job, now: float) -> JobView:
         reports=shown_reports(job),
         last_checkpoint_step=durable.checkpoints[0].step if durable.checkpoints else None,
         checkpoints=durable.checkpoints,
-        reason="; ".join(filter(None, (reason(job, now), silence.doubt(job, now), last_save(job), exactness(job)))),
+        reason="; ".join(filter(None, (reason(job, now), *_asides(job, now)))),
         run=spec.run,
         owner=spec.owner,
         version=durable.version,
@@ -147,6 +147,28 @@ def _why_no_steps(job: Job) -> str:
     more = "" if coming else waiting.how_to_start(durable)
     cells = f" in {plural(durable.full_cells(members), 'whole cell')}" if durable.cell.processes > 1 else ""
     return f"{active} active{cells}, min_workers is {durable.bounds.least}{waiting.trouble(durable)}{more}"
+
+
+def _asides(job: Job, now: float) -> tuple[str, ...]:
+    """What is to be said of a job whatever its phase; empty where there is nothing."""
+    return silence.doubt(job, now), repair(job), last_save(job), exactness(job)
+
+
+def repair(job: Job) -> str:
+    """That blocks wait for their second copy, which the world's steps give more of their time; empty where none does,
+    or none is wanted.
+    """
+    world, description = job.durable.current, job.durable.description
+    if job.attempt is not None or world is None or description is None or not description.mirrors:
+        return ""
+    left = world.second_copies
+    if job.durable.phase.is_over or not left:
+        return ""
+    for rank in {fill.target for fill in world.fills}:
+        left -= world.filled(rank, _boundaries(job.processes.get(world.members[rank].worker), world))
+    amount = plural(len(left), "block")
+    so = "so steps may take half as long again until the second one is there"
+    return f"repairs: {amount} with one copy, {so}" if left else ""
 
 
 def last_save(job: Job) -> str:

@@ -86,6 +86,11 @@ class Terms:
     mirror_partners: int
     """Among how many others the mirrors of one owner's blocks are spread."""
     fill_blocks_per_step: int
+    repair_blocks_per_step: int = 0
+    """The same where fills bring second copies of blocks: until those are there a second loss takes them. 0: no more
+    than elsewhere, as where no mirrors are wanted."""
+    first_repair_blocks: int = 0
+    """How many of these a source sends at the first boundary after a loss at most."""
     steps: bool = True
     """Whether optimizer steps run."""
     rounds: bool = False
@@ -388,8 +393,22 @@ def _plan(request: PlanRequest, world: _World, begins: Plan | Recovery) -> Plan:
         homes=terms.homes,
         cells=tuple(world.cells) if terms.homes else (),
     )
+    rate, first = fill_pace(terms, plan)
+    recovery = plan.recovery and replace(plan.recovery, first_fill_blocks=first)
+    plan = replace(plan, fill_blocks_per_step=rate, recovery=recovery)
     check_plan(plan)
     return plan
+
+
+def fill_pace(terms: Terms, plan: Plan) -> tuple[int, int]:
+    """Returns how many blocks a source sends at a boundary, and at the first one after a loss: more of a step's time
+    where fills bring second copies. Where no steps run, the first vote hands out parameters to all who do not replay
+    them: a slice beside it would keep a wrong one where it is.
+    """
+    if not (terms.repair_blocks_per_step and plan.second_copies):
+        return terms.fill_blocks_per_step, 0
+    first = terms.first_repair_blocks if plan.recovery is not None and plan.steps else 0
+    return max(terms.fill_blocks_per_step, terms.repair_blocks_per_step), first
 
 
 def _builder(here: Sequence[Candidate], avoid: frozenset[WorkerId], base: Plan | None) -> int:

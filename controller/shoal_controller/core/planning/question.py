@@ -18,6 +18,7 @@ from shoal_controller.core.planning.planner import (
     Candidate,
     PlanRequest,
     Terms,
+    fill_pace,
     plan_change,
     plan_recovery,
     plan_start,
@@ -105,7 +106,7 @@ def check_answer(question: Question, answer: Answer) -> None:
     check_plan(answer)
     asked, terms = _questions_in(question), question.request.terms
     if (found := _terms_of(answer)) not in (expected_terms := [_terms_asked(one, answer) for one in asked]):
-        why = "generation, base, lanes, blocks, reason, steps, fill rate"
+        why = "generation, base, lanes, blocks, reason, steps"
         raise _unfit(answer, f"its {why} are {found}; expected {expected_terms[0]}")
     if answer.homes != terms.homes:
         raise _unfit(answer, "its homes are not those of the job")
@@ -115,6 +116,8 @@ def check_answer(question: Question, answer: Answer) -> None:
             raise _unfit(answer, f"its member {member.worker} was no candidate")
         if not isinstance(question, StartQuestion) and (lacking := share.keeps - _usable(candidate)):
             raise _unfit(answer, f"it has {member.worker} keep {lacking}, which it does not hold")
+    if (rate := fill_pace(terms, answer)) != (found := _pace_of(answer)):
+        raise _unfit(answer, f"its fills move {found[0]} blocks a step and {found[1]} at the first; expected {rate}")
     if spare := _spare_cell(terms, answer, known):
         raise _unfit(answer, f"it leaves {', '.join(spare)} without lanes, which are a cell")
     if answer.recovery is not None:
@@ -122,6 +125,10 @@ def check_answer(question: Question, answer: Answer) -> None:
         begins, expected = _beginning_of(answer.recovery), [_beginning_asked(one, members) for one in asked]
         if begins not in expected:
             raise _unfit(answer, f"it begins with {begins!r:.200}; expected {expected[0]!r:.200}")
+
+
+def _pace_of(plan: Plan) -> tuple[int, int]:
+    return plan.fill_blocks_per_step, plan.recovery.first_fill_blocks if plan.recovery is not None else 0
 
 
 def _spare_cell(terms: Terms, plan: Plan, known: Mapping[Member, Candidate]) -> list[WorkerId]:
@@ -158,9 +165,7 @@ def _questions_in(question: Question) -> list[Question]:
 
 
 def _terms_of(plan: Plan) -> tuple[object, ...]:
-    return (
-        plan.generation, plan.base, plan.lanes, plan.blocks, plan.reason.value, plan.steps, plan.fill_blocks_per_step,
-    )  # fmt: skip
+    return plan.generation, plan.base, plan.lanes, plan.blocks, plan.reason.value, plan.steps
 
 
 def _terms_asked(question: Question, answer: Plan) -> tuple[object, ...]:
@@ -169,7 +174,7 @@ def _terms_asked(question: Question, answer: Plan) -> tuple[object, ...]:
     terms = request.terms
     return (
         request.generation, base, terms.lanes, terms.blocks, request.reason.value,
-        terms.steps and bool(answer.trainers), terms.fill_blocks_per_step,
+        terms.steps and bool(answer.trainers),
     )  # fmt: skip
 
 

@@ -40,6 +40,10 @@ from shoal_controller.core.planning.question import (
 
 FILL_SHARE = 0.1
 """The part of a step's time that fills may take."""
+REPAIR_SHARE = 0.5
+"""The same of fills that bring second copies, which a second loss would find missing."""
+FIRST_REPAIR_BYTES = 4 << 20
+"""What a source may send at the first boundary after a loss: the first step stays as short as without it."""
 FILL_BYTES_PER_SECOND = 250e6
 """Assumed of a network that is not measured: the number in the plan must not depend on who measures."""
 LEAST_FILL_BYTES = 1 << 20
@@ -213,7 +217,9 @@ def _plan_request(
         description.blocks,
         description.mirrors,
         description.mirror_partners,
-        fill_rate(turn, description, candidates),
+        _fill_rate(turn, description, candidates, FILL_SHARE),
+        _fill_rate(turn, description, candidates, REPAIR_SHARE) if description.mirrors else 0,
+        FIRST_REPAIR_BYTES // max(1, description.state_bytes),
         steps_run(turn, [candidate.member.worker for candidate in candidates]),
         rounds=description.adds_by_rounds,
         sharded=description.shards_parameters,
@@ -225,10 +231,10 @@ def _plan_request(
     return PlanRequest(terms, number, reason, avoid | suspects)
 
 
-def fill_rate(turn: Turn, description: Description, candidates: Sequence[Candidate]) -> int:
-    """Blocks that one source sends per step: a tenth of a step's time, more where a drain's clock runs."""
+def _fill_rate(turn: Turn, description: Description, candidates: Sequence[Candidate], share: float) -> int:
+    """Blocks that one source sends per step: a share of a step's time, more where a drain's clock runs."""
     step_seconds = max((process.telemetry.step_seconds for process in turn.serving()), default=0.0)
-    wanted = description.fill_bytes_per_step or max(LEAST_FILL_BYTES, FILL_SHARE * step_seconds * FILL_BYTES_PER_SECOND)
+    wanted = description.fill_bytes_per_step or max(LEAST_FILL_BYTES, share * step_seconds * FILL_BYTES_PER_SECOND)
     rate = max(1, int(wanted // max(1, description.state_bytes)))
     for candidate in candidates:
         if candidate.leaving:
