@@ -1,7 +1,7 @@
-"""What an API server's ValidatingAdmissionPolicies say to a request, as warnings: as much as the chart uses. Pure.
+"""What an API server's ValidatingAdmissionPolicies say to a request: as much as the chart uses. Pure.
 
-A policy is asked once for each object of its `paramKind` in the request's namespace. Actions other than `Warn` are not
-known here.
+A policy with a `paramKind` warns, and is asked once for each object of that kind in the request's namespace. One
+without denies, and is asked once, about the object as it is and as it was.
 """
 
 from __future__ import annotations
@@ -32,19 +32,38 @@ def warnings_of(
     policies: Mapping[str, Json], bindings: Iterable[Json], request: Request, of_kind: Callable[[str], Sequence[Json]]
 ) -> Iterator[str]:
     """`of_kind`: all objects of a kind in the request's namespace."""
+    for named, policy in _matching(policies, bindings, request, "Warn"):
+        for one in of_kind(policy["paramKind"]["kind"]):
+            for message in _broken(policy, {"params": one}):
+                yield f"Validation failed for {named}: {message}"
+
+
+def denials_of(
+    policies: Mapping[str, Json], bindings: Iterable[Json], request: Request, new: Json, old: Json
+) -> Iterator[str]:
+    """`new`: the object as the request would have it."""
+    for named, policy in _matching(policies, bindings, request, "Deny"):
+        for message in _broken(policy, {"object": new, "oldObject": old}):
+            yield f"{named} denied request: {message}"
+
+
+def _matching(
+    policies: Mapping[str, Json], bindings: Iterable[Json], request: Request, action: str
+) -> Iterator[tuple[str, Json]]:
+    """The policies that are asked, each with how it is named."""
     for binding in bindings:
-        assert binding["spec"]["validationActions"] == ["Warn"] and binding["spec"]["paramRef"]["selector"] == {}
         name = binding["spec"]["policyName"]
         policy = policies.get(name)
-        if policy is None or not _matches(policy["spec"]["matchConstraints"], request):
+        if binding["spec"]["validationActions"] != [action] or policy is None:
             continue
-        opening = (
-            f"Validation failed for ValidatingAdmissionPolicy '{name}' with binding '{binding['metadata']['name']}'"
-        )
-        for one in of_kind(policy["spec"]["paramKind"]["kind"]):
-            for rule in policy["spec"]["validations"]:
-                if not cel.evaluate(rule["expression"], {"params": one}):
-                    yield f"{opening}: {cel.evaluate(rule['messageExpression'], {'params': one})}"
+        if _matches(policy["spec"]["matchConstraints"], request):
+            yield f"ValidatingAdmissionPolicy '{name}' with binding '{binding['metadata']['name']}'", policy["spec"]
+
+
+def _broken(policy: Json, known: dict[str, Any]) -> Iterator[str]:
+    for rule in policy["validations"]:
+        if not cel.evaluate(rule["expression"], known):
+            yield cel.evaluate(rule["messageExpression"], known)
 
 
 def _matches(constraints: Json, request: Request) -> bool:

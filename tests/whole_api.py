@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 import yaml
-from admission_policies import Request, warnings_of
+from admission_policies import Request, denials_of, warnings_of
 from aiohttp import web
 from api_faults import Refused
 from api_server import PODS, RESOURCES, FakeCluster, Json, is_selected, merge
@@ -155,12 +155,20 @@ class WholeCluster(FakeCluster):
             fields.written(request.query.get("fieldManager", ""), known, item)
 
     def _warnings(self, path: str, name: str) -> Iterator[str]:
-        group = path.split("/")[2] if path.startswith("/apis/") else ""
-        namespace = NAMESPACE if f"/namespaces/{NAMESPACE}/" in path else ""
-        asked = Request("DELETE", group, path.rpartition("/")[2], name, namespace)
         of_kind = {"ElasticJob": lambda: list(self.objects[RESOURCES].values())}
         bindings = self.objects[BINDINGS].values()
+        asked = _request("DELETE", path, name)
         return warnings_of(self.objects[POLICIES], bindings, asked, lambda kind: of_kind[kind]())
+
+    def _refuse_change(self, path: str, old: Json, new: Json) -> None:
+        """What a policy denies, or the object itself by `immutable`."""
+        name, kind = new["metadata"]["name"], self.kinds[path]
+        if kind == "ConfigMap" and old.get("immutable") and old.get("data") != new.get("data"):
+            why = "data: Forbidden: field is immutable when `immutable` is set"
+            raise Refused(422, "Invalid", f'ConfigMap "{name}" is invalid: {why}')
+        asked = _request("UPDATE", path, name)
+        for sentence in denials_of(self.objects[POLICIES], self.objects[BINDINGS].values(), asked, new, old):
+            raise Refused(422, "Invalid", f'{kind} "{name}" is forbidden: {sentence}')
 
     async def _execute(self, request: web.Request) -> web.StreamResponse:
         """`kubectl exec`, without an input."""
@@ -206,6 +214,8 @@ class WholeCluster(FakeCluster):
         )
 
     def _write(self, path: str, kind: str, item: Json) -> Json:
+        if kind == "MODIFIED":
+            self._refuse_change(path, self.objects[path][item["metadata"]["name"]], item)
         return super()._write(path, kind, {**self._typed(path), **item})
 
     def _typed(self, path: str) -> Json:
@@ -262,6 +272,12 @@ class WholeCluster(FakeCluster):
             "apiVersion": "meta.k8s.io/v1", "kind": "Table", "metadata": {"resourceVersion": str(self.version)},
             "columnDefinitions": heads, "rows": rows,
         }  # fmt: skip
+
+
+def _request(operation: str, path: str, name: str) -> Request:
+    group = path.split("/")[2] if path.startswith("/apis/") else ""
+    namespace = NAMESPACE if f"/namespaces/{NAMESPACE}/" in path else ""
+    return Request(operation, group, path.rpartition("/")[2], name, namespace)
 
 
 def _wants_a_table(request: web.Request) -> bool:

@@ -326,6 +326,9 @@ class ChartValues(Values):
     """Volume of `store: embedded`."""
     etcd: Etcd = Etcd()
     """etcd, with `store: etcd`."""
+    upgradePolicy: bool = True
+    """Whether what an upgrade cannot change is refused in one sentence. It takes a ValidatingAdmissionPolicy, an object
+    of the whole cluster. With `false` helm refuses it itself, and a ConfigMap that cannot be changed stops Argo CD."""
     defaults: Defaults = Defaults()
     """Defaults of jobs, for all that are made from then on."""
     backup: Backup = Backup()

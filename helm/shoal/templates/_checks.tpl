@@ -71,9 +71,6 @@
 {{- end -}}
 {{- end -}}
 {{- include "shoal.renderedOnce" . -}}
-{{- if .Release.IsUpgrade -}}
-{{- include "shoal.upgradeChecks" . -}}
-{{- end -}}
 {{- end -}}
 
 {{/* What is made once is found again in the cluster. Where there is none to ask (Argo CD, `helm template`), each render
@@ -94,60 +91,4 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- end -}}
-
-{{/* What an upgrade cannot change: the jobs are in the store, and nothing carries them into another one. */}}
-{{- define "shoal.upgradeChecks" -}}
-{{- $etcd := .Values.etcd -}}
-{{- $name := include "shoal.fullname" . -}}
-{{- $anew := "delete the jobs, run helm uninstall, delete the volumes, and install anew" -}}
-{{- range $container := dig "spec" "template" "spec" "containers" list (lookup "apps/v1" "Deployment" .Release.Namespace $name) -}}
-{{- range $variable := $container.env -}}
-{{- if eq $variable.name "SHOAL_STORE" -}}
-{{- $before := include "shoal.storeName" $variable.value -}}
-{{- $after := include "shoal.storeName" (include "shoal.store" $) -}}
-{{- if ne $before $after -}}
-{{- fail (printf "the jobs of this release are in %s, and an upgrade does not move them to %s; leave store and etcd.external as they were, or %s" $before $after $anew) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- $found := lookup "apps/v1" "StatefulSet" .Release.Namespace (printf "%s-etcd" $name) -}}
-{{- if and $found (include "shoal.ownEtcd" .) -}}
-{{- if ne (int $found.spec.replicas) (int $etcd.replicas) -}}
-{{- fail (printf "etcd.replicas is %d, but the etcd of this release has %d members, and an upgrade neither adds nor removes one; leave etcd.replicas at %d, or %s" (int $etcd.replicas) (int $found.spec.replicas) (int $found.spec.replicas) $anew) -}}
-{{- end -}}
-{{- $claim := (index $found.spec.volumeClaimTemplates 0).spec -}}
-{{- $size := $claim.resources.requests.storage -}}
-{{- if ne (include "shoal.bytes" $size) (include "shoal.bytes" $etcd.volume.size) -}}
-{{- fail (printf "etcd.volume.size is %s, but the members' volumes were made with %s, and an upgrade does not change them; leave etcd.volume.size at %s, and enlarge the claims data-%s-etcd-0 and so on where their storage class allows it" $etcd.volume.size $size $size $name) -}}
-{{- end -}}
-{{- $class := $claim.storageClassName | default "" -}}
-{{- if ne $class $etcd.volume.storageClass -}}
-{{- fail (printf "etcd.volume.storageClass is %q, but the members' volumes were made with %q, and an upgrade does not move them; leave it, or %s" $etcd.volume.storageClass $class $anew) -}}
-{{- end -}}
-{{- $speaks := contains "--listen-peer-urls=https" (toJson $found.spec.template.spec.containers) -}}
-{{- if ne $speaks (not (empty (include "shoal.ownEtcdTls" .))) -}}
-{{- fail (printf "tls.source is %s, but the members of this release's etcd know each other by addresses %s TLS, which an upgrade does not change; leave tls.source as it was, or %s" .Values.tls.source (ternary "with" "without" $speaks) $anew) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-
-{{/* A store without what may change: the members of an etcd that is somebody's own. */}}
-{{- define "shoal.storeName" -}}
-{{- $prefix := regexReplaceAll "^etcd://[^/]*" . "" -}}
-{{- if hasPrefix "embedded:" . -}}
-an embedded store
-{{- else if contains "-etcd-0." . -}}
-the chart's etcd under {{ $prefix }}
-{{- else -}}
-an etcd of your own under {{ $prefix }}
-{{- end -}}
-{{- end -}}
-
-{{/* A quantity as one number: an API server writes 8192Mi as 8Gi. */}}
-{{- define "shoal.bytes" -}}
-{{- $scales := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
-{{- $number := regexFind "^[0-9.]+" (toString .) -}}
-{{- printf "%.0f" (mulf (float64 $number) (get $scales (trimPrefix $number (toString .)) | default 1.0)) -}}
 {{- end -}}

@@ -102,6 +102,44 @@ etcd://{{ include "shoal.etcdHosts" . | replace "," ":2379," }}:2379{{ $external
 {{- end -}}
 {{- end -}}
 
+{{/* The store without what may change: the members of an etcd that is somebody's own. */}}
+{{- define "shoal.storeName" -}}
+{{- if eq .Values.store "embedded" -}}
+an embedded store
+{{- else if .Values.etcd.external.endpoints -}}
+an etcd of your own under {{ .Values.etcd.external.prefix }}
+{{- else -}}
+the chart's etcd under {{ .Values.etcd.external.prefix }}
+{{- end -}}
+{{- end -}}
+
+{{/* What an upgrade cannot change: the jobs are in the store, and nothing carries them into another one. */}}
+{{- define "shoal.kept" -}}
+store: {{ include "shoal.storeName" . | quote }}
+{{- if include "shoal.ownEtcd" . }}
+members: {{ .Values.etcd.replicas | quote }}
+volume-size: {{ include "shoal.bytes" .Values.etcd.volume.size | quote }}
+storage-class: {{ .Values.etcd.volume.storageClass | default "of the cluster" | quote }}
+addresses: {{ ternary "with" "without" (not (empty (include "shoal.ownEtcdTls" .))) }}
+{{- end }}
+{{- end -}}
+
+{{/* The same as annotations of what has it. */}}
+{{- define "shoal.keptAnnotations" -}}
+{{- $found := dict -}}
+{{- range $key, $value := include "shoal.kept" . | fromYaml -}}
+{{- $found = set $found (printf "kept.shoal.dev/%s" $key) $value -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
+
+{{/* A quantity as one number: an API server writes 8192Mi as 8Gi. */}}
+{{- define "shoal.bytes" -}}
+{{- $scales := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- $number := regexFind "^[0-9.]+" (toString .) -}}
+{{- printf "%.0f" (mulf (float64 $number) (get $scales (trimPrefix $number (toString .)) | default 1.0)) -}}
+{{- end -}}
+
 {{/* The names that the controllers' certificate must have, separated by commas. A controller is reached by the others
      as A-B-C-D.SERVICE, the name that the cluster's DNS gives to a pod of a headless service. */}}
 {{- define "shoal.certificateNames" -}}
