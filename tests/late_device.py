@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -142,6 +143,12 @@ class LateDevice:
             if self._on_their_way:
                 self.land(self._on_their_way[-1])
             self.is_settled = True
+
+    def moment(self) -> float:
+        return time.monotonic()
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
 
     def _key(self, tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)

@@ -165,7 +165,8 @@ class MemoryGroup:
 
     def await_(self, peer: int, done: Callable[[], bool]) -> None:
         is_over = self.wire.is_over
-        self._wait(lambda: done() or is_over(self.rank) or is_over(peer))
+        with self.progress.waiting():
+            self._wait(lambda: done() or is_over(self.rank) or is_over(peer))
         if done():
             return
         if is_over(self.rank):

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from enum import StrEnum
 
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS, OMITTED
@@ -18,6 +19,16 @@ from shoal_protos.runs import Runs
 from shoal_protos.shape import ONE, Shape
 
 HIGHEST_STAGE = 3
+
+
+class OnSlow(StrEnum):
+    """`shoal.on_slow`: what follows where a worker takes longer for a lane than the others."""
+
+    SHARE = "share"
+    NAME = "name"
+    REPLACE = "replace"
+
+
 ROUNDS_FROM_STAGE = 2
 """From this stage of ZeRO on, lanes are shared out and added up in rounds."""
 ANSWER = "Start it with the job's script and config."
@@ -73,6 +84,8 @@ class Description:
     mirror_partners: int = DEFAULT_MIRROR_PARTNERS
     """Among how many others the mirrors of one owner's blocks are spread."""
     on_corruption: OnCorruption = OnCorruption.RESTORE
+    on_slow: OnSlow = OnSlow.SHARE
+    """What the first worker says holds: it changes no bit."""
     checkpoint_places: tuple[str, ...] = ()
     """Where the job's checkpoints lie: the URL of `checkpoint.path`, and of a path that the config's `resume` names."""
     checkpoint_marks: tuple[str, ...] = ()

@@ -108,6 +108,8 @@ class Telemetry:
     """For which it has waited in collectives of its cells."""
     gpu: Gpu | None = None
     """That it computes on; None: on none, or nothing is known of it yet."""
+    lane_seconds: float = 0.0
+    """What a lane takes here without waits for others: the median of the last ones; 0: too few are measured."""
 
 
 GRACE_SECONDS = 30.0

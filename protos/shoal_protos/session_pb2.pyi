@@ -105,6 +105,23 @@ ON_CORRUPTION_PAUSE: OnCorruption.ValueType  # 1
 ON_CORRUPTION_CONTINUE: OnCorruption.ValueType  # 2
 Global___OnCorruption: _TypeAlias = OnCorruption  # noqa: Y015
 
+class _OnSlow:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnSlowEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnSlow.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_SLOW_SHARE: _OnSlow.ValueType  # 0
+    ON_SLOW_NAME: _OnSlow.ValueType  # 1
+    ON_SLOW_REPLACE: _OnSlow.ValueType  # 2
+
+class OnSlow(_OnSlow, metaclass=_OnSlowEnumTypeWrapper): ...
+
+ON_SLOW_SHARE: OnSlow.ValueType  # 0
+ON_SLOW_NAME: OnSlow.ValueType  # 1
+ON_SLOW_REPLACE: OnSlow.ValueType  # 2
+Global___OnSlow: _TypeAlias = OnSlow  # noqa: Y015
+
 class _AskKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -824,6 +841,7 @@ class Telemetry(_message.Message):
     CHANGED_VALUES_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
+    LANE_SECONDS_FIELD_NUMBER: _builtins.int
     VOID_LANES_FIELD_NUMBER: _builtins.int
     CELL_WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
@@ -837,6 +855,7 @@ class Telemetry(_message.Message):
     not_finite: _builtins.str
     state_file_bytes_per_second: _builtins.int
     changed_values: _builtins.str
+    lane_seconds: _builtins.float
     void_lanes: _builtins.int
     cell_wait_seconds: _builtins.float
     @_builtins.property
@@ -868,12 +887,13 @@ class Telemetry(_message.Message):
         changed_values: _builtins.str = ...,
         reports: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         gpu: Global___Gpu | None = ...,
+        lane_seconds: _builtins.float = ...,
         void_lanes: _builtins.int = ...,
         cell_wait_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "gpu", b"gpu", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cell_wait_seconds", b"cell_wait_seconds", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "gpu", b"gpu", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds", "void_lanes", b"void_lanes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "cell_wait_seconds", b"cell_wait_seconds", "changed_values", b"changed_values", "changes", b"changes", "fill_bytes", b"fill_bytes", "gpu", b"gpu", "lane_seconds", b"lane_seconds", "loss", b"loss", "memory_bytes", b"memory_bytes", "not_finite", b"not_finite", "not_finite_steps", b"not_finite_steps", "reports", b"reports", "saves", b"saves", "skipped_folders", b"skipped_folders", "skipped_micro_batches", b"skipped_micro_batches", "state_file_bytes_per_second", b"state_file_bytes_per_second", "step_seconds", b"step_seconds", "step_seconds_median", b"step_seconds_median", "training_seconds", b"training_seconds", "void_lanes", b"void_lanes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -1104,6 +1124,7 @@ class Description(_message.Message):
     ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     CHECKPOINT_PLACES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_MARKS_FIELD_NUMBER: _builtins.int
+    ON_SLOW_FIELD_NUMBER: _builtins.int
     PARAMETERS_DIGEST_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     MIRROR_PARTNERS_FIELD_NUMBER: _builtins.int
@@ -1127,6 +1148,7 @@ class Description(_message.Message):
     keep_every: _builtins.int
     samples_per_step: _builtins.int
     on_corruption: Global___OnCorruption.ValueType
+    on_slow: Global___OnSlow.ValueType
     parameters_digest: _builtins.str
     stage: _builtins.int
     mirror_partners: _builtins.int
@@ -1171,6 +1193,7 @@ class Description(_message.Message):
         on_corruption: Global___OnCorruption.ValueType = ...,
         checkpoint_places: _abc.Iterable[_builtins.str] | None = ...,
         checkpoint_marks: _abc.Iterable[_builtins.str] | None = ...,
+        on_slow: Global___OnSlow.ValueType = ...,
         parameters_digest: _builtins.str = ...,
         stage: _builtins.int = ...,
         mirror_partners: _builtins.int = ...,
@@ -1183,7 +1206,7 @@ class Description(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "cell", b"cell", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "homes", b"homes", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "max_workers", b"max_workers", "min_workers", b"min_workers", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "models", b"models", "numerics", b"numerics", "on_corruption", b"on_corruption", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_elements", b"block_elements", "blocks", b"blocks", "can_checkpoint", b"can_checkpoint", "cell", b"cell", "checkpoint_marks", b"checkpoint_marks", "checkpoint_places", b"checkpoint_places", "config", b"config", "fill_bytes_per_step", b"fill_bytes_per_step", "homes", b"homes", "keep", b"keep", "keep_every", b"keep_every", "lanes", b"lanes", "max_steps", b"max_steps", "max_workers", b"max_workers", "min_workers", b"min_workers", "mirror_partners", b"mirror_partners", "mirrors", b"mirrors", "mixed_numerics", b"mixed_numerics", "models", b"models", "numerics", b"numerics", "on_corruption", b"on_corruption", "on_slow", b"on_slow", "optimizer", b"optimizer", "parameters", b"parameters", "parameters_digest", b"parameters_digest", "peers", b"peers", "samples_per_step", b"samples_per_step", "stage", b"stage", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

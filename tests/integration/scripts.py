@@ -107,6 +107,7 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
             "mirrors": options.get("mirrors", 1),
             "seed": 11,
             "max_steps": options.get("max_steps", 20),
+            "on_slow": "name",  # on a busy machine worlds would change by themselves
             **options.get("shoal", {}),
         },
     }

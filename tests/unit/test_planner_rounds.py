@@ -45,8 +45,8 @@ def waiting(shares: Shares, lanes: int) -> list[int]:
         ),
         Edit(
             "shoal_controller.core.planning.lanes",
-            "for trainer in line if start <= flights[trainer] < stop}",
-            "for trainer in line if start > flights[trainer] > stop}",
+            "for trainer in here if start <= flights[trainer] < stop}",
+            "for trainer in here if start > flights[trainer] > stop}",
         ),
     ],
 )

@@ -129,7 +129,7 @@ telemetries = st.builds(
     saves=st.lists(saves, max_size=2).map(tuple), skipped_folders=texts, changed_values=texts,
     skipped_micro_batches=numbers, not_finite_steps=numbers, not_finite=texts, state_file_bytes_per_second=numbers,
     reports=st.dictionaries(labels.map(lambda text: " ".join(text.split())), seconds, max_size=3),
-    void_lanes=numbers, cell_wait_seconds=seconds, gpu=st.none() | gpus,
+    void_lanes=numbers, cell_wait_seconds=seconds, gpu=st.none() | gpus, lane_seconds=seconds,
 )  # fmt: skip
 from_worker = st.one_of(
     st.builds(

@@ -38,6 +38,7 @@ def write_telemetry(telemetry: Telemetry) -> pb.Telemetry:
         void_lanes=telemetry.void_lanes,
         cell_wait_seconds=telemetry.cell_wait_seconds,
         gpu=_write_gpu(telemetry.gpu) if telemetry.gpu is not None else None,
+        lane_seconds=telemetry.lane_seconds,
     )
 
 
@@ -66,6 +67,7 @@ def read_telemetry(given: pb.Telemetry) -> Telemetry:
         void_lanes=bounds.whole("telemetry.void_lanes", given.void_lanes),
         cell_wait_seconds=bounds.seconds("telemetry.cell_wait_seconds", given.cell_wait_seconds),
         gpu=_read_gpu(given.gpu) if given.HasField("gpu") else None,
+        lane_seconds=bounds.seconds("telemetry.lane_seconds", given.lane_seconds),
     )
 
 

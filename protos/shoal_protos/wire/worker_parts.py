@@ -11,7 +11,7 @@ from shoal_protos import session_pb2 as pb
 from shoal_protos.activity import MOST_NAMED, Activity, StepPhase
 from shoal_protos.checkpoint import CheckpointRef, SaveOutcome, SaveReport, UnreadableCheckpoint
 from shoal_protos.corruption import OnCorruption
-from shoal_protos.description import HIGHEST_STAGE, Description, Parameter
+from shoal_protos.description import HIGHEST_STAGE, Description, OnSlow, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.plan import DEFAULT_MIRROR_PARTNERS, EVERYONE
 from shoal_protos.runs import Runs, every, union
@@ -33,6 +33,12 @@ ON_CORRUPTION = {
     pb.ON_CORRUPTION_CONTINUE: OnCorruption.CONTINUE,
 }
 ON_CORRUPTION_NUMBERS = {policy: number for number, policy in ON_CORRUPTION.items()}
+ON_SLOW = {
+    pb.ON_SLOW_SHARE: OnSlow.SHARE,
+    pb.ON_SLOW_NAME: OnSlow.NAME,
+    pb.ON_SLOW_REPLACE: OnSlow.REPLACE,
+}
+ON_SLOW_NUMBERS = {policy: number for number, policy in ON_SLOW.items()}
 
 
 def write_activity(activity: Activity) -> pb.Activity:
@@ -147,6 +153,7 @@ def write_description(description: Description) -> pb.Description:
         keep_every=description.keep_every,
         samples_per_step=description.samples_per_step,
         on_corruption=ON_CORRUPTION_NUMBERS[description.on_corruption],
+        on_slow=ON_SLOW_NUMBERS[description.on_slow],
         checkpoint_places=description.checkpoint_places,
         checkpoint_marks=description.checkpoint_marks,
         parameters_digest=description.parameters_digest,
@@ -229,6 +236,7 @@ def read_description(message: pb.Description) -> Description:
         keep_every=bounds.whole("description.keep_every", message.keep_every),
         samples_per_step=bounds.whole("description.samples_per_step", message.samples_per_step),
         on_corruption=bounds.word("description.on_corruption", ON_CORRUPTION, message.on_corruption),
+        on_slow=bounds.word("description.on_slow", ON_SLOW, message.on_slow),
         checkpoint_places=bounds.labels("description.checkpoint_places", message.checkpoint_places, bounds.MAX_PLACES),
         checkpoint_marks=bounds.labels("description.checkpoint_marks", message.checkpoint_marks, bounds.MAX_MARKS),
         parameters_digest=bounds.label("description.parameters_digest", message.parameters_digest),

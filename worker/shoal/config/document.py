@@ -343,6 +343,10 @@ class Shoal(Section):
     )
     """Reaction to copies that differ. `restore`: all go back to the newest checkpoint whose copies were compared
     when it was saved (without one the job pauses); `pause`: the job pauses; `continue`: it is only reported."""
+    on_slow: Annotated[Literal["share", "name", "replace"], Allowed('"share", "name" or "replace"')] = "share"
+    """Reaction to a worker whose lanes take longer than those of the others. `share`: lanes are shared by speed, which
+    changes no bit. `name`: it is only reported. `replace`: as `share`, and a worker that takes 1.5 times as long for 5
+    minutes is drained, at most one an hour; a launcher starts another (lanes.md)."""
     check_collectives: Switch = False
     """True: the processes of a cell compare every collective before they use what comes, and a script that makes
     different ones fails the job with a sentence. False: they do so in the first step of each world, and then with the

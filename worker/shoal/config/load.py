@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from shoal_protos.config_file import parsed_config, read_config
 from shoal_protos.corruption import OnCorruption
+from shoal_protos.description import OnSlow
 from shoal_protos.errors import UserError
 from shoal_protos.memory_estimate import BUILT_STAGES
 from shoal_protos.old_config_keys import with_todays_names
@@ -217,6 +218,7 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
         backend=shoal.backend,
         corruption_steps=shoal.corruption_steps,
         on_corruption=OnCorruption(shoal.on_corruption),
+        on_slow=OnSlow(shoal.on_slow),
         stage=document.zero_optimization.stage,
         state_folder=_state_folder(document.zero_optimization.offload_optimizer),
         state_on_host=document.zero_optimization.offload_optimizer.device == "cpu",

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from shoal_protos.corruption import OnCorruption
+from shoal_protos.description import OnSlow
 from shoal_protos.elastic_batch import ElasticBatch, ElasticLanes, batch_and_lanes
 from shoal_protos.elastic_section import counted_in_cells
 from shoal_protos.errors import UserError
@@ -75,6 +76,7 @@ class TrainingConfig:
     corruption_steps: int
     """0: off."""
     on_corruption: OnCorruption
+    on_slow: OnSlow
     stage: int
     state_folder: str | None
     """Where a file keeps optimizer state (`offload_optimizer.nvme_path`); None: memory does."""
@@ -110,7 +112,7 @@ class TrainingConfig:
 
 def agreement(config: TrainingConfig) -> dict[str, str]:
     """Dotted keys with values as JSON: all that changes bits, data order, length or what a vote carries. Not what only
-    guards (elementwise), paces (fill_bytes_per_step), spreads (mirror_partners), saves memory (activation
+    guards (elementwise), paces (fill_bytes_per_step, on_slow), spreads (mirror_partners), saves memory (activation
     checkpointing, offload) or is compared elsewhere (threads: in the numeric identity)."""
     elastic = {} if config.elastic_workers is None else {"elasticity workers": config.elastic_workers}
     compares = {"shoal.check_collectives": True} if config.check_collectives else {}

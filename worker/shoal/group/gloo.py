@@ -179,7 +179,8 @@ class _Waiting:
             return
         self._mark_awaited()
         group, (answers, self._answers) = self._group, (self._answers, None)
-        failure = group.wait_threads.end(answers, lambda: group.connection(self.peer))
+        with group.progress.waiting():
+            failure = group.wait_threads.end(answers, lambda: group.connection(self.peer))
         if failure is not None:
             raise group.on_failure(self.peer, failure)
         group.progress.go_on()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
@@ -256,7 +257,7 @@ class GroupProgress:
     position is that of the wire, and those are waited for who have a part in the batch that it stands at.
     """
 
-    __slots__ = ("_moved", "_pieces", "_slowest", "_state", "_wire", "generation")
+    __slots__ = ("_moved", "_pieces", "_slowest", "_state", "_wire", "generation", "waiting")
 
     def __init__(self, generation: int = 0) -> None:
         self.generation = generation
@@ -266,6 +267,9 @@ class GroupProgress:
         )  # fmt: skip
         self._moved, self._slowest, self._pieces = now, 0.0, 0
         self._wire: _AtWire | None = None
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """A context around each wait of the thread inside the group that blocks: whoever measures what that thread does
+        takes the wait off."""
 
     # ---- on the thread that is inside the group
 

@@ -206,21 +206,25 @@ class OrderedGroup:
 
     def wait_for(self, work: _OrderedWork) -> None:
         """Raises `WorldChanged` where it failed."""
-        connection = self._host.connection(work.post.peer)
         if not work.over.is_set():
             self.progress.wait_for(work.post.peer)
             with self._breaking(), self.changed:
                 self._awaited.add(work)
                 self._check_waits()
-        while not work.over.wait(connection.pause_seconds):
-            wrong = connection.look()
-            if wrong is not None:
-                raise self._host.on_failure(work.post.peer, wrong)
+            with self.progress.waiting():
+                self._look_until_over(work)
         with self.changed:
             self._awaited.discard(work)
         if work.failure:
             raise WorldChanged(f"the exchange with rank {work.post.peer} of {self.size} failed: {work.failure}")
         self.progress.go_on()
+
+    def _look_until_over(self, work: _OrderedWork) -> None:
+        connection = self._host.connection(work.post.peer)
+        while not work.over.wait(connection.pause_seconds):
+            wrong = connection.look()
+            if wrong is not None:
+                raise self._host.on_failure(work.post.peer, wrong)
 
     def serve(self, tag: int, elements: int, on_request: Callable[[int, Tensor], None]) -> None:
         self.below.serve(tag, elements, on_request)

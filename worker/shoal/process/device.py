@@ -10,6 +10,7 @@ are here too. Knows no group; besides this file only groups may know what kind o
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -75,6 +76,12 @@ class Device(Protocol):
     def settle(self) -> None:
         """Blocks the host until all is done that this thread has given, and all copies have landed."""
 
+    def moment(self) -> Any:
+        """When the device has done all that this thread has given it until now: an end of `seconds_between`."""
+
+    def seconds_between(self, begin: Any, end: Any) -> float | None:
+        """Seconds from one moment to a later one; None: the device has not come to that yet."""
+
 
 class HostDevice:
     """The CPU: a `Device`."""
@@ -114,6 +121,12 @@ class HostDevice:
 
     def settle(self) -> None:
         """All is done."""
+
+    def moment(self) -> float:
+        return time.monotonic()
+
+    def seconds_between(self, begin: float, end: float) -> float:
+        return end - begin
 
 
 class _Landed:
@@ -183,6 +196,14 @@ class Accelerator:
     def settle(self) -> None:
         for stream in (self._current(), self._home, self._out, self._in):
             stream.synchronize()
+
+    def moment(self) -> torch.Event:
+        event = torch.Event(self.kind, enable_timing=True)
+        event.record(self._current())
+        return event
+
+    def seconds_between(self, begin: torch.Event, end: torch.Event) -> float | None:
+        return begin.elapsed_time(end) / 1e3 if end.query() else None
 
     def wait_on_device(self, event: torch.Event) -> None:
         """What this thread gives the device from now on comes after that."""

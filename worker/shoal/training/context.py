@@ -26,7 +26,7 @@ from shoal.session.link import Link, Prepared
 from shoal.state.half_floats import Autocast
 from shoal.state.training_state import NO_STEP, TrainingState
 from shoal.training.lane_loop import LaneLoop
-from shoal.training.telemetry import Meter
+from shoal.training.telemetry import LaneClock, Meter
 
 log = get_logger("shoal")
 NOTHING = nullcontext()
@@ -49,6 +49,7 @@ class TrainingContext:
         self.hub = hub
         """What the collectives of this process's cell go through; None where a cell is one process."""
         self.meter = Meter()
+        self.lane_clock = LaneClock(state.device)
         self.forward_seed = ForwardSeed(state.module, config.seed)
         self.first_weights = FirstWeights(self.forward_seed)
         self.autocast = Autocast(config.precision, state.device.kind)

@@ -326,6 +326,7 @@ def _description(
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every or 0,
         on_corruption=config.on_corruption,
+        on_slow=config.on_slow,
         samples_per_step=config.train_batch_size,
         peers=PEER_FORM,
         min_workers=config.min_workers,

@@ -46,6 +46,7 @@ class StatusReport:
         telemetry = context.meter.telemetry(
             state, self._saving.recent, " ".join(self._loading.skipped), self._loading.changed, self._latest_reports()
         )
+        telemetry = replace(telemetry, lane_seconds=context.lane_clock.lane_seconds)
         if context.hub is not None:
             void, waited = context.loop.void_lanes, context.hub.wait_seconds
             telemetry = replace(telemetry, void_lanes=void, cell_wait_seconds=waited)

@@ -1,13 +1,15 @@
-"""Telemetry of one worker: numbers for people. No decision and no bit depends on them.
+"""Telemetry of one worker: numbers for people. No bit depends on them, and no decision but how lanes are shared.
 
-`Meter` counts what the worker has done since it started. `StepTimes`, on request: the loop's seconds by phase (reading,
-forward, backward, step); a forward is all between batch and backward, the loop's code too. Called by the engine;
-monitoring.py takes them once a step. `ChangeClock`: a world change's seconds by phase, and what it moved.
+`Meter` counts what the worker has done since it started. `LaneClock` measures what a lane takes here. `StepTimes`, on
+request, has the loop's seconds by phase (reading, forward, backward, step); a forward is all between batch and
+backward, the loop's code too. Called by the engine; monitoring.py takes them once a step. `ChangeClock`: a world
+change's seconds by phase, and what it moved.
 """
 
 from __future__ import annotations
 
 import resource
+import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
@@ -15,11 +17,14 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shoal_protos.checkpoint import SaveReport
 from shoal_protos.messages import Change, Telemetry
 
+from shoal.group.group import GroupProgress
+from shoal.process.device import Device
 from shoal.state.training_state import TrainingState
 
 LATEST_CHANGES = 8
@@ -144,6 +149,79 @@ def resident_bytes() -> int:
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return pages * resource.getpagesize()
+
+
+LATEST_LANES, FEWEST_LANES = 9, 3
+"""Of so many lanes the median is reported, and none before so many are measured: the first ones may compile."""
+MOST_PENDING = 256
+"""Lanes that the device may still be at, or that nobody has asked for."""
+
+Spans = list[tuple[Any, Any]]
+"""Moments of the device, a beginning and an end each."""
+
+
+class LaneClock:
+    """What a lane takes on this worker: from the request of its batch to the end of its backward, without the waits for
+    others in between, or a slow worker would make all others look slow. By the device's own clock: the host only gives
+    an accelerator its work. A lane that the script gives up, or that begins again, is not counted.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began: Any = None
+        """None: no micro-batch is measured at the moment."""
+        self._spans: Spans | None = None
+        """Of the lane at hand; None: it is not counted."""
+        self._thread = 0
+        self._pending: deque[Spans] = deque(maxlen=MOST_PENDING)
+        self._latest: deque[float] = deque(maxlen=LATEST_LANES)
+
+    def begin(self, progress: GroupProgress, is_first: bool) -> None:
+        """A micro-batch is asked for; `is_first`: of its lane. `progress`: where this thread waits for others."""
+        self._began = None
+        if is_first:
+            self._spans = []
+        if self._spans is not None:
+            self._thread, progress.waiting = threading.get_ident(), self._paused
+            self._began = self._device.moment()
+
+    def end(self, is_last: bool) -> None:
+        """Its backward is over; `is_last`: of its lane."""
+        if self._spans is None or self._began is None:
+            return
+        self._spans.append((self._began, self._device.moment()))
+        self._began = None
+        if is_last:
+            self._pending.append(self._spans)
+            self._spans = None
+
+    def drop(self) -> None:
+        """The lane at hand is none like others."""
+        self._began = self._spans = None
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """A context in which this thread waits."""
+        if self._spans is None or self._began is None or threading.get_ident() != self._thread:
+            yield
+            return
+        self._spans.append((self._began, self._device.moment()))
+        try:
+            yield
+        finally:
+            self._began = self._device.moment()
+
+    @property
+    def lane_seconds(self) -> float:
+        """The median of the last lanes that the device is through with, in seconds; 0: too few are."""
+        while self._pending:
+            spans = [self._device.seconds_between(*span) for span in self._pending[0]]
+            known = [seconds for seconds in spans if seconds is not None]
+            if len(known) < len(spans):
+                break
+            self._latest.append(sum(known))
+            self._pending.popleft()
+        return median(self._latest) if len(self._latest) >= FEWEST_LANES else 0.0
 
 
 PHASES = ("read", "forward", "backward", "step")

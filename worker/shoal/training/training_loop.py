@@ -161,6 +161,8 @@ class TrainingLoop:
                 context.hub.come_to(LoopPlace.LANE)
                 if context.loop.begins_lane:
                     context.hub.begin_lane()
+            assert context.world is not None
+            context.lane_clock.begin(context.world.group.progress, context.loop.begins_lane)
             return context.loop.next_batch(context.state)
         finally:
             context.is_busy = False
@@ -201,6 +203,8 @@ class TrainingLoop:
                     reducing.backward_here(loss)
                 if more:
                     context.autocast.begin()
+                else:
+                    context.lane_clock.end(loop.at_lanes_last_backward)
             except WorldChanged:
                 self._parts.resize.take_part(broken=True)
             return
@@ -213,6 +217,7 @@ class TrainingLoop:
         try:
             with parameters.in_backward(), context.in_backward():
                 reducing.backward(loss)
+            context.lane_clock.end(loop.at_lanes_last_backward)
         except WorldChanged:
             self._parts.resize.take_part(broken=True)
 
@@ -271,6 +276,7 @@ class TrainingLoop:
             self._end_without_gradient()
 
     def _end_without_gradient(self) -> bool:
+        self._context.lane_clock.drop()
         if not self._context.loop.is_warming_up:
             try:
                 self._parts.step.reducing.skip()

@@ -27,6 +27,7 @@ from shoal_protos.shape import ONE, Shape, absent, full_cells
 
 from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.spec import JobSpec, Phase, WorkerBounds
+from shoal_controller.core.planning.lanes import EVENLY, LaneSharing
 
 HISTORY = 200
 """How many resizes are remembered."""
@@ -312,6 +313,11 @@ class Durable:
     """How often what is asked of the job was changed: `machine.py` says what counts."""
     cell: Shape = ONE
     """What its cells are: as the first worker said that asked for its seat or said hello."""
+    sharing: LaneSharing = EVENLY
+
+    def lane_seconds(self, worker: WorkerId) -> float:
+        """Return what a lane takes on a worker where lanes are shared by speed; 0: they are shared evenly."""
+        return self.sharing.seconds.get(worker, self.sharing.usual) if self.sharing.seconds else 0.0
 
     @property
     def bounds(self) -> WorkerBounds:
@@ -373,6 +379,8 @@ class Traits(NamedTuple):
     worker: WorkerId
     leaving: bool
     can_train: bool
+    lane_seconds: float = 0.0
+    """By which lanes are shared; 0: they are shared evenly."""
 
 
 @dataclass(frozen=True, slots=True)

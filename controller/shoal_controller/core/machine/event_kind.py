@@ -36,6 +36,11 @@ class EventKind(StrEnum):
     NOT_BIT_EXACT = "not_bit_exact", "A worker with another numeric identity joined a job with `mixed_numerics`."
     KEPT_OUT = "kept_out", "A worker may not join for a while, because its connection to another worker is broken."
     STRAGGLER = "straggler", "All workers wait for one that is busy in user code."
+    SLOW = "slow", "A worker takes longer for a lane than the others, or no longer does."
+    LANES_SHARED = (
+        "lanes_shared",
+        "Lanes are shared by the workers' speed, or evenly again; the message says by how much.",
+    )
     SILENT = "silent", "Most workers are silent; the controller may be cut off, so no worker is evicted."
     HEARD = "heard", "At least half of the workers respond again, or are known to be dead."
 

@@ -79,6 +79,7 @@ COUNTERS: Mapping[str, CounterKind] = {
         "Bytes of state moved by changes of the world.", {"source": ("peer", "checkpoint")}
     ),
     "shoal_blocks_promoted_total": CounterKind("Blocks whose mirror became their owner, without moving bytes."),
+    "shoal_job_rebalances_total": CounterKind("Times that lanes were shared anew because of the workers' speed."),
     "shoal_checkpoint_bytes_total": CounterKind("Bytes of checkpoints written."),
     "shoal_checkpoint_failures_total": CounterKind("Checkpoints that could not be saved."),
     "shoal_corrupt_blocks_total": CounterKind("Blocks whose copies differed: silent corruption."),

@@ -32,6 +32,7 @@ from shoal_controller.core.machine.figures import Figures
 from shoal_controller.core.machine.pending import Pending
 from shoal_controller.core.machine.spec import JobSpec, Phase
 from shoal_controller.core.machine.wait_graph import BrokenLink
+from shoal_controller.core.planning.lanes import Since
 
 
 class Listening(NamedTuple):
@@ -244,6 +245,14 @@ class Job:
     """When that was noticed."""
     named_stragglers: frozenset[WorkerId] = frozenset()
     """Who was last named for holding the others up, since a vote has passed."""
+    speeds_read_at: float = 0.0
+    """When it was last looked at what lanes take on each worker."""
+    uneven_since: Since | None = None
+    """Since when another sharing of lanes would make steps shorter by far; None: it would not."""
+    slow_since: Mapping[WorkerId, float] = field(default_factory=dict)
+    """Since when workers take longer for a lane than others."""
+    named_slow: frozenset[WorkerId] = frozenset()
+    """Of these, who is in the history for it."""
     step_shown_at: float = 0.0
     """When the step that people are shown last moved by itself."""
     figures: Figures = field(default_factory=Figures)

@@ -21,7 +21,7 @@ FIELDS = (
     "spec", "cell", "changed_bounds", "description", "reason", "paused_because", "last_refusal", "corruption",
     "restored_from", "failures", "link_faults", "backoff_counts", "backoff_until", "figures", "opened_generations",
     "checkpoints", "unreadable_checkpoints", "failed_save", "anew",
-    "reports",
+    "reports", "sharing",
 )  # fmt: skip
 """Those of no bounded size, or that seldom change. One that has its default has no record."""
 

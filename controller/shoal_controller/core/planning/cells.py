@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-from shoal_controller.core.planning.lanes import Lanes, share_lanes, share_rounds
+from shoal_controller.core.planning.lanes import Lanes, Paces, share_lanes, share_rounds
 
 Cell = tuple[int, ...]
 """Workers, by coordinate."""
@@ -139,9 +139,10 @@ class _Free:
 
 
 def share_among(
-    cells: Sequence[Cell], lanes: int, flights: Sequence[int], domains: Sequence[int], rounds: bool
+    cells: Sequence[Cell], lanes: int, flights: Sequence[int], domains: Sequence[int], rounds: bool, paces: Paces = ()
 ) -> dict[Cell, Lanes]:
-    """The lanes of each cell that gets some. `flights`, the lanes in flight, is by cell, `domains` by worker.
+    """The lanes of each cell that gets some. `flights`, the lanes in flight, is by cell, `domains` and `paces` by
+    worker; a cell is as fast as its slowest member, and with a pace of 0 among them lanes are shared evenly.
 
     Cells whose members are in the same domains stand together: those add up what they send to other domains.
     """
@@ -149,5 +150,6 @@ def share_among(
         return {}
     sites: dict[Cell, int] = {}
     of_cells = [sites.setdefault(tuple(domains[worker] for worker in cell), len(sites)) for cell in cells]
+    by_speed = [max(paces[worker] for worker in cell) for cell in cells] if paces and all(paces) else ()
     share = share_rounds if rounds else share_lanes
-    return {cell: mine for cell, mine in zip(cells, share(lanes, flights, of_cells), strict=True) if mine}
+    return {cell: mine for cell, mine in zip(cells, share(lanes, flights, of_cells, by_speed), strict=True) if mine}

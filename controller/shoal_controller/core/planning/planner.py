@@ -73,6 +73,8 @@ class Candidate:
     """The lane in flight. Counts only where the shape is one process: elsewhere no lane in flight is kept."""
     host: str = ""
     """Cells are paired within a host first; empty: the failure domain is one."""
+    lane_seconds: float = 0.0
+    """What a lane takes there, where lanes are shared by speed; 0: they are shared evenly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,8 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
             partners.update(target.partners)
     left = known.cells(frozenset(chain.from_iterable(keepers)))
     cells = pair(keepers, [c.host or c.domain for c in here], left, terms.tight_parts)
-    shared = share_among(cells, terms.lanes, [here[cell[0]].lane for cell in cells], _domains(here), terms.rounds)
+    flights, paces = [here[cell[0]].lane for cell in cells], [candidate.lane_seconds for candidate in here]
+    shared = share_among(cells, terms.lanes, flights, _domains(here), terms.rounds, paces)
     lanes = {worker: mine for cell, mine in shared.items() for worker in cell}
     return _without_the_needless(_World(here, _shares(here, kept, lanes, partners), name_fills(kept), tuple(shared)))
 

@@ -61,7 +61,8 @@ def on_opened(turn: Turn, plan: Plan, asked_for: Goal | None) -> None:
 def goal_of(turn: Turn, plan: Plan, candidates: Iterable[Candidate]) -> Goal:
     """What a plan made from inventories was asked for, of those who are in it."""
     leaving = {candidate.member.worker: candidate.leaving for candidate in candidates}
-    pool = [Traits(member.worker, leaving.get(member.worker, False), can_train=True) for member in plan.members]
+    speed = turn.durable.lane_seconds
+    pool = [Traits(m.worker, leaving.get(m.worker, False), True, speed(m.worker)) for m in plan.members]
     return Goal(_by_age(turn, pool), plan.steps, promote=False)
 
 
@@ -247,7 +248,7 @@ def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:
 
 
 def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
-    return Traits(worker, bool(turn.record(worker).leaving), trains)
+    return Traits(worker, bool(turn.record(worker).leaving), trains, turn.durable.lane_seconds(worker))
 
 
 def fills_done(turn: Turn, world: Plan) -> bool:

@@ -137,6 +137,7 @@ def _stopped_candidate(turn: Turn, worker: WorkerId, inventory: Inventory, step:
         leaving=bool(record.leaving),
         lane=inventory.lane if inventory.step == step else -1,
         host=record.host,
+        lane_seconds=turn.durable.lane_seconds(worker),
     )
 
 
@@ -187,6 +188,7 @@ def _member_candidate(turn: Turn, world: Plan, rank: int) -> Candidate:
         can_train=can_train(turn, world, rank),
         leaving=bool(record.leaving),
         host=record.host,
+        lane_seconds=turn.durable.lane_seconds(worker),
     )
 
 
@@ -195,8 +197,9 @@ def _joiner_candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
     record = turn.record(worker)
     member = Member(worker, record.incarnation, record.address, record.coordinate)
     return Candidate(
-        member, record.domain, record.join_order, can_train=trains, leaving=bool(record.leaving), host=record.host
-    )
+        member, record.domain, record.join_order, can_train=trains, leaving=bool(record.leaving), host=record.host,
+        lane_seconds=turn.durable.lane_seconds(worker),
+    )  # fmt: skip
 
 
 # ---- terms

@@ -1,4 +1,4 @@
-"""A world trains: is it whole, is it done, is another one wanted, who is to be let go?
+"""A world trains: is it whole, is it done, is another one wanted, who is slow, who is to be let go?
 
 Where nothing says a job's end beforehand, its last step is the one at which all its scripts have ended. A script that
 has ended waits, outside all exchange, until it is told that step (`next_message.py`): so what it has committed is what
@@ -10,17 +10,24 @@ stopped in that next step, and told the end before it trains again.
 Where the last members leave and no worker has come, their state goes into a checkpoint, and the job waits. Half of the
 shortest grace they train on for a joiner's sake. Then no steps run any more, they are asked to save, and once the
 checkpoint of the very last step is reported they are let go. Workers that come later begin with it.
+
+Heartbeats tell what a lane takes on each worker, without its waits for others; `planning/lanes.py` judges whether that
+is worth another sharing. One that is chosen is durable and a part of the goal, so `planned_changes.py` asks the planner
+for it as for any other change. `shoal.on_slow` of the job's config says what follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shoal_protos.activity import LANES_BEGIN, StepPhase
+from shoal_protos.description import OnSlow
 from shoal_protos.messages import MemberState
 from shoal_protos.plan import Plan, Reason, WorkerId
-from shoal_protos.text import at_step
+from shoal_protos.text import at_step, plural
 
+from shoal_controller.core.machine.durable import Leaving
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.job import Process
 from shoal_controller.core.machine.phases import (
@@ -40,6 +47,19 @@ from shoal_controller.core.machine.phases.next_message import is_member, send_al
 from shoal_controller.core.machine.phases.progress import known_step
 from shoal_controller.core.machine.spec import Phase
 from shoal_controller.core.machine.turn import Turn
+from shoal_controller.core.planning.lanes import Look, MeasuredTrainer, judge, without
+
+READ_SECONDS = 0.5
+"""How often speeds are looked at, at most: they come with heartbeats."""
+SLOW = 1.3
+"""So many times as long as the median of the others a slow worker's lane takes."""
+SLOW_SECONDS = 10.0
+"""For so long it has to be slow before it is in the history."""
+VERY_SLOW, VERY_SLOW_SECONDS = 1.5, 300.0
+"""Likewise, before it is replaced."""
+REPLACED_SECONDS = 3600.0
+"""Between two that are replaced."""
+MOST_NAMED = 4
 
 
 def settle(turn: Turn) -> None:
@@ -55,6 +75,7 @@ def settle(turn: Turn) -> None:
     _settle_last_ones(turn, world)
     if turn.world is None:
         return None  # the last ones have left
+    _settle_speeds(turn, world)
     planned_changes.settle(turn, world)
     scaling.release_leaving(turn)
     _dismiss_the_stale(turn, world)
@@ -343,3 +364,109 @@ def _release_last_ones(turn: Turn, members: list[WorkerId], path: str) -> None:
     left = f"a new worker continues from the checkpoint at {path}" if path else "their state is lost"
     lost_blocks.start_anew(turn, f"the last workers were drained; {left}")
     turn.enter(Phase.WAITING)
+
+
+# ---- who is slow?
+
+
+def _settle_speeds(turn: Turn, world: Plan) -> None:
+    """Choose another sharing of lanes where steps become shorter by it, and name who is slow."""
+    _forget_the_gone(turn)
+    if 0 <= turn.now - turn.job.speeds_read_at < READ_SECONDS:
+        return
+    turn.change(speeds_read_at=turn.now)
+    description, trainers = turn.durable.description, _measured(turn, world)
+    if len(trainers) < 2 or description is None or turn.durable.planned:
+        return
+    _name_the_slow(turn, trainers)
+    if description.on_slow is OnSlow.NAME:
+        return
+    look = Look(turn.now, known_step(turn), world.lanes, description.adds_by_rounds, trainers)
+    sharing, since = judge(turn.durable.sharing, turn.job.uneven_since, look)
+    turn.change(uneven_since=since)
+    if sharing is not turn.durable.sharing:
+        turn.keep(sharing=sharing)
+        turn.count("shoal_job_rebalances_total")
+        turn.note(EventKind.LANES_SHARED, _lanes_sentence(look, bool(sharing.seconds)))
+    if description.on_slow is OnSlow.REPLACE:
+        _replace_the_slowest(turn, trainers)
+
+
+def _forget_the_gone(turn: Turn) -> None:
+    sharing, roster = turn.durable.sharing, turn.durable.roster
+    if sharing.seconds:
+        here = frozenset(worker for worker in sharing.seconds if worker in roster and roster[worker].serves)
+        if (left := without(sharing, here)) is not sharing:
+            turn.keep(sharing=left)
+
+
+def _measured(turn: Turn, world: Plan) -> list[MeasuredTrainer]:
+    """Those of a world in which steps run, each with what a lane takes there; none while that of one is not known."""
+    found: list[MeasuredTrainer] = []
+    for cell in world.cells if world.homes else [(rank,) for rank in world.trainers]:
+        members = [turn.process(world.members[rank].worker) for rank in cell]
+        by_seconds = [
+            (process.telemetry.lane_seconds, process.worker)
+            for process in members
+            if process is not None and process.status.generation == world.generation
+        ]
+        if len(by_seconds) < len(cell) or not min(by_seconds)[0] or not world.steps:
+            return []
+        by_seconds.sort(reverse=True)
+        workers = tuple(worker for _, worker in by_seconds)
+        found.append(MeasuredTrainer(workers, len(world.lanes_of(cell[0])), by_seconds[0][0]))
+    return found
+
+
+def _lanes_sentence(look: Look, by_speed: bool) -> str:
+    """What changes, and what is gained by it."""
+    best = look.best
+    changed = []
+    for one, count in sorted(zip(look.trainers, best, strict=True), key=lambda pair: -pair[0].seconds):
+        if count != one.lanes:
+            takes = f"{one.seconds * 1e3:.0f} ms a lane"
+            changed.append(f"{one.workers[0]} is to train {plural(count, 'lane')} in place of {one.lanes} ({takes})")
+    more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
+    how = "by speed" if by_speed else "evenly again"
+    gained = f"the lanes of a step take {look.seconds_with(best):.2f} s in place of {look.seconds_now:.2f} s"
+    return f"lanes are shared {how}: {', '.join(changed[:MOST_NAMED])}{more}; {gained}"
+
+
+def _ratios(trainers: Sequence[MeasuredTrainer]) -> list[tuple[MeasuredTrainer, float, float]]:
+    """Each with the median of the others, and how many times as long it takes; the fastest first."""
+    in_order = sorted(trainers, key=lambda one: one.seconds)
+    others = len(in_order) - 1
+    found = []
+    for place, one in enumerate(in_order):
+        low, high = ((others - 1) // 2, others // 2)
+        usual = (in_order[low + (low >= place)].seconds + in_order[high + (high >= place)].seconds) / 2
+        found.append((one, usual, one.seconds / usual))
+    return found
+
+
+def _name_the_slow(turn: Turn, trainers: Sequence[MeasuredTrainer]) -> None:
+    job, since, named = turn.job, dict[str, float](), set[str]()
+    for one, usual, ratio in _ratios(trainers):
+        worker, takes = one.workers[0], f"takes {one.seconds * 1e3:.0f} ms a lane, the others {usual * 1e3:.0f} ms"
+        is_named = worker in job.named_slow
+        if ratio >= SLOW:
+            since[worker] = job.slow_since.get(worker, turn.now)
+            named |= {worker} if is_named or turn.now - since[worker] >= SLOW_SECONDS else set()
+        if (worker in named) == is_named:
+            continue
+        for_seconds = f", for {turn.now - since[worker]:.0f} s" if worker in named else ": it is not slow any more"
+        turn.note(EventKind.SLOW, f"worker {worker} {takes}{for_seconds}", worker, lane_seconds=one.seconds)
+    turn.change(slow_since=since, named_slow=frozenset(named))
+
+
+def _replace_the_slowest(turn: Turn, trainers: Sequence[MeasuredTrainer]) -> None:
+    """Drain it where a launcher starts another one, seldom: the next one may be as slow."""
+    at = turn.durable.sharing.replaced_at
+    if not turn.spec.traits.starts or (at is not None and turn.now - at < REPLACED_SECONDS):
+        return
+    one, usual, ratio = _ratios(trainers)[-1]
+    slow_for = turn.now - turn.job.slow_since.get(one.workers[0], turn.now)
+    if ratio >= VERY_SLOW and slow_for >= VERY_SLOW_SECONDS and not turn.record(one.workers[0]).leaving:
+        why = f"it takes {one.seconds * 1e3:.0f} ms a lane, the others {usual * 1e3:.0f} ms, for {slow_for:.0f} s"
+        turn.keep(sharing=replace(turn.durable.sharing, replaced_at=turn.now))
+        scaling.drain(turn, one.workers[0], Leaving.DRAIN, scaling.SCALE_DOWN_GRACE, f"{why} (on_slow is replace)")

@@ -1,0 +1,226 @@
+"""Lanes by speed on real engines: no bit depends on who trains how many, and a lane is measured without waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew, Task, undisturbed
+from ordered_wire import ordered_over_gloo
+from over_gloo import over_gloo
+from rule import Edit, holds, rule
+from shoal.group.group import Group, GroupProgress
+from shoal.process.device import HostDevice
+from shoal.training.engine import Engine
+from shoal.training.telemetry import LaneClock
+from tensor_parallel import CellTask, crew_of
+from tiers import check
+
+STEPS = 24
+
+
+def takes(seconds: dict[str, float]) -> Any:
+    """From now on that is what the worker's lanes take, whatever they take."""
+
+    def prepare(engine: Engine) -> None:
+        class Told(LaneClock):
+            @property
+            def lane_seconds(self) -> float:
+                return seconds["now"]
+
+        engine.context.lane_clock = Told(engine.context.state.device)
+
+    return prepare
+
+
+def task(stage: int, seconds: dict[str, float]) -> Task:
+    options = {"lanes": 12, "max_steps": STEPS, "stage": stage, "shoal": {"on_slow": "share"}}
+    return Task(options, prepare=takes(seconds))
+
+
+def counts(crew: Crew) -> list[int]:
+    world = crew.job.durable.current
+    assert world is not None
+    return [len(share.lanes) for share in world.shares]
+
+
+def train_until(crew: Crew, wanted: list[int]) -> None:
+    """Step by step, a heartbeat each."""
+    while counts(crew) != wanted:
+        crew.train_to(crew.allowed + 1)
+        crew.beat(1)
+        assert crew.allowed < STEPS - 1, f"{counts(crew)}\n{crew.story()}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_lanes_that_follow_speed_change_no_bit(stage: int) -> None:
+    usual, slow = {"now": 0.1}, {"now": 0.1}
+    with Crew("abc", task(stage, usual), odd={"b": task(stage, slow)}) as crew:
+        crew.train_to(2)
+        slow["now"] = 0.2
+        train_until(crew, [5, 2, 5])
+        crew.kill("c")
+        crew.train_to(crew.allowed + 2)
+        assert counts(crew) == ([8, 4] if stage < 2 else [6, 6]), "two rounds of one are as long as one of two"
+        assert crew.finish() == undisturbed(task(stage, usual))
+
+
+def test_a_cell_is_as_fast_as_its_slowest_member() -> None:
+    usual, slow = {"now": 0.1}, {"now": 0.1}
+    prepared = CellTask({"lanes": 12, "max_steps": STEPS, "shoal": {"on_slow": "share"}}, prepare=takes(usual))
+    with crew_of("abcd", prepared) as crew:
+        crew.train_to(2)
+        crew.workers["d"].engine.context.lane_clock = type(
+            "Slow", (LaneClock,), {"lane_seconds": property(lambda _: slow["now"])}
+        )(crew.workers["d"].engine.context.state.device)
+        slow["now"] = 0.3
+        while len(set(counts(crew))) == 1:
+            crew.train_to(crew.allowed + 1)
+            crew.beat(1)
+            assert crew.allowed < STEPS - 1, crew.story()
+        assert sorted(counts(crew)) == [3, 3, 9, 9]
+        crew.finish()
+
+
+# ---- what is measured
+
+
+class Clock(HostDevice):
+    """A device that is as far as a test says."""
+
+    def __init__(self) -> None:
+        self.now, self.done = 0.0, 0.0
+
+    def moment(self) -> float:
+        return self.now
+
+    def seconds_between(self, begin: float, end: float) -> float | None:  # type: ignore[override]
+        return end - begin if end <= self.done else None
+
+
+class Lanes:
+    """A worker's lanes on such a device."""
+
+    def __init__(self) -> None:
+        self.device, self.progress = Clock(), GroupProgress()
+        self.clock = LaneClock(self.device)
+
+    def train(self, own: float, waits: float = 0.0, parts: int = 1) -> None:
+        for part in range(parts):
+            self.clock.begin(self.progress, is_first=part == 0)
+            self.device.now += own / parts / 2
+            with self.progress.waiting():
+                self.device.now += waits / parts
+            self.device.now += own / parts / 2
+            self.clock.end(is_last=part == parts - 1)
+            self.device.now += 5.0
+        self.device.done = self.device.now
+
+
+@rule(
+    "What a lane takes is measured without the waits for others, by the device's clock",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal.training.telemetry",
+            "self._spans.append((self._began, self._device.moment()))\n        try:",
+            "began = self._began\n        try:",
+            by="test_waits_and_what_is_between_lanes_count_for_nothing",
+        ),
+        Edit(
+            "shoal.group.gloo",
+            "        with group.progress.waiting():\n            failure",
+            "        if True:\n            failure",
+            by="test_a_wait_in_a_group_is_one",
+        ),
+    ],
+)
+def test_waits_and_what_is_between_lanes_count_for_nothing() -> None:
+    lanes = Lanes()
+    for _ in range(4):
+        lanes.train(0.2, waits=1.5)
+    assert lanes.clock.lane_seconds == pytest.approx(0.2)
+
+
+def test_the_median_of_the_last_nine_lanes_is_reported_and_nothing_before_three() -> None:
+    lanes = Lanes()
+    assert lanes.clock.lane_seconds == 0
+    lanes.train(9.0)
+    lanes.train(0.1, parts=3)
+    assert lanes.clock.lane_seconds == 0
+    lanes.train(0.3)
+    assert lanes.clock.lane_seconds == pytest.approx(0.3)
+    for _ in range(9):
+        lanes.train(0.7)
+    assert lanes.clock.lane_seconds == pytest.approx(0.7)
+
+
+def test_a_lane_counts_once_the_device_is_through_with_it() -> None:
+    lanes = Lanes()
+    for _ in range(3):
+        lanes.train(0.1)
+    lanes.device.done = 0.0
+    assert lanes.clock.lane_seconds == 0
+    lanes.device.done = lanes.device.now
+    assert lanes.clock.lane_seconds == pytest.approx(0.1)
+
+
+def test_a_lane_that_is_given_up_or_begins_again_is_not_counted() -> None:
+    lanes = Lanes()
+    for _ in range(3):
+        lanes.train(0.1)
+    for _ in range(9):
+        lanes.clock.begin(lanes.progress, is_first=True)
+        lanes.device.now += 7
+        lanes.clock.drop()
+        lanes.clock.begin(lanes.progress, is_first=False)
+        lanes.clock.end(is_last=True)
+        lanes.clock.begin(lanes.progress, is_first=True)
+        lanes.device.now += 7
+    lanes.device.done = lanes.device.now
+    assert lanes.clock.lane_seconds == pytest.approx(0.1)
+
+
+def test_what_another_thread_waits_for_is_no_wait_of_the_lane() -> None:
+    lanes = Lanes()
+    for _ in range(3):
+        lanes.clock.begin(lanes.progress, is_first=True)
+        context = lanes.progress.waiting()
+        thread = threading.Thread(target=context.__enter__)
+        thread.start()
+        thread.join()
+        lanes.device.now += 0.4
+        lanes.clock.end(is_last=True)
+    lanes.device.done = lanes.device.now
+    assert lanes.clock.lane_seconds == pytest.approx(0.4)
+
+
+@holds("What a lane takes is measured without")
+@check("builds groups of gloo")
+@pytest.mark.parametrize("groups", [over_gloo, ordered_over_gloo])
+def test_a_wait_in_a_group_is_one(groups: Callable[[int, Callable[[Group], object]], None]) -> None:
+    waits, has_begun = list[str](), threading.Event()
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        waits.append("begins")
+        has_begun.set()
+        yield
+        waits.append("ends")
+
+    def member(group: Group) -> None:
+        message = torch.ones(2)
+        if group.rank == 0:
+            group.progress.waiting = waiting
+            group.receive(message, 1, 1).wait()
+            group.progress.waiting = nullcontext
+        else:
+            assert has_begun.wait(30)
+            group.send(message, 0, 1).wait()
+
+    groups(2, member)
+    assert waits == ["begins", "ends"]
