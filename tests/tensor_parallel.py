@@ -7,7 +7,7 @@ Megatron's layers: a column-parallel matrix, then a row-parallel one, f before a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from shoal.process.numerics import make_exact
 from shoal.state.training_state import NO_STEP, Limits, TrainingState
 from shoal.training.engine import Engine
 from shoal.training.residency import residency_of
-from shoal.training.start import _description, part_of
+from shoal.training.start import _description, in_cell
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.shape import Shape
 from torch import Tensor, nn
@@ -151,6 +151,7 @@ class CellTask:
     model: Callable[[CellHub, Callable[[], None], bool], nn.Module] = Parallel
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = optimizer_of
     scheduler: Callable[[torch.optim.Optimizer], Any] = lambda _: None
+    data: Callable[[], Any] = lambda: Samples(40)
     body: Callable[[Engine, Any], object] | None = None
     """What a loop does with a batch in place of forward, backward and step."""
     prepare: Callable[[Engine], object] = lambda _: None
@@ -177,11 +178,11 @@ def script(task: CellTask, coordinate: int, opened: Opened) -> None:
     link, options = opened.link, task.options
     assert isinstance(link, CrewLink)
     link.coordinate = coordinate
-    sizes = {"tensor": task.shape.tensor, "context": task.shape.context}
+    sizes = {"tensor": task.shape.tensor, "context": task.shape.context, "pipeline": task.shape.pipeline}
     shoal = {"cell": {name: size for name, size in sizes.items() if size > 1}, **options.get("shoal", {})}
     settled = load_config(config({"lanes": 4, "max_steps": 6, **options, "shoal": shoal}), Beside())
     make_exact(settled.exact, settled.torch_threads)
-    source = source_of(Samples(40), None, settled, HERE)
+    source = source_of(task.data(), None, settled, HERE)
     hub = CellHub(task.shape, coordinate)
     torch.manual_seed(0)
     engines: list[Engine] = []
@@ -189,7 +190,7 @@ def script(task: CellTask, coordinate: int, opened: Opened) -> None:
     optimizer = task.optimizer(model)
     scheduler = task.scheduler(optimizer)
     limits = Limits.of(settled, source.sampler.last_step(settled.max_steps, settled.epochs))
-    limits = replace(limits, part=part_of(model, hub))
+    limits = in_cell(limits, model, optimizer, hub)
     state = TrainingState(model, optimizer, scheduler, limits, residency_of(settled.stage))
     fetcher = Fetcher(source, None, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)

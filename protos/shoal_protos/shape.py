@@ -66,9 +66,10 @@ class Shape:
         return tuple(map(tuple, parts.values()))
 
     def alike(self, coordinate: int) -> tuple[int, ...]:
-        """The coordinates of a cell that have the same tokens as this one: those of its context."""
-        own = self.index(coordinate)["context"]
-        return tuple(other for other in self.coordinates if self.index(other)["context"] == own)
+        """The coordinates of a cell that have the same stage and the same tokens as this one: those of its context."""
+        own = self.index(coordinate)
+        same = ("pipeline", "context")
+        return tuple(other for other in self.coordinates if all(self.index(other)[one] == own[one] for one in same))
 
     def named(self, coordinate: int) -> str:
         """A coordinate as people read it: `coordinate 3 (stage 1, tensor 1)`."""

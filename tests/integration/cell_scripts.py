@@ -220,6 +220,19 @@ def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
     _write(result, {"fingerprint": engine.fingerprint(), "loss": engine.loss})
 
 
+def of_stages(result: str, definitions: str, **options: Any) -> None:
+    """examples/pipeline.py, in so many steps."""
+    torch.set_num_threads(1)
+    known: dict[str, Any] = {"__name__": "example"}
+    loop = "for batch in engine:"
+    before, _, body = definitions.partition(loop)
+    before = before.replace('"max_steps": 60', f'"max_steps": {options["max_steps"]}')
+    known["brake"] = Brake(options)
+    exec(f"{before}{loop}\n    brake.hold(engine.global_step){body[body.index(chr(10)) :]}", known)
+    engine = known["engine"]
+    _write(result, {"fingerprint": engine.fingerprint(), "loss": engine.loss})
+
+
 def _by_torch(cell: Any) -> Any:
     from torch.distributed.tensor.experimental import context_parallel
 

@@ -283,3 +283,25 @@ def test_the_examples_of_the_page_on_cells_run() -> None:
         for worker in ("w0", "w1"):
             assert cluster.wait_exit(worker) == 0
         assert cluster.result("w0") == cluster.result("w1")
+
+
+def of_stages(workers: int, **brake: Any) -> Cluster:
+    options = {"definitions": (ROOT / "examples/pipeline.py").read_text(), "max_steps": 20, **brake}
+    return Cluster(workers, options, script="integration.cell_scripts:of_stages")
+
+
+@check("stages in processes, which take their time to import torch's schedules; the crew has the bits")
+@holds("A schedule's stages shake hands anew")
+@pytest.mark.timeout(300)
+def test_the_example_of_pipelines_ends_in_the_same_bits_though_a_process_is_killed(tmp_path: Path) -> None:
+    with of_stages(2) as cluster:
+        cluster.wait_done()
+        undisturbed = cluster.result("w0")
+    with of_stages(4, pace=0.3, until=str(tmp_path / "go")) as cluster:
+        cluster.until("two cells", lambda job: job["workers"]["active"] == 4, 120)
+        cluster.kill("w1")
+        cluster.wait_state("w1", "lost")
+        (tmp_path / "go").touch()
+        cluster.wait_done()
+        assert cluster.result("w2") == undisturbed
+        assert not any(world["lost_steps"] for world in cluster.report()["generations"])

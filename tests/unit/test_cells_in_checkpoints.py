@@ -11,6 +11,7 @@ import pytest
 from checkpoints import fresh, save, trained
 from context_parallel import BOTH, CONTEXT, Divided
 from crew import Crew, Task
+from pipeline_parallel import PIPELINE, SQUARE, in_stages
 from rule import Edit, rule
 from shoal.checkpoint.catalogue import Found, at
 from shoal.checkpoint.export import export, export_dcp
@@ -49,9 +50,7 @@ def undisturbed() -> str:
             "if file.coordinate in self.blocks.part.contributors",
             "if file.coordinate == 0",
         ),
-        Edit(
-            "shoal.checkpoint.restore", "beside[buffer_tensor(name, reader.coordinate)]", "beside[buffer_tensor(name)]"
-        ),
+        Edit("shoal.checkpoint.reader", "buffer_tensor(name, self.coordinate)", "buffer_tensor(name)"),
     ],
 )
 def test_any_number_of_cells_goes_on_from_a_checkpoint(before: str, after: str, stage: int, tmp_path: Path) -> None:
@@ -69,14 +68,18 @@ def test_any_number_of_cells_goes_on_from_a_checkpoint(before: str, after: str, 
     [
         (CONTEXT, "abcd", "ab", 2),
         pytest.param(BOTH, "abcd", "abcdefgh", 2, marks=check("as contexts alone, with parts besides")),
+        (PIPELINE, "abcd", "ab", 1),
+        pytest.param(SQUARE, "abcd", "abcdefgh", 1, marks=check("as a pipeline alone, with parts besides")),
     ],
+    ids=str,
 )
-def test_any_number_of_cells_that_divide_sequences_goes_on_from_a_checkpoint(
+def test_any_number_of_cells_of_other_shapes_goes_on_from_a_checkpoint(
     shape: Shape, before: str, after: str, stage: int, tmp_path: Path
 ) -> None:
     def task(max_steps: int = 6, stage: int = 1, **checkpoint: Any) -> CellTask:
         shoal = {"checkpoint": {"path": str(tmp_path), **checkpoint}} if checkpoint else {}
-        return CellTask({"max_steps": max_steps, "stage": stage, "shoal": shoal}, shape=shape, model=Divided)
+        given = CellTask({"max_steps": max_steps, "stage": stage, "shoal": shoal}, shape=shape, model=Divided)
+        return in_stages(given) if shape.pipeline > 1 else given
 
     with crew_of(before, task(STEP, every_steps=STEP)) as crew:
         fingerprint = crew.finish()

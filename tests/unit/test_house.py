@@ -30,7 +30,7 @@ LONGEST_FUNCTION = 70
 LONGEST_FILE = 500
 MOST_PARAMETERS = 6
 MOST_METHODS = 28
-MORE_METHODS = {"Engine": 31}
+MORE_METHODS = {"Engine": 32}
 """Of the one class that scripts see, each method is a public name, which hands on to a part."""
 
 ENTRY_MODULES = {

@@ -124,14 +124,24 @@ def _refuse_shared_storage(found: Sequence[tuple[Trainable, nn.Parameter]]) -> N
 
 
 def lay_out_model(
-    pairs: Sequence[tuple[Trainable, nn.Parameter]], without_values: torch.device = HOST, part: CellPart = WHOLE
+    pairs: Sequence[tuple[Trainable, nn.Parameter]],
+    without_values: torch.device = HOST,
+    part: CellPart = WHOLE,
+    stages: Sequence[Sequence[Trainable]] = (),
 ) -> tuple[Layout, list[nn.Parameter]]:
-    """The layout, and the parameters in the order of its slots. `without_values`: where they are to lie if none has."""
+    """The layout, and the parameters in the order of its slots. `without_values`: where they are to lie if none has.
+    `stages`: as for `lay_out`.
+    """
     devices = (parameter.device for _, parameter in pairs if not parameter.is_meta)
-    infos = [replace(one, own=one.name in part.own, summed=one.name in part.summed) for one, _ in pairs]
-    layout = replace(lay_out(infos, part=part), device=next(devices, without_values))
+    infos = [_marked(one, part) for one, _ in pairs]
+    others = [[_marked(one, part) for one in of_stage] for of_stage in stages]
+    layout = replace(lay_out(infos, part=part, stages=others), device=next(devices, without_values))
     by_name = {info.name: parameter for info, parameter in pairs}
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
+
+
+def _marked(one: Trainable, part: CellPart) -> Trainable:
+    return replace(one, own=one.name in part.own, summed=one.name in part.summed)
 
 
 def by_bucket(

@@ -88,7 +88,11 @@ class LoadedState:
 
     def misses(self) -> Misses:
         """What parameters have missed by then: what others of their bucket have counted, and they have not."""
-        return Misses(tuple(one for bucket in self._layout.trained.buckets for one in self._missed(bucket)))
+        layout = self._layout.trained
+        here = [one for bucket in layout.buckets for one in self._missed(bucket)]
+        elsewhere = Missed(is_new=all(one.is_new for one in here))  # of other stages of a pipeline
+        after = layout.parameters - layout.first_parameter - len(here)
+        return Misses((*[elsewhere] * layout.first_parameter, *here, *[elsewhere] * after))
 
     def _missed(self, bucket: Bucket) -> Iterator[Missed]:
         numbers = [self._shared(bucket, slot) for slot in bucket.slots]

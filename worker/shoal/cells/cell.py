@@ -7,7 +7,7 @@ All of it is constant for the life of a process, so that scripts, modules and co
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from shoal_protos.errors import UserError
 from shoal_protos.shape import DIMENSIONS, Shape
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.cells.hub import CellHub, set_hub
 from shoal.cells.process_group import init
+from shoal.cells.stages import Stages, built_stages
 from shoal.data.seeds import RandomState, seed_from
 
 
@@ -78,6 +80,17 @@ class Cell:
     def group(self, dimension: str) -> Any:
         """The process group of a dimension: those who differ from this process in it alone."""
         return self.mesh.get_group(_known(dimension))
+
+    def stages(self, build: Callable[[int], nn.Module], count: int | None = None) -> Stages:
+        """The stages of a pipeline's model that this process has: a `ModuleDict` by their numbers, for
+        `shoal.initialize`.
+
+        `build`: makes stage `number`; called for all of them, for others' stages under `torch.device("meta")`.
+        `count`: of all stages, a multiple of the pipeline's places, for an interleaved schedule; by default one each.
+        Raises `UserError`.
+        """
+        places = self.size("pipeline")
+        return built_stages(build, places if count is None else count, self.index("pipeline"), places)
 
     @contextmanager
     def sharded_random(self, dimension: str = "tensor") -> Iterator[None]:

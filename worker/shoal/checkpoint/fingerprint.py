@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.blocks.loaded_state import counts_in_gaps
 from shoal.blocks.values import WholeValues, without_gaps
 from shoal.checkpoint.reader import Reader
-from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.core.layout import Bucket, CellPart, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import DIGESTS
@@ -140,7 +140,7 @@ def verify(reader: Reader) -> Verified:
         digest
         for one in readers
         for bucket in one.blocks.buckets
-        if (bucket.is_own and one.coordinate < one.blocks.part.parts) or one is readers[0]
+        if _tells(bucket, one.blocks.part)
         for digest in _digests_read(one, bucket)
     )
     for one in readers:
@@ -152,6 +152,11 @@ def verify(reader: Reader) -> Verified:
     misses = Misses.from_runs(manifest.blocks, manifest.missed)
     digest = total_of(manifest.step, manifest.blocks, digests, buffers, misses)
     return Verified(reader.bytes_read + sum(one.bytes_read for one in readers), digest)
+
+
+def _tells(bucket: Bucket, part: CellPart) -> bool:
+    """Whether a coordinate is the first one that has it."""
+    return part.coordinate in (part.mates[: part.parts] if bucket.is_own else part.mates[:1])
 
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:

@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
@@ -326,12 +326,7 @@ def _broken(manifest: Manifest) -> Iterator[str]:
     if manifest.frozen is not None:
         yield from _broken_ranges(manifest.frozen, manifest.frozen.file)
     coordinates = range(manifest.layout.coordinates)
-    missing = (
-        (name, coordinate)
-        for name in manifest.buffers
-        for coordinate in coordinates
-        if buffer_tensor(name, coordinate) not in manifest.tensors
-    )
+    missing = ((name, coordinate) for name in manifest.buffers for coordinate in _lacking(manifest, name))
     for name, coordinate in islice(missing, 1):
         whose = f" of coordinate {coordinate}" if len(coordinates) > 1 else ""
         yield f'buffer "{name}"{whose} is in none of its files'
@@ -342,12 +337,23 @@ def _broken(manifest: Manifest) -> Iterator[str]:
         yield f"it has {len(manifest.groups)} optimizer groups, and classes of {len(manifest.classes)}"
 
 
+def _lacking(manifest: Manifest, name: str) -> list[int]:
+    """The coordinates that should have a buffer: all, or all of a stage that has one."""
+    of_stage = manifest.layout.coordinates // manifest.layout.stages
+    stages = [range(first, first + of_stage) for first in range(0, manifest.layout.coordinates, of_stage)]
+    lacking = [[one for one in stage if buffer_tensor(name, one) not in manifest.tensors] for stage in stages]
+    there = [some for some in lacking if len(some) < of_stage]
+    return list(chain.from_iterable(there)) if there else lacking[0]
+
+
 def broken_file(file: FileEntry, layout: Layout) -> Iterator[str]:
     """What a file's entry says that cannot be. `layout`: at any coordinate."""
     if file.coordinate >= layout.part.coordinates:
         yield f"{file.name} is of coordinate {file.coordinate}, and its cells have {layout.part.coordinates}"
-    for piece in file.pieces:
-        yield from _broken_piece(file, piece, layout)
+    else:
+        at_its_coordinate = layout.at(file.coordinate)
+        for piece in file.pieces:
+            yield from _broken_piece(file, piece, at_its_coordinate)
     yield from _broken_ranges(file, file.name)
 
 

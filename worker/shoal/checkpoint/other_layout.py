@@ -77,11 +77,14 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None
 
 
 def _slots(layout: Layout) -> list[Slot]:
-    return [slot for bucket in layout.buckets for slot in bucket.slots]
+    return [slot for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots]
 
 
 def _blocks_differ(theirs: Layout, ours: Layout) -> str:
-    mine, other = ({bucket.slots[0].parameter.name for bucket in one.buckets if bucket.slots} for one in (ours, theirs))
+    mine, other = (
+        {bucket.slots[0].parameter.name for buckets in one.by_stage for bucket in buckets if bucket.slots}
+        for one in (ours, theirs)
+    )
     for whose, only in (("the checkpoint", other - mine), ("the model", mine - other)):
         if only:
             return (

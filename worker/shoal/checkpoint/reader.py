@@ -85,7 +85,8 @@ class Reader:
                 (piece.stretch, file, piece)
                 for file in manifest.files
                 for piece in file.pieces
-                if file.coordinate in self.blocks.part.contributors or not self.blocks.buckets[piece.bucket].is_own
+                if file.coordinate in self.blocks.part.contributors
+                or (file.coordinate in self.blocks.part.mates and not self.blocks.buckets[piece.bucket].is_own)
             ),
             key=lambda one: one[0],
         )
@@ -178,9 +179,14 @@ class Reader:
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers by their names in the model."""
-        names = {name: buffer_tensor(name, self.coordinate) for name in self.manifest.buffers}
+        names = self.names_of_buffers()
         found = self.tensors(names.values())
         return {name: found[tensor] for name, tensor in names.items()}
+
+    def names_of_buffers(self) -> dict[str, str]:
+        """Those of this coordinate: under which name of a tensor each lies."""
+        names = {name: buffer_tensor(name, self.coordinate) for name in self.manifest.buffers}
+        return {name: tensor for name, tensor in names.items() if tensor in self.manifest.tensors}
 
     def frozen(self, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """The parameters that no optimizer changes, by name; all of them where none is named."""

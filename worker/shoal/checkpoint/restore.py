@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.blocks.loaded_state import AVERAGE, MASTER, WEIGHTS
 from shoal.blocks.state_home import check_averages, check_masters
-from shoal.checkpoint.manifest import Manifest, buffer_tensor
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.other_layout import Match, difference, take_by_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import States
@@ -55,10 +55,11 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     Raises `UserError` naming what differs where `allow` does not accept it.
     """
     part, saved = state.layout.part, manifest.layout
-    if (saved.coordinates, saved.contexts) != (part.coordinates, part.contexts):
+    there, here = (_cells_of(one.coordinates, one.contexts, one.stages) for one in (saved, part))
+    if there != here:
         raise UserError(
-            f"{where} is of {_cells_of(saved.coordinates, saved.contexts)}, and this job's lanes are trained by "
-            f"{_cells_of(part.coordinates, part.contexts)}; going on with another shape of a cell is not supported yet."
+            f"{where} is of {there}, and this job's lanes are trained by {here}; going on with another shape of a cell "
+            "is not supported yet."
         )
     differs = difference(manifest, state.layout, title_of(state.optimizer))
     if differs is None:
@@ -76,8 +77,9 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     return False
 
 
-def _cells_of(processes: int, contexts: int) -> str:
-    shape = f" (context {contexts})" if contexts > 1 else ""
+def _cells_of(processes: int, contexts: int, stages: int) -> str:
+    sized = [f"{name} {size}" for name, size in (("pipeline", stages), ("context", contexts)) if size > 1]
+    shape = f" ({', '.join(sized)})" if sized else ""
     return f"cells of {processes} processes{shape}" if processes > 1 else "one process"
 
 
@@ -102,7 +104,7 @@ def load_small_state(reader: Reader, state: TrainingState, registered: States) -
     outcome = _replace_given(reader, beside, state)
     if state.loss_scale is not None and manifest.scaler is not None:
         _load_loss_scale(reader, beside, state, state.loss_scale)
-    if manifest.evaluating is not None:
+    if manifest.evaluating is not None and not state.layout.stages:  # each stage has parts of its own
         state.modes.take_over(manifest.evaluating)
     try:
         state.stream_positions.replace(manifest.streams)
@@ -159,8 +161,9 @@ def _replace_given(reader: Reader, beside: Mapping[str, Tensor], state: Training
 def _refuse_other_states(reader: Reader, state: TrainingState, outcome: OtherValues) -> None:
     """Raises `UserError` where the optimizer cannot go on, with what it is given now, from what it has kept."""
     tried = set()
-    for piece in (piece for file in reader.manifest.files for piece in file.pieces):
-        bucket = state.layout.buckets[piece.bucket]
+    pieces = ((file.coordinate, piece) for file in reader.manifest.files for piece in file.pieces)
+    for coordinate, piece in pieces:
+        bucket = state.layout.at(coordinate).buckets[piece.bucket]
         own = sorted((key, entry) for key, entry in piece.state.items() if key not in (AVERAGE, MASTER))
         kept = {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in own}
         tried.add((bucket.group, bucket.wide_dtype, tuple(kept.items())))
@@ -204,7 +207,7 @@ def _refuse_other_kinds(reader: Reader, found: Any, own: Any, where: str) -> Non
 
 
 def _buffers(reader: Reader, beside: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found = {name: beside[buffer_tensor(name, reader.coordinate)] for name in reader.manifest.buffers}
+    found = {name: beside[tensor] for name, tensor in reader.names_of_buffers().items()}
     if found.keys() != own.keys():
         name = min(found.keys() ^ own.keys())
         raise UserError(f'{reader.where} does not fit: only one of checkpoint and model has the buffer "{name}".')

@@ -15,7 +15,7 @@ in one file exactly once, and every file must lie there in its full size.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,6 +25,7 @@ from shoal_protos.plan import Member
 from shoal_protos.release import RELEASE
 from torch import Tensor
 
+from shoal.cells.stages import Stages
 from shoal.checkpoint.manifest import (
     MANIFEST,
     DataPosition,
@@ -49,6 +50,7 @@ from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import CODES, Region, header
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.plain import Json, encode
+from shoal.exchange.module_buffers import persistent_buffers
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import class_of
 from shoal.optim.several import classes_of, title_of
@@ -289,13 +291,20 @@ def draft_of(
         streams=tuple(state.stream_positions.to_texts()),
         missed=state.misses.runs(),
         record=state.record.to_bytes().decode() if state.record else "",
-        buffers=tuple(state.buffers.committed),
+        buffers=tuple(_buffers_of_job(state)),
         frozen=None,
         config=dict(origin.config),
         numerics=dict(origin.numerics),
         files=(),
     )
     return manifest, tensors | states.tensors
+
+
+def _buffers_of_job(state: TrainingState) -> Iterable[str]:
+    """Names: those of all stages of a pipeline."""
+    if state.layout.stages and isinstance(state.module, Stages):
+        return (name for place in state.module.places for name in persistent_buffers(place))
+    return state.buffers.committed
 
 
 def _given(state: TrainingState) -> GivenEntry:

@@ -241,7 +241,7 @@ class Cell(Section):
     """Processes among which each layer is divided (tensor parallelism). DeepSpeed's `tensor_parallel.autotp_size` means
     the same."""
     pipeline: CellSize = 1
-    """Stages of a pipeline; not supported yet above 1. DeepSpeed's `pipeline.stages`."""
+    """Places of a pipeline, each with a stage of the model or several. DeepSpeed's `pipeline.stages`."""
     context: CellSize = 1
     """Processes among which each sequence is divided (context parallelism). DeepSpeed's `sequence_parallel_size` means
     the same."""

@@ -191,11 +191,14 @@ def _resolve(document: Document, faults: list[str], beside: Beside) -> TrainingC
     if elastic is None and given.lanes is None and given.micro_batch_size is None and not faults:
         means = "the greatest number up to 8 that divides the step's batch; `shoal.lanes` may say another"
         log.info("lanes", lanes=sizes.lanes, micro_batch_size=sizes.micro_batch_size, means=means)
+    cell = shape_in(shoal.cell)
+    calls = sizes.micro_batches_per_lane if cell.pipeline > 1 else 1
     return TrainingConfig(
-        cell=shape_in(shoal.cell),
+        cell=cell,
         lanes=sizes.lanes,
-        micro_batch_size=sizes.micro_batch_size,
-        micro_batches_per_lane=sizes.micro_batches_per_lane,
+        micro_batch_size=sizes.micro_batch_size * calls,
+        micro_batches_per_lane=sizes.micro_batches_per_lane // calls,
+        micro_batches_per_call=calls,
         elastic_workers=elastic.workers if elastic else None,
         min_workers=elastic.least if elastic else 0,
         max_workers=elastic.most if elastic else 0,

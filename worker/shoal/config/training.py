@@ -46,6 +46,9 @@ class TrainingConfig:
     micro_batch_size: int
     """Samples of one forward pass (`train_micro_batch_size_per_gpu`)."""
     micro_batches_per_lane: int
+    """In a pipeline 1: a lane is one batch, which its schedule divides."""
+    micro_batches_per_call: int
+    """Into so many micro-batches; without a pipeline 1."""
     elastic_workers: int | None
     """The number of workers for which `elasticity` 0.2 has made the batch; None: the batch follows from no number."""
     min_workers: int
@@ -117,10 +120,12 @@ def agreement(config: TrainingConfig) -> dict[str, str]:
     elastic = {} if config.elastic_workers is None else {"elasticity workers": config.elastic_workers}
     compares = {"shoal.check_collectives": True} if config.check_collectives else {}
     averages = {} if config.average is None else {"shoal.average": asdict(config.average)}
+    piped = {"micro-batches of a schedule": config.micro_batches_per_call} if config.cell.pipeline > 1 else {}
     values: dict[str, object] = {
         **elastic,
         **compares,
         **averages,
+        **piped,
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_clipping": config.gradient_clipping,
         "zero_optimization.stage": config.stage,

@@ -15,6 +15,9 @@ others are common to its cell. A layout has the buckets of one coordinate, own o
 job's: the own blocks of coordinate 0, those of coordinate 1, and so on, then the common ones, each part striped by
 itself. Every common block has a home coordinate. All coordinates lay out alike. Where a cell divides a sequence,
 coordinates of several contexts have the same own part, which lies at home at all of them as the common blocks do.
+
+Each stage of a pipeline has parameters of its own, and so buckets of its own: its blocks, numbered as above, follow
+those of the stages before. A layout knows all stages' buckets, and has those of its own coordinate.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -58,16 +61,33 @@ class CellPart:
     """
     contexts: int = 1
     """How many coordinates have the same parameters, each with other tokens: all contribute to a gradient."""
+    stages: int = 1
+    """How many stages a pipeline has: as many coordinates that follow each other have each."""
+
+    @property
+    def place(self) -> int:
+        """Its own of the pipeline: the number of its stage."""
+        return self.coordinate // self.of_stage
+
+    @property
+    def of_stage(self) -> int:
+        """How many coordinates have a stage."""
+        return self.coordinates // self.stages
 
     @property
     def parts(self) -> int:
-        """How many own parts the model has."""
-        return self.coordinates // self.contexts
+        """How many own parts a stage has."""
+        return self.of_stage // self.contexts
+
+    @property
+    def mates(self) -> range:
+        """The coordinates that have the same stage, itself among them."""
+        return range(self.place * self.of_stage, (self.place + 1) * self.of_stage)
 
     @property
     def contributors(self) -> range:
         """The coordinates with the parameters of this one, itself among them, in their order."""
-        return range(self.coordinate % self.parts, self.coordinates, self.parts)
+        return self.mates[self.coordinate % self.parts :: self.parts]
 
 
 WHOLE = CellPart()
@@ -185,12 +205,15 @@ class Layout:
     device: torch.device = field(default=torch.device("cpu"), compare=False)
     """Where this worker's tensors of it lie: no part of what all workers share."""
     part: CellPart = WHOLE
+    stages: tuple[tuple[Bucket, ...], ...] = ()
+    """The buckets of all stages of a pipeline; empty where there is none."""
 
     def at(self, coordinate: int) -> Layout:
         """The same as another coordinate of a cell has it."""
         if coordinate == self.part.coordinate:
             return self
-        return replace(self, part=replace(self.part, coordinate=coordinate))
+        part = replace(self.part, coordinate=coordinate)
+        return replace(self, part=part, buckets=self.stages[part.place] if self.stages else self.buckets)
 
     @cached_property
     def trained(self) -> Layout:
@@ -218,23 +241,37 @@ class Layout:
         """Whether gradients of some parameters are parts of a sum over a cell, or lie in DTensors."""
         return any(slot.parameter.summed or slot.parameter.wrapped for bucket in self.buckets for slot in bucket.slots)
 
+    @property
+    def by_stage(self) -> tuple[tuple[Bucket, ...], ...]:
+        """The buckets of all stages; of one, where there is no pipeline."""
+        return self.stages or (self.buckets,)
+
     @cached_property
     def parameters(self) -> int:
-        """How many parameters it has."""
-        return sum(len(bucket.slots) for bucket in self.buckets)
+        """How many parameters the job's layout has, those of all stages, numbered in their order."""
+        return sum(len(bucket.slots) for buckets in self.by_stage for bucket in buckets)
+
+    @cached_property
+    def first_parameter(self) -> int:
+        """The number of the first one here."""
+        return sum(len(bucket.slots) for buckets in self.stages[: self.part.place] for bucket in buckets)
 
     @cached_property
     def blocks(self) -> int:
-        """How many blocks the job has: those here, and the own ones of all other parts of the model."""
-        return self.part.parts * self._own_blocks + self._common_blocks
+        """How many blocks the job has: those here, and those of all other parts of the model."""
+        return sum(self.part.parts * own + common for own, common in self._counts)
 
     @cached_property
-    def _own_blocks(self) -> int:
-        return sum(bucket.blocks for bucket in self.buckets if bucket.is_own)
+    def _counts(self) -> tuple[tuple[int, int], ...]:
+        """Of each stage: the blocks that each part of it has of its own, and those in common."""
+        own = [sum(bucket.blocks for bucket in buckets if bucket.is_own) for buckets in self.by_stage]
+        return tuple(
+            (mine, sum(b.blocks for b in buckets) - mine) for mine, buckets in zip(own, self.by_stage, strict=True)
+        )
 
-    @cached_property
-    def _common_blocks(self) -> int:
-        return sum(bucket.blocks for bucket in self.buckets if not bucket.is_own)
+    def _first_of(self, stage: int) -> int:
+        """The first block of a stage."""
+        return sum(self.part.parts * own + common for own, common in self._counts[:stage])
 
     @cached_property
     def all_blocks(self) -> Runs:
@@ -243,23 +280,27 @@ class Layout:
 
     def model_at(self, coordinate: int) -> Runs:
         """The blocks whose parameters the model of a coordinate has."""
-        return self._own_at(coordinate) | self._common(0, self._common_blocks)
+        part = replace(self.part, coordinate=coordinate)
+        _, common = self._counts[part.place]
+        return self._own(part, 0, 1) | self._common(part, 0, common)
 
     def home_of(self, coordinate: int) -> Runs:
         """The blocks that only members at this coordinate own and mirror: of its own ones as many as each contributor
         to them has, and a run of the common ones.
         """
-        context, part = divmod(coordinate, self.part.parts)
-        first, (start, stop) = part * self._own_blocks, _share(self._own_blocks, context, self.part.contexts)
-        common = self._common(*_share(self._common_blocks, coordinate, self.part.coordinates))
-        return Runs(((first + start, first + stop),)) | common
+        part = replace(self.part, coordinate=coordinate)
+        within, (_, common) = coordinate - part.mates[0], self._counts[part.place]
+        share = _share(common, within, part.of_stage)
+        return self._own(part, within // part.parts, part.contexts) | self._common(part, *share)
 
-    def _own_at(self, coordinate: int) -> Runs:
-        part = coordinate % self.part.parts
-        return Runs(((part * self._own_blocks, (part + 1) * self._own_blocks),))
+    def _own(self, part: CellPart, index: int, of: int) -> Runs:
+        """One of several equal shares of what a coordinate shares with its contributors alone."""
+        own, _ = self._counts[part.place]
+        first, (start, stop) = self._first_of(part.place) + part.coordinate % part.parts * own, _share(own, index, of)
+        return Runs(((first + start, first + stop),))
 
-    def _common(self, start: int, stop: int) -> Runs:
-        first = self.part.parts * self._own_blocks
+    def _common(self, part: CellPart, start: int, stop: int) -> Runs:
+        first = self._first_of(part.place) + part.parts * self._counts[part.place][0]
         return Runs(((first + start, first + stop),))
 
     @cached_property
@@ -330,10 +371,12 @@ class Layout:
         if self.part.coordinates > 1:
             contexts = f" in {self.part.contexts} contexts" if self.part.contexts > 1 else ""
             lines.append(f"cells of {self.part.coordinates}{contexts}")
-        for bucket in self.buckets:
-            own = " own" if bucket.is_own else ""
-            lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}{own}")
-            lines += [f"{slot.start} {slot.parameter.name} {slot.parameter.shape}" for slot in bucket.slots]
+        for stage, buckets in enumerate(self.by_stage):
+            lines += [f"stage {stage} of {len(self.stages)}"] if self.stages else []
+            for bucket in buckets:
+                own = " own" if bucket.is_own else ""
+                lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}{own}")
+                lines += [f"{slot.start} {slot.parameter.name} {slot.parameter.shape}" for slot in bucket.slots]
         return "\n".join(lines)
 
     def digest(self) -> bytes:
@@ -367,21 +410,33 @@ def _append(spans: list[Span], start: int, stop: int) -> None:
     spans.append((start, stop))
 
 
-def lay_out(parameters: Sequence[Trainable], bucket_bytes: int = BUCKET_BYTES, part: CellPart = WHOLE) -> Layout:
-    """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`."""
-    drafts = list(_drafts(parameters, bucket_bytes))
-    others = [draft for draft in drafts if draft[0][0].parameter.own] * (part.parts - 1)
-    trained = [elements for slots, elements in (*drafts, *others) if slots[0].parameter.group != FROZEN]
-    frozen = [elements for slots, elements in drafts if slots[0].parameter.group == FROZEN]
+def lay_out(
+    parameters: Sequence[Trainable],
+    bucket_bytes: int = BUCKET_BYTES,
+    part: CellPart = WHOLE,
+    stages: Sequence[Sequence[Trainable]] = (),
+) -> Layout:
+    """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`. `stages`:
+    of a pipeline the parameters of all stages, those of this one among them.
+    """
+    drafts = [list(_drafts(one, bucket_bytes)) for one in stages or (parameters,)]
+    everywhere = [draft for of_stage in drafts for draft in of_stage]
+    others = [draft for draft in everywhere if draft[0][0].parameter.own] * (part.parts - 1)
+    trained = [elements for slots, elements in (*everywhere, *others) if slots[0].parameter.group != FROZEN]
+    frozen = [elements for slots, elements in everywhere if slots[0].parameter.group == FROZEN]
     block = _block_elements(trained, SMALLEST_BLOCK, MOST_BLOCKS)
     size_of_frozen = _block_elements(frozen, block, MOST_FROZEN_BLOCKS)
-    buckets = []
+    found = tuple(tuple(_buckets(of_stage, block, size_of_frozen)) for of_stage in drafts)
+    return Layout(block, found[part.place if stages else 0], part=part, stages=found if stages else ())
+
+
+def _buckets(drafts: Sequence[tuple[list[Slot], int]], block: int, block_of_frozen: int) -> Iterator[Bucket]:
+    """Of the elements that a block has."""
     for index, (slots, elements) in enumerate(drafts):
         head = slots[0].parameter
-        size = size_of_frozen if head.group == FROZEN else block
+        size = block_of_frozen if head.group == FROZEN else block
         blocks = max(1, -(-elements // size))
-        buckets.append(Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * size))
-    return Layout(block, tuple(buckets), part=part)
+        yield Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * size)
 
 
 def _block_elements(buckets: Sequence[int], smallest: int, most: int) -> int:

@@ -13,6 +13,7 @@ checkpoint/manifest.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -59,6 +60,8 @@ class BucketEntry(Entry):
     slots: tuple[SlotEntry, ...]
     own: Annotated[bool, Field(exclude_if=lambda own: not own)] = False
     """Whether each coordinate of a cell has one of its own."""
+    place: int = only_of_cells(0)
+    """Of a pipeline: the stage that it is of."""
 
 
 class LayoutEntry(Entry):
@@ -68,9 +71,11 @@ class LayoutEntry(Entry):
     tied: dict[Name, Name]
     """Other names of parameters and buffers → the name under which they are written."""
     coordinates: int = only_of_cells(1)
-    """The processes of a cell; all have buckets alike."""
+    """The processes of a cell; all of a stage have buckets alike."""
     contexts: int = only_of_cells(1)
     """How many of them have each part of the model."""
+    stages: int = only_of_cells(1)
+    """Of a pipeline."""
 
     @classmethod
     def of(cls, layout: Layout, tied: dict[str, str]) -> LayoutEntry:
@@ -85,28 +90,31 @@ class LayoutEntry(Entry):
                     for slot in bucket.slots
                 ),
                 own=bucket.is_own,
+                place=place,
             )
-            for bucket in layout.buckets
+            for place, of_stage in enumerate(layout.by_stage)
+            for bucket in of_stage
         )
         part = layout.part
         return cls(
             block_elements=layout.block_elements, buckets=buckets, tied=tied, coordinates=part.coordinates,
-            contexts=part.contexts,
+            contexts=part.contexts, stages=part.stages,
         )  # fmt: skip
 
     def layout(self) -> Layout:
         """The layout as it is used, at coordinate 0 of a cell."""
-        buckets: list[Bucket] = []
-        for index, entry in enumerate(self.buckets):
-            dtype = DTYPES[entry.dtype]
+        stages: list[list[Bucket]] = [[] for _ in range(self.stages)]
+        for entry in self.buckets:
+            dtype, buckets = DTYPES[entry.dtype], stages[entry.place]
             slots = tuple(
                 Slot(Trainable(s.name, s.shape, dtype, entry.group, own=entry.own), s.start) for s in entry.slots
             )
             elements = entry.blocks * self.block_elements
-            buckets.append(Bucket(index, entry.group, dtype, slots, entry.blocks, elements))
+            buckets.append(Bucket(len(buckets), entry.group, dtype, slots, entry.blocks, elements))
         own = frozenset(slot.name for entry in self.buckets if entry.own for slot in entry.slots)
-        part = CellPart(self.coordinates, own=own, contexts=self.contexts)
-        return Layout(self.block_elements, tuple(buckets), part=part)
+        part = CellPart(self.coordinates, own=own, contexts=self.contexts, stages=self.stages)
+        found = tuple(map(tuple, stages))
+        return Layout(self.block_elements, found[0], part=part, stages=found if self.stages > 1 else ())
 
     def broken(self) -> Iterator[str]:
         """What no layout is like."""
@@ -115,15 +123,18 @@ class LayoutEntry(Entry):
         size = self.block_elements
         if size < SMALLEST_BLOCK or size & (size - 1):
             yield f"its blocks have {size} elements; expected a power of two from {SMALLEST_BLOCK} on"
-        if self.coordinates % self.contexts:
-            yield f"its cells have {self.coordinates} processes in {self.contexts} contexts"
+        if self.coordinates % (self.contexts * self.stages):
+            yield f"its cells have {self.coordinates} processes in {self.contexts} contexts and {self.stages} stages"
+            return
+        if {entry.place for entry in self.buckets} != set(range(self.stages)) and self.buckets:
+            yield f"its buckets are not of the {self.stages} stages that it has"
             return
         layout = self.layout()
         most = max(MOST_BLOCKS, len(self.buckets) * self.coordinates)
         if layout.blocks > most:
             yield f"it has {layout.blocks} blocks; expected at most {most}"
         names: set[str] = set()
-        for bucket in layout.buckets:
+        for bucket in chain.from_iterable(layout.by_stage):
             at = 0
             for slot in bucket.slots:
                 if slot.start < at or slot.start + slot.parameter.elements > bucket.elements:

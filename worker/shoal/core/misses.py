@@ -50,7 +50,7 @@ USED_ALWAYS = Missed()
 
 @dataclass(frozen=True)
 class Misses:
-    """Of all trained parameters, in the order of the layout's slots."""
+    """Of all trained parameters, in the order of the layout's slots, and of a pipeline's stages."""
 
     of: tuple[Missed, ...]
 
@@ -65,7 +65,7 @@ class Misses:
         """
         if not unused and (self._are_none or not any(one.is_new for one in self.of)):
             return self
-        groups = [bucket.group for bucket in layout.buckets for _ in bucket.slots]
+        groups = [bucket.group for buckets in layout.by_stage for bucket in buckets for _ in bucket.slots]
         return Misses(
             tuple(
                 one.after(not unused >> number & 1) if turns[group] else one
@@ -77,7 +77,7 @@ class Misses:
         """By bucket the pieces that the next update takes; none of a bucket that it takes as it lies."""
         if not unused and (self._are_none or not any(one.updates for one in self.of)):
             return {}
-        found, first = {}, 0
+        found, first = {}, layout.first_parameter
         for bucket in layout.buckets:
             stop = first + len(bucket.slots)
             used = [None if unused >> number & 1 else self._counted(number) for number in range(first, stop)]

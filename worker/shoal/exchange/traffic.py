@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import ClassVar
 
 import torch
 from shoal_protos.plan import Plan
@@ -74,9 +73,6 @@ class Coordinates:
     are both.
     """
 
-    REPORTER: ClassVar[int] = 0
-    """The coordinate whose members speak for their cells; of numbers that are of tokens, those of all contexts do."""
-
     def __init__(self, plan: Plan, layout: Layout, trained: Callable[[Runs], Runs], by_rounds: bool) -> None:
         """`layout`: of this member's part of the model. `trained`: see `Layout.trained_runs`. `by_rounds`: see
         `Traffic`.
@@ -85,6 +81,11 @@ class Coordinates:
         self._of = [member.coordinate for member in plan.members]
         self.mates = tuple(self._at(self._own))
         """The ranks at this member's coordinate, its own among them."""
+        self.of_stage = tuple(self._at(*self._part.mates))
+        """The ranks that have the same stage of a pipeline; without one, all."""
+        stages = [one // self._part.of_stage for one in self._of]
+        self.first_of_stage = [stages.index(stage) for stage in stages]
+        """By rank, the lowest one that has the same stage."""
         self.contributors = tuple(self._at(*self._part.contributors))
         """The ranks with the parameters that this member has."""
         self.by_contributor = tuple(tuple(self._at(one)) for one in self._part.contributors)
@@ -92,7 +93,12 @@ class Coordinates:
         self._host_sums_at = lru_cache(maxsize=None)(self._add_at)
         self.contexts = self._part.contexts
         """How many gradients of a lane an owner adds up."""
-        self._telling = replace(self._part, coordinate=self.REPORTER).contributors
+        last_stage = replace(self._part, coordinate=self._part.coordinates - 1)
+        self.reporter = last_stage.mates[0]
+        """The coordinate whose members speak for their cells; of numbers that are of tokens, those of all contexts do.
+        Of a pipeline it has the last stage, which makes the loss.
+        """
+        self._telling = replace(self._part, coordinate=self.reporter).contributors
         self._models = tuple(trained(layout.model_at(one)) for one in self._of) if plan.homes else ()
         """By rank, the blocks whose parameters it has; empty where all have all."""
         self.lane_spans = self._spans_at(self._own)
@@ -114,7 +120,7 @@ class Coordinates:
     @property
     def speaks(self) -> bool:
         """Whether this member speaks for its cell."""
-        return self._own == self.REPORTER
+        return self._own == self.reporter
 
     @property
     def tells(self) -> bool:
@@ -134,8 +140,8 @@ class Coordinates:
         return [self._host_sums_at(one, owners) for one in self._part.contributors]
 
     def all_host_sums(self, owners: tuple[int, ...]) -> list[tuple[Sequence[HostSums], Collection[int]]]:
-        """Those of every part of the model, with the ranks that have it."""
-        parts = [replace(self._part, coordinate=one).contributors for one in range(self._part.parts)]
+        """Those of every part of this member's stage, with the ranks that have it."""
+        parts = [replace(self._part, coordinate=one).contributors for one in self._part.mates[: self._part.parts]]
         return [([self._host_sums_at(one, owners) for one in of_part], self._at(*of_part)) for of_part in parts]
 
     def _add_at(self, coordinate: int, owners: tuple[int, ...]) -> HostSums:

@@ -40,7 +40,7 @@ from shoal.core.tree import add, fold_numbers, total
 from shoal.exchange.ballot import HALT, Ballot, Request
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.pieces import FillTimes
-from shoal.exchange.traffic import Coordinates, Traffic
+from shoal.exchange.traffic import Traffic
 from shoal.group.group import GATHER_TAG, Group
 from shoal.process.faults import Faults
 
@@ -223,7 +223,7 @@ def _record(
     reporting = [
         ballot
         for ballot, member in zip(ballots, traffic.plan.members, strict=True)
-        if member.coordinate == Coordinates.REPORTER
+        if member.coordinate == traffic.coordinates.reporter
     ]
     _check_skips(ballots, traffic)
     counted = _counted(reporting, lanes)

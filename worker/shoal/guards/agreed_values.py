@@ -26,7 +26,6 @@ from shoal.exchange.packing import FramedSend, contents_of, receive_framed
 from shoal.exchange.traffic import HYPER
 from shoal.exchange.vote import Record
 from shoal.exchange.world import World
-from shoal.group.group import Group
 from shoal.guards.step_guard import StepGuard
 from shoal.optim.hyper import first_difference, hyper_parameters, load_into
 
@@ -104,17 +103,18 @@ def agreed_values(optimizer: torch.optim.Optimizer, modes: ModuleModes, samples:
 
 
 def take_over_where_no_body_runs(world: World, optimizer: torch.optim.Optimizer, modes: ModuleModes) -> None:
-    """Before the vote of a step: members without lanes get the values of the first member that has some. Raises
-    `WorldChanged`.
+    """Before the vote of a step: members without lanes get the values of the first member that has some, and the same
+    stage of the model. Raises `WorldChanged`.
     """
-    trainers = world.plan.trainers
+    trainers, alike = world.plan.trainers, world.traffic.coordinates.of_stage
+    first = next(rank for rank in trainers if rank in alike)
     if world.rank not in trainers:
-        *hyper, agreed = json.loads(receive_framed(world.group, trainers[0], HYPER))
+        *hyper, agreed = json.loads(receive_framed(world.group, first, HYPER))
         load_into(optimizer, hyper)
         modes.take_over(agreed[EVALUATING])
-    elif world.rank == trainers[0] and len(trainers) < world.plan.world_size:
+    elif world.rank == first and len(trainers) < world.plan.world_size:
         content = json.dumps(agreed_values(optimizer, modes)).encode()
-        standbys = (rank for rank in world.plan.ranks if rank not in trainers)
+        standbys = (rank for rank in alike if rank not in trainers)
         for send in [FramedSend(world.group, rank, HYPER, content) for rank in standbys]:
             send.wait()
 
@@ -146,30 +146,34 @@ class SetInTime(StepGuard):
 
 
 def refuse_others(
-    group: Group, record: Record, optimizer: torch.optim.Optimizer, modes: ModuleModes, samples: int = 0
+    world: World, record: Record, optimizer: torch.optim.Optimizer, modes: ModuleModes, samples: int = 0
 ) -> None:
-    """Raises `JobFailed` naming group and key, or the part of the module, where members' values differ; all see it in
-    the same vote.
+    """Raises `JobFailed` naming group and key, or the part of the module, where values differ between members that have
+    the same stage of the model; all see it in the same vote.
     """
     if len(set(record.hypers)) <= 1:
         return
-    rank = next(r for r, hyper in enumerate(record.hypers) if hyper != record.hypers[0])
+    firsts = world.traffic.coordinates.first_of_stage
+    differing = (rank for rank, hyper in enumerate(record.hypers) if hyper != record.hypers[firsts[rank]])
+    if (rank := next(differing, None)) is None:
+        return
+    first = firsts[rank]
     mine = agreed_values(optimizer, modes, samples)
-    there_and_here = contents_of(group, (0, rank), json.dumps(mine).encode())
+    there_and_here = contents_of(world.group, (first, rank), json.dumps(mine).encode())
     (*there, modes_there), (*here, modes_here) = map(json.loads, there_and_here)
     difference = first_difference(here, there)
     if difference:
         raise JobFailed(
-            f"the hyper-parameters of rank {rank} differ from rank 0's at step {record.step}: {difference}. "
+            f"the hyper-parameters of rank {rank} differ from rank {first}'s at step {record.step}: {difference}. "
             "Set them by a scheduler that reads no parameters, or by what all workers know alike, such as "
             "engine.global_step."
         )
     if modes_here[SAMPLES] != modes_there[SAMPLES]:
         raise JobFailed(
-            f"the dataset that rank {rank} loops over has {modes_here[SAMPLES]} samples, rank 0's has "
+            f"the dataset that rank {rank} loops over has {modes_here[SAMPLES]} samples, rank {first}'s has "
             f"{modes_there[SAMPLES]}; give all workers the whole dataset: which of them reads which samples changes."
         )
     raise JobFailed(
-        f"rank {rank} has trained in other modes than rank 0 at step {record.step}: "
+        f"rank {rank} has trained in other modes than rank {first} at step {record.step}: "
         f"{first_other_mode(modes_here[EVALUATING], modes_there[EVALUATING])}. {MODE_ADVICE}"
     )

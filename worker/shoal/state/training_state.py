@@ -87,6 +87,7 @@ class Limits:
     """Whether all other workers are on this one's host."""
     part: CellPart = WHOLE
     """What of the model this process has."""
+    stages: tuple[tuple[Trainable, ...], ...] = ()  # the parameters of all, by place of a pipeline
     average: AverageRule | None = None
     """How weights are averaged; None: not at all."""
 
@@ -94,7 +95,7 @@ class Limits:
     def of(cls, config: TrainingConfig, last_step: int, peers_on_host: bool = True) -> Limits:
         """`last_step`: where the dataset or `max_steps` ends the job."""
         precision = config.precision
-        one = config.micro_batches_per_lane == 1
+        one = config.micro_batches_per_lane * config.micro_batches_per_call == 1
         return cls(
             config.lanes, config.gradient_clipping, last_step, config.units, one, half_dtype(precision),
             precision.scaling, config.state_folder, config.seed, config.state_on_host, config.parameters_on_host,
@@ -173,7 +174,7 @@ class TrainingState:
         pairs += by_stage.parameters_in_blocks(module, limits.units)
         self.held_layout: Layout
         """Of all that is in blocks; where parameters are sharded, frozen ones too."""
-        self.held_layout, self.placed = lay_out_model(pairs, self.device.kind, limits.part)
+        self.held_layout, self.placed = lay_out_model(pairs, self.device.kind, limits.part, limits.stages)
         self.layout = self.held_layout.trained  # the same in every stage
         self.parameters = self.placed[: sum(len(bucket.slots) for bucket in self.layout.buckets)]
         """The trained ones, in the order of the slots; `placed`: all that are in blocks."""
@@ -316,7 +317,8 @@ class TrainingState:
     @cached_property
     def _numbers(self) -> dict[Slot, int]:
         """Of trained parameters, in their order."""
-        return {slot: number for number, slot in enumerate(s for bucket in self.layout.buckets for s in bucket.slots)}
+        slots = (slot for bucket in self.layout.buckets for slot in bucket.slots)
+        return {slot: number for number, slot in enumerate(slots, self.layout.first_parameter)}
 
     def is_new(self, slot: Slot) -> bool:
         """Whether no update of a parameter was made yet, after one of others in its bucket."""

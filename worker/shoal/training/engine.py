@@ -105,9 +105,9 @@ def _meant(name: str, names: frozenset[str], module: nn.Module | None) -> str:
 
 PUBLIC = {
     "averaged", "backward", "buffer", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers",
-    "generation", "global_step", "lanes", "loss", "module", "on_commit", "on_evaluation", "on_step", "rank",
-    "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop", "turn", "warming_up",
-    "world_size",
+    "generation", "global_step", "lanes", "loss", "loss_fn", "micro_batches", "module", "on_commit", "on_evaluation",
+    "on_step", "rank", "register_state", "report", "reports", "run", "save_checkpoint", "shard", "skip", "step", "stop",
+    "turn", "warming_up", "world_size",
 }  # fmt: skip
 """What scripts may use; all else is between the parts of this package."""
 
@@ -136,6 +136,10 @@ class Engine(Habits):
         self.training = TrainingLoop(context, self.parts)
         self.script_end = ScriptEnd(context, self.parts, self.training)
         self.times = StepTimes(config.monitoring.times)
+        self.micro_batches = config.micro_batches_per_call
+        """Micro-batches of one call of a pipeline's schedule; 1 without a pipeline."""
+        self.loss_fn = self.training.pipeline.loss_fn
+        """Returns the loss function for a pipeline's schedule, of one that gives a micro-batch's mean loss."""
         self.module: nn.Module = state.module
         self.device = state.device.kind
         faults.abort = context.abort_group
@@ -210,6 +214,16 @@ class Engine(Habits):
         """
         with self.times.measure("backward"):
             self.training.backward(loss, more)
+
+    def run(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> None:
+        """Train a lane by a pipeline's schedule, in place of forward and `backward`.
+
+        `call`: the method `step` of a `ScheduleGPipe`, `Schedule1F1B` or `ScheduleInterleaved1F1B` of torch, made with
+        `engine.micro_batches`, `loss_fn=engine.loss_fn(function)` and `scale_grads=False`. `inputs`, `named`: what it
+        is called with: the lane's whole batch. In a warm-up nothing is called. Raises `UserError` for other schedules.
+        """
+        with self.times.measure("backward"):
+            self.training.backward(self.training.pipeline.prepared(call, inputs, named))
 
     def step(self) -> bool:
         """End a micro-batch; after the last one of this worker's last lane, make the optimizer step.

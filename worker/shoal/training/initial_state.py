@@ -34,7 +34,8 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
     if not world.plan.homes:
         replaced = _take_over_from(0, ranks, world, common | buffers)
     else:
-        for holders, tensors in ((ranks, common), (coordinates.contributors, mine), (coordinates.mates, buffers)):
+        of = (coordinates.of_stage, common), (coordinates.contributors, mine), (coordinates.mates, buffers)
+        for holders, tensors in of:
             replaced = _take_over_from(holders[0], holders, world, tensors)
     if replaced:
         state.buffers.refresh()

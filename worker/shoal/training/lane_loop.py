@@ -11,7 +11,7 @@ no world and no group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -28,6 +28,11 @@ from shoal.exchange.pieces import Extent
 from shoal.exchange.vote import check_names
 from shoal.guards.loop_guards import CallOrder, PortedLoss, check_loss, refuse_more_in_half_precision
 from shoal.state.training_state import TrainingState
+
+Loss = float | Tensor
+"""`()` float64 on a device, which may still be making it."""
+Made = Callable[[], Sequence[Loss]]
+"""A call that makes all forwards and backwards of a lane, and returns the losses of its micro-batches."""
 
 
 class LaneLoop:
@@ -172,12 +177,13 @@ class LaneLoop:
         state.buffers.put_back()
         self.numbers.begin_step()
 
-    def prepare_backward(self, loss: Tensor, state: TrainingState, more: bool) -> None:
+    def prepare_backward(self, loss: Tensor | Made, state: TrainingState, more: bool) -> None:
         """All that may be refused of a backward, before anything is changed. `more`: another one of this micro-batch
         is to come. Raises `UserError`.
         """
         self._order.check_backward(self._where(state))
-        check_loss(loss)
+        if not callable(loss):
+            check_loss(loss)
         if more and self._micro_batches == 1:
             refuse_more_in_half_precision(state.layout)
         where, is_continued = self._where(state), self._order.awaits_more
@@ -189,19 +195,25 @@ class LaneLoop:
         state.sums.before_backward()
         state.sums.live.put_back(state.parameters)
 
-    def backward(self, loss: Tensor, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
-        """Accumulates into the live gradient copy. `arriving`: where the reduction may write to it from now on."""
+    def backward(self, loss: Tensor | Made, state: TrainingState, arriving: Iterable[Extent] = ()) -> None:
+        """Accumulates into the live gradient copy. `loss`: or what makes all gradients of a lane. `arriving`: where the
+        reduction may write to it from now on.
+        """
         self._order.backward_begins(self._where(state))
-        if not self.is_warming_up:
-            self._ported.look(loss, self.lane)
-        scaled = loss if state.loss_scale is None else loss.float() * state.scale
-        (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
+        if callable(loss):
+            losses = loss()
+        else:
+            if not self.is_warming_up:
+                self._ported.look(loss, self.lane)
+            scaled = loss if state.loss_scale is None else loss.float() * state.scale
+            (scaled / self._micro_batches if self._micro_batches > 1 else scaled).backward()
+            losses = (kept_loss(loss, state),) if not self.is_warming_up else ()
         self._order.backward_ends(self._more)
         state.sums.backward_done(state.parameters, self.at_lanes_last_backward and not self._more)
         for look in state.guards.after_backward:
             look(arriving)
-        if not self.is_warming_up:
-            self.numbers.add_loss(kept_loss(loss, state))
+        for one in losses:
+            self.numbers.add_loss(one / len(losses) if len(losses) > 1 else one)
 
     @property
     def has_gradient(self) -> bool:
@@ -286,8 +298,6 @@ def kept_loss(
     return loss.detach().to(torch.float64, copy=True).reshape(())
 
 
-Loss = float | Tensor
-"""`()` float64 on a device, which may still be making it."""
 Numbers = tuple[float, dict[str, float] | None]
 """Numbers of a subtree of lanes: the sum of their losses, and of what was reported in all of them, by name; None where
 all its micro-batches were skipped.

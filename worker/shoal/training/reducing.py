@@ -11,7 +11,7 @@ from are taken from their parameters there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import takewhile
@@ -19,14 +19,15 @@ from typing import Protocol
 from weakref import ReferenceType, ref
 
 from shoal_protos.errors import UserError
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.blocks.flat import refuse_hooks
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
 from shoal.core.layout import Layout
+from shoal.core.misses import every_one
 from shoal.exchange.canonical import CanonicalReduction
-from shoal.exchange.pieces import FillTimes, PieceOrder
+from shoal.exchange.pieces import Extent, FillTimes, PieceOrder
 from shoal.exchange.round_reduction import RoundReduction
 from shoal.exchange.traffic import RoundsTraffic
 from shoal.exchange.world import World
@@ -35,6 +36,10 @@ from shoal.training.equal_gradients import EqualGradients
 
 OWN_HOOKS = 1
 """On each parameter's accumulated gradient: the one that is made here."""
+
+
+Backward = Callable[[Iterable[Extent]], None]
+"""What makes a backward, or all of a lane's in a pipeline, given where the reduction may write to from then on."""
 
 
 class Reducing(Protocol):
@@ -54,10 +59,10 @@ class Reducing(Protocol):
     def begin(self) -> None:
         """Before such a backward: receives are posted. Raises `WorldChanged`."""
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, make: Backward) -> None:
         """Such a backward. Raises `WorldChanged` where the lane is void."""
 
-    def backward_here(self, loss: Tensor) -> None:
+    def backward_here(self, make: Backward) -> None:
         """Any other: nothing leaves."""
 
     def skip(self) -> None:
@@ -100,7 +105,7 @@ class WholeReducing:
             world.group, world.traffic, self._sums, context.boundaries, self._on_reduced, context.state.scale
         )
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, make: Backward) -> None:
         """Buckets leave for their owners as soon as it has filled them, and are reduced and mirrored as soon as all
         have come.
         """
@@ -109,7 +114,7 @@ class WholeReducing:
         arriving = _world(context).traffic.arriving(context.boundaries)
         self._sums.begin_push(context.loop.lane)
         with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, self._early):
-            context.loop.backward(loss, context.state, arriving)
+            make(arriving)
         if self._equal is not None:
             self._equal.end_lane(self._sums.live.made)
         self._sums.end_push()
@@ -119,10 +124,10 @@ class WholeReducing:
         self._equal.note(bucket, self._sums.live.made)
         self._reduction.on_filled(bucket)
 
-    def backward_here(self, loss: Tensor) -> None:
+    def backward_here(self, make: Backward) -> None:
         loop = self._context.loop
         with self._hooks.armed_to_take():
-            loop.backward(loss, self._context.state)
+            make(())
         if self._equal is not None and loop.at_lanes_last_backward:
             self._equal.end_lane(self._sums.live.made)
 
@@ -167,7 +172,12 @@ class ShardReducing:
         self._times: FillTimes | None = None
 
     @property
-    def fill_times(self) -> FillTimes:
+    def fill_times(self) -> FillTimes | None:
+        """None for a pipeline: a schedule's gradients leave together, and stages have other pieces."""
+        return self._times_here if self._context.state.layout.part.stages == 1 else None
+
+    @property
+    def _times_here(self) -> FillTimes:
         """Of the world at hand."""
         if self._times is None:
             self._times = FillTimes(_world(self._context).traffic.pieces)
@@ -195,19 +205,19 @@ class ShardReducing:
         )  # fmt: skip
 
     def _rounds_of(self, world: World) -> RoundsTraffic:
-        is_first, order = self._context.is_first_step, self.fill_times.order
+        is_first, order = self._context.is_first_step, self._times_here.order
         known = self._rounds
         if known is None or known[0] is not world or known[1] != is_first or known[2] is not order:
             known = self._rounds = world, is_first, order, RoundsTraffic.of(world.traffic, is_first, order)
         return known[3]
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, make: Backward) -> None:
         assert self._reduction is not None
-        times = self.fill_times
+        times = self._times_here
         times.begin_lane()
         early = list(takewhile(lambda bucket: not self._is_summed[bucket], times.order.buckets))
         with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, early):
-            self._context.loop.backward(loss, self._context.state)
+            make(())
         times.end_lane()
         if self._equal is not None:
             self._equal.end_lane(self._sums.live.made)
@@ -218,11 +228,11 @@ class ShardReducing:
         self._equal.note(bucket, self._sums.live.made)
         self._reduction.on_filled(bucket)
 
-    def backward_here(self, loss: Tensor) -> None:
+    def backward_here(self, make: Backward) -> None:
         """A micro-batch of several, or of a warm-up: what that makes is thrown away bucket by bucket."""
         warming_up = self._context.loop.is_warming_up
         with self._hooks.armed(self._throw_away) if warming_up else self._hooks.armed_to_take():
-            self._context.loop.backward(loss, self._context.state)
+            make(())
 
     def _throw_away(self, bucket: int) -> None:
         self._sums.live.release(bucket)
@@ -282,8 +292,13 @@ class BucketHooks:
         """`on_whole`: called with a bucket when all its gradients are there, in whatever order backward makes them."""
         self._on_whole = on_whole
         self._slots, self._sums = [len(bucket.slots) for bucket in layout.buckets], sums
+        self._first, here = layout.first_parameter, (1 << sum(self._slots)) - 1
+        self._others = every_one(layout) & ~(here << self._first)
+        """Parameters of other stages of a pipeline, as bits."""
         self._names = [slot.parameter.name for bucket in layout.buckets for slot in bucket.slots]
         self._on_filled: Callable[[int], None] | None = None
+        self._repeats = layout.part.stages > 1
+        """Whether parameters get gradients of several micro-batches in what is armed for."""
         self._missing: list[set[int]] = []
         self._order: Sequence[int] = range(len(self._slots))
         self._next = 0
@@ -309,7 +324,7 @@ class BucketHooks:
     def _note_used(self) -> None:
         """The backward has come to its end: what it has made no gradient of, it has not used."""
         if self._sums.unused:
-            left, first = 0, 0
+            left, first = self._others, self._first
             for slots, missing in zip(self._slots, self._missing, strict=True):
                 if missing:
                     left |= sum(1 << slot for slot in missing) << first
@@ -331,6 +346,11 @@ class BucketHooks:
             return
         if len(parameter._post_accumulate_grad_hooks or ()) > OWN_HOOKS:  # now: the others come after this one
             refuse_hooks(self._names[number], parameter, OWN_HOOKS)
+        if self._repeats:  # a schedule's micro-batches, whose gradients leave when all are added up
+            if number in self._sums.live.taken:
+                self._sums.live.take(number, parameter)
+            self._missing[bucket].discard(slot)
+            return
         if slot not in self._missing[bucket]:  # also where its bucket has not left yet: that depends on the order
             raise UserError(
                 "a parameter got its gradient twice in one backward (reentrant checkpointing does that); "

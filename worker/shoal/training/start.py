@@ -6,13 +6,14 @@ Kinds of objects that cannot work are refused by name before anything is built.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import torch
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
@@ -23,16 +24,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.blocks.flat import trainable
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.cells.hub import CellHub, current_hub
 from shoal.cells.marks import is_divided, local_of, marks
+from shoal.cells.stages import Stages
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.place_marks import leave_mark
 from shoal.config.load import Beside, load_config
 from shoal.config.out_of_memory import initializing
 from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
-from shoal.core.layout import WHOLE, CellPart, Layout
+from shoal.core.layout import CellPart, Layout, Trainable
 from shoal.core.plain import encode
 from shoal.core.units import named_buffers, named_parameters, plain_name
 from shoal.data.data_workers import HERE, Reading
@@ -180,11 +183,10 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     assert source is not None and last_step is not None and found is not None, "refused otherwise"
     optimizer, keeps = found
     hub = current_hub()
-    part = WHOLE
+    sampler, limits = source.sampler, Limits.of(settled, last_step, given.peers_on_host)
     if hub is not None:
         hub.check_collectives = settled.check_collectives
-        part = part_of(model, hub)
-    sampler, limits = source.sampler, replace(Limits.of(settled, last_step, given.peers_on_host), part=part)
+        limits = in_cell(limits, model, optimizer, hub)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     if given.micro_batches is not None:
         for one in schedulers_of(scheduler):
@@ -205,17 +207,49 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     return engine
 
 
+def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub) -> Limits:
+    """With what of the model this process of a cell has. Raises `UserError`."""
+    if hub.shape.pipeline > 1 and not isinstance(model, Stages):
+        raise UserError(
+            f"the cell's pipeline has {hub.shape.pipeline} places, and shoal.initialize got a "
+            f"{type(model).__name__} for its model; give it the stages of this process, model=cell.stages(build)."
+        )
+    stages: tuple[tuple[Trainable, ...], ...] = ()
+    if isinstance(model, Stages) and hub.shape.pipeline > 1:
+        stages = tuple(tuple(_trained_at(place, model, optimizer, limits)) for place in model.places)
+    return replace(limits, part=part_of(model, hub), stages=stages)
+
+
+def _trained_at(place: nn.Module, model: nn.Module, optimizer: Optimizer, limits: Limits) -> Iterator[Trainable]:
+    """The parameters of one place of a pipeline. `model`: of this process's own."""
+    if place is not model:
+        if len(optimizer.param_groups) > 1:
+            raise UserError(
+                f"the optimizer has {len(optimizer.param_groups)} groups of parameters, and nothing says in which "
+                "group those of other stages are; not supported yet. Give it one group."
+            )
+        optimizer = torch.optim.SGD([one for one in place.parameters() if one.requires_grad])
+    for one, _ in trainable(place, optimizer, limits.units, limits.half):
+        yield one if limits.half is None else replace(one, dtype=limits.half)
+
+
 def part_of(model: nn.Module, hub: CellHub) -> CellPart:
     """What of the model this process of a cell has, as its parameters say it. Raises `UserError`."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         _check_place(plain_name(name), tensor.device.type)
-    found = marks(model, hub.shape)
-    named = [(name, parameter, found[name]) for name, parameter in model.named_parameters()]
+    everywhere = model.places if isinstance(model, Stages) else [model]
+    named = [
+        (name, parameter, found[name])
+        for place in everywhere
+        for found in [marks(place, hub.shape)]
+        for name, parameter in place.named_parameters()
+    ]
     for name, parameter, mark in named:
-        if mark.is_own and not parameter.requires_grad:
+        if (mark.is_own or hub.shape.pipeline > 1) and not parameter.requires_grad:
+            whose = "each process of a cell has a shard of it" if mark.is_own else "only one stage of a pipeline has it"
             raise UserError(
-                f'parameter "{plain_name(name)}" is frozen, and each process of a cell has a shard of it; not '
-                "supported yet. Train it, or give every process the whole of it."
+                f'parameter "{plain_name(name)}" is frozen, and {whose}; not supported yet. Train it, or give every '
+                "process the whole of it."
             )
     own = frozenset(plain_name(name) for name, _, mark in named if mark.is_own)
     summed = frozenset(
@@ -223,7 +257,8 @@ def part_of(model: nn.Module, hub: CellHub) -> CellPart:
         for name, parameter, mark in named
         if not mark.is_own and (mark.gradient == "sum" or is_divided(parameter))
     )
-    return CellPart(hub.shape.processes, hub.coordinate, own, summed, hub.shape.context)
+    shape = hub.shape
+    return CellPart(shape.processes, hub.coordinate, own, summed, shape.context, shape.pipeline)
 
 
 def _check_place(name: str, device: str) -> None:
@@ -299,6 +334,9 @@ def _description(
         Parameter(name, tuple(local_of(p).shape), str(p.dtype), trained[name].group if name in trained else -1)
         for name, p in named_parameters(state.module)
     )
+    if state.layout.stages:
+        slots = (slot.parameter for buckets in state.layout.stages for bucket in buckets for slot in bucket.slots)
+        parameters = tuple(Parameter(one.name, one.shape, str(one.dtype), one.group) for one in slots)
     return Description(
         lanes=config.lanes,
         blocks=state.held_layout.blocks,
@@ -344,6 +382,9 @@ def _by_coordinate(layout: Layout, blocks_of: Callable[[int], Runs]) -> tuple[Ru
 def _beside_the_config(state: TrainingState) -> dict[str, str]:
     """What else must agree: what optimizer and scheduler were given, and the module's buffers."""
     buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in named_buffers(state.module)}
+    if isinstance(state.module, Stages) and state.layout.stages:  # the others' have no precision yet
+        named = chain.from_iterable(map(named_buffers, state.module.places))
+        buffers = {f"buffer {name}": str(tuple(value.shape)) for name, value in named}
     deferred = state.originals.deferred if state.originals is not None else None
     if deferred is not None:
         buffers["model built within shoal.deferred()"] = deferred.identity()

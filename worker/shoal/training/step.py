@@ -319,7 +319,7 @@ class Voting:
         record = cast(gather, world.traffic, ballot, norms, self._corruption.comparisons(step), times)
         if step > context.state.step:  # in one without a step some have begun the next body, and set its values
             samples = context.loop.fetcher.given_late
-            refuse_others(group, record, context.state.optimizer, context.state.modes, samples)
+            refuse_others(world, record, context.state.optimizer, context.state.modes, samples)
         context.begins = context.link.leave_vote(list(record.generations))
         return record
 

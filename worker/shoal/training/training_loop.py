@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from shoal_protos.training_log import get_logger
@@ -27,7 +28,9 @@ from shoal.process.numerics import check_threads
 from shoal.state.training_state import ENDS
 from shoal.training.averages_read import AveragesRead
 from shoal.training.context import TrainingContext
+from shoal.training.lane_loop import Made
 from shoal.training.parts import Parts
+from shoal.training.pipeline import Pipeline
 
 log = get_logger("shoal")
 IDLE_SECONDS = 0.1
@@ -42,6 +45,7 @@ class TrainingLoop:
     def __init__(self, context: TrainingContext, parts: Parts) -> None:
         self._context, self._parts = context, parts
         self.averages = AveragesRead(context, parts.step.parameters)
+        self.pipeline = Pipeline(context)
         self._endings: list[Callable[[], None]] = []
 
     def add_ending(self, ending: Callable[[], None]) -> None:
@@ -178,12 +182,13 @@ class TrainingLoop:
 
     # ---- a micro-batch
 
-    def backward(self, loss: Tensor, more: bool = False) -> None:
-        """`Engine.backward`."""
+    def backward(self, loss: Tensor | Made, more: bool = False) -> None:
+        """`Engine.backward`; of a schedule's call, `Engine.run`."""
         if self.averages.are_shown:
             self.averages.refuse("engine.backward")
         context, loop, state = self._context, self._context.loop, self._context.state
-        context.autocast.end()
+        if isinstance(loss, Tensor):
+            context.autocast.end()
         self._parts.update.check_whole()
         self._parts.resize.leave_broken_cell()
         if context.world is not None and context.link.stopping:
@@ -197,10 +202,11 @@ class TrainingLoop:
         loop.prepare_backward(loss, state, more)
         context.faults.at("backward", state.step + 1)
         reducing, parameters = self._parts.step.reducing, self._parts.step.parameters
+        make = partial(loop.backward, loss, state)
         if context.world is None or more or not reducing.is_next:
             try:
                 with parameters.in_backward(), context.in_backward():
-                    reducing.backward_here(loss)
+                    reducing.backward_here(make)
                 if more:
                     context.autocast.begin()
                 else:
@@ -216,7 +222,7 @@ class TrainingLoop:
             return
         try:
             with parameters.in_backward(), context.in_backward():
-                reducing.backward(loss)
+                reducing.backward(make)
             context.lane_clock.end(loop.at_lanes_last_backward)
         except WorldChanged:
             self._parts.resize.take_part(broken=True)

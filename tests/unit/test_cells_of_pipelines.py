@@ -1,0 +1,119 @@
+"""Lanes whose model is divided into stages: each member has parameters of its own, and torch's schedules drive them."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from crew import Crew
+from pipeline_parallel import MICRO_BATCHES, PIPELINE, SQUARE, Body, Fixed, in_stages, losses_of_the_whole, stages_of
+from rule import Edit, rule
+from shoal.training.engine import Engine
+from shoal_protos.shape import Shape
+from tensor_parallel import CellTask, coordinate_of, crew_of
+from tiers import check
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+
+def gradient_descent(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def task_of(shape: Shape, stage: int = 1, kind: Any = Schedule1F1B, turns: int = 1, **options: Any) -> CellTask:
+    return in_stages(CellTask({"stage": stage, **options}, shape=shape), kind, turns)
+
+
+@cache
+def one_cell(shape: Shape, kind: Any = Schedule1F1B, turns: int = 1) -> str:
+    """The fingerprint of a world of one cell."""
+    with crew_of("abcdef"[: shape.processes], task_of(shape, kind=kind, turns=turns)) as crew:
+        return crew.finish()
+
+
+def trained(crew: Crew) -> str:
+    """And that what was planted has struck."""
+    digest = crew.finish()
+    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
+    return digest
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "turns", "stage"),
+    [
+        (PIPELINE, Schedule1F1B, 1, 1),
+        (SQUARE, Schedule1F1B, 1, 1),
+        pytest.param(PIPELINE, ScheduleGPipe, 1, 0, marks=check("as by 1F1B")),
+        pytest.param(PIPELINE, ScheduleInterleaved1F1B, 2, 1, marks=check("as by 1F1B")),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, kind: Any, turns: int, stage: int) -> None:
+    found: dict[str, list[float]] = {}
+    trains = Body(kind)
+
+    def body(engine: Engine, batch: Any) -> None:
+        if trains(engine, batch) and engine.loss is not None:
+            found.setdefault(engine.context.link.worker, []).append(engine.loss)
+
+    options = {"micro_batches_per_lane": MICRO_BATCHES, "lanes": 4, "stage": stage, "gradient_clipping": 0.0}
+    model = partial(stages_of, turns=turns, dropout=0.0)
+    task = CellTask(options, body=body, shape=shape, model=model, optimizer=gradient_descent, data=lambda: Fixed(40))
+    names = "abcdefgh"[: 2 * shape.processes]
+    with crew_of(names, task) as crew:
+        crew.finish()
+    assert len(found) == len(names) and len({tuple(losses) for losses in found.values()}) == 1, "all know the loss"
+    whole = {**options, "max_steps": 6, "stage": 1}
+    assert found["a"] == pytest.approx(losses_of_the_whole(whole, gradient_descent, 2 * turns), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "stage", "kind", "turns"),
+    [
+        (PIPELINE, "abcd", 1, Schedule1F1B, 1),
+        pytest.param(PIPELINE, "abcdef", 0, Schedule1F1B, 1, marks=check("as two cells")),
+        (PIPELINE, "abcde", 1, ScheduleInterleaved1F1B, 2),
+        (SQUARE, "abcdefgh", 1, Schedule1F1B, 1),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, stage: int, kind: Any, turns: int) -> None:
+    with crew_of(names, task_of(shape, stage, kind, turns)) as crew:
+        assert trained(crew) == one_cell(shape, kind, turns)
+
+
+MORE = [pytest.param(point, marks=check("as at the other points")) for point in ("vote", "exchange", "mirror")]
+
+
+@pytest.mark.parametrize("point", ["between", "backward", *MORE])
+@pytest.mark.parametrize("victim", ["c", pytest.param("d", marks=check("as of the first stage"))])
+@rule(
+    "A schedule's stages shake hands anew in every world, and leave no trace in buffers",
+    "Cells",
+    broken_by=[
+        Edit("shoal.cells.pipelining", "        if known is not world:\n", "        if known is None:\n"),
+        Edit("shoal.cells.pipelining", "buffer.copy_(before)", "pass"),
+    ],
+)
+def test_a_process_that_is_killed_changes_no_bit(point: str, victim: str) -> None:
+    """Between micro-batches, which is in a handshake too where that is the first lane of a world."""
+    with crew_of("abcde", task_of(PIPELINE)) as crew:
+        crew.train_to(2)
+        crew.plant(victim, 4, point)
+        assert trained(crew) == one_cell(PIPELINE)
+
+
+@check("many processes and steps")
+def test_processes_of_a_square_are_killed_and_others_join_and_no_bit_changes() -> None:
+    task = task_of(SQUARE, max_steps=20)
+    with crew_of("abcdefgh", task) as crew:
+        crew.train_to(2)
+        crew.plant("g", 4, "between")
+        crew.train_to(6)
+        crew.add("k", task.at(coordinate_of("k", SQUARE)))
+        crew.train_until("two cells", lambda: len(crew.job.durable.current.cells) == 2)  # type: ignore[union-attr]
+        several = trained(crew)
+    with crew_of("abcd", task) as crew:
+        assert trained(crew) == several

@@ -1,0 +1,64 @@
+"""The stages of a pipeline's model: those of this process with values, all others without.
+
+Each process builds its own stages. What the others' parameters are like it must know, too, before there is anybody whom
+it could ask: the job's layout is of all stages. So every stage is built everywhere, by the script's own function, and
+the others on the meta device, where they take no memory. Made by `Cell.stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from shoal_protos.errors import UserError
+from torch import nn
+
+from shoal.data.seeds import RandomState, seed_from
+
+
+class Stages(nn.ModuleDict):
+    """The stages of one process, by their numbers as text, as `shoal.initialize` takes them for its model."""
+
+    def __init__(self, everywhere: list[list[nn.Module]], place: int) -> None:
+        """`everywhere`: the stages of each place of the pipeline. `place`: this process's own."""
+        places = len(everywhere)
+        self.places = [
+            self if one == place else nn.ModuleDict(_numbered(stages, one, places))
+            for one, stages in enumerate(everywhere)
+        ]
+        """By place, what it has: modules without values, but for this one."""
+        self.count = sum(map(len, everywhere))
+        """Of the whole pipeline."""
+        super().__init__(_numbered(everywhere[place], place, places))
+
+
+def _numbered(stages: list[nn.Module], place: int, places: int) -> dict[str, nn.Module]:
+    return {str(place + places * turn): stage for turn, stage in enumerate(stages)}
+
+
+def built_stages(build: Callable[[int], nn.Module], count: int, place: int, places: int) -> Stages:
+    """What `build(number)` makes of all stages. Stage `n` is at place `n % places`, as torch's schedules have it; each
+    draws random numbers of its own, the same wherever it is built. Raises `UserError`.
+    """
+    if count < places or count % places:
+        raise UserError(
+            f"cell.stages is given {count} stages, and the cell's pipeline has {places} places; expected as many, or "
+            "a multiple of them."
+        )
+    drawn, outside = int(torch.randint(1 << 62, ())), RandomState.save()
+    everywhere: list[list[nn.Module]] = [[] for _ in range(places)]
+    try:
+        for number in range(count):
+            seed_from(f"{drawn} stage {number}")
+            is_own = number % places == place
+            with torch.device("cpu" if is_own else "meta"):
+                stage = build(number)
+            if not isinstance(stage, nn.Module):
+                raise UserError(
+                    f"cell.stages is given a function that made a {type(stage).__name__} of stage {number}; expected "
+                    "an nn.Module."
+                )
+            everywhere[number % places].append(stage)
+    finally:
+        outside.restore()
+    return Stages(everywhere, place)
