@@ -306,8 +306,7 @@ class SimulatedWorker:
 
     def _status(self) -> Status:
         """The dialogue fills in what it and the membership know."""
-        trains = self.step >= 0
-        return Status(0, 0, self.membership.state, 0, self.step, self.committed_in, self.boundaries, self.holds, trains)
+        return Status(0, 0, self.membership.state, 0, self.step, self.committed_in, self.boundaries, self.holds)
 
     def _inventory(self, generation: int) -> Inventory:
         has_state = self.step >= 0

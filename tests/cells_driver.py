@@ -56,7 +56,7 @@ class Pairs(Driver):
         for name in plan.workers:
             self.beat(
                 name, generation=plan.generation, state=here, promised=plan.generation, step=known.step,
-                committed_in=known.committed_in, parameters_current=name != worker,
+                committed_in=known.committed_in,
             )  # fmt: skip
 
     @property

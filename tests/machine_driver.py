@@ -220,7 +220,7 @@ class Driver:
         self.beat(
             worker, generation=plan.generation, state=MemberState.TRAINING, promised=plan.generation,
             step=before + steps, committed_in=plan.generation, boundaries=steps,
-            holds=plan.shares[rank].keeps, parameters_current=True,
+            holds=plan.shares[rank].keeps,
         )  # fmt: skip
 
     def planned(self) -> Plan:

@@ -81,14 +81,9 @@ class World:
 
     # ---- acts
 
-    def join(self, *workers: str, trains: bool = True) -> Plan:
+    def join(self, *workers: str) -> Plan:
         for worker in workers:
-            self.here[worker] = replace(self._joiner(worker), can_train=trains)
-        return self._change(Reason.JOIN)
-
-    def train(self) -> Plan:
-        """A hand-out has given all parameters to all."""
-        self.here = {worker: replace(known, can_train=True) for worker, known in self.here.items()}
+            self.here[worker] = self._joiner(worker)
         return self._change(Reason.JOIN)
 
     def drain(self, *workers: str) -> Plan:
@@ -107,14 +102,13 @@ class World:
         stopped = [
             replace(
                 known,
-                can_train=True,
                 current=(current or {}).get(worker, everything),
                 lane=(lanes or {}).get(worker, -1),
             )
             for worker, known in left.items()
         ]
         plan = plan_recovery(self._request(Reason.KILL), stopped, self.plan, step=7, record=b"")
-        self.here = {worker: replace(known, can_train=True) for worker, known in left.items()}
+        self.here = left
         return self._take(plan, stopped)
 
     def fill(self, boundaries: int | None = None) -> None:
@@ -147,16 +141,14 @@ class World:
         """Checks a plan against what was known when it was made; then it is in force."""
         check_plan(plan)
         known = {candidate.member: candidate for candidate in asked}
-        somebody_stays = {known.member.coordinate for known in asked if known.can_train and not known.leaving}
+        somebody_stays = {known.member.coordinate for known in asked if not known.leaving}
         for member, share in zip(plan.members, plan.shares, strict=True):
             assert share.keeps <= known[member].holds, "owners and mirrors have valid bits"
-            assert not share.lanes or known[member].can_train, "who has not all parameters trains nothing"
             if known[member].leaving and member.coordinate in somebody_stays:
                 assert not share.lanes, "who leaves trains nothing"
                 assert share.keeps, "who leaves and keeps nothing is left out"
         for fill in plan.fills:
             target = known[plan.members[fill.target]]
-            assert target.can_train, "who has not all parameters is not filled"
             stays = target.member.coordinate not in somebody_stays or not target.leaving
             assert stays, "who leaves is not filled"
         self.plans.append(plan)
@@ -167,7 +159,7 @@ class World:
 
     def stays(self, worker: str) -> bool:
         """Whether the worker is to keep blocks in the end."""
-        return self.here[worker].can_train and not self.here[worker].leaving
+        return not self.here[worker].leaving
 
     # ---- what the wishes say of a world at rest
 

@@ -135,9 +135,6 @@ class Status:
     """Votes passed in its generation."""
     holds: Runs = NO_BLOCKS
     """Blocks whose state it holds with valid bits as of `step`."""
-    parameters_current: bool = False
-    """Whether all its parameters are those of `step`: only then may it train lanes, receive fills or hand out. Where
-    parameters are sharded (stage 3), which are gathered when they are used: true of every member from its join on."""
     broken: tuple[WorkerId, ...] = ()
     """Peers of its generation to whom its connection broke."""
     done: bool = False

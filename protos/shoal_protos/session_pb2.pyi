@@ -630,7 +630,6 @@ class Status(_message.Message):
     COMMITTED_IN_FIELD_NUMBER: _builtins.int
     BOUNDARIES_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
-    PARAMETERS_CURRENT_FIELD_NUMBER: _builtins.int
     BROKEN_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
@@ -648,7 +647,6 @@ class Status(_message.Message):
     step: _builtins.int
     committed_in: _builtins.int
     boundaries: _builtins.int
-    parameters_current: _builtins.bool
     done: _builtins.bool
     ended: _builtins.bool
     drain: _builtins.bool
@@ -676,7 +674,6 @@ class Status(_message.Message):
         committed_in: _builtins.int = ...,
         boundaries: _builtins.int = ...,
         holds: _abc.Iterable[_builtins.int] | None = ...,
-        parameters_current: _builtins.bool = ...,
         broken: _abc.Iterable[_builtins.str] | None = ...,
         done: _builtins.bool = ...,
         ended: _builtins.bool = ...,
@@ -690,7 +687,7 @@ class Status(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "last_step", b"last_step", "parameters_current", b"parameters_current", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boundaries", b"boundaries", "broken", b"broken", "checkpoint", b"checkpoint", "committed_in", b"committed_in", "corrupt", b"corrupt", "done", b"done", "drain", b"drain", "ended", b"ended", "generation", b"generation", "grace_seconds", b"grace_seconds", "highest_saved", b"highest_saved", "holds", b"holds", "last_step", b"last_step", "promised", b"promised", "sequence", b"sequence", "state", b"state", "step", b"step", "unreadable_checkpoint", b"unreadable_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

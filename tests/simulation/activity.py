@@ -23,6 +23,7 @@ PHASES = {
     "fills": StepPhase.FILLS,
     "vote": StepPhase.VOTE,
     "hand out": StepPhase.HAND_OUT,
+    "join": StepPhase.HAND_OUT,
     "compare": StepPhase.VOTE,
     "catch up": StepPhase.CATCHING_UP,
 }
@@ -41,8 +42,9 @@ def activity(worker: SimWorker) -> Activity:
     if training.world is None or training.world.plan.generation != membership.generation:
         return Activity(membership.generation)
     phase = PHASES.get(training.step_phase, StepPhase.LANES)
+    boundary = 0 if training.step_phase == "join" else training.boundary + 1
     bucket = training.lanes.place if phase is StepPhase.LANES and not training.idle else 0
-    return Activity(membership.generation, training.boundary + 1, phase, bucket, _ids(missing(training)), seconds)
+    return Activity(membership.generation, boundary, phase, bucket, _ids(missing(training)), seconds)
 
 
 def missing(training: Training) -> list[SimWorker]:
@@ -70,6 +72,8 @@ def _expected(training: Training, world: World) -> list[tuple[int, Collection[Si
         return [(member, training.got("c")) for member in range(world.size)] if training.copies.going else []
     if training.step_phase == "hand out":
         return [(owner, training.got("h")) for owner in world.owners if world.parts(owner, rank, boundary)[1]]
+    if training.step_phase == "join":
+        return [(owner, training.got("p")) for owner in world.owners if world.handed_to(owner, rank)]
     sources = sorted({source for source, target, _ in world.fills(boundary) if target == rank})
     owners = [] if training.idle else [owner for owner in world.owners if world.parts(owner, rank, boundary)[0]]
     return [(source, training.got("f")) for source in sources] + [(owner, training.got("m")) for owner in owners]

@@ -162,7 +162,7 @@ class Session:
         """The dialogue fills in what it and the membership know."""
         m, t, knows = self.membership, self.worker.training, self.worker.training.loading.known
         return Status(
-            0, 0, m.state, 0, t.step, t.committed_in, t.boundary, t.holds(), t.current,
+            0, 0, m.state, 0, t.step, t.committed_in, t.boundary, t.holds(),
             done=t.done, ended=t.ended or t.end.is_awaited, checkpoint=knows.reference,
             unreadable_checkpoint=knows.unreadable_checkpoint, corrupt=t.copies.reported, last_step=t.end.known,
         )  # fmt: skip

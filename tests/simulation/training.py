@@ -13,6 +13,7 @@ from shoal_protos.messages import Inventory, MemberState
 from shoal_protos.plan import Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs
 
+from . import joining
 from .copies import Copies
 from .lanes import GradientsOnShards, WholeGradients
 from .links import UserCode
@@ -53,7 +54,6 @@ class Training:
         self.blocks: dict[int, int] = {}
         self.parameters: dict[int, int] = {}
         self.pending: frozenset[int] = frozenset()
-        self.current = False
         self.world: World | None = None
         self.rank = 0
         self.box: dict[tuple[int, str, int], dict[SimWorker, Any]] = {}
@@ -230,7 +230,6 @@ class Training:
         self.step, self.committed_in, self.worker.has_trained = step, self.generation, True
         for block in self.blocks.keys() - self.pending:
             del self.blocks[block]  # what the plan released is freed after the first commit of its generation
-        self.current = self.sharded
         self.watch.committed(self.worker, step, self.blocks)
         self.parameters.update(self.blocks)
         if world.owned[self.rank] and not self.sharded:
@@ -249,7 +248,7 @@ class Training:
             return False
         for parameters in handed.values():
             self.parameters.update(parameters)
-        self.current, self.pending = True, frozenset()
+        self.pending = frozenset()
         self.boundary += 1
         now = self.generation, "", self.boundary
         self.box = {key: value for key, value in self.box.items() if (key[0], "", key[2]) >= now}
@@ -273,18 +272,13 @@ class Training:
         begins = self.membership.begins
         if begins is None or self.world is None or not self.copies.may_change(begins):
             return False
-        joiners = [m for m in begins.members if m not in self.world.plan.members]
-        senders = [m for m in begins.members if m in self.world.plan.members]
-        self._begin(begins)
-        if senders and senders[0].incarnation == self.worker.incarnation:
-            small_state = self.step, self.end.last_step
-            for member in joiners:
-                to = self.simulation.process_of(member)
-                if to is not None:
-                    self.groups.send(self.worker, to, (begins.generation, "s", 0), small_state)
+        before = self.world.plan
+        self.begin(begins)
+        joining.welcome(self, before, begins)
         return False
 
-    def _begin(self, plan: Plan) -> None:
+    def begin(self, plan: Plan, joins: bool = False) -> None:
+        """Its next world. `joins`: it has no parameters yet."""
         before = self.generation
         self.worker.session.dialogue.begin(plan)
         self.watch.began(self.worker, plan, self.step)
@@ -297,7 +291,10 @@ class Training:
         else:
             self.world, self.rank, self.boundary = self.simulation.worlds.of(plan), rank, 0
             self.copies.enter()
-            self.begin_boundary()
+            if joins and not self.sharded:
+                self.step_phase = "join"
+            else:
+                self.begin_boundary()
         self.worker.session.publish()
 
     # ---- a planned change
@@ -317,20 +314,6 @@ class Training:
                 self.step_phase = "first message"
                 self.progress()
             self.worker.session.notice()
-
-    def _first_message(self) -> bool:
-        """A joiner waits in every group that it was asked to build."""
-        m = self.membership
-        plans = [plan for plan in (*m.kept.values(), m.next) if plan is not None and plan.generation in self.built]
-        for plan in plans:
-            parts = self.box.get((plan.generation, "s", 0), {})
-            if parts:
-                self.step, self.end.last_step = next(iter(parts.values()))
-                self.blocks, self.pending, self.current = {}, frozenset(), self.sharded
-                self.step_phase = ""
-                self._begin(plan)
-                return False
-        return False
 
     # ---- a loss
 
@@ -450,7 +433,7 @@ class Training:
         self.simulation.bits.taken_up(self.worker, content, recovery.step)
         self.blocks = {block: content[block] for block in world.keeps[self.rank]}
         self.parameters = {block: content[block] for block in world.owned[self.rank]}
-        self.committed_in, self.done, self.current = 0, False, self.sharded
+        self.committed_in, self.done = 0, False
         self.saves.saving.on_return_to(recovery.step)
         self.copies.restored()
         return True
@@ -475,14 +458,12 @@ class Training:
             return False
         for parameters in handed.values():
             self.parameters.update(parameters)
-        self.current = True
         self.step_phase = ""
         self.worker.session.report_ready(plan.generation)
         return False
 
     def opened(self) -> None:
-        plan = self.membership.recovery
-        self._begin(plan)
+        self.begin(self.membership.recovery)
 
 
 PROGRESS = {
@@ -494,6 +475,7 @@ PROGRESS = {
     "vote": Training._vote,
     "hand out": Training._hand_out,
     "compare": Training._change,
-    "first message": Training._first_message,
+    "first message": joining.first_message,
+    "join": joining.parameters_come,
     "catch up": Training._catch_up,
 }

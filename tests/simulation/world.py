@@ -68,6 +68,10 @@ class World:
             self._parts[key] = handed & replayed, handed - replayed
         return self._parts[key]
 
+    def handed_to(self, owner: int, joiner: int) -> Blocks:
+        """The blocks whose parameters an owner hands out to a joiner where its first world begins."""
+        return self.owned[owner] & self.model(joiner)
+
     def gathered(self, owner: int, trainer: int) -> Blocks:
         """The blocks whose parameters an owner sends to a member that trains, where that does not keep them."""
         return (self.owned[owner] & self.model(trainer)) - self.keeps[trainer]

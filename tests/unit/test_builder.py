@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_change, plan_start
 from shoal_protos.plan import Member, Plan, Reason
-from shoal_protos.runs import every
+from shoal_protos.runs import NO_BLOCKS, every
 
 TERMS = Terms(lanes=2, blocks=4, mirrors=1, mirror_partners=4, fill_blocks_per_step=4)
 
 
 def candidate(worker: str, *, member: bool, leaving: bool = False) -> Candidate:
-    blocks = {"holds": every(4)} if member else {"can_train": False}
-    return Candidate(Member(worker, worker * 2, "h:1"), "h", int(worker[1:]), leaving=leaving, **blocks)
+    holds = every(4) if member else NO_BLOCKS
+    return Candidate(Member(worker, worker * 2, "h:1"), "h", int(worker[1:]), holds, leaving=leaving)
 
 
 def start(worker: str) -> Plan:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from crew import Crew, Task, Worker, undisturbed
+from idle_members import answering
 from reference import reference
 from rule import Edit, holds, rule
 from shoal.process.faults import PlantedFault
@@ -217,7 +218,9 @@ def test_a_leaving_worker_keeps_its_blocks_until_a_step_is_committed_without_it(
         leaver, heir = crew.workers["a"], crew.add("b")
         crew.train_until("b to be in", lambda: len(current(crew).members) == 2)
         crew.request(DrainWorker("a"))
-        crew.train_until("a to be left out", lambda: leaver.link.own.state is MemberState.LEFT)
+        while leaver.link.own.state is not MemberState.LEFT:
+            crew.train_to(crew.allowed + 1)
+            crew.beat(1)  # what the step has begun is over
         crew.beat(5)
         assert current(crew).world_size == 1 and heir.engine.context.boundaries == 0, "no step was committed without it"
         assert leaver.alive and leaver.engine.context.state.held.runs == every(current(crew).blocks)
@@ -377,15 +380,17 @@ def by_the_step(engine: Engine) -> None:
     ),
     after="A joiner gets the values",
 )
-def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run() -> None:
-    """As loops do that keep a schedule of their own: a joiner is a standby at first."""
-    task = Task({"max_steps": 14}, in_loop=by_the_step)
+def test_a_rate_that_the_body_sets_reaches_members_whose_body_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As loops do that keep a schedule of their own."""
+    idle, task = {"d"}, Task({"max_steps": 14}, in_loop=by_the_step)
+    monkeypatch.setattr("crew.answer", answering(idle))
     with Crew("abc", task) as crew:
         crew.train_to(3)
         joiner = crew.add("d")
         crew.train_until("d to be in", lambda: joiner in crew.members())
         assert joiner.engine.lanes == []
         crew.train_to(crew.allowed + 1)
+        idle.clear()
         crew.kill("a")
         assert crew.finish() == undisturbed(task)
 
@@ -468,7 +473,7 @@ def test_a_job_has_its_fingerprint_though_the_last_status_comes_before_the_diges
 
 
 def test_a_worker_whose_only_lane_of_the_new_world_is_done_trains_it_again() -> None:
-    """A member without lanes gets its second one, in a loss at that moment: all that was left to it was done, and it
+    """One that is about to join gets its second one, in a loss at that moment: all that was left to it was done, and it
     failed for want of a lane.
     """
     broken: list[tuple[int, ...]] = []
@@ -478,15 +483,16 @@ def test_a_worker_whose_only_lane_of_the_new_world_is_done_trains_it_again() -> 
         world = engine.context.world
         if world is None or broken or crew.workers["b"].engine is not engine:
             return
-        lanes = world.plan.shares[world.rank].lanes
-        if () in [share.lanes for share in world.plan.shares] and engine.context.loop.lane == lanes[1]:
+        lanes, joins = world.lanes, "c" in crew.workers and crew.workers["c"].link.own.state is MemberState.JOINING
+        if joins and engine.context.loop.lane == lanes[1]:
             broken.append(lanes)
             world.group.abort()
             crew.workers["b"].wait(lambda: engine.context.link.stopping)
 
     with Crew("ab", replace(TASK, step=step)) as crew:
         crew.train_to(2)
-        crew.add("c")
+        joiner = crew.add("c")
+        crew.until("c to join", lambda: joiner.link.own.state is MemberState.JOINING)
         assert crew.finish() == reference(TASK)
         assert broken == [(2, 3)]
         assert [worker.failure for worker in crew.workers.values()] == ["", "", ""]

@@ -32,9 +32,7 @@ from shoal_protos.messages import (
 from shoal_protos.runs import every
 from shoal_protos.wire.bounds import MAX_NUMBER
 
-OLD = Status(
-    900, 1, MemberState.TRAINING, 1, step=5000, committed_in=1, boundaries=5000, holds=every(8), parameters_current=True
-)
+OLD = Status(900, 1, MemberState.TRAINING, 1, step=5000, committed_in=1, boundaries=5000, holds=every(8))
 
 
 # ---- the run

@@ -59,12 +59,12 @@ def reduced(group: Group, traffic: Traffic, boundaries: int) -> LaneSums:
 
 
 def plans(domains: dict[str, str] | None = None) -> list[Plan]:
-    """A start; a loss, after which fills run; a joiner without lanes."""
+    """A start; a loss, after which fills run; a joiner."""
     world = World(
         Terms(lanes=LANES, blocks=LAYOUT.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=20), "abcd", domains
     )
     world.kill("b")
-    world.join("e", trains=False)
+    world.join("e")
     return world.plans
 
 

@@ -51,12 +51,6 @@ def test_parameters_buffers_and_rates_are_those_of_the_step_before() -> None:
     broken_by=[
         Edit("shoal.training.step", "        if halts(record):\n", "        if halts(record) and not record:\n"),
         Edit(
-            "shoal.training.step",
-            "self._commit_nothing(replace(record, step=context.state.step), steps=False)",
-            "self._commit_nothing(replace(record, step=context.state.step), steps=True)",
-            by="test_a_joiner_in_its_first_world_has_the_parameters_of_the_last_step",
-        ),
-        Edit(
             "shoal.training.resize",
             "        self._agree_on_the_end(world)\n",
             "",

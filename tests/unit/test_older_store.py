@@ -34,7 +34,7 @@ def come(job: Driver, *workers: str, generation: int = 9, holds: Runs = WHOLE, n
     job.welcomed |= set(workers)
     for worker in workers:
         job.hello(worker, next_generation=next_generation, status=Status(
-            1, generation, MemberState.TRAINING, generation, 50, generation, 40, holds, parameters_current=True,
+            1, generation, MemberState.TRAINING, generation, 50, generation, 40, holds,
         ))  # fmt: skip
 
 

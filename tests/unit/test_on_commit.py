@@ -13,6 +13,7 @@ import shoal.training.parameters
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, train
 from crew_saves import saved
+from idle_members import answering
 from integration.scripts import Model, Samples
 from matrices import shortened
 from rule import Edit, holds, rule
@@ -159,7 +160,6 @@ def test_an_average_of_weights_has_the_undisturbed_runs_bits_on_every_member(poi
         crew.add("d")
         followed.ends_as(crew, task)
     assert followed.steps["a"] == list(range(1, STEPS + 1))
-    assert (0 in followed.lanes) == (stage < 3)  # there a joiner has lanes in its first world
 
 
 @pytest.mark.parametrize("workers", ["a", "ab", "abcd"])
@@ -254,7 +254,9 @@ class Apart(Model):
     "A joiner's frozen parameters are the job's before its first step is followed",
     "A step",
     broken_by=Edit(
-        "shoal.training.boundary", "        if not frozen:\n            return record\n", "        return record\n"
+        "shoal.state.training_state",
+        '= bool(given["frozen"] == frozen_digest(self))',
+        '= bool(given["frozen"] or frozen_digest(self))',
     ),
 )
 def test_a_joiner_with_other_frozen_parameters_averages_the_jobs() -> None:
@@ -371,7 +373,10 @@ def test_an_error_in_it_is_the_workers_failure_and_cannot_be_passed_over(stage: 
     assert caught == 1 and engine.global_step == 3
 
 
-def test_an_error_on_a_member_without_lanes_ends_its_script() -> None:
+@holds("What the script gives to `on_commit`")
+def test_an_error_on_a_member_without_lanes_ends_its_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crew.answer", answering({"c"}))
+
     def follow(engine: Engine) -> None:
         if not engine.lanes:
             raise ValueError("of the script")
@@ -417,9 +422,11 @@ class Counts:
 
 @pytest.mark.parametrize("after_step", [False, True])
 def test_a_registered_state_that_only_the_body_brings_up_to_date_is_named_once(
-    after_step: bool, capsys: pytest.CaptureFixture[str]
+    after_step: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And none of those that follow the commits, or stay as they are."""
+    idle: set[str] = set()
+    monkeypatch.setattr("crew.answer", answering(idle))
     kept: dict[str, dict[str, Counts]] = {}
 
     def prepare(engine: Engine) -> None:
@@ -443,9 +450,14 @@ def test_a_registered_state_that_only_the_body_brings_up_to_date_is_named_once(
     task = Task({"max_steps": 14, "lanes": 8}, prepare=prepare, in_loop=at_the_top, step=step)
     with Crew("ab", task) as crew:
         crew.train_to(2)
-        crew.add("c")
-        crew.train_to(10)
-        crew.add("d")
+        for standby, gone in zip("cd", "ab", strict=True):
+            idle.add(standby)
+            joiner = crew.add(standby)
+            crew.train_until(
+                "it to be a standby for a step", lambda joiner=joiner: joiner.engine.context.boundaries > 0
+            )
+            idle.clear()
+            crew.kill(gone)
         crew.finish()
     warnings = [line for line in capsys.readouterr().err.splitlines() if "registered_state_lags" in line]
     assert warnings and all("body" in line and "engine.on_commit" in line for line in warnings)

@@ -16,7 +16,7 @@ from shoal_controller.core.planning.planner import (
     plan_start,
     same_world,
 )
-from shoal_protos.plan import EVERYONE, Plan, Reason, Share
+from shoal_protos.plan import EVERYONE, Plan, Reason
 from shoal_protos.runs import NO_BLOCKS, Runs, every, union
 
 TERMS = Terms(lanes=8, blocks=24, mirrors=1, mirror_partners=4, fill_blocks_per_step=2)
@@ -146,17 +146,9 @@ def test_the_group_is_built_over_the_oldest_that_stays_and_has_not_failed() -> N
 # ---- a join
 
 
-def test_a_joiner_without_parameters_is_a_standby_that_is_not_filled() -> None:
-    abc = world("abc")
-    plan = abc.join("d", trains=False)
-    assert (plan.shares[3], transfers(plan)) == (Share(), 0)
-    assert plan.shares[:3] == abc.plans[0].shares
-
-
 def test_a_joiner_gets_lanes_at_once_and_is_filled_with_exactly_its_share() -> None:
     abc = world("abc")
-    abc.join("d", trains=False)
-    plan = abc.train()
+    plan = abc.join("d")
     assert [share.lanes for share in plan.shares] == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert plan.shares[3].keeps == NO_BLOCKS
     assert {fill.target for fill in plan.fills} == {3}
@@ -212,9 +204,9 @@ def test_a_leaving_worker_goes_at_once_where_everybody_mirrors_everything() -> N
     assert world("abc", mirrors=EVERYONE).drain("b").world_size == 2
 
 
-def test_a_standby_that_leaves_goes_at_once() -> None:
+def test_a_joiner_that_leaves_before_it_is_filled_goes_at_once() -> None:
     abc = world("abc")
-    abc.join("d", trains=False)
+    abc.join("d")
     assert abc.drain("d").world_size == 3
 
 
@@ -295,21 +287,6 @@ def test_pausing_changes_nothing_but_whether_steps_run() -> None:
     assert paused.shares == abc.plan.shares
     assert (paused.steps, same_world(paused, abc.plan)) == (False, False)
     assert same_world(replace(paused, steps=True), abc.plan)
-
-
-def test_a_world_in_which_nobody_can_train_is_our_own_mistake() -> None:
-    with pytest.raises(ValueError, match="none of 1 candidates may train"):
-        plan_change(PlanRequest(TERMS, 2, Reason.JOIN), [replace(candidate("a", every(24)), can_train=False)], _base())
-
-
-def test_who_has_a_copy_but_not_all_parameters_owns_until_another_is_filled() -> None:
-    plan = plan_change(
-        PlanRequest(TERMS, 2, Reason.JOIN),
-        [replace(candidate("a", every(24)), can_train=False), candidate("b")],
-        _base(),
-    )
-    assert (plan.shares[0].owned, plan.shares[1].lanes) == (every(24), tuple(range(8)))
-    assert plan.fills[0].blocks == every(24)
 
 
 def _base() -> Plan:

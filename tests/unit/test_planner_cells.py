@@ -57,7 +57,7 @@ def names(plan: Plan) -> list[str]:
 # ---- any life
 
 Act = tuple[str, int]
-KINDS = ("join", "kill", "kill host", "drain", "drain host", "fill", "train")
+KINDS = ("join", "kill", "kill host", "drain", "drain host", "fill")
 ACTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), min_size=3, max_size=10)
 
 
@@ -79,9 +79,9 @@ class Life:
         host = self.world.domains[letter]
         return [other for other in self.world.here if other == letter or (whole and self.world.domains[other] == host)]
 
-    def _join(self, number: int, _: bool) -> None:
+    def _join(self, _: int, __: bool) -> None:
         if self.joined < len(LETTERS):
-            self.world.join(LETTERS[self.joined], trains=number % 3 > 0)
+            self.world.join(LETTERS[self.joined])
             self.joined += 1
 
     def _kill(self, number: int, whole: bool) -> None:
@@ -107,9 +107,6 @@ class Life:
 
     def _fill(self, number: int, _: bool) -> None:
         self.world.fill(number % (self.world.plan.boundaries + 1))
-
-    def _train(self, _: int, __: bool) -> None:
-        self.world.train()
 
 
 def parts_of(size: int) -> list[tuple[tuple[int, ...], ...]]:
@@ -257,7 +254,6 @@ def test_a_recovery_hands_out_all_that_a_model_lacks_wherever_it_is_at_home(life
 @given(lives())
 def test_after_any_life_the_world_comes_to_rest_with_all_cells_that_there_can_be(life: Life) -> None:
     world = life.world
-    world.train()
     plan = world.settle()
     world.check_at_rest()
     stay = Counter((world.coordinates[letter], world.domains[letter]) for letter in world.here if world.stays(letter))
@@ -277,7 +273,6 @@ def test_what_is_kept_at_a_coordinate_at_rest_is_what_would_be_planned_there(lif
     and mirrors no partners.
     """
     world = life.world
-    world.train()
     rest = world.settle()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "is_small", lambda _: False)
@@ -338,8 +333,7 @@ def test_two_cells_that_break_at_different_coordinates_become_one_and_two_joiner
     assert names(world.plan) == ["ab", "cd", "ef"]
     assert names(world.kill("b", "c")) == ["ef", "ad"]
     world.settle()
-    assert names(world.join("h", trains=False)) == ["ef", "ad"], "a spare one"
-    assert names(world.train()) == ["ef", "ad"]
+    assert names(world.join("h")) == ["ef", "ad"], "a spare one"
     assert names(world.join("g")) == ["ef", "ad", "gh"]
 
 
@@ -409,7 +403,7 @@ def test_no_lane_in_flight_is_kept_in_a_cell(rounds: bool) -> None:
 @given(lives())
 def test_a_start_from_a_checkpoint_reads_each_block_at_its_home(life: Life) -> None:
     world = life.world
-    candidates = [replace(known, can_train=True, leaving=False) for known in world.here.values()]
+    candidates = [replace(known, leaving=False) for known in world.here.values()]
     plan = plan_start(PlanRequest(world.terms, 99, Reason.RESTORE), candidates, 7, "checkpoint-7")
     assert plan.recovery is not None
     for member, share, stale in zip(plan.members, plan.shares, plan.recovery.stale, strict=True):

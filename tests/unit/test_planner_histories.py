@@ -21,7 +21,7 @@ Act = tuple[str, int]
 """What happens, and a number that says to whom or how far."""
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from(("join", "kill", "drain", "fill", "train", "settle")), st.integers(0, 99)),
+    st.tuples(st.sampled_from(("join", "kill", "drain", "fill", "settle")), st.integers(0, 99)),
     min_size=4,
     max_size=14,
 )
@@ -42,12 +42,12 @@ class Life:
     def _someone(self, number: int) -> str:
         return sorted(self.world.here)[number % len(self.world.here)]
 
-    def _join(self, number: int) -> None:
+    def _join(self, _: int) -> None:
         if len(self.world.here) < MOST_WORKERS:
             worker = chr(ord("a") + self.joined)
             self.joined += 1
             self.world.domains = {**self.world.domains, worker: self._domain(worker)}
-            self.world.join(worker, trains=number % 3 > 0)
+            self.world.join(worker)
 
     def _domain(self, worker: str) -> str:
         shared = len(set(self.world.domains.values()))
@@ -68,11 +68,7 @@ class Life:
     def _fill(self, number: int) -> None:
         self.world.fill(number % (self.world.plan.boundaries + 1))
 
-    def _train(self, number: int) -> None:
-        self.world.train()
-
-    def _settle(self, number: int) -> None:
-        self.world.train()
+    def _settle(self, _: int) -> None:
         self.world.settle()
 
 
@@ -95,7 +91,6 @@ def lives(draw: st.DrawFn, mirrors: st.SearchStrategy[int], shared_domains: bool
 @settings(max_examples=examples(60), deadline=None)
 @given(lives(st.sampled_from((0, 1, 1, 2, 3, EVERYONE)), shared_domains=False))
 def test_after_any_life_the_world_comes_to_rest_with_every_wish_met(life: Life) -> None:
-    life.world.train()
     life.world.settle()
     life.world.check_at_rest()
     if life.world.mirrors == 1:
@@ -105,7 +100,6 @@ def test_after_any_life_the_world_comes_to_rest_with_every_wish_met(life: Life) 
 @settings(max_examples=examples(60), deadline=None)
 @given(lives(st.sampled_from((1, 1, 2, 3)), shared_domains=True))
 def test_workers_that_share_failure_domains_change_nothing_of_that(life: Life) -> None:
-    life.world.train()
     life.world.settle()
     life.world.check_at_rest()
     if life.world.mirrors == 1:
@@ -191,8 +185,7 @@ def test_from_rest_a_join_moves_the_joiners_share_and_one_block_for_each_other_a
 
 
 def _stay(asked: Sequence[Candidate]) -> list[Candidate]:
-    able = [candidate for candidate in asked if candidate.can_train]
-    return [candidate for candidate in able if not candidate.leaving] or able[:1]
+    return [candidate for candidate in asked if not candidate.leaving] or list(asked[:1])
 
 
 def _partners_of_those_who_stay(asked: Sequence[Candidate], plan: Plan) -> list[list[int]]:

@@ -106,7 +106,7 @@ async def test_another_process_gives_the_same_answers_as_this_one() -> None:
         assert world == answer(start())
         after = recovery(world, gone=1)
         assert await planner.answer(after) == answer(after)
-        joined = (*after.candidates, replace(candidates(9)[8], holds=NO_BLOCKS, can_train=False))
+        joined = (*after.candidates, replace(candidates(9)[8], holds=NO_BLOCKS))
         change = ChangeQuestion(PlanRequest(TERMS, 3, Reason.JOIN), joined, answer(after))
         assert await planner.answer(change) == answer(change)
 

@@ -1,4 +1,4 @@
-"""Sharded parameters (stage 3): nothing is handed out, whoever has none trains at once, its blocks are filled."""
+"""Sharded parameters (stage 3): nothing is handed out; in all stages a joiner trains at once and is filled."""
 
 from __future__ import annotations
 
@@ -42,17 +42,9 @@ def test_in_a_recovery_who_has_nothing_is_handed_nothing_and_trains() -> None:
 
 
 @rule(
-    "Where parameters are sharded nothing is handed out when a world opens, and whoever joins trains, and is "
-    "filled, in its first world",
+    "Where parameters are sharded nothing is handed out when a world opens",
     "A change of the world",
-    broken_by=[
-        Edit("shoal_controller.core.planning.planner", "    if terms.sharded:\n", "    if not terms.lanes:\n"),
-        Edit(
-            "shoal_controller.core.machine.phases.planner_questions",
-            "    return turn.durable.description is not None and turn.durable.description.shards_parameters\n",
-            "    return turn.durable.description is None\n",
-        ),
-    ],
+    broken_by=Edit("shoal_controller.core.planning.planner", "    if terms.sharded:\n", "    if not terms.lanes:\n"),
 )
 @settings(max_examples=examples(30), deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), st.data())
@@ -86,22 +78,20 @@ def test_the_jobs_stage_is_in_the_terms_of_every_plan(stage: int, rounds: bool, 
     assert (terms.rounds, terms.sharded) == (rounds, sharded)
 
 
-@holds("Where parameters are sharded")
-@pytest.mark.parametrize(("stage", "trains"), [(1, False), (2, False), (3, True)])
-def test_a_joiner_has_lanes_in_its_first_world_where_parameters_are_gathered(stage: int, trains: bool) -> None:
+@holds("Whoever joins has lanes")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_joiner_has_lanes_and_is_filled_in_its_first_world(stage: int) -> None:
     job = training(2, made_of=made_of(stage), max_workers=3)
     job.hello("w2")
     job.beat("w2", state=MemberState.WAITING)
     job.wait(1)
     plan = job.job.durable.planned[-1]
     assert [member.worker for member in plan.members] == ["w0", "w1", "w2"]
-    assert bool(plan.shares[2].lanes) == trains
-    assert any(fill.target == 2 for fill in plan.fills) == trains
+    assert plan.shares[2].lanes
+    assert any(fill.target == 2 for fill in plan.fills)
 
 
-@holds("Where parameters are sharded")
 def test_who_has_joined_is_not_planned_for_again_before_it_has_said_so() -> None:
-    """Its last status was a joiner's; where parameters are gathered that says nothing of whether it trains."""
     job = training(2, made_of=made_of(3), max_workers=3)
     job.hello("w2")
     job.beat("w2", state=MemberState.WAITING)

@@ -73,11 +73,11 @@ def whole(layout: Layout) -> Flats:
 
 
 def plans(layout: Layout) -> list[Plan]:
-    """A start; a loss, with lanes in flight; a joiner without lanes."""
+    """A start; a loss, with lanes in flight; a joiner."""
     terms = Terms(lanes=LANES, blocks=layout.blocks, mirrors=1, mirror_partners=4, fill_blocks_per_step=20, rounds=True)
     world = World(terms, "abcd")
     world.kill("b")
-    world.join("e", trains=False)
+    world.join("e")
     return world.plans
 
 

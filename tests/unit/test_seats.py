@@ -356,38 +356,15 @@ def test_a_job_whose_workers_make_too_few_cells_waits_and_begins_no_world_after_
     assert job.job.attempt is not None
 
 
-@rule(
-    "Where nobody trains and some have no parameters yet, the world is made anew from inventories: no step would ever "
-    "hand them out",
-    "A change of the world",
-    broken_by=[
-        Edit(
-            "shoal_controller.core.machine.phases.running",
-            "    if lacking := _lacks_parameters(turn, world):",
-            "    if lacking := '':",
-        ),
-        Edit(
-            "shoal_controller.core.machine.phases.running",
-            "    if world.trainers or turn.durable.planned or",
-            "    if turn.durable.planned or",
-        ),
-    ],
-)
-def test_one_that_joins_a_world_without_a_cell_gets_its_parameters_by_a_new_world() -> None:
+def test_one_that_joins_a_world_without_a_cell_makes_one_at_once() -> None:
     job = Pairs(wanted=2, made_of=replace(OF_PAIRS, cell=replace(PAIR, tight=("tensor",))))
     for number, (coordinate, host) in enumerate(((0, "a"), (1, "b"))):
         job.hello(f"w{number}", coordinate=coordinate, host=host)
     job.recover()
     assert job.job.durable.current is not None and not job.job.durable.current.trainers
-    assert job.job.attempt is None, "who is here has its parameters, and waits for another"
     job.hello("w2", coordinate=1, host="a")
     job.joins("w2")
-    assert job.job.attempt is not None and "no cell is whole without worker w2" in job.job.attempt.why
-    job.recover()
-    assert job.job.durable.current.workers_of_cells == [("w0", "w2")]
-    job.hello("w3", coordinate=0, host="b")
-    job.joins("w3")
-    assert job.job.attempt is None, "it gets them by a step"
+    assert job.job.attempt is None and job.job.durable.current.workers_of_cells == [("w0", "w2")]
 
 
 @rule(

@@ -84,8 +84,8 @@ def test_a_slow_worker_gets_fewer_lanes_within_seconds_and_as_many_as_before_whe
         ),
         Edit(
             "shoal_controller.core.machine.phases.planned_changes",
-            "trains, turn.durable.lane_seconds(worker))",
-            "trains)",
+            "bool(turn.record(worker).leaving), turn.durable.lane_seconds(worker))",
+            "bool(turn.record(worker).leaving))",
             by="test_a_slow_worker_gets_fewer_lanes_within_seconds_and_as_many_as_before_when_it_is_well",
         ),
         Edit(

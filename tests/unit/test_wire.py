@@ -82,7 +82,7 @@ records = st.binary(max_size=50)
 references = st.builds(CheckpointRef, generation=numbers, step=numbers, path=labels, bytes=numbers)
 statuses = st.builds(
     Status, sequence=numbers, generation=numbers, state=st.sampled_from(MemberState), promised=numbers, step=steps,
-    committed_in=numbers, boundaries=numbers, holds=runs, parameters_current=st.booleans(),
+    committed_in=numbers, boundaries=numbers, holds=runs,
     broken=st.lists(names, max_size=3).map(tuple), done=st.booleans(), ended=st.booleans(), drain=st.booleans(),
     checkpoint=st.none() | references,
     unreadable_checkpoint=st.none() | st.builds(UnreadableCheckpoint, path=labels, sentence=texts),

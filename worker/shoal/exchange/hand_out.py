@@ -1,4 +1,4 @@
-"""The hand-out: owners send updated parameters to whoever does not replay the block, piece by piece.
+"""The hand-out: owners send updated parameters to whoever does not replay the block, piece by piece; all to joiners.
 
 The last piece comes first: a forward begins with the parameters of the last buckets. Posted only after the vote has
 passed: a hand-out received early would tear the parameters of a step that is run again. What is updated leaves while
@@ -41,6 +41,11 @@ class HandOut:
         self._broken = False
         self.bytes = 0
         """Received so far."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing comes to this member, and nothing leaves it."""
+        return not (any(self._flow.sends) or any(self._flow.receives))
 
     @property
     def coming(self) -> frozenset[int]:

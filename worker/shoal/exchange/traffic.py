@@ -326,15 +326,10 @@ class Traffic:
         """The updated parameters that owners hand out to whoever does not."""
         return self._handed(min(boundaries, self.plan.boundaries))
 
-    @cached_property
-    def stale(self) -> PieceTraffic:
-        """What owners hand out before a recovered world opens."""
-        recovery = self.plan.recovery
-        assert recovery is not None
+    def brought(self, stale: Sequence[Runs]) -> PieceTraffic:
+        """What owners hand out where a world begins. `stale`: by rank, the blocks whose parameters are not right."""
         return self._flow(
-            lambda owner, peer: (
-                self.coordinates.in_model(peer, self._owned(owner)) & self._trained(recovery.stale[peer])
-            )
+            lambda owner, peer: self.coordinates.in_model(peer, self._owned(owner)) & self._trained(stale[peer])
         )
 
     def _flow(self, wanted: Callable[[int, int], Runs]) -> PieceTraffic:

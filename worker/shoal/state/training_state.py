@@ -265,10 +265,6 @@ class TrainingState:
         """The last step's, where one was committed."""
         return self.record.loss if self.record is not None else None
 
-    @property
-    def is_current(self) -> bool:
-        return self.current == self.everything
-
     # ---- one step
 
     def commit(self, record: Record, generation: int, on_updated: OnUpdated = unheard) -> None:
@@ -287,7 +283,7 @@ class TrainingState:
             member.state.clear()  # what the user's object brought along lives in the held blocks now
         self.buffers.commit()
         self.step, self.committed_in, self.record = record.step, generation, record
-        self.current, self.pending = self._current(self.held.runs), NO_BLOCKS
+        self.current, self.pending = self.held.runs | self.memory.fetched, NO_BLOCKS
         if self.scheduler is not None and record.updates:
             advance(self.scheduler, record.loss)
         if any(request.kind in ENDS for request in record.requests):
@@ -304,15 +300,6 @@ class TrainingState:
         self.held.apply(self.sums.reduced, self.clip(record.norm), on_updated)
         turns = [has_turn(group) for group in self.optimizer.param_groups]
         self.misses = self.misses.after(self.layout, unused, turns)
-
-    def _current(self, mine: Runs) -> Runs:
-        return mine | self.memory.fetched if self.frozen_in_place else mine
-
-    def on_frozen(self) -> None:
-        """The job's frozen parameters have come."""
-        self.frozen_in_place = True
-        if self.current or self.memory.fetched:
-            self.current = self.everything
 
     @cached_property
     def _numbers(self) -> dict[Slot, int]:
@@ -449,7 +436,7 @@ class TrainingState:
         for name, of in self.registered.items():
             of.load_state_dict(given["registered"][name])
         self.frozen_in_place = bool(given["frozen"] == frozen_digest(self))
-        self.current = self._current(NO_BLOCKS)
+        self.current = self.memory.fetched
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -120,7 +120,6 @@ class Boundary:
         self._corruption.on_world(world)
         self._evaluation.begin_round(world, is_new=True)
         self._saving.on_world(world)
-        self._requests.on_world()
         if not self._owed:
             self._lagging.on_world(world)
         self._status.publish()
@@ -166,21 +165,12 @@ class Boundary:
         if looks := self._lagging.are_awaited:
             self.bring_parameters()  # a state of the user's may be one of parameters
             self._lagging.after_a_body()
-        record = self._complete(record)
         if not self._keep():
             return
         self._carry_out(record, stepped=True)
         self._call_back(record)
         if looks:
             self._lagging.before_a_body()
-
-    def _complete(self, record: Record) -> Record:
-        """Joiners get their frozen parameters; returns the record without what has asked for them."""
-        frozen = tuple(request for request in record.requests if request.kind == "frozen")
-        if not frozen:
-            return record
-        self._requests.carry_out(frozen)
-        return replace(record, requests=tuple(request for request in record.requests if request not in frozen))
 
     def pass_vote(self, record: Record) -> None:
         """After a vote without a step."""
@@ -318,11 +308,10 @@ class Boundary:
 
     def _settle(self, record: Record) -> None:
         """The vote's record, with what the step's own asked for: its asker may be gone. (Ranks in it are gone too.)"""
-        record = self._complete(record)
         if not self._keep():
             return
         passed = self._context.state.record
-        asked = [request for request in passed.requests if request.kind != "frozen"] if passed is not None else []
+        asked = passed.requests if passed is not None else ()
         self._carry_out(replace(record, requests=tuple(dict.fromkeys([*asked, *record.requests]))), stepped=True)
         self._owed = False
         self._call_back(record)

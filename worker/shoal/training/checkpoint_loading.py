@@ -228,7 +228,8 @@ class CheckpointLoading:
 
     def _restore(self, found: Found, world: World) -> int:
         """Everything as it was at the checkpoint's step: owners read their blocks and hand out what others need."""
-        state, owned = self._context.state, world.owned
+        state, owned, recovery = self._context.state, world.owned, world.plan.recovery
+        assert recovery is not None
         reader = found.reader(state.layout.part.coordinate)
         if self._context.loop_has_begun:  # else nothing more is read
             self._warn_of_other_data(found)
@@ -238,7 +239,7 @@ class CheckpointLoading:
         state.lineage = self._lineage(found, world.plan.generation)
         load_blocks(reader, state, owned)
         self._context.faults.at("restore", state.step)
-        HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish()
+        HandOut(world.group, state.weights, world.traffic, world.traffic.brought(recovery.stale)).finish()
         state.current = state.everything
         log.info("restored", path=found.path, step=state.step, bytes=reader.bytes_read)
         return reader.bytes_read

@@ -4,11 +4,11 @@
 parameters come and go a unit at a time is in sharded_parameters.py.
 
 `HandedParameters` are whole ones (stages 0 to 2), for which what other members have updated comes beside the next
-forward. Until its bucket is here a parameter has a class of its own, and each use of it waits for the bucket: in the
-model's forward or anywhere else. Where the world changes in such a wait it is taken part in there, and the use goes on
-with the values of the new world: the forward that it may be in belongs to a lane that is then repeated. Where anything
-could read past that class, parameters come before the loop goes on, as they do where a step's boundary has something to
-do.
+forward, and to a joiner all of them. Until its bucket is here a parameter has a class of its own, and each use of it
+waits for the bucket: in the model's forward or anywhere else. Where the world changes in such a wait it is taken part
+in there, and the use goes on with the values of the new world: the forward that it may be in belongs to a lane that is
+then repeated. Where anything could read past that class, parameters come before the loop goes on, as they do where a
+step's boundary has something to do.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class HandedParameters(Parameters):
 
     def before_vote(self) -> None:
         self.settle()
-        self._has_views = self._can_be_guarded and self._are_viewed()
+        self._look_for_views()
 
     def before_evaluating(self) -> None:
         self._settle_here()
@@ -164,6 +164,7 @@ class HandedParameters(Parameters):
             world.group.all_gather(torch.zeros(1, dtype=torch.uint8))
 
     def on_world(self, world: World) -> None:
+        self._look_for_views()
         if self._averages is not None:
             self._averages.on_world(world)
 
@@ -175,13 +176,13 @@ class HandedParameters(Parameters):
         context = self._context
         self._hand_out, self._thread = hand_out, threading.get_ident()
         self._compiles = self._compiles or has_compiled()
-        coming = hand_out.coming if self._can_wait() else ()
-        if not coming:
+        if hand_out.is_empty or not self._can_wait():
             hand_out.finish()
             self._end()
             return ()
         _compilers_ask()
         hand_out.begin()
+        coming = hand_out.coming
         for bucket in coming:
             release(self._by_bucket[bucket], self._on_touch, Arriving)
         self._guarded = sorted(coming)
@@ -200,10 +201,12 @@ class HandedParameters(Parameters):
             and not self._has_views
             and world is not None
             and bool(world.lanes)
-            and context.state.frozen_in_place
             and not context.is_over
             and not self._compiles
         )
+
+    def _look_for_views(self) -> None:
+        self._has_views = self._can_be_guarded and self._are_viewed()
 
     def _are_viewed(self) -> bool:
         """Whether more tensors lie in the parameters' memory than they and the held blocks."""
@@ -244,8 +247,7 @@ class HandedParameters(Parameters):
         for bucket in self._guarded:
             context.state.module_guard.on_arrived(bucket)
         self.forget()
-        if context.state.frozen_in_place:
-            context.state.current = context.state.everything
+        context.state.current = context.state.everything
         if not others_waited:
             self._on_all_here()
 

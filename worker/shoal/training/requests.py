@@ -22,7 +22,6 @@ from shoal.training.checkpoint_saving import SAVE, CheckpointSaving
 from shoal.training.context import NOTHING, TrainingContext
 from shoal.training.evaluation import Evaluation
 from shoal.training.gathered_rows import GATHER
-from shoal.training.initial_state import share_frozen
 from shoal.training.parameters import Parameters
 
 FINGERPRINT = Request("fingerprint")
@@ -144,11 +143,6 @@ class Requests:
             mine.append(GATHER)
         return (*mine, save) if save else tuple(mine)
 
-    def on_world(self) -> None:
-        """A world begins; a recovery on the way to it may have brought the frozen parameters."""
-        if self._context.state.frozen_in_place:
-            self._mine = [request for request in self._mine if request.kind != "frozen"]
-
     def on_return(self) -> None:
         """All have gone back to a checkpoint, or to the start: the script comes again by the step before which it has
         asked for a halt.
@@ -170,8 +164,6 @@ class Requests:
                     self._rows.exchange()
                 case "export":
                     self._export(request)
-                case "frozen":
-                    self._frozen(request)
             if request in self._mine and (request.kind not in ENDS or self._context.is_over):
                 self._mine.remove(request)
 
@@ -194,12 +186,3 @@ class Requests:
         except UserError as error:
             log.error("export_failed", path=path, reason=str(error))
             self._failed[request] = error
-
-    def _frozen(self, request: Request) -> None:
-        """The builder sends its frozen parameters to a joiner whose own differ."""
-        world, state = self._context.world, self._context.state
-        assert world is not None
-        if world.rank in (world.plan.builder, request.rank):
-            share_frozen(world.group, state, world.plan.builder, [request.rank])
-        if world.rank == request.rank:
-            state.on_frozen()

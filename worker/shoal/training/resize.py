@@ -7,6 +7,8 @@ the training thread, between two of the engine's steps.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import JobFailed
@@ -169,7 +171,8 @@ class Resize:
         self._boundary.agree_on_evaluations(world)
         self._context.faults.at("promote", state.step)
         self._clock.note_promoted(len(world.owned - self._owned_before()))
-        self._clock.note_bytes(HandOut(world.group, state.weights, world.traffic, world.traffic.stale).finish())
+        brought = world.traffic.brought(recovery.stale)
+        self._clock.note_bytes(HandOut(world.group, state.weights, world.traffic, brought).finish())
         state.current = state.everything
 
     def _agree_on_the_end(self, world: World) -> None:
@@ -258,17 +261,18 @@ class Resize:
         world = self._world(prepared.plan, prepared.group or old.group)
         self._clock.end_plan(prepared.group_seconds)
         was = set(old.plan.members)
-        for rank in [rank for rank, member in enumerate(world.plan.members) if member not in was]:
+        joiners = [rank for rank, member in enumerate(world.plan.members) if member not in was]
+        for rank in joiners:
             if world.rank == world.plan.builder:
                 FramedSend(world.group, rank, FIRST_MESSAGE, context.state.small_state()).wait()
                 self._give_frozen(world, rank)
             elif world.rank == _giver(world.plan, rank):
                 FramedSend(world.group, rank, STARTED, context.state.small_state()).wait()
-        self._enter(world)
+        self._enter(world, joiners)
 
     def _join(self, plan: Plan, group: Group, small_state: bytes) -> bool:
-        """A joiner's first message: it is a standby until a hand-out has given it all parameters. Returns whether it is
-        in the world: where that breaks before, it is a joiner as before.
+        """A joiner's first message; all parameters come beside its next forward. Returns whether it is in the world:
+        where that breaks before, it is a joiner as before.
         """
         context = self._context
         self._clock.forget()  # whatever it was asked to stop for before, the others trained on
@@ -285,20 +289,17 @@ class Resize:
             return False  # a PREPARE is on its way
         self._boundary.stand_at(context.state.step)
         context.faults.at("join", context.state.step)
-        if not context.state.frozen_in_place:
-            self._requests.add(Request("frozen", rank=world.rank))
-        self._enter(world)
+        try:
+            self._enter(world, [world.rank])
+        except WorldChanged:
+            self._clock.start()
+            self._status.publish()
+            return False
         return True
 
-    @property
-    def _trains_at_once(self) -> bool:
-        """Whether a joiner has lanes in its first world, and so needs the frozen parameters before it."""
-        state = self._context.state
-        return bool(state.memory.fetched and frozen_parameters(state))
-
     def _give_frozen(self, world: World, rank: int) -> None:
-        """To a joiner that says its own differ."""
-        if self._trains_at_once:
+        """To a joiner that says its own differ: it trains at once, and needs them before."""
+        if frozen_parameters(self._context.state):
             lacks = torch.zeros(1, dtype=torch.uint8)
             world.group.receive(lacks, rank, STARTED).wait()
             if lacks.item():
@@ -307,12 +308,12 @@ class Resize:
     def _take_frozen(self, world: World) -> None:
         """A joiner's part in it."""
         state, builder = self._context.state, world.plan.builder
-        if self._trains_at_once:
+        if frozen_parameters(state):
             lacks = torch.tensor([not state.frozen_in_place], dtype=torch.uint8)
             world.group.send(lacks, builder, STARTED).wait()
             if not state.frozen_in_place:
                 share_frozen(world.group, state, builder, [world.rank])
-                state.on_frozen()
+                state.frozen_in_place = True
 
     # ---- entering, leaving
 
@@ -322,8 +323,10 @@ class Resize:
         assert rank is not None, f"plan {plan.generation} leaves out {link.worker}, which was told to carry it out"
         return World(plan, rank, group, self._context.state.traffic(plan, rank))
 
-    def _enter(self, world: World) -> None:
-        """The world begins here: it replaces the old one whole."""
+    def _enter(self, world: World, joiners: Collection[int] = ()) -> None:
+        """The world begins here: it replaces the old one whole. `joiners`: the ranks that lack its parameters, as far
+        as this member hands any out to them or gets its own. Raises `WorldChanged` where they cannot come.
+        """
         context, plan = self._context, world.plan
         at_same_step = (
             plan.recovery is not None and not plan.recovery.checkpoint and not plan.recovery.stale[world.rank]
@@ -335,7 +338,6 @@ class Resize:
         self._step.reducing.forget()
         self._step.parameters.on_world(world)
         context.state.held.expect(plan.filled(world.rank, plan.boundaries))
-        world.group.progress.begin_boundary(0)
         keeps_lanes = at_same_step and self._step.reducing.keeps_lanes
         if not (keeps_lanes and context.loop.continue_with(world.first_lanes)):
             context.state.forget_gradients()
@@ -347,6 +349,10 @@ class Resize:
                  world_size=plan.world_size, lanes=list(world.lanes), step=context.state.step,
                  second_copies=len(plan.second_copies))  # fmt: skip
         self._boundary.on_world(world)
+        if joiners:
+            self._step.hand_to(joiners)
+        if context.are_parameters_here:
+            world.group.progress.begin_boundary(0)
 
     def _enter_cell(self, world: World) -> None:
         """Its collectives go over this world's group from here on. Until the next batch they are answered from here,

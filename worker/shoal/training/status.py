@@ -36,7 +36,6 @@ class StatusReport:
         status = Status(
             sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0,  # the link says these
             step=state.step, committed_in=state.committed_in, boundaries=context.boundaries, holds=state.held.runs,
-            parameters_current=context.world is not None and (state.is_current or not context.are_parameters_here),
             done=context.done, ended=context.ended or context.awaits_end,
             checkpoint=self._loading.known.reference,
             unreadable_checkpoint=self._loading.known.unreadable_checkpoint,

@@ -12,13 +12,14 @@ where its script goes on after the error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
 from shoal_protos.activity import StepPhase
 from shoal_protos.errors import UserError
 from shoal_protos.plan import Fill
+from shoal_protos.runs import NO_BLOCKS
 from torch import Tensor
 
 from shoal.blocks.state_home import OnUpdated, unheard
@@ -245,6 +246,16 @@ class Step:
         world, state, boundaries = self._world, self._context.state, self._context.boundaries
         return HandOut(world.group, state.weights, world.traffic, world.traffic.handed(boundaries))
 
+    def hand_to(self, joiners: Collection[int]) -> None:
+        """A planned world has begun: these ranks get the parameters with which it begins, beside the next forward.
+        Raises `WorldChanged`.
+        """
+        world, state = self._world, self._context.state
+        lacking = state.everything - state.memory.fetched
+        flow = world.traffic.brought([lacking if rank in joiners else NO_BLOCKS for rank in world.plan.ranks])
+        coming = self.parameters.on_updated(HandOut(world.group, state.weights, world.traffic, flow))
+        state.module_guard.on_commit(world, coming)
+
     # ---- no step
 
     def vote_alone(self) -> Record:
@@ -259,7 +270,7 @@ class Step:
         context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
         record = self._pass_vote()
-        self._commit_nothing(record, steps=self._world.plan.steps)
+        self._commit_nothing(record)
         return record
 
     def _end_before(self, record: Record) -> None:
@@ -267,16 +278,12 @@ class Step:
         context = self._context
         context.state.end_here()
         context.loop.begin_step(self._world.lanes)
-        self._commit_nothing(replace(record, step=context.state.step), steps=False)
+        self._commit_nothing(replace(record, step=context.state.step))
 
-    def _commit_nothing(self, record: Record, steps: bool) -> None:
-        """What follows such a vote. `steps`: whether steps follow in this world."""
+    def _commit_nothing(self, record: Record) -> None:
+        """What follows such a vote."""
         context = self._context
         self._evaluation.on_vote(record.evaluations)
-        if not steps and not context.boundaries:
-            self._begin_hand_out().finish()  # joiners would wait for a step's
-            if context.state.frozen_in_place:
-                context.state.current = context.state.everything
         context.boundaries += 1
         self.parameters.on_boundary(self._world)
         self._boundary.pass_vote(record)

@@ -378,7 +378,6 @@ class Traits(NamedTuple):
 
     worker: WorkerId
     leaving: bool
-    can_train: bool
     lane_seconds: float = 0.0
     """By which lanes are shared; 0: they are shared evenly."""
 

@@ -90,8 +90,6 @@ class Process:
     """Since when it has been heard without a gap: a process that was frozen says old things for a moment."""
     ping: PingSent | None = None
     """None: it is not silent."""
-    can_train: bool = False
-    """Whether all its parameters were right once: as a member it gets every hand-out from then on."""
     pace_before: tuple[int, float] | None = None
     """Its step and its seconds in steps, as of the heartbeat before the last one. None: it had reported no seconds: it
     had made no step, or this controller's life had not heard of them."""

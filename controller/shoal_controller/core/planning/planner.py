@@ -62,9 +62,6 @@ class Candidate:
     base plan keeps for it or has filled, never what the base releases. At a start it does not matter."""
     current: Runs = NO_BLOCKS
     """Blocks whose parameters are right at that step; only a recovery asks, and not where they are sharded."""
-    can_train: bool = True
-    """All its parameters are right, or will be handed out in the recovery, or are gathered when it trains: it may get
-    lanes and be a fill's target."""
     counted: bool = True
     """Whether its state counts; only a recovery asks."""
     leaving: bool = False
@@ -99,7 +96,7 @@ class Terms:
     """Whether gradients are added up on shards, round by round (stages 2 and 3): consecutive lanes are a round then."""
     sharded: bool = False
     """Whether parameters are with owners and mirrors only (stage 3), as a part of a block's state: who trains gathers
-    them, so nothing is ever handed out, and whoever has none trains at once."""
+    them, so nothing is ever handed out."""
     homes: tuple[Runs, ...] = ()
     """By coordinate, as in a plan (`Plan.homes`)."""
     models: tuple[Runs, ...] = ()
@@ -210,7 +207,7 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     of_coordinates: list[list[BlockGroup]] = [[] for _ in range(len(terms.homes) or 1)]
     for group in groups:
         of_coordinates[here[next(iter(group.holders))].member.coordinate].append(group)
-    keepers = [_keepers(here, coordinate, bool(mine)) for coordinate, mine in enumerate(of_coordinates)]
+    keepers = [_keepers(here, coordinate) for coordinate in range(len(of_coordinates))]
     kept: list[KeptBlocks] = []
     partners: dict[int, tuple[int, ...]] = {}
     for staying, mine in zip(keepers, of_coordinates, strict=True):
@@ -299,14 +296,11 @@ def _hosts(here: Sequence[Candidate]) -> tuple[int, ...]:
     return tuple(domains) if 1 < len(set(domains)) < len(domains) else ()
 
 
-def _keepers(here: Sequence[Candidate], coordinate: int, needed: bool) -> list[int]:
+def _keepers(here: Sequence[Candidate], coordinate: int) -> list[int]:
     """Who trains and keeps blocks in the end. When all are leaving, the oldest stays: somebody must be the last."""
     known = [worker for worker, candidate in enumerate(here) if candidate.member.coordinate == coordinate]
-    able = [worker for worker in known if here[worker].can_train]
-    staying = [worker for worker in able if not here[worker].leaving]
-    if needed and not able:
-        raise ValueError(f"none of {len(known)} candidates may train; a world needs one who does")
-    return staying or able[:1]
+    staying = [worker for worker in known if not here[worker].leaving]
+    return staying or known[:1]
 
 
 def _promote(groups: Sequence[BlockGroup], keepers: Sequence[int], mirrors: int) -> list[KeptBlocks]:

@@ -138,7 +138,7 @@ def _spare_cell(terms: Terms, plan: Plan, known: Mapping[Member, Candidate]) -> 
     spare: dict[str, dict[int, WorkerId]] = {}
     for member, share in zip(plan.members, plan.shares, strict=True):
         candidate = known[member]
-        if not share.lanes and candidate.can_train and not candidate.leaving:
+        if not share.lanes and not candidate.leaving:
             spare.setdefault(candidate.host or candidate.domain, {})[member.coordinate] = member.worker
     cell: list[WorkerId] = []
     for part in terms.tight_parts or [(coordinate,) for coordinate in range(len(terms.homes))]:

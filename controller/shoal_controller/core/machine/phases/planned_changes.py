@@ -62,7 +62,7 @@ def goal_of(turn: Turn, plan: Plan, candidates: Iterable[Candidate]) -> Goal:
     """What a plan made from inventories was asked for, of those who are in it."""
     leaving = {candidate.member.worker: candidate.leaving for candidate in candidates}
     speed = turn.durable.lane_seconds
-    pool = [Traits(m.worker, leaving.get(m.worker, False), True, speed(m.worker)) for m in plan.members]
+    pool = [Traits(m.worker, leaving.get(m.worker, False), speed(m.worker)) for m in plan.members]
     return Goal(_by_age(turn, pool), plan.steps, promote=False)
 
 
@@ -235,10 +235,7 @@ def seated(turn: Turn, workers: Iterable[WorkerId]) -> list[Seated]:
 
 
 def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:
-    pool = [
-        _traits(turn, m.worker, planner_questions.can_train(turn, world, rank)) for rank, m in enumerate(world.members)
-    ]
-    pool += [_traits(turn, worker, planner_questions.joiners_train(turn)) for worker in joiners]
+    pool = [_traits(turn, worker) for worker in (*(member.worker for member in world.members), *joiners)]
     promote = bool(world.fills) and fills_done(turn, world)
     return Goal(_by_age(turn, pool), planner_questions.steps_run(turn, [traits.worker for traits in pool]), promote)
 
@@ -247,8 +244,8 @@ def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:
     return tuple(sorted(pool, key=lambda traits: turn.record(traits.worker).join_order))
 
 
-def _traits(turn: Turn, worker: WorkerId, trains: bool) -> Traits:
-    return Traits(worker, bool(turn.record(worker).leaving), trains, turn.durable.lane_seconds(worker))
+def _traits(turn: Turn, worker: WorkerId) -> Traits:
+    return Traits(worker, bool(turn.record(worker).leaving), turn.durable.lane_seconds(worker))
 
 
 def fills_done(turn: Turn, world: Plan) -> bool:

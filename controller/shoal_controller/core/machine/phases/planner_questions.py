@@ -58,7 +58,7 @@ LONGEST_PAUSE = 10.0
 
 def start_question(turn: Turn, workers: list[WorkerId], attempt: Attempt) -> StartQuestion:
     """A world whose members hold nothing: all begin from the newest checkpoint, or with the initial state."""
-    candidates = tuple(_joiner_candidate(turn, worker, trains=True) for worker in workers)
+    candidates = tuple(_joiner_candidate(turn, worker) for worker in workers)
     reason = Reason.RESTORE if attempt.reason is Reason.RESTORE else Reason.START
     request = _plan_request(turn, candidates, attempt.generation, reason, attempt.avoided_builders)
     return StartQuestion(request, candidates, *_beginning(turn))
@@ -151,8 +151,7 @@ def _record_of(inventories: Mapping[WorkerId, Inventory], step: int) -> bytes:
 def change_question(turn: Turn, world: Plan, joiners: list[WorkerId], number: int, reason: Reason) -> ChangeQuestion:
     """What the world should be next, from what its members keep and have been filled with."""
     members = (_member_candidate(turn, world, rank) for rank in range(world.world_size))
-    trains = joiners_train(turn)
-    candidates = (*members, *(_joiner_candidate(turn, worker, trains) for worker in joiners))
+    candidates = (*members, *(_joiner_candidate(turn, worker) for worker in joiners))
     return ChangeQuestion(_plan_request(turn, candidates, number, reason), candidates, world)
 
 
@@ -164,18 +163,6 @@ def kept_blocks(world: Plan, rank: int, status: Status) -> Runs:
     return status.holds & world.held_by(rank, status.boundaries)
 
 
-def can_train(turn: Turn, world: Plan, rank: int) -> bool:
-    """Whether a member has all parameters: one with lanes, or a standby that has had a hand-out; or needs none."""
-    if world.lanes_of(rank) or joiners_train(turn):
-        return True
-    return turn.job.processes[world.members[rank].worker].can_train
-
-
-def joiners_train(turn: Turn) -> bool:
-    """Whether a joiner trains at once: where parameters are gathered by those who train."""
-    return turn.durable.description is not None and turn.durable.description.shards_parameters
-
-
 def _member_candidate(turn: Turn, world: Plan, rank: int) -> Candidate:
     worker = world.members[rank].worker
     process = turn.job.processes[worker]
@@ -185,19 +172,18 @@ def _member_candidate(turn: Turn, world: Plan, rank: int) -> Candidate:
         record.domain,
         record.join_order,
         holds=kept_blocks(world, rank, process.status),
-        can_train=can_train(turn, world, rank),
         leaving=bool(record.leaving),
         host=record.host,
         lane_seconds=turn.durable.lane_seconds(worker),
     )
 
 
-def _joiner_candidate(turn: Turn, worker: WorkerId, trains: bool) -> Candidate:
-    """A joiner."""
+def _joiner_candidate(turn: Turn, worker: WorkerId) -> Candidate:
+    """A joiner: it gets all parameters where its first world begins."""
     record = turn.record(worker)
     member = Member(worker, record.incarnation, record.address, record.coordinate)
     return Candidate(
-        member, record.domain, record.join_order, can_train=trains, leaving=bool(record.leaving), host=record.host,
+        member, record.domain, record.join_order, leaving=bool(record.leaving), host=record.host,
         lane_seconds=turn.durable.lane_seconds(worker),
     )  # fmt: skip
 

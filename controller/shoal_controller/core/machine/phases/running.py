@@ -37,7 +37,6 @@ from shoal_controller.core.machine.phases import (
     fencing,
     lost_blocks,
     planned_changes,
-    planner_questions,
     progress,
     progress_watch,
     recovery,
@@ -206,24 +205,7 @@ def _recover_if_broken(turn: Turn, world: Plan) -> bool:
         turn.mark(back, quarantined=False)
         recovery.recover(turn, f"worker {back} is back and holds blocks", turn.now)
         return True
-    if lacking := _lacks_parameters(turn, world):
-        recovery.pause(turn, f"no cell is whole without worker {lacking}, and no step runs that gives it parameters")
-        return True
     return False
-
-
-def _lacks_parameters(turn: Turn, world: Plan) -> WorkerId:
-    """A member that cannot train in a world without trainers; empty where there is none. Where all cells were taken
-    apart, say by a drain, no step runs that would hand parameters out to joiners.
-    """
-    if world.trainers or turn.durable.planned or not planner_questions.steps_run(turn, sorted(world.workers)):
-        return ""
-    for rank, member in enumerate(world.members):
-        process = turn.process(member.worker)
-        is_in_it = process is not None and process.status.generation == world.generation
-        if is_in_it and not planner_questions.can_train(turn, world, rank):
-            return member.worker
-    return ""
 
 
 def _last_sign(turn: Turn, worker: WorkerId) -> float:

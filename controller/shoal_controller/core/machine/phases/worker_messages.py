@@ -51,7 +51,7 @@ def on_heartbeat(turn: Turn, worker: WorkerId, heartbeat: Heartbeat) -> bool:
     known, status = turn.job.processes[worker], heartbeat.status
     in_steps = known.telemetry.training_seconds
     is_newer = status.sequence >= known.status.sequence
-    stands = {**_activity(turn, known, heartbeat), **_standing(known, status)} if is_newer else {}
+    stands = {**_activity(turn, known, heartbeat), "status": status} if is_newer else {}
     pace_before = (known.status.step, in_steps) if in_steps else None
     note_alive(turn, worker, telemetry=heartbeat.telemetry, pace_before=pace_before, **stands)
     progress.on_telemetry(turn, worker)
@@ -132,15 +132,8 @@ def on_status(turn: Turn, worker: WorkerId, status: Status) -> None:
     """A worker says where it stands."""
     process = turn.job.processes[worker]
     if status.sequence >= process.status.sequence:
-        turn.see(worker, **_standing(process, status))
+        turn.see(worker, status=status)
         _learn(turn, worker, status, process.status)
-
-
-def _standing(process: Process, status: Status) -> dict[str, Any]:
-    """What a status tells of its process."""
-    return {
-        "status": status, "can_train": process.can_train or (status.parameters_current and status.generation > 0),
-    }  # fmt: skip
 
 
 def _learn(turn: Turn, worker: WorkerId, status: Status, before: Status) -> None:
