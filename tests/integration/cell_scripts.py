@@ -198,9 +198,9 @@ def of_the_page(result: str, page: str, definitions: str, max_steps: int = 4) ->
     _write(result, {"sum": divided.sum().item(), "step": known["engine"].global_step})
 
 
-def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
-    """The model of examples/context_parallel.py, whose definitions are given, with one of its kinds of attention;
-    `by` "torch": with that of torch's `context_parallel`.
+def of_example(result: str, definitions: str, by: str, **options: Any) -> None:
+    """The model of an example whose definitions are given: examples/three_dimensional.py, by "dimensions", or
+    examples/context_parallel.py with one of its kinds of attention; "torch": with that of torch's `context_parallel`.
     """
     import shoal
 
@@ -209,8 +209,11 @@ def of_contexts(result: str, definitions: str, by: str, **options: Any) -> None:
     exec(definitions, known)
     config = {**known["config"], "shoal": {**known["config"]["shoal"], "max_steps": options["max_steps"]}}
     cell = shoal.cell(config)
-    torch.manual_seed(0)
-    model = known["GPT"](_by_torch(cell) if by == "torch" else known[by], cell.group("context"))
+    if by == "dimensions":
+        model = known["divided"](cell)
+    else:
+        torch.manual_seed(0)
+        model = known["GPT"](_by_torch(cell) if by == "torch" else known[by], cell.group("context"))
     engine = shoal.initialize(model=model, config=config, dataset=known["Text"]())
     brake = Brake(options)
     for batch in engine:

@@ -243,12 +243,40 @@ def test_a_cable_that_is_cut_costs_one_process_of_a_cell_and_no_bit(hosts_apart:
         assert cluster.fingerprint == one_cell("hand", max_steps=30)["fingerprint"]
 
 
-def of_contexts(by: str, workers: int) -> Cluster:
-    example = ROOT / "examples/context_parallel.py"
-    definitions, _, rest = example.read_text().partition("\ncell = shoal.cell(config)")
+def definitions_of(example: str) -> str:
+    """What it defines before it calls `shoal.cell`."""
+    definitions, _, rest = (ROOT / "examples" / example).read_text().partition("\ncell = shoal.cell(config)")
     assert rest, f"{example} calls shoal.cell after its definitions"
-    options = {"definitions": definitions, "by": by, "max_steps": 12}
-    return Cluster(workers, options, script="integration.cell_scripts:of_contexts", pace=0.05)
+    return definitions
+
+
+def of_contexts(by: str, workers: int) -> Cluster:
+    options = {"definitions": definitions_of("context_parallel.py"), "by": by, "max_steps": 12}
+    return Cluster(workers, options, script="integration.cell_scripts:of_example", pace=0.05)
+
+
+def of_dimensions(workers: int) -> Cluster:
+    options = {"definitions": definitions_of("three_dimensional.py"), "by": "dimensions", "max_steps": 12}
+    return Cluster(workers, options, script="integration.cell_scripts:of_example", pace=0.05)
+
+
+@check("eight processes; the crew has the bits of both dimensions, and joins")
+@pytest.mark.timeout(300)
+def test_eight_processes_of_the_example_in_three_dimensions_lose_one_and_are_scaled_and_no_bit_changes() -> None:
+    with of_dimensions(8) as cluster:
+        cluster.wait_world(8)
+        cluster.wait_step(cluster.job()["step"] + 1)
+        cluster.kill("w5")
+        cluster.wait_world(7)
+        cluster.wait_step(cluster.job()["step"] + 1)
+        cluster.scale(4)
+        cluster.wait_world(4)
+        cluster.wait_done()
+        report = cluster.report()
+    assert not any(world["lost_steps"] for world in report["generations"])
+    with of_dimensions(4) as cluster:
+        cluster.wait_done()
+        assert cluster.fingerprint == report["fingerprint"]
 
 
 @check("contexts in processes; the crew has the bits")
@@ -274,10 +302,7 @@ def test_attention_of_torchs_context_parallel_on_the_cpu_is_refused_in_a_sentenc
 
 
 def test_the_examples_of_the_page_on_cells_run() -> None:
-    page, example = ROOT / "docs/cells.md", ROOT / "examples/tensor_parallel.py"
-    definitions, _, rest = example.read_text().partition("\ncell = shoal.cell(config)")
-    assert rest, f"{example} calls shoal.cell after its definitions"
-    options = {"page": str(page), "definitions": definitions}
+    options = {"page": str(ROOT / "docs/cells.md"), "definitions": definitions_of("tensor_parallel.py")}
     with Cluster(2, options, script="integration.cell_scripts:of_the_page") as cluster:
         cluster.wait_done()
         for worker in ("w0", "w1"):
