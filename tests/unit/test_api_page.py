@@ -19,9 +19,9 @@ from shoal.training.engine import Engine
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PUBLIC = [
     "averaged", "backward", "buffer", "device", "evaluating", "export", "fingerprint", "gather", "gathered", "gathers",
-    "generation", "global_step", "lanes", "loss", "module", "on_commit", "on_evaluation", "on_step", "rank",
-    "register_state", "report", "reports", "save_checkpoint", "shard", "skip", "step", "stop", "turn", "warming_up",
-    "world_size",
+    "generation", "global_step", "lanes", "loss", "loss_fn", "micro_batches", "module", "on_commit", "on_evaluation",
+    "on_step", "rank", "register_state", "report", "reports", "run", "save_checkpoint", "shard", "skip", "step", "stop",
+    "turn", "warming_up", "world_size",
 ]  # fmt: skip
 """What scripts rely on. A change is a change of the interface."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -75,7 +76,10 @@ def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, kind: 
         (PIPELINE, "abcd", 1, Schedule1F1B, 1),
         pytest.param(PIPELINE, "abcdef", 0, Schedule1F1B, 1, marks=check("as two cells")),
         (PIPELINE, "abcde", 1, ScheduleInterleaved1F1B, 2),
+        (PIPELINE, "abcde", 2, Schedule1F1B, 1),
+        pytest.param(PIPELINE, "ab", 2, ScheduleInterleaved1F1B, 2, marks=check("as by 1F1B")),
         (SQUARE, "abcdefgh", 1, Schedule1F1B, 1),
+        (SQUARE, "abcdefgh", 2, Schedule1F1B, 1),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
@@ -103,6 +107,25 @@ def test_a_process_that_is_killed_changes_no_bit(point: str, victim: str) -> Non
         crew.train_to(2)
         crew.plant(victim, 4, point)
         assert trained(crew) == one_cell(PIPELINE)
+
+
+@pytest.mark.parametrize("point", ["between", *MORE])
+def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
+    with crew_of("abcde", task_of(PIPELINE, stage=2)) as crew:
+        crew.train_to(2)
+        crew.plant("d", 4, point)
+        assert trained(crew) == one_cell(PIPELINE)
+
+
+@pytest.mark.parametrize("call", ["backward", "skip"])
+def test_what_is_of_one_micro_batch_is_refused_in_a_pipeline(call: str) -> None:
+    def body(engine: Engine, _: Any) -> None:
+        engine.backward(torch.zeros((), requires_grad=True)) if call == "backward" else engine.skip()
+
+    with crew_of("ab", replace(task_of(PIPELINE), body=body)) as crew:
+        crew.until("a refusal", lambda: any(worker.failure for worker in crew.workers.values()))
+        failure = next(worker.failure for worker in crew.workers.values() if worker.failure)
+    assert f"engine.{call} is for one micro-batch, and in a pipeline a schedule trains all of a lane" in failure
 
 
 @check("many processes and steps")

@@ -128,6 +128,13 @@ def test_stages_that_do_not_fit_the_places_are_refused() -> None:
         built_stages(lambda _: "stage", 2, 0, 2)  # type: ignore[arg-type,return-value]
 
 
+def test_a_parameter_that_stages_of_two_places_have_is_refused() -> None:
+    tied = nn.Linear(2, 2)
+    with pytest.raises(UserError, match='"weight" is in stages of two places of the pipeline; tied parameters between'):
+        built_stages(lambda _: tied, 2, 0, 2)
+    assert len(built_stages(lambda _: tied, 2, 0, 1)) == 2, "one process has both"
+
+
 LIMITS = Limits(4, 0.0, 6)
 
 

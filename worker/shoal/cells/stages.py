@@ -61,4 +61,18 @@ def built_stages(build: Callable[[int], nn.Module], count: int, place: int, plac
             everywhere[number % places].append(stage)
     finally:
         outside.restore()
+    _refuse_ties(everywhere)
     return Stages(everywhere, place)
+
+
+def _refuse_ties(everywhere: list[list[nn.Module]]) -> None:
+    """Raises `UserError` for a parameter that stages of two places have."""
+    seen: dict[int, int] = {}
+    for place, stages in enumerate(everywhere):
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                if seen.setdefault(id(parameter), place) != place:
+                    raise UserError(
+                        f'parameter "{name}" is in stages of two places of the pipeline; tied parameters between '
+                        "stages are not supported yet. Make one for each stage within the function."
+                    )

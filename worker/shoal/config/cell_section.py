@@ -17,8 +17,6 @@ BUILT = ("pipeline", "context", "tensor")
 """Dimensions in which a cell may have several processes."""
 HIGHEST_STAGE = 2
 """Of ZeRO, for cells of several processes."""
-HIGHEST_STAGE_OF_PIPELINES = 1
-"""The same where they divide the model into stages."""
 
 
 def shape_in(section: Cell) -> Shape:
@@ -45,17 +43,13 @@ def cell_faults(document: Document) -> Iterator[str]:
     if shape.processes == 1:
         return
     unfit: dict[str, object] = {
-        "zero_optimization.stage": zero.stage if zero.stage > _highest_stage(shape) else None,
+        "zero_optimization.stage": zero.stage if zero.stage > HIGHEST_STAGE else None,
         "zero_optimization.offload_optimizer.device": _or_none(zero.offload_optimizer.device),
         "zero_optimization.offload_param.device": _or_none(zero.offload_param.device),
     }
     for key, value in unfit.items():
         if value is not None:
             yield f"`{key}` is {shown(value)}, which is not supported yet where a cell has several processes ({shape})."
-
-
-def _highest_stage(shape: Shape) -> int:
-    return HIGHEST_STAGE if shape.pipeline == 1 else HIGHEST_STAGE_OF_PIPELINES
 
 
 def _or_none(device: str | None) -> str | None:

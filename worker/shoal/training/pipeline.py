@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from shoal_protos.errors import UserError
 from torch import Tensor
 
 from shoal.cells.pipelining import PipelineSchedules
@@ -37,8 +38,17 @@ class Pipeline:
         config = context.config
         self._context, self.micro_batches = context, config.micro_batches_per_call
         self._schedules = PipelineSchedules(config.cell.pipeline, self.micro_batches)
+        self._is_used = config.cell.pipeline > 1
         self._losses: list[Loss] = []
         """Of the call at hand."""
+
+    def check(self, call: str) -> None:
+        """Raises `UserError` for what is made of one micro-batch, where a lane is a schedule's."""
+        if self._is_used:
+            raise UserError(
+                f"{call} is for one micro-batch, and in a pipeline a schedule trains all of a lane; call "
+                "engine.run(schedule.step, …) and engine.step."
+            )
 
     def loss_fn(self, function: Callable[..., Tensor]) -> StageLoss:
         """`Engine.loss_fn`."""
@@ -58,6 +68,11 @@ class Pipeline:
 
     def prepared(self, call: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Made:
         """The call of a schedule's `step` as it is to be made. Raises `UserError` for any other."""
+        if not self._is_used:
+            raise UserError(
+                "engine.run is for cells with a pipeline, and this job's have none; call engine.module and "
+                'engine.backward, or set `"shoal": {"cell": {"pipeline": 2}}`.'
+            )
         schedule = self._schedules.of(call, "step", StageLoss)
         return partial(self._run, schedule, partial(call, *inputs, **named))
 

@@ -188,6 +188,7 @@ class TrainingLoop:
             self.averages.refuse("engine.backward")
         context, loop, state = self._context, self._context.loop, self._context.state
         if isinstance(loss, Tensor):
+            self.pipeline.check("engine.backward")
             context.autocast.end()
         self._parts.update.check_whole()
         self._parts.resize.leave_broken_cell()
@@ -258,6 +259,7 @@ class TrainingLoop:
         """`Engine.skip`."""
         if self.averages.are_shown:
             self.averages.refuse("engine.skip")
+        self.pipeline.check("engine.skip")
         loop, state = self._context.loop, self._context.state
         self._context.autocast.end()
         self._parts.update.check_whole()
