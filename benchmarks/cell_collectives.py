@@ -1,9 +1,10 @@
-"""What an all-reduce of a cell costs, compared with gloo's own, by turns in the same two processes.
+"""What an all-reduce and a message of a cell cost, compared with gloo's own, by turns in the same processes.
 
     python benchmarks/cell_collectives.py [--rounds 9] [--members 2]
 
-Both are called by `torch.distributed`. A round times each way at each size; CPU seconds are of all members together,
+All are called by `torch.distributed`. A round times each way at each size; CPU seconds are of all members together,
 with all their threads, so that a wait costs nothing and a thread that spins does. The ratio of each round counts.
+Messages go as in a ring: each member sends to the next one, and receives from the one before. They have no targets.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import tempfile
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tables import Figure, note, show, spread
 SIZES = {"1 KiB": (256, 300, 1.25), "256 KiB": (1 << 16, 80, 1.4), "16 MiB": (1 << 22, 6, 1.2)}
 """Elements of float32, calls of a round, and the most that the ratio may be."""
 WAYS = ("gloo", "cell")
+KINDS = ("an all-reduce", "a message")
 PATIENCE = timedelta(seconds=60)
 
 
@@ -58,18 +61,28 @@ def member(rank: int, place: str, members: int, rounds: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{place}/store", members)
     groups = {"gloo": gloos_own(store, rank, members), "cell": cells(store, rank, members)}
-    took: dict[str, dict[str, list[tuple[float, float]]]] = {size: {way: [] for way in WAYS} for size in SIZES}
+    took: dict[str, dict[str, list[tuple[float, float]]]] = {
+        f"{kind} of {size}": {way: [] for way in WAYS} for kind in KINDS for size in SIZES
+    }
     for number in range(rounds + 1):
         for size, (elements, calls, _) in SIZES.items():
-            values = torch.zeros(elements)
-            for way in WAYS if number % 2 else reversed(WAYS):
-                dist.barrier(group=groups[way])
-                processor, wall = _processor_seconds(), time.perf_counter()
-                for _ in range(calls):
-                    dist.all_reduce(values, group=groups[way])
-                took[size][way].append(
-                    ((_processor_seconds() - processor) / calls, (time.perf_counter() - wall) / calls)
-                )
+            values, coming = torch.zeros(elements), torch.zeros(elements)
+            for kind in KINDS:
+                for way in WAYS if number % 2 else reversed(WAYS):
+                    group = groups[way]
+                    dist.barrier(group=group)
+                    processor, wall = _processor_seconds(), time.perf_counter()
+                    for _ in range(calls):
+                        if kind == "a message":
+                            works = [group.recv([coming], (rank - 1) % members, 0)]
+                            works.append(group.send([values], (rank + 1) % members, 0))
+                            for work in works:
+                                work.wait()
+                        else:
+                            dist.all_reduce(values, group=group)
+                    took[f"{kind} of {size}"][way].append(
+                        ((_processor_seconds() - processor) / calls, (time.perf_counter() - wall) / calls)
+                    )
     Path(place, f"{rank}.json").write_text(json.dumps(took))
     dist.barrier(group=groups["gloo"])  # a process that ends closes what others are in
 
@@ -80,7 +93,7 @@ def _processor_seconds() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="All-reduces of a cell, compared with gloo's own.")
+    parser = argparse.ArgumentParser(description="Calls of a cell, compared with gloo's own.")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--members", type=int, default=2)
     given = parser.parse_args()
@@ -88,22 +101,25 @@ def main() -> None:
         torch.multiprocessing.spawn(member, (place, given.members, given.rounds), given.members)
         found = [json.loads(Path(place, f"{rank}.json").read_text()) for rank in range(given.members)]
     rows, figures = [], []
-    for size, (_, _, target) in SIZES.items():
+    for kind, (size, (_, _, target)) in product(KINDS, SIZES.items()):
+        call = f"{kind} of {size}"
         # the first round, in which connections are made, counts for nothing
-        processor = {way: [sum(one) for one in zip(*_of(found, size, way, 0), strict=True)][1:] for way in WAYS}
-        wall = {way: [max(one) for one in zip(*_of(found, size, way, 1), strict=True)][1:] for way in WAYS}
+        processor = {way: [sum(one) for one in zip(*_of(found, call, way, 0), strict=True)][1:] for way in WAYS}
+        wall = {way: [max(one) for one in zip(*_of(found, call, way, 1), strict=True)][1:] for way in WAYS}
         ratios = [cell / gloo for gloo, cell in zip(processor["gloo"], processor["cell"], strict=True)]
-        settings = f"{size}, {given.members} members"
-        figures.append(Figure("an all-reduce of a cell, CPU, of gloo's", settings, ratios, target))
         shown = [spread([1e6 * one for one in values[way]], 0) for values in (processor, wall) for way in WAYS]
-        rows.append([size, *shown, figures[-1].text, figures[-1].verdict])
-    show("An all-reduce, µs", ("", "CPU, gloo's", "CPU", "wall, gloo's", "wall", "ratio of CPU", ""), rows)
+        if kind == "a message":
+            rows.append([call, *shown, spread(ratios), ""])
+            continue
+        figures.append(Figure(f"{kind} of a cell, CPU, of gloo's", f"{size}, {given.members} members", ratios, target))
+        rows.append([call, *shown, figures[-1].text, figures[-1].verdict])
+    show("Calls of a cell, µs", ("", "CPU, gloo's", "CPU", "wall, gloo's", "wall", "ratio of CPU", ""), rows)
     note(*figures)
 
 
-def _of(found: list[Any], size: str, way: str, column: int) -> list[list[float]]:
+def _of(found: list[Any], call: str, way: str, column: int) -> list[list[float]]:
     """By member, its rounds."""
-    return [[one[column] for one in of[size][way]] for of in found]
+    return [[one[column] for one in of[call][way]] for of in found]
 
 
 if __name__ == "__main__":

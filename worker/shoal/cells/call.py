@@ -1,7 +1,8 @@
-"""Which collective a member makes, in 32 bytes, and the sentence where two members of a cell make different ones.
+"""Which collective a member makes, in 32 bytes, and the sentence where two members of a cell make different ones; how
+long a message between two of them is.
 
 Without the comparison a script that differs between coordinates would hang, or look like a broken connection. Pure but
-for the tensor that carries the bytes.
+for the tensors that carry the bytes.
 """
 
 from __future__ import annotations
@@ -102,6 +103,65 @@ class CollectiveCall:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
+# ---- messages between two members
+
+
+FRAME_BYTES = 4 << 10
+"""Of what goes before a message: how long that is, and all of it where there is room."""
+LENGTH = struct.Struct("<QII")
+"""Elements, dtype, bytes of an element."""
+ROOM_BYTES = FRAME_BYTES - LENGTH.size
+DIFFERENT_LENGTHS = (
+    "a message between members of a cell has two lengths: coordinate {} sends {} elements ({} bytes), and coordinate "
+    "{} receives {} elements ({} bytes); give both tensors the same size."
+)
+
+
+class Frame:
+    """What goes before a message, here or at its source."""
+
+    __slots__ = ("_memory", "tensor")
+
+    def __init__(self) -> None:
+        self._memory = bytearray(FRAME_BYTES)
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        """`(FRAME_BYTES,)`."""
+
+    def put(
+        self,
+        message: Tensor,  # contiguous, of any shape
+    ) -> None:
+        """It is that of a message."""
+        kind = DTYPES.index(message.dtype) if message.dtype in DTYPES else len(DTYPES)
+        LENGTH.pack_into(self._memory, 0, message.numel(), kind, message.itemsize)
+        if 0 < message.nbytes <= ROOM_BYTES:
+            self._place(message.nbytes).copy_(message.view(-1).view(torch.uint8))
+
+    def take(
+        self,
+        message: Tensor,  # contiguous, of any shape
+        source: int,
+        here: int,
+    ) -> str:
+        """Why it is not that of the message that is awaited; empty where it is. One that has come with its frame is
+        there then. `source`, `here`: coordinates.
+        """
+        elements, kind, itemsize = LENGTH.unpack_from(self._memory)
+        if elements * itemsize != message.nbytes:
+            sent = f"{elements} {_name_of(kind)}", elements * itemsize
+            awaited = f"{message.numel()} {str(message.dtype).removeprefix('torch.')}", message.nbytes
+            return DIFFERENT_LENGTHS.format(source, *sent, here, *awaited)
+        if 0 < message.nbytes <= ROOM_BYTES:
+            message.view(-1).view(torch.uint8).copy_(self._place(message.nbytes))
+        return ""
+
+    def _place(self, size: int) -> Tensor:  # (size,) uint8
+        return self.tensor[LENGTH.size : LENGTH.size + size]
+
+
+# ---- comparison
+
+
 def compared(
     mine: Tensor,  # (32,) uint8
     theirs: Tensor,  # (32,) uint8
@@ -128,7 +188,7 @@ def compared(
 def _sentence(content: tuple[int, ...]) -> str:
     """Also of a content that no member of this release tells."""
     number, kind, op, dtype, place, sent, awaited, _, root = content
-    name = str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "other"
+    name = _name_of(dtype)
     ways = f"{sent}" if sent == awaited else f"{sent} (and {awaited} back)"
     made = Kind(kind).words if kind < len(Kind) else f"an unknown collective ({kind})"
     by = f" ({Op(op).name if op < len(Op) else f'unknown, {op}'})" if op != Op.NONE else ""
@@ -136,3 +196,7 @@ def _sentence(content: tuple[int, ...]) -> str:
     nth = f"as number {number} of its process group in this world"
     where = LoopPlace(place).words if place < len(LoopPlace) else f"at place {place}"
     return f"{made}{by} of {ways} {name} elements{rooted} {nth}, {where}"
+
+
+def _name_of(dtype: int) -> str:
+    return str(DTYPES[dtype]).removeprefix("torch.") if dtype < len(DTYPES) else "other"

@@ -25,7 +25,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from torch import Tensor
 
-from shoal.cells.call import CONTENT, CollectiveCall, Kind, LoopPlace, compared
+from shoal.cells.call import CONTENT, ROOM_BYTES, CollectiveCall, Frame, Kind, LoopPlace, compared
 from shoal.cells.collectives import Collective, Round, all_gather, all_reduce
 from shoal.group.group import RESERVED_TAGS, Group, Work, WorldChanged
 
@@ -240,10 +240,14 @@ class Doing:
     something else in between; the second round's when it is finished. Where calls are compared, that is done while the
     first round is under way: messages of different collectives have different tags. Collectives of one group are
     finished in the order in which they began, so that messages of one tag are posted in one order everywhere.
+
+    Before each message between two members goes a frame of one size that says how long the message is; a short one
+    goes within it. A longer one is under way beside it, at a tag of its length: no other lands in its place.
     """
 
     __slots__ = (
-        "_calling", "_calls", "_is_done", "_number", "_place", "_round", "_where", "_works", "_world", "collective",
+        "_calling", "_calls", "_frame", "_is_done", "_number", "_place", "_round", "_where", "_works", "_world",
+        "collective",
     )  # fmt: skip
 
     def __init__(self, place: GroupPlace, collective: Collective) -> None:
@@ -254,6 +258,8 @@ class Doing:
         """By peer, what it says that it calls, where that is compared and not yet known."""
         self._calling: list[Work] = []
         """The messages that say it. The first round is under way beside them, and nothing of it taken before."""
+        self._frame: tuple[int, Frame, Tensor] | None = None
+        """Of a message that is awaited: its source, its frame, and where it is to be."""
         self._number = self._round = 0
         """Its own in its group and world, and that of the round that is posted next."""
         self._where = place.hub.where
@@ -272,7 +278,9 @@ class Doing:
                 place.under_way.append(self)
                 if place.hub.compares(world, place.is_whole):
                     self._tell_call(world)
-            self._advance(world)
+                self._advance(world)
+            else:
+                self._post_message(world)
         except WorldChanged as failure:
             self._fail(failure)
 
@@ -301,6 +309,8 @@ class Doing:
                     raise UserError(world.difference)
                 if self._calls:
                     self._compare_calls(world)
+                if self._frame is not None:
+                    self._take_frame(world)
                 while not self._is_done:
                     self._wait(world.group, self._works)
                     self._advance(world)
@@ -341,7 +351,7 @@ class Doing:
     def _post_round(self, world: _World, messages: Round) -> None:
         """All messages of a round: receives first, so that what comes finds its place."""
         place, group, call = self._place, world.group, self.collective.call
-        purpose = ("message", call.tag) if call.is_message else (self._round, call.kind, call.op)
+        purpose = self._round, call.kind, call.op
         self._round += 1
         rank_of, tag_of, (sends, receives) = place.rank_of, place.tag_of, messages
         self._works = [
@@ -352,6 +362,34 @@ class Doing:
         self._works += [
             group.send(one, rank_of(world, peer), tag_of(*purpose, one.nbytes)) for peer, one in sends if one.numel()
         ]
+
+    def _post_message(self, world: _World) -> None:
+        """The one of a call between two members, and its frame."""
+        place, group, tag = self._place, world.group, self.collective.call.tag
+        sends, receives = next(self.collective.rounds)
+        ((peer, message),) = sends or receives
+        rank, is_apart = place.rank_of(world, peer), message.nbytes > ROOM_BYTES
+        post = group.send if sends else group.receive
+        frame = Frame()
+        if sends:
+            frame.put(message)
+        posted = post(frame.tensor, rank, place.tag_of("frame", tag))
+        if sends:
+            self._works = [posted]
+        else:
+            self._calling, self._frame = [posted], (peer, frame, message)
+        if is_apart:
+            self._works.append(post(message, rank, place.tag_of("message", tag, message.nbytes)))
+
+    def _take_frame(self, world: _World) -> None:
+        """Raises `UserError` where what comes has another length."""
+        assert self._frame is not None
+        self._wait(world.group, self._calling)
+        (peer, frame, message), self._frame = self._frame, None
+        place = self._place
+        world.difference = frame.take(message, place.coordinates[peer], place.hub.coordinate)
+        if world.difference:
+            raise UserError(world.difference)
 
     def _tell_call(self, world: _World) -> None:
         place, group = self._place, world.group
