@@ -133,7 +133,7 @@ class Llama(nn.Module):
 def train(result: str, by: str = "hand", **options: Any) -> None:
     """`by`: "hand", "plan", or the folder of a Llama's weights. Options: `alone`, how w0's script ends where the rest
     of its cell is gone, which w1 is in its fifth step; `unequal`, a parameter has other gradients at coordinate 1;
-    `compile`, a backend, and `compiler_cache`, its folder.
+    `compile`, a backend, and `compiler_cache`, its folder; `export`, the file of the model at the end.
     """
     import shoal
 
@@ -168,6 +168,8 @@ def train(result: str, by: str = "hand", **options: Any) -> None:
         engine.backward(loss)
         engine.step()
     fingerprint = engine.fingerprint()
+    if "export" in options:
+        engine.export(options["export"])
     brake.linger()
     found = {"fingerprint": fingerprint, "step": engine.global_step, "loss": engine.loss, "place": cell.coordinate}
     if "compile" in options:

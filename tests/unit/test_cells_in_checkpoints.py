@@ -14,7 +14,6 @@ from crew import Crew, Task
 from pipeline_parallel import PIPELINE, SQUARE, in_stages
 from rule import Edit, rule
 from shoal.checkpoint.catalogue import Found, at
-from shoal.checkpoint.export import export, export_dcp
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.restore import fits
 from shoal.checkpoint.storage import open_storage
@@ -127,16 +126,3 @@ def test_a_worker_alone_does_not_go_on_from_a_checkpoint_of_cells(of_cells: Foun
     with Crew("a", Task({"max_steps": 6, "shoal": shoal})) as crew:
         crew.until("its error", lambda: bool(crew.workers["a"].failure))
         assert "going on with another shape of a cell is not supported yet" in crew.workers["a"].failure
-
-
-@pytest.mark.parametrize("kind", [export, export_dcp])
-def test_a_checkpoint_of_cells_is_not_exported(kind: Any, of_cells: Found, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="it is of cells of 2 processes, each of which has a part of the model"):
-        kind(of_cells.reader(), tmp_path / "exported", None)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_model_of_a_job_of_cells_is_not_exported() -> None:
-    with crew_of("ab", CellTask(prepare=lambda engine: engine.export("model.safetensors"))) as crew:
-        crew.until("its error", lambda: bool(crew.workers["a"].failure))
-        assert "engine.export is not supported yet where a cell has several processes" in crew.workers["a"].failure

@@ -141,7 +141,8 @@ def lay_out_model(
 
 
 def _marked(one: Trainable, part: CellPart) -> Trainable:
-    return replace(one, own=one.name in part.own, summed=one.name in part.summed)
+    own, summed = one.name in part.own, one.name in part.summed
+    return replace(one, own=own, summed=summed, cut=part.cuts.get(one.name))
 
 
 def by_bucket(

@@ -298,7 +298,8 @@ def _in_one_piece(
 
 
 class HeldWeights:
-    """Parameters where they are sharded (stage 3): `BlockValues` of blocks that are with their state, and nowhere else.
+    """Parameters of held blocks: `BlockValues`. Where they are sharded (stage 3) they are with their state, and nowhere
+    else.
 
     From another thread than the training's under the segments' lock.
     """
@@ -322,8 +323,7 @@ class HeldWeights:
         return found
 
     def _part(self, segment: Segment, first: int, last: int) -> Tensor:  # (last - first,)
-        assert segment.weights is not None
-        return segment.weights[first:last]
+        return self._segments.parameters_of(segment)[first:last]
 
     def of(self, stretch: Stretch) -> Tensor:  # (elements,)
         """A view where the stretch lies in one segment, a copy elsewhere."""
@@ -347,5 +347,5 @@ class HeldAverages(HeldWeights):
 
     def _part(self, segment: Segment, first: int, last: int) -> Tensor:  # (last - first,)
         if segment.average is None:
-            return self._segments.parameters_of(segment)[first:last]
+            return super()._part(segment, first, last)
         return segment.average[first:last].to(self._layout.buckets[segment.stretch.bucket].dtype)

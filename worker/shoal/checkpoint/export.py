@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shoal.checkpoint import named
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.named import Known, has_averages, names, shows_masters, tensors
+from shoal.checkpoint.named import Known, check_cuts, has_averages, names, shows_masters, tensors
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.storage import LocalStorage
 from shoal.core.checkpoint_errors import StorageFull
@@ -71,17 +71,12 @@ def export(reader: Reader, file: Path, dtype: torch.dtype | None, averaged: bool
 
 
 def _refuse(reader: Reader, averaged: bool) -> None:
-    processes = reader.manifest.layout.coordinates
     if averaged and not has_averages(reader.manifest):
         raise UserError(
             f"cannot export averages of {reader.where}: it has none, as its job kept none by that step "
             "(`shoal.average`); leave out --averaged."
         )
-    if processes > 1:
-        raise UserError(
-            f"cannot export {reader.where}: it is of cells of {processes} processes, each of which has a part of the "
-            "model, and joining the parts is not supported yet."
-        )
+    check_cuts(reader.manifest.blocks, reader.where)
 
 
 def cannot_export(place: Path, why: BaseException) -> UserError:

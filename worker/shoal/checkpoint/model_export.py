@@ -13,8 +13,10 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shoal.cells.marks import is_divided, local_of
 from shoal.checkpoint.failure import ExportFailed
 from shoal.core.container import CODES, Region, header
+from shoal.core.layout import Layout
 from shoal.core.units import named_state
 from shoal.process.host_memory import tensor_bytes
 
@@ -22,15 +24,17 @@ Reading = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 """The same tensors one after the other, each with its values until the next is asked for."""
 
 
-def export(module: nn.Module, path: Path, reading: Reading = iter) -> None:
+def export(module: nn.Module, path: Path, reading: Reading = iter, layout: Layout | None = None) -> None:
     """Atomic: the file is whole or not there. Tied tensors are written once; the metadata maps their other names.
+    `layout`: of the module where a cell's processes have parts of it, which `reading` joins.
 
     Raises `ExportFailed` where the place cannot be written, and what `reading` raises.
     """
     tensors, tied = _tensors(module)
     regions, at = list[Region](), 0
+    shapes = layout.whole_shapes if layout is not None else {}
     for name, value in tensors.items():
-        regions.append(Region(name, value.dtype, tuple(value.shape), at))
+        regions.append(Region(name, value.dtype, shapes.get(name, tuple(value.shape)), at))
         at += regions[-1].bytes
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -53,7 +57,7 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     first_name: dict[object, str] = {}
     tied: dict[str, str] = {}
     for name, value in named_state(module):
-        if is_traceable_wrapper_subclass(value):
+        if is_traceable_wrapper_subclass(value) and not is_divided(value):
             raise UserError(
                 f'cannot export the model: "{name}" is a {type(value).__name__}, which safetensors lacks. Save what is '
                 "trained by the script (state_dict within engine.gathered()), or export from a model that is not "
@@ -72,4 +76,5 @@ def _tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _contents(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
     for value in tensors:
-        yield tensor_bytes(value.detach().cpu().clone().contiguous())  # a copy: numpy pins what it looks at
+        here = local_of(value.detach()).cpu()
+        yield tensor_bytes(here.clone().contiguous())  # a copy: numpy pins what it looks at

@@ -1,7 +1,7 @@
 """A checkpoint's tensors whole and by the model's own names: for export, and for a model with another layout.
 
-Bucket by bucket, so that memory holds one bucket and not the model. Names that are tied to another are not among them;
-the manifest says which they are.
+Bucket by bucket, so that memory holds one bucket and not the model; where each coordinate of a cell has a part of it,
+those of all. Names that are tied to another are not among them; the manifest says which they are.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.blocks.flat import views
@@ -18,10 +19,11 @@ from shoal.blocks.values import WholeValues
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket
+from shoal.core.layout import Bucket, Layout
 from shoal.core.misses import Misses
 from shoal.core.units import named_state
 from shoal.optim.state_form import is_packed
+from shoal.process.host_memory import tensor_bytes
 
 BEGINNING_WITH_ZEROS = frozenset(("Adam", "AdamW", "Adamax", "RAdam", "Adadelta", "RMSprop"))
 """Optimizers to which a state of zeros is the same as none."""
@@ -38,7 +40,7 @@ class Known:
 def names(manifest: Manifest) -> dict[str, Known]:
     """All tensors of the model: trained parameters, frozen ones, persistent buffers."""
     found = {
-        slot.parameter.name: Known(slot.parameter.shape, slot.parameter.dtype)
+        slot.parameter.name: Known(slot.parameter.whole_shape(manifest.blocks.part.parts), slot.parameter.dtype)
         for bucket in manifest.blocks.buckets
         for slot in bucket.slots
     }
@@ -61,16 +63,57 @@ def tensors(reader: Reader, exact: bool = False, averaged: bool = False) -> Iter
     """Every one of `names`, in their order, verified. A parameter is a view of its bucket: clone what is to last.
 
     `exact`: parameters in half precision as their master weights, where there are such. `averaged`: parameters as their
-    averages, which there are, in the wide dtype of the bucket.
+    averages, which there are, in the wide dtype of the bucket. Raises `UserError` where the parts of a cell do not make
+    a whole.
     """
     for bucket in reader.manifest.blocks.buckets:
-        if averaged:
-            flat = _wide(reader, bucket, AVERAGE)
-        else:
-            flat = _wide(reader, bucket, MASTER) if exact and bucket.has_masters else _parameters(reader, bucket)
-        yield from zip((slot.parameter.name for slot in bucket.slots), views(bucket, flat), strict=True)
+        flats = [_flat(one, bucket, exact, averaged) for one in _with_parts(reader, bucket)]
+        for slot, *parts in zip(bucket.slots, *(views(bucket, flat) for flat in flats), strict=True):
+            yield slot.parameter.name, slot.parameter.joined(parts)
     yield from reader.frozen().items()
-    yield from reader.buffers().items()
+    yield from _buffers(reader).items()
+
+
+def _with_parts(reader: Reader, bucket: Bucket) -> list[Reader]:
+    """As those coordinates see it that together have the whole of a bucket."""
+    return [reader.at(part) for part in range(reader.blocks.part.parts)] if bucket.is_own else [reader]
+
+
+def _buffers(reader: Reader) -> dict[str, Tensor]:
+    """What all coordinates of a cell have alike. Raises `UserError`."""
+    found = reader.buffers()
+    for coordinate in range(1, reader.blocks.part.coordinates):
+        for name, value in reader.at(coordinate).buffers().items():
+            check_alike(name, bytes(tensor_bytes(value)) == bytes(tensor_bytes(found[name])), reader.where)
+    return found
+
+
+def check_cuts(layout: Layout, of: str) -> None:
+    """Raises `UserError` where nothing says how the parts of a cell's processes make a whole."""
+    if layout.part.stages > 1:
+        raise UserError(
+            f"cannot export {of}: a pipeline's stages are not joined yet; let the script of each stage save its part."
+        )
+    if layout.uncut:
+        raise UserError(
+            f'cannot export {of}: each process of a cell has a part of parameter "{layout.uncut}", and nothing says '
+            "along which dimension it is cut; mark it by shoal.sharded(parameter, dim=…) and save anew."
+        )
+
+
+def check_alike(name: str, is_alike: bool, of: str) -> None:
+    """Raises `UserError` for a buffer that is not the same on all coordinates of a cell."""
+    if not is_alike:
+        raise UserError(
+            f'cannot export {of}: buffer "{name}" differs between the processes of a cell, and nothing says how it is '
+            "cut; let the script save it, or give it what all have alike."
+        )
+
+
+def _flat(reader: Reader, bucket: Bucket, exact: bool, averaged: bool) -> Tensor:  # (elements,)
+    if averaged:
+        return _wide(reader, bucket, AVERAGE)
+    return _wide(reader, bucket, MASTER) if exact and bucket.has_masters else _parameters(reader, bucket)
 
 
 def _parameters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
@@ -102,27 +145,34 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
     for bucket in reader.manifest.blocks.buckets:
         kind = classes[bucket.group] if classes else reader.manifest.optimizer
-        flats: dict[str, Tensor] = {}
-        for stretch, state in reader.states([reader.manifest.blocks.whole(bucket)]).items():
-            if is_packed(state):
-                continue
-            for key, value in state.items():
-                if key in (AVERAGE, MASTER):
-                    continue
-                if value.dim() == 0:
-                    flats[key] = value
-                    continue
-                flat = flats.setdefault(key, torch.zeros(bucket.elements, dtype=value.dtype))
-                flat[slice(*reader.manifest.blocks.elements(stretch))] = value
+        parts = [_state_of(one, bucket) for one in _with_parts(reader, bucket)]
         for slot, its in zip(bucket.slots, missed, strict=False):  # of this bucket
             first, stop = slot.start, slot.start + slot.parameter.elements
             yield (
                 slot.parameter.name,
                 {
-                    key: flat - its.updates if flat.dim() == 0 else flat[first:stop].view(slot.parameter.shape)
-                    for key, flat in (flats if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}).items()
+                    key: flat - its.updates if flat.dim() == 0
+                    else slot.parameter.joined([one[key][first:stop].view(slot.parameter.shape) for one in parts])
+                    for key, flat in (parts[0] if kind in BEGINNING_WITH_ZEROS or not its.is_new else {}).items()
                 },
-            )
+            )  # fmt: skip
+
+
+def _state_of(reader: Reader, bucket: Bucket) -> dict[str, Tensor]:
+    """By key, (elements of the bucket,), or one number."""
+    flats: dict[str, Tensor] = {}
+    for stretch, state in reader.states([reader.blocks.whole(bucket)]).items():
+        if is_packed(state):
+            continue
+        for key, value in state.items():
+            if key in (AVERAGE, MASTER):
+                continue
+            if value.dim() == 0:
+                flats[key] = value
+                continue
+            flat = flats.setdefault(key, torch.zeros(bucket.elements, dtype=value.dtype))
+            flat[slice(*reader.blocks.elements(stretch))] = value
+    return flats
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

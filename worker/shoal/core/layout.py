@@ -26,13 +26,15 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import torch
 from shoal_protos.runs import Runs, Span
+
+from shoal.core.cuts import Cut
 
 VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
@@ -63,6 +65,8 @@ class CellPart:
     """How many coordinates have the same parameters, each with other tokens: all contribute to a gradient."""
     stages: int = 1
     """How many stages a pipeline has: as many coordinates that follow each other have each."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict, compare=False)
+    """Of the own ones by name, as far as it is known."""
 
     @property
     def place(self) -> int:
@@ -109,10 +113,23 @@ class Trainable:
     """Whether its gradient may have to be added up over a cell before it is a lane's."""
     wrapped: bool = False
     """Whether its values lie in another tensor than itself, as a DTensor's do."""
+    cut: Cut | None = field(default=None, compare=False)
+    """Of an own one: which part of the whole it is; None: that is not known."""
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    def whole_shape(self, parts: int) -> tuple[int, ...]:
+        """With those of all other coordinates, as far as it is known how they are cut."""
+        return self.cut.whole_shape(self.shape, parts) if self.cut is not None else self.shape
+
+    def joined(
+        self,
+        parts: Sequence[torch.Tensor],  # each of its shape
+    ) -> torch.Tensor:  # of the whole's shape
+        """The whole of the parts that coordinates have, or of one."""
+        return self.cut.join(parts) if self.cut is not None else parts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +262,18 @@ class Layout:
     def by_stage(self) -> tuple[tuple[Bucket, ...], ...]:
         """The buckets of all stages; of one, where there is no pipeline."""
         return self.stages or (self.buckets,)
+
+    @property
+    def uncut(self) -> str:
+        """The first parameter of which coordinates have parts, where nothing says how it is cut; else empty."""
+        slots = (slot.parameter for bucket in self.buckets for slot in bucket.slots)
+        return next((one.name for one in slots if one.own and one.cut is None), "")
+
+    @property
+    def whole_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name, of all parameters, with the parts of other coordinates."""
+        slots = (slot.parameter for bucket in self.buckets for slot in bucket.slots)
+        return {one.name: one.whole_shape(self.part.parts) for one in slots}
 
     @cached_property
     def parameters(self) -> int:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shoal_protos.shape import MOST_PROCESSES
 
 from shoal.core.container import CODES, DTYPES
+from shoal.core.cuts import Cut
 from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, CellPart, Layout, Slot, Trainable
 
 
@@ -30,6 +31,7 @@ class Entry(BaseModel):
 
 
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Positive = Annotated[int, Field(ge=1, le=1 << 53)]
 Name = Annotated[str, Field(max_length=4_096)]
 RunName = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,127})?$")]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
@@ -51,6 +53,8 @@ class SlotEntry(Entry):
     name: Name
     shape: Shape
     start: Count
+    cut: Annotated[tuple[Count, Positive] | None, Field(exclude_if=lambda cut: cut is None)] = None
+    """Of one that each coordinate of a cell has a part of: dimension and pieces (cuts.py). None: not known."""
 
 
 class BucketEntry(Entry):
@@ -86,7 +90,9 @@ class LayoutEntry(Entry):
                 dtype=CODES[bucket.dtype],  # type: ignore[arg-type]
                 blocks=bucket.blocks,
                 slots=tuple(
-                    SlotEntry(name=slot.parameter.name, shape=slot.parameter.shape, start=slot.start)
+                    SlotEntry(
+                        name=slot.parameter.name, shape=slot.parameter.shape, start=slot.start, cut=slot.parameter.cut
+                    )
                     for slot in bucket.slots
                 ),
                 own=bucket.is_own,
@@ -107,7 +113,8 @@ class LayoutEntry(Entry):
         for entry in self.buckets:
             dtype, buckets = DTYPES[entry.dtype], stages[entry.place]
             slots = tuple(
-                Slot(Trainable(s.name, s.shape, dtype, entry.group, own=entry.own), s.start) for s in entry.slots
+                Slot(Trainable(s.name, s.shape, dtype, entry.group, own=entry.own, cut=s.cut and Cut(*s.cut)), s.start)
+                for s in entry.slots
             )
             elements = entry.blocks * self.block_elements
             buckets.append(Bucket(len(buckets), entry.group, dtype, slots, entry.blocks, elements))
@@ -139,6 +146,9 @@ class LayoutEntry(Entry):
             for slot in bucket.slots:
                 if slot.start < at or slot.start + slot.parameter.elements > bucket.elements:
                     yield f'parameter "{slot.parameter.name}" does not fit into bucket {bucket.index}'
+                cut, shape = slot.parameter.cut, slot.parameter.shape
+                if cut is not None and not cut.fits(shape):
+                    yield f'parameter "{slot.parameter.name}" of shape {shape} is cut along {cut.dim} by {cut.stride}'
                 if slot.parameter.name in names:
                     yield f'parameter "{slot.parameter.name}" is in it twice'
                 names.add(slot.parameter.name)

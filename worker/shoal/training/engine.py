@@ -21,6 +21,7 @@ from shoal_protos.errors import UserError
 from torch import Tensor, nn
 
 from shoal.cells.hub import CellHub
+from shoal.checkpoint.named import check_cuts
 from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.exchange.ballot import AVERAGES_TO, Request
@@ -337,10 +338,11 @@ class Engine(Habits):
         """
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
-        if self.context.state.layout.part.coordinates > 1:
+        check_cuts(self.context.state.layout, "the model")
+        if self.context.state.layout.part.parts > 1 and self.context.config.average is not None:
             raise UserError(
-                "engine.export is not supported yet where a cell has several processes: each has a part of the model. "
-                "Save a checkpoint, or let the script write each part."
+                "engine.export is not supported yet where a cell's processes have parts of the model and averages of "
+                "its weights are kept; save a checkpoint, and export that by `shoal export`."
             )
         if averaged:
             self.training.averages.check("engine.export(…, averaged=True)")

@@ -37,6 +37,7 @@ from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.process.compiler import call_before_compiling, has_compiled
+from shoal.training.cell_parts import CellParts
 from shoal.training.context import NOTHING, TrainingContext
 from shoal.training.whole_averages import WholeAverages
 
@@ -93,6 +94,12 @@ class Parameters(ABC):
         `WorldChanged`.
         """
 
+    def joined(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
+        """As `reading`, each whole where other coordinates of a cell have parts of it. Raises `WorldChanged`, and
+        `UserError` where that cannot be.
+        """
+        return self.reading(tensors)
+
     @contextmanager
     def all_here(self) -> Iterator[None]:
         """A context in which all parameters are here, and no change of the world is taken part in. Raises
@@ -148,6 +155,11 @@ class HandedParameters(Parameters):
         self._compiles = False
         """Whether the script has compiled anything, though the compiler may have forgotten it."""
         self._averages = WholeAverages(context) if context.config.average is not None else None
+        part = state.layout.part
+        has_parts = self._averages is None and part.parts > 1 == part.stages
+        self._parts = CellParts(context) if has_parts else None
+        self._asked = self._averages or self._parts
+        """What others ask for here: averages, or parts of a cell."""
 
     # ---- the steps of training
 
@@ -160,17 +172,17 @@ class HandedParameters(Parameters):
 
     def before_leaving(self, world: World) -> None:
         self.settle()
-        if self._averages is not None:  # callbacks of one member may have asked others until now
+        if self._asked is not None:  # callbacks of one member may have asked others until now
             world.group.all_gather(torch.zeros(1, dtype=torch.uint8))
 
     def on_world(self, world: World) -> None:
         self._look_for_views()
-        if self._averages is not None:
-            self._averages.on_world(world)
+        if self._asked is not None:
+            self._asked.on_world(world)
 
     def on_boundary(self, world: World) -> None:
-        if self._averages is not None:
-            self._averages.stand(world)
+        if self._asked is not None:
+            self._asked.stand(world)
 
     def on_updated(self, hand_out: HandOut) -> Collection[int]:
         context = self._context
@@ -312,6 +324,10 @@ class HandedParameters(Parameters):
     def reading(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
         self.settle()
         return tensors
+
+    def joined(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
+        found = self.reading(tensors)
+        return self._parts.joined(tensors) if self._parts is not None else found
 
     @contextmanager
     def gathered(self, _: Iterable[nn.Module], /) -> Iterator[None]:

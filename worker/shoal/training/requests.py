@@ -100,6 +100,8 @@ class Requests:
         own. Raises `WorldChanged`; then those who have asked ask again.
         """
         paths = dict.fromkeys([*self._evaluation.asked, *self.at_hand])
+        # of a cell one member says what all ask for at that place
+        self._mine = [one for one in self._mine if one.kind != "export" or one.detail not in paths]
         if paths and self._context.rank == 0:
             self._context.state.buffers.put_back()  # lanes of the next step have changed them
             for path in paths:
@@ -180,9 +182,10 @@ class Requests:
         if self._context.rank != 0:
             return
         path, parameters = request.detail.removeprefix(AVERAGES_TO), self._parameters
+        state = self._context.state
         try:
             with parameters.averaged(is_owed=True) if path != request.detail else NOTHING:
-                export(self._context.state.module, Path(path), parameters.reading)
+                export(state.module, Path(path), parameters.joined, state.layout)
         except UserError as error:
             log.error("export_failed", path=path, reason=str(error))
             self._failed[request] = error

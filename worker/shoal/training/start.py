@@ -35,6 +35,7 @@ from shoal.config.load import Beside, load_config
 from shoal.config.out_of_memory import initializing
 from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
+from shoal.core.cuts import Cut
 from shoal.core.layout import CellPart, Layout, Trainable
 from shoal.core.plain import encode
 from shoal.core.units import named_buffers, named_parameters, plain_name
@@ -257,8 +258,14 @@ def part_of(model: nn.Module, hub: CellHub) -> CellPart:
         for name, parameter, mark in named
         if not mark.is_own and (mark.gradient == "sum" or is_divided(parameter))
     )
+    cuts = {
+        plain_name(name): cut
+        for name, parameter, mark in named
+        if mark.is_own and mark.dim >= 0
+        if (cut := Cut(mark.dim, mark.stride)).fits(tuple(local_of(parameter).shape))
+    }
     shape = hub.shape
-    return CellPart(shape.processes, hub.coordinate, own, summed, shape.context, shape.pipeline)
+    return CellPart(shape.processes, hub.coordinate, own, summed, shape.context, shape.pipeline, cuts)
 
 
 def _check_place(name: str, device: str) -> None:

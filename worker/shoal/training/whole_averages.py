@@ -23,7 +23,7 @@ from shoal.training.context import TrainingContext
 
 
 @dataclass(frozen=True, slots=True)
-class AveragedBucket:
+class AskedBucket:
     """A bucket, as a fetch asks for it: its memory is there."""
 
     number: int
@@ -76,7 +76,7 @@ class WholeAverages:
         fetch = UnitFetch(
             world.group, traffic, self._key, values, put_own, is_in_lane=lambda: loop.in_flight and module.training
         )
-        buckets = [AveragedBucket(bucket.index) for bucket in layout.buckets]
+        buckets = [AskedBucket(bucket.index) for bucket in layout.buckets]
         fetch.begin(buckets[0])
         for bucket, following in zip_longest(buckets, buckets[1:]):
             if following is not None:

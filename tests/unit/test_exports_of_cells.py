@@ -1,0 +1,194 @@
+"""What a job of cells exports, and what is exported of its checkpoints: whole tensors, bit by bit those of the job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save, trained
+from context_parallel import BOTH, CONTEXT, Divided
+from crew import Crew
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import examples
+from rule import Edit, holds, rule
+from safetensors.torch import load_file
+from shoal.checkpoint.catalogue import at
+from shoal.checkpoint.export import export, export_dcp
+from shoal.checkpoint.manifest import MANIFEST, sealed
+from shoal.checkpoint.model_file import open_model
+from shoal.checkpoint.storage import open_storage
+from shoal.core.cuts import Cut
+from shoal.training.engine import Engine
+from shoal_protos.errors import UserError
+from shoal_protos.shape import Shape
+from tensor_parallel import TWO, CellTask, Parallel, crew_of
+from tiers import check
+from torch import Tensor, nn
+
+STEP = 2
+CUT = {"up": 0, "down": 1}
+"""Dimensions, by parameter, of the two models here."""
+
+
+def task_of(shape: Shape, options: dict[str, Any], **more: Any) -> CellTask:
+    return CellTask(options, shape=shape, model=Divided if shape.context > 1 else Parallel, **more)
+
+
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The whole model, by hand."""
+    cut = {name: torch.cat([part[name] for part in parts], dim) for name, dim in CUT.items()}
+    return {name: value.clone() for name, value in parts[0].items()} | cut
+
+
+def weights_of(crew: Crew, shape: Shape) -> dict[str, Tensor]:
+    return joined([crew.workers[name].engine.module.state_dict() for name in "ab"[: shape.tensor]])
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(1, 3))
+@settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
+def test_parts_that_are_cut_from_a_whole_are_joined_to_it(places: int, stride: int, dim: int, length: int) -> None:
+    """As Megatron cuts fused matrices: pieces in turn."""
+    shape = [2, 3, 4]
+    shape[dim] = places * stride * length
+    whole = torch.randn(shape)
+    pieces = whole.split(length, dim)
+    parts = [torch.cat(pieces[place::places], dim) for place in range(places)]
+    cut = Cut(dim, stride)
+    assert torch.equal(cut.join(parts), whole)
+    assert cut.whole_shape(tuple(parts[0].shape), places) == tuple(shape)
+
+
+@pytest.mark.parametrize(("shape", "names", "stage"), [(TWO, "abcd", 1), (BOTH, "abcd", 0), (CONTEXT, "ab", 2)])
+@rule(
+    "An export of a job of cells has the whole of every tensor under its own name, with the job's bits",
+    "Cells",
+    broken_by=[
+        Edit("shoal.core.cuts", "self.stride) for of_place in pieces]", "self.stride) for of_place in pieces[::-1]]"),
+        Edit("shoal.checkpoint.named", "[reader.at(part) for part in", "[reader for part in"),
+        Edit("shoal.training.cell_parts", "self._traffic_at(world, coordinate)\n", "self._traffic\n"),
+        Edit("shoal.training.requests", "one.detail not in paths]", "True]"),
+    ],
+)
+def test_a_checkpoint_of_cells_is_exported_whole(shape: Shape, names: str, stage: int, tmp_path: Path) -> None:
+    shoal = {"checkpoint": {"path": str(tmp_path), "every_steps": STEP}}
+    with crew_of(names, task_of(shape, {"max_steps": STEP, "stage": stage, "shoal": shoal})) as crew:
+        crew.finish()
+        expected = weights_of(crew, shape)
+    reader = at(str(next(tmp_path.glob(f"step-{STEP:012d}-*"))), print).reader()
+    export(reader, tmp_path / "model.safetensors", None)
+    assert same(load_file(tmp_path / "model.safetensors"), expected)
+    export_dcp(reader, tmp_path / "folder", None)
+    folder = open_model(tmp_path / "folder")
+    assert all(folder.states[name]["exp_avg"].shape == value.shape for name, value in expected.items())
+    flat = {name: folder.part(name, 0, value.numel()) for name, value in expected.items()}
+    assert same(flat, {name: value.reshape(-1) for name, value in expected.items()})
+
+
+@holds("An export of a job of cells has the whole")
+@pytest.mark.parametrize(
+    ("shape", "names"), [(TWO, "ba"), (TWO, "abcd"), pytest.param(BOTH, "abcd", marks=check("with contexts besides"))]
+)
+def test_a_job_of_cells_exports_the_weights_of_the_step_at_hand(shape: Shape, names: str, tmp_path: Path) -> None:
+    """At whatever coordinate rank 0 is, within the loop and after it, and though a member is lost between."""
+    seen: dict[int, dict[int, dict[str, Tensor]]] = {2: {}, 4: {}}
+
+    def body(engine: Engine, batch: Any) -> None:
+        engine.backward(engine.module(**batch))
+        if engine.step() and engine.global_step in seen:
+            engine.export(tmp_path / f"{engine.global_step}.safetensors")
+            part = engine.context.state.layout.part
+            values = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
+            seen[engine.global_step][part.coordinate % part.parts] = values
+
+    def after(engine: Engine) -> None:
+        engine.export(tmp_path / "last.safetensors")
+
+    with crew_of(names, task_of(shape, {"stage": 1}, body=body, after=after)) as crew:
+        if names == "abcd" and shape == TWO:
+            crew.train_to(3)
+            crew.kill("c")
+        crew.finish()
+        expected = weights_of(crew, shape)
+    assert same(load_file(tmp_path / "last.safetensors"), expected)
+    for step, parts in seen.items():
+        assert same(load_file(tmp_path / f"{step}.safetensors"), joined([parts[part] for part in range(shape.tensor)]))
+
+
+# ---- what is refused
+
+
+def test_buffers_that_differ_between_coordinates_are_not_exported(tmp_path: Path) -> None:
+    def after(engine: Engine) -> None:
+        engine.export(tmp_path / "model.safetensors")
+
+    shoal = {"checkpoint": {"path": str(tmp_path / "saved"), "every_steps": STEP}}
+    task = CellTask({"max_steps": STEP, "shoal": shoal}, buffers=True, after=after)
+    why = 'buffer "inner.running_mean" differs between the processes of a cell, and nothing says how it is cut'
+    with crew_of("ab", task) as crew:
+        crew.train_to(STEP)
+        crew.until("its error", lambda: bool(crew.workers["a"].failure))
+        assert f"cannot export the model: {why}" in crew.workers["a"].failure
+    reader = at(str(next((tmp_path / "saved").glob("step-*"))), print).reader()
+    with pytest.raises(UserError, match=why):
+        export(reader, tmp_path / "model.safetensors", None)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+class Unsaid(Parallel):
+    """Megatron's attribute alone says that a parameter is divided."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.up = nn.Parameter(self.up.detach())
+        self.up.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+UNSAID = (
+    'each process of a cell has a part of parameter "up", and nothing says along which dimension it is cut; mark it by '
+    "shoal.sharded(parameter, dim=…) and save anew"
+)
+
+
+def test_a_part_of_which_nothing_says_how_it_is_cut_is_not_exported(tmp_path: Path) -> None:
+    task = CellTask(
+        {"max_steps": STEP}, model=Unsaid, after=lambda engine: engine.export(tmp_path / "model.safetensors")
+    )
+    with crew_of("ab", task) as crew:
+        crew.train_to(STEP)
+        crew.until("its error", lambda: bool(crew.workers["a"].failure))
+        assert f"cannot export the model: {UNSAID}" in crew.workers["a"].failure
+
+
+@pytest.mark.parametrize("kind", [export, partial(export_dcp)])
+def test_a_checkpoint_from_before_cuts_were_saved_is_read_and_not_exported(
+    kind: Callable[..., None], tmp_path: Path
+) -> None:
+    shoal = {"checkpoint": {"path": str(tmp_path), "every_steps": STEP}}
+    with crew_of("ab", CellTask({"max_steps": STEP, "shoal": shoal})) as crew:
+        crew.finish()
+    place = next(tmp_path.glob("step-*")) / MANIFEST
+    written = json.loads(place.read_bytes())
+    cut = [slot.pop("cut") for bucket in written["layout"]["buckets"] for slot in bucket["slots"] if "cut" in slot]
+    assert sorted(cut) == [[0, 1], [1, 1]]
+    place.write_bytes(sealed(json.dumps(written, separators=(",", ":")).encode()))
+    with pytest.raises(UserError, match=UNSAID[:40]):
+        kind(at(str(place.parent), print).reader(), tmp_path / "exported", None)
+    with crew_of("abcd", CellTask({"max_steps": 3, "shoal": shoal})) as crew:
+        crew.finish()
+        assert crew.job.durable.history[0].from_step == STEP
+
+
+def test_a_checkpoint_of_one_process_says_nothing_of_cuts() -> None:
+    storage = open_storage("memory://one")
+    written = save(trained(1), storage)[1].to_bytes()
+    assert b'"cut"' not in written and b'"own"' not in written

@@ -1,0 +1,123 @@
+"""Parts of the model that other coordinates of a cell have, where one member needs the whole: for an export.
+
+Each bucket is asked for as a unit of stage 3 is (exchange/unit_fetch.py), between any two votes: owners of the other
+coordinates' blocks answer beside their own work, with the weights as of the boundary at which the asker stands. One
+more number asks for checksums of the step's buffers: nothing says how those are cut, so all are to be alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.blocks.segments import HeldWeights
+from shoal.blocks.shared_weights import Key
+from shoal.blocks.values import WholeValues
+from shoal.cells.marks import local_of
+from shoal.checkpoint.manifest import CHECKSUM_BYTES, checksum
+from shoal.checkpoint.named import check_alike
+from shoal.core.layout import Bucket
+from shoal.exchange.traffic import GATHERED_UNIT, UnitTraffic
+from shoal.exchange.unit_fetch import UnitFetch, UnitServer, answers_of, ask
+from shoal.exchange.world import World
+from shoal.process.device import DeviceCopy
+from shoal.process.host_memory import tensor_bytes
+from shoal.training.context import TrainingContext
+from shoal.training.whole_averages import AskedBucket
+
+
+class CellParts:
+    """Of one worker."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context, self._weights = context, HeldWeights(context.state.held.segments)
+        self._server: UnitServer | None = None
+        self._traffic: UnitTraffic
+        """Of the buckets that this coordinate has."""
+        self._world: World
+        self._key: Key
+
+    def on_world(self, world: World) -> None:
+        """A world has begun. Raises `WorldChanged`."""
+        self._traffic = self._traffic_at(world, self._context.state.layout.part.coordinate)
+        if self._server is None or self._server.group is not world.group:
+            self._server = UnitServer(world.group)
+        self.stand(world)
+
+    def _traffic_at(self, world: World, coordinate: int) -> UnitTraffic:
+        layout = self._context.state.layout.at(coordinate)
+        return UnitTraffic(world.plan, world.rank, layout, [(one.index,) for one in layout.buckets])
+
+    def stand(self, world: World) -> None:
+        """At the boundary at hand. Raises `WorldChanged`."""
+        assert self._server is not None
+        self._world, self._key = world, (world.plan.generation, self._context.boundaries)
+        lock, units = self._context.state.held.segments.lock, self._traffic.units
+        of_weights = answers_of(self._traffic, self._key[1], self._weights, lock)
+        self._server.open(
+            self._key, lambda peer, unit: [self._of_buffers()] if unit == units else of_weights(peer, unit)
+        )
+
+    # ---- what one asks for
+
+    def joined(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:  # each of any shape
+        """These, which lie in the module, each whole, as of the boundary at hand. Raises `WorldChanged`, and
+        `UserError` for buffers that differ between coordinates.
+        """
+        self._check_buffers()
+        state = self._context.state
+        places = [(bucket, slot) for bucket in state.layout.buckets for slot in bucket.slots]
+        place_of = {id(parameter): place for parameter, place in zip(state.parameters, places, strict=True)}
+        part, brought = state.layout.part, dict[int, dict[int, Tensor]]()
+        mine = part.coordinate % part.parts
+        for tensor in tensors:
+            bucket, slot = place_of.get(id(tensor), (None, None))
+            if bucket is None or slot is None or not bucket.is_own:
+                yield local_of(tensor)
+                continue
+            if bucket.index not in brought:
+                others = (other for other in range(part.parts) if other != mine)
+                brought[bucket.index] = {other: self._bring(other, bucket) for other in others}
+            first, stop, shape = slot.start, slot.start + slot.parameter.elements, slot.parameter.shape
+            parts = {other: flat[first:stop].view(shape) for other, flat in brought[bucket.index].items()}
+            parts[mine] = local_of(tensor).detach()
+            yield slot.parameter.joined([parts[other] for other in range(part.parts)])
+
+    def _bring(self, coordinate: int, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
+        """A bucket as another coordinate has it, from its owners."""
+        world, layout = self._world, self._context.state.layout.at(coordinate)
+        flats = [torch.empty(one.elements if one is bucket else 0, dtype=one.dtype) for one in layout.buckets]
+        values, traffic = WholeValues(layout, flats), self._traffic_at(world, coordinate)
+        fetch = UnitFetch(world.group, traffic, self._key, values, _nothing_here, is_in_lane=bool)
+        asked = AskedBucket(bucket.index)
+        fetch.begin(asked)
+        fetch.finish(asked)
+        return flats[bucket.index]
+
+    def _of_buffers(self) -> Tensor:  # (CHECKSUM_BYTES × buffers,) uint8, or of one byte where there are none
+        """By name."""
+        buffers = self._context.state.buffers.committed
+        found = b"".join(checksum(tensor_bytes(buffers[name])) for name in sorted(buffers))
+        return torch.frombuffer(bytearray(found or b"\0"), dtype=torch.uint8)
+
+    def _check_buffers(self) -> None:
+        """Raises `UserError` where another part of the model has others."""
+        world, parts, mine = self._world, self._context.state.layout.part.parts, self._of_buffers()
+        first = dict[int, int]()
+        for rank, member in enumerate(world.plan.members):
+            first.setdefault(member.coordinate % parts, rank)
+        for rank in (rank for rank in first.values() if rank != world.rank):
+            theirs = torch.empty_like(mine)
+            received = world.group.receive(theirs, rank, GATHERED_UNIT)
+            sent, _ = ask(world.group, rank, self._key, self._traffic.units)
+            world.group.wait([received, sent])
+            for at, name in enumerate(sorted(self._context.state.buffers.committed)):
+                place = slice(at * CHECKSUM_BYTES, (at + 1) * CHECKSUM_BYTES)
+                check_alike(name, torch.equal(mine[place], theirs[place]), "the model")
+
+
+def _nothing_here(_: int) -> list[DeviceCopy]:
+    """Of another coordinate's bucket."""
+    return []
