@@ -10,7 +10,8 @@ and first touches fall. Usual is the slower of the worlds before and after; wher
 same cores as the world before, of which "others' steps while it starts" tells. `none` is the same of as many steps in
 which nothing changed: by so much the longest of them is longer by chance. `pause` is what members report: the longest
 from the end of a hand-out to the first lane in the new world. A joiner's time runs from the start of its process to its
-first lane in a committed step.
+first lane in a committed step; `ready` from the plan that names it, for which it has warmed up. CPU seconds are what
+its process had computed by then, which other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from steps import Step
 from tables import Figure, note, show, spread, verdict
 
 MOST_LONGER_SECONDS = 0.1
-MOST_JOINER_SECONDS = 6.0
+MOST_JOINER_SECONDS = 3.0
+MOST_READY_SECONDS = 0.5
 MOST_SLOWER = 1.1
 NEIGHBOURS = 5
 """Steps on either side that say how long a step usually is."""
@@ -43,6 +45,9 @@ class Figures:
         self.pauses: dict[str, list[float]] = defaultdict(list)
         self.longest: dict[str, list[float]] = defaultdict(list)
         self.joiners: list[float] = []
+        self.ready: list[float] = []
+        self.cpu: list[float] = []
+        """Of a joiner: seconds from its start, and from its being ready, to its first lane; and of CPU by then."""
         self.slower: list[float] = []
         self.slower_at_start: list[float] = []
         """The others' steps to those before: while a joiner is filled, and from its start until it joins."""
@@ -61,7 +66,11 @@ def measure(size: str, rounds: int, workers: int) -> Figures:
             cluster.scale(workers)
             cluster.settle(workers, steps=AFFECTED + NEIGHBOURS)
             note_changes(cluster, figures, first)
-            print(f"{size} round {number + 1}/{rounds}: joiners {figures.joiners[-2:]}", flush=True)
+            print(
+                f"{size} round {number + 1}/{rounds}: joiners {figures.joiners[-2:]}, ready {figures.ready[-2:]}, "
+                f"CPU {figures.cpu[-2:]}",
+                flush=True,
+            )
     return figures
 
 
@@ -78,7 +87,10 @@ def welcome(cluster: Cluster, figures: Figures, ask: Callable[[], None]) -> None
         f"a lane of {joiner}", lambda steps: next((s for s in steps if s.worker == joiner and s.lanes), None)
     )
     assert first is not None
+    ready = next(e for e in cluster.events.all if e["kind"] == "plan" and f"add {joiner}" in e["message"])
     figures.joiners.append(first.time - starting["time"])
+    figures.ready.append(first.time - ready["time"])
+    figures.cpu.append(first.cpu)
     cluster.settle(cluster.job.lanes, steps=AFFECTED + NEIGHBOURS)
     slower(cluster, figures, joiner, starting["time"])
 
@@ -167,6 +179,9 @@ def note_targets(size: str, workers: int, figures: Figures) -> None:
             "a joiner, from its start to its first lane, s", settings, figures.joiners, MOST_JOINER_SECONDS, digits=2
         )
     )
+    measured = "a joiner, from its being ready to its first lane, s"
+    note(Figure(measured, settings, figures.ready, MOST_READY_SECONDS, digits=2))
+    note(Figure("a joiner, CPU to its first lane, s", settings, figures.cpu, None, digits=2))
     if figures.slower:
         measured = "the others' steps while a joiner is filled, of those before"
         note(Figure(measured, settings, figures.slower, MOST_SLOWER, digits=2))
@@ -188,11 +203,15 @@ def main() -> None:
             changes.append([size, reason, spread(longest), judged, spread(figures.pauses[reason])])
         took, rate = figures.joiners, figures.slower
         joiners.append(
-            [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(rate, 2),
+            [size, spread(took, 2), verdict(median(took), MOST_JOINER_SECONDS), spread(figures.ready, 2),
+             verdict(median(figures.ready), MOST_READY_SECONDS), spread(figures.cpu, 2), spread(rate, 2),
              verdict(median(rate), MOST_SLOWER) if rate else "–", spread(figures.slower_at_start, 2)]
         )  # fmt: skip
     show("Planned changes", ["model", "change", "longest step longer by, s", "target", "pause, s"], changes)
-    head = ["model", "start to first lane, s", "target", "others' steps while filled", "target", "while it starts"]
+    head = [
+        "model", "start to first lane, s", "target", "ready to first lane, s", "target", "CPU, s",
+        "others' steps while filled", "target", "while it starts",
+    ]  # fmt: skip
     show("A joiner", head, joiners)
 
 

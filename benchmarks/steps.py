@@ -30,6 +30,8 @@ class Step:
     step: int
     generation: int
     lanes: int
+    cpu: float = 0.0
+    """Seconds that its process had computed by then."""
 
 
 def until(goal: str, seen: Callable[[], T], patience: float = PATIENCE_SECONDS, pause: float = POLL_SECONDS) -> T:

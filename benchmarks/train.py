@@ -45,7 +45,7 @@ def note(file: int, engine: shoal.Engine) -> None:
     """One write to a file that is open for appending is one line, whoever else writes."""
     line = {
         "time": time.time(), "worker": os.environ["SHOAL_WORKER_ID"], "step": engine.global_step,
-        "generation": engine.generation, "lanes": len(engine.lanes),
+        "generation": engine.generation, "lanes": len(engine.lanes), "cpu": time.process_time(),
     }  # fmt: skip
     os.write(file, json.dumps(line).encode() + b"\n")
 

@@ -98,6 +98,26 @@ def test_the_job_is_scaled_up_and_down_by_rest() -> None:
         assert {"scale_up", "scale_down"} <= set(cluster.reasons())
 
 
+@promise("a worker joins")
+@pytest.mark.parametrize("stage", shortened([0, 1, 2, 3], 1))
+def test_a_joiner_has_lanes_in_its_first_world(stage: int) -> None:
+    with Cluster(workers=2, options={**LONG, "stage": stage}, pace=PACE) as cluster:
+        cluster.wait_step(2)
+        cluster.add()
+        cluster.wait_world(3)
+        assert lanes_at_first(cluster, "w2"), "it is no standby before"
+        cluster.wait_undisturbed()
+
+
+def lanes_at_first(cluster: Cluster, worker: str) -> str:
+    """The lanes of a worker in its first world, as it tells them."""
+    found = until(
+        f"{worker} to be in a world",
+        lambda: re.search(r'"lanes": \[([^]]*)\], .*"event": "world"', cluster.log(worker)),
+    )
+    return found[1]
+
+
 # ---- pause
 
 

@@ -29,6 +29,7 @@ print(min(a_step() for _ in range(5)))  # where blocks come to lie differs a lit
 FEW = 500
 PAGES = 16_384
 """Of 64 MiB."""
+SEARCHES = 100
 
 
 def faults_of_a_step(*arguments: str, **environment: str) -> int:
@@ -37,6 +38,19 @@ def faults_of_a_step(*arguments: str, **environment: str) -> int:
         env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     return int(done.stdout)
+
+
+def test_a_worker_that_loads_torch_and_shoal_looks_for_no_garbage_meanwhile() -> None:
+    program = (
+        "import gc, shoal; shoal.initialize; print(gc.isenabled(), [one['collections'] for one in gc.get_stats()])"
+    )
+    environment = {**os.environ, "SHOAL_CONTROLLER": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    is_enabled, *collections = done.stdout.replace("[", "").replace("]", "").replace(",", "").split()
+    assert is_enabled == "True"
+    assert sum(map(int, collections)) < SEARCHES, "there are 600 where nothing keeps them off"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")

@@ -15,6 +15,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -32,8 +34,24 @@ if TYPE_CHECKING:
 for _name, _value in GRPC_VARIABLES.items():  # before gRPC, whichever module of Shoal is imported first
     os.environ.setdefault(_name, _value)
 
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """A context in which modules are loaded: nothing of them is garbage, and to look for it takes a sixth of the time
+    in which a joiner loads torch.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 if "torch" in sys.modules or ("SHOAL_CONTROLLER" in os.environ and find_spec("torch") is not None):
-    from shoal.process.compiler import leave_unloaded
+    with _loading():
+        from shoal.process.compiler import leave_unloaded
 
     leave_unloaded()
     if "SHOAL_CONTROLLER" in os.environ:
@@ -66,7 +84,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LOADED:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     try:
-        found = getattr(import_module(_LOADED[name]), name)
+        with _loading():
+            found = getattr(import_module(_LOADED[name]), name)
         if name == "initialize":
             from shoal.process.compiler import leave_unloaded
 
