@@ -80,7 +80,6 @@ def slowest_of_20(histogram: str, by: str) -> str:
 
 
 MEDIAN_STEP = f"quantile(0.5, shoal_worker_step_seconds{{{JOB}}})"
-WORKER_STEP = most("shoal_worker_step_seconds", "worker")
 LAST_CHECKPOINT = most("shoal_checkpoint_last_timestamp_seconds")
 
 PROGRESS = [
@@ -140,8 +139,8 @@ WORKERS = [
           "coordinate {{coordinate}}": most("shoal_job_coordinate_members", "coordinate")}),
     View("Waiting within cells", "Share of its time that a worker waits in collectives of its cell.",
          {"{{worker}}": growth("shoal_worker_cell_wait_seconds_total", "worker", function="rate")}, "percentunit"),
-    View("Time per lane", "A worker's step time by its lanes: who is far above the others is a straggler.",
-         {"{{worker}}": f"{WORKER_STEP} / ({most('shoal_worker_lanes', 'worker')} > 0)"}, "s"),
+    View("Time per lane", "What a lane takes on a worker, without its waits for others.",
+         {"{{worker}}": most("shoal_worker_lane_seconds", "worker")}, "s"),
     View("Waited for", "Time that the others have been waiting for a worker.",
          {"{{worker}}": most("shoal_worker_waits_for_seconds", "worker")}, "s"),
     View("Memory", "Memory of the largest worker, by kind.",

@@ -66,8 +66,8 @@ def all_observed() -> Figures:
 
 def test_the_figures_are_the_frozen_ones_with_their_labels_and_kinds() -> None:
     known = view(
-        workers=(worker(gpu=GPU),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4, samples=1,
-        last_commit=1.0, figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5},
+        workers=(worker(gpu=GPU, lane_seconds=0.5),), loss=1.0, last_checkpoint_step=1, max_steps=5, max_workers=4,
+        samples=1, last_commit=1.0, figures=all_observed(), step_seconds_median=0.5, reports={"accuracy": 0.5},
         cell=Shape(tensor=2), world=training().view.world,
     )  # fmt: skip
     metrics = metrics_of(known)
@@ -130,7 +130,13 @@ def largest_job() -> JobView:
     memory = {**dict.fromkeys(MEMORY_KINDS, 1), **{f"claim-{number}": number for number in range(60)}}
     workers = tuple(
         worker(
-            f"w{number}", state=state, memory_bytes=memory, heartbeat_age_seconds=1.0, waited_for_seconds=2.0, gpu=GPU
+            f"w{number}",
+            state=state,
+            memory_bytes=memory,
+            heartbeat_age_seconds=1.0,
+            waited_for_seconds=2.0,
+            gpu=GPU,
+            lane_seconds=0.5,
         )
         for number, state in zip(range(LARGEST_WORLD), cycle(State), strict=False)
     )

@@ -7,13 +7,18 @@ from dataclasses import replace
 
 import pytest
 from machine_driver import MADE_OF, Driver, notes
+from rich.console import Console
 from rule import Edit, holds, rule
+from shoal_controller.api.answers import WorkerAnswer
+from shoal_controller.cli.tables import workers_table
 from shoal_controller.core.machine.effects import Effect, Note
 from shoal_controller.core.machine.events import Tick
 from shoal_controller.core.planning.lanes import EVENLY
 from shoal_protos.description import OnSlow
 from shoal_protos.messages import Telemetry
 from shoal_protos.plan import Reason
+from shoal_protos.rest import Json
+from shoal_protos.shape import ONE
 
 EQUAL = {"w0": 0.1, "w1": 0.1, "w2": 0.1, "w3": 0.1}
 SLOW = {**EQUAL, "w1": 0.3}
@@ -65,8 +70,7 @@ def test_a_slow_worker_gets_fewer_lanes_within_seconds_and_as_many_as_before_whe
     assert driver.counted("shoal_job_rebalances_total") == 1
     assert notes(train(driver, 30, SLOW), "lanes_shared") == []
     assert notes(train(driver, 30, EQUAL), "lanes_shared") == [
-        "lanes are shared evenly again: w0 is to train 2 lanes in place of 3 (100 ms a lane), w1 is to train 2 lanes "
-        "in place of 1 (100 ms a lane); the lanes of a step take 0.20 s in place of 0.30 s"
+        "lanes are shared evenly again; the lanes of a step take 0.20 s in place of 0.30 s"
     ]
     assert lanes(driver) == [2, 2, 2, 2]
     assert driver.counted("shoal_job_rebalances_total") == 2
@@ -164,3 +168,24 @@ def test_a_slow_worker_is_replaced_where_that_is_asked_for_and_a_launcher_starts
 def test_a_worker_of_a_bit_less_speed_is_not_replaced() -> None:
     driver = job(OnSlow.REPLACE, launcher="local")
     assert notes(train(driver, 400, {**EQUAL, "w1": 0.14}), "draining") == []
+
+
+def printed(workers: list[Json]) -> str:
+    console = Console(width=200, highlight=False)
+    with console.capture() as capture:
+        console.print(workers_table(workers))
+    return capture.get()
+
+
+def test_what_a_lane_takes_is_shown_of_each_worker() -> None:
+    driver = job(OnSlow.NAME)
+    train(driver, 2, SLOW)
+    shown = [WorkerAnswer.of(one, ONE).model_dump(mode="json", exclude_unset=True) for one in driver.view.workers]
+    assert [one["lane_seconds"] for one in shown] == [0.1, 0.3, 0.1, 0.1]
+    table = printed(shown)
+    assert "a lane" in table
+    assert "300 ms" in table
+    train(driver, 1, dict.fromkeys(EQUAL, 0.0))
+    unknown = [WorkerAnswer.of(one, ONE).model_dump(mode="json", exclude_unset=True) for one in driver.view.workers]
+    assert not any("lane_seconds" in one for one in unknown)
+    assert "a lane" not in printed(unknown)

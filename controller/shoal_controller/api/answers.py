@@ -227,6 +227,8 @@ class WorkerAnswer(WithCells):
     """Number of the cell that it trains in; None: it is spare, or no member. Absent where a cell is one process."""
     gpu: GpuAnswer | None = None
     """What it computes on. Absent where that is no NVIDIA GPU."""
+    lane_seconds: float | None = None
+    """What a lane takes there, without its waits for others. Absent where that is not known."""
 
     @classmethod
     def of(cls, view: WorkerView, shape: Shape) -> Self:
@@ -236,14 +238,15 @@ class WorkerAnswer(WithCells):
         if shape != ONE:
             place = shape.place(view.coordinate) if view.coordinate is not None else None
             of_cells = {"coordinate": place, "cell": view.cell}
-        of_gpu: dict[str, Any] = {"gpu": GpuAnswer.of(view.gpu)} if view.gpu is not None else {}
+        more: dict[str, Any] = {"gpu": GpuAnswer.of(view.gpu)} if view.gpu is not None else {}
+        more |= {"lane_seconds": view.lane_seconds} if view.lane_seconds else {}
         return cls(
             worker=view.worker, host=view.host, pid=view.pid, state=view.state, rank=view.rank,
             lanes=list(view.lanes), blocks=view.blocks, mirrored_blocks=view.mirrored_blocks, step=view.step,
             step_seconds=view.step_seconds, memory_bytes=memory, log=view.log, pod=view.pod,
             node=view.node, why=view.why, domain=view.domain, heartbeat_age_seconds=view.heartbeat_age_seconds,
             waited_for_seconds=view.waited_for_seconds, activity=ActivityAnswer.of(view),
-            **of_cells, **of_gpu,
+            **of_cells, **more,
         )  # fmt: skip
 
 

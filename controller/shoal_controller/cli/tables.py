@@ -252,6 +252,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
     ranks = ["–" if worker["rank"] is None else str(worker["rank"]) for worker in workers]
     steps = [str(worker["step"]) if known else "–" for worker, known in zip(workers, is_known, strict=True)]
     gpus = [_gpu(worker.get("gpu")) for worker in workers]
+    takes = [seconds(worker.get("lane_seconds")) for worker in workers]
     columns = [
         Column("worker", [worker["worker"] for worker in workers]),
         Column("state", [worker["state"] for worker in workers]),
@@ -262,6 +263,7 @@ def workers_table(workers: Sequence[Json]) -> RenderableType:
         Column("mirrored", [str(worker["mirrored_blocks"]) for worker in workers], 5, is_number=True),
         Column("step", steps, is_number=True),
         Column("step time", [seconds(worker["step_seconds"] or None) for worker in workers], 2, is_number=True),
+        *([Column("a lane", takes, 2, is_number=True)] if any("lane_seconds" in worker for worker in workers) else []),
         Column("memory", [amount(worker["memory_bytes"] or None) for worker in workers], 3, is_number=True),
         *([Column("gpu", gpus, 2)] if any("gpu" in worker for worker in workers) else []),
         Column("host", [escape(worker["host"]) for worker in workers], 7),

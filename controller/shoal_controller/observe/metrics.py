@@ -93,6 +93,10 @@ UNIX_TIMES = ("shoal_job_last_step_timestamp_seconds", "shoal_checkpoint_last_ti
 """What Prometheus compares with its own clock."""
 WORKER_GAUGES: Mapping[str, tuple[str, WorkerFigure]] = {
     "shoal_worker_step_seconds": ("Wall time of the last step.", lambda worker: worker.step_seconds),
+    "shoal_worker_lane_seconds": (
+        "What a lane takes on a worker, without its waits for others.",
+        lambda worker: worker.lane_seconds or None,
+    ),
     "shoal_worker_last_heartbeat_seconds": (
         "Seconds since the last heartbeat.",
         lambda worker: worker.heartbeat_age_seconds,

@@ -282,6 +282,8 @@ class WorkerView:
     """Its place in a cell; None: it has none yet, or a cell is one process."""
     cell: int | None = None
     """Number of the cell that it trains lanes in; None: it is in none, or a cell is one process."""
+    lane_seconds: float = 0.0
+    """What a lane takes there without waits for others, as it last said; 0: nothing is known of it."""
     cell_wait_seconds: float = 0.0
     """For which its process has waited in collectives of its cells."""
     gpu: Gpu | None = None

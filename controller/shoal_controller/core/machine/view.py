@@ -281,6 +281,7 @@ def _worker(job: Job, record: WorkerRecord, now: float, waited_for_seconds: floa
         boundaries=_boundaries(process, world),
         makes_steps=world is None or rank is None or world.steps,
         heartbeat_age_seconds=now - process.last_message_at if process is not None and record.serves else None,
+        lane_seconds=telemetry.lane_seconds if telemetry is not None and rank is not None else 0.0,
         cell_wait_seconds=telemetry.cell_wait_seconds if telemetry is not None else 0.0,
         gpu=telemetry.gpu if telemetry is not None else None,
         coordinate=record.coordinate if job.durable.cell != ONE and record.seated else None,

@@ -7,9 +7,10 @@ import { Evicted } from "./evicted.js";
 import { showLanes } from "./holdings.js";
 import { stateBadge } from "./phases.js";
 
-const TITLES = ["Worker", "State", "Cell", "Activity", "Lanes", "Step time", "Memory", "GPU", "Host", "Heartbeat", "Actions"];
+const TITLES = ["Worker", "State", "Cell", "Activity", "Lanes", "A lane", "Step time", "Memory", "GPU", "Host", "Heartbeat", "Actions"];
 const GONE = new Set(["lost", "left"]);
 const SHOWN = 200; // rows before the rest is folded
+const SLOW = 1.3; // times the median of what a lane takes
 const STALE_SECONDS = 3; // at least: one look at the workers and a heartbeat
 const STALE_HEARTBEATS = 2;
 
@@ -67,13 +68,13 @@ export class Workers {
     const back = evicted ? `, ${count(evicted)} evicted, which may come back` : "";
     setText(this.summary, `${plural(stay.length - evicted, "worker")} here${back}, ${count(this.workers.length - stay.length)} gone`);
     this.more.hidden = this.isWhole || rows.length <= SHOWN;
-    const medians = rows.map((worker) => worker.step_seconds).filter((seconds) => seconds > 0).sort((one, other) => one - other);
-    const median = medians[Math.floor(medians.length / 2)] ?? 0;
-    keyed(this.body, this.isWhole ? rows : rows.slice(0, SHOWN), (worker) => worker.worker, (worker) => this.line(worker), (line, worker) => this.update(line, worker, median));
+    const takes = rows.map((worker) => worker.lane_seconds ?? 0).filter((seconds) => seconds > 0).sort((one, other) => one - other);
+    const speed = { median: takes[Math.floor((takes.length - 1) / 2)] ?? 0, most: takes.at(-1) ?? 0 };
+    keyed(this.body, this.isWhole ? rows : rows.slice(0, SHOWN), (worker) => worker.worker, (worker) => this.line(worker), (line, worker) => this.update(line, worker, speed));
   }
 
   line(worker) {
-    const cells = Object.fromEntries(["state", "seat", "does", "lanes", "step", "memory", "gpu", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
+    const cells = Object.fromEntries(["state", "seat", "does", "lanes", "lane", "step", "memory", "gpu", "host", "heartbeat"].map((name) => [name, element("td", { class: name })]));
     const press = (label, words, act) => element("button", { type: "button", class: "small", onclick: act, "aria-label": words }, label);
     const name = worker.worker;
     const acts = this.mayAct()
@@ -86,8 +87,8 @@ export class Workers {
     return line;
   }
 
-  update(line, worker, median) {
-    updateLine(line, worker, median, this.stale);
+  update(line, worker, speed) {
+    updateLine(line, worker, speed, this.stale);
     const { drain, lost } = line.acts;
     const isAway = GONE.has(worker.state);
     line.classList.toggle("gone", this.isGone(worker));
@@ -117,16 +118,23 @@ function gpuFigures(gpu) {
   return figures.length ? `${index}: ${figures.join(" · ").replaceAll("_", " ")}` : "";
 }
 
-function updateLine(line, worker, median, stale) {
+/** A bar of what a lane takes on a worker, as long as that of the slowest at most. */
+function showLaneSeconds(place, seconds, { median, most }) {
+  const slow = seconds > SLOW * median;
+  place.classList.toggle("warn", slow);
+  const bar = () => element("meter", { min: "0", max: String(most), value: String(seconds), "aria-hidden": "true" });
+  once(place, `${seconds} ${most} ${slow}`, () => (seconds > 0 ? [bar(), ` ${duration(seconds)}${slow ? " (slow)" : ""}`] : ["–"]));
+}
+
+function updateLine(line, worker, speed, stale) {
   const { parts } = line;
   once(parts.state, worker.state, () => [stateBadge(worker.state)]);
   setText(parts.seat, seat(worker));
   const does = worker.why || worker.activity?.sentence || "";
   once(parts.does, does, () => [foreignText(does || "–")]);
   showLanes(parts.lanes, worker.lanes);
-  const slow = median > 0 && worker.step_seconds > 1.5 * median;
-  setText(parts.step, worker.step_seconds > 0 ? `${duration(worker.step_seconds)}${slow ? " (slow)" : ""}` : "–");
-  parts.step.classList.toggle("warn", slow);
+  showLaneSeconds(parts.lane, worker.lane_seconds ?? 0, speed);
+  setText(parts.step, worker.step_seconds > 0 ? duration(worker.step_seconds) : "–");
   setText(parts.memory, worker.memory_bytes ? bytes(worker.memory_bytes) : "–");
   const gpu = gpuFigures(worker.gpu) || worker.gpu?.why || "–";
   once(parts.gpu, gpu + worker.gpu?.why, () => [foreign(gpu, { title: worker.gpu?.why || worker.gpu?.name || null })]);

@@ -403,15 +403,16 @@ def _measured(turn: Turn, world: Plan) -> list[MeasuredTrainer]:
 def _lanes_sentence(look: Look, by_speed: bool) -> str:
     """What changes, and what is gained by it."""
     best = look.best
+    gained = f"the lanes of a step take {look.seconds_with(best):.2f} s in place of {look.seconds_now:.2f} s"
+    if not by_speed:
+        return f"lanes are shared evenly again; {gained}"
     changed = []
     for one, count in sorted(zip(look.trainers, best, strict=True), key=lambda pair: -pair[0].seconds):
         if count != one.lanes:
             takes = f"{one.seconds * 1e3:.0f} ms a lane"
             changed.append(f"{one.workers[0]} is to train {plural(count, 'lane')} in place of {one.lanes} ({takes})")
     more = f" and {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
-    how = "by speed" if by_speed else "evenly again"
-    gained = f"the lanes of a step take {look.seconds_with(best):.2f} s in place of {look.seconds_now:.2f} s"
-    return f"lanes are shared {how}: {', '.join(changed[:MOST_NAMED])}{more}; {gained}"
+    return f"lanes are shared by speed: {', '.join(changed[:MOST_NAMED])}{more}; {gained}"
 
 
 def _ratios(trainers: Sequence[MeasuredTrainer]) -> list[tuple[MeasuredTrainer, float, float]]:
