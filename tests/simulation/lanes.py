@@ -57,10 +57,14 @@ class WholeGradients:
     def begin(self) -> None:
         t = self.training
         lanes = len(self.world.plan.shares[t.rank].lanes)
-        seconds = t.simulation.step_seconds * (0.5 + t.worker.chance.random()) if lanes else 0.0
+        seconds = self._seconds() if lanes else 0.0
         if lanes:
             t.watch.trains(t.worker, t.parameters, t.step)
         t.code.run(seconds, self._done, t.generation, t.boundary)
+
+    def _seconds(self) -> float:
+        t = self.training
+        return t.simulation.step_seconds * t.worker.factor * (0.5 + t.worker.chance.random())
 
     def _done(self, generation: int, boundary: int) -> None:
         t = self.training
@@ -218,7 +222,7 @@ class GradientsOnShards(WholeGradients):
         t = self.training
         t.watch.trains(t.worker, parameters, t.step)
         t.step_phase = ""
-        seconds = t.simulation.step_seconds * (0.5 + t.worker.chance.random())
+        seconds = self._seconds()
         lanes = len(self.world.plan.shares[t.rank].lanes)
         t.code.run(seconds / lanes, self._lane_done, t.generation, t.boundary, self._index)
 

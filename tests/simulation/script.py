@@ -301,6 +301,10 @@ class Script:
         """One bit of a block's state in the memory of a worker that holds it."""
         self.simulation.bits.flip(self.simulation.by_id(worker), int(block))
 
+    def do_pace(self, worker: str, factor: str) -> None:
+        """From now on its lanes take so many times as long."""
+        self.simulation.speeds.slow(self.simulation.by_id(worker), float(factor))
+
     def do_damage(self) -> None:
         """The newest checkpoint cannot be read from now on."""
         self.simulation.checkpoints.damaged.add(max(self.simulation.checkpoints.there).path)

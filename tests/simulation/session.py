@@ -154,6 +154,7 @@ class Session:
             step_seconds=self.worker.simulation.step_seconds,
             step_seconds_median=self.worker.simulation.step_seconds if training.step > 0 else 0.0,
             saves=training.saves.reported,
+            lane_seconds=self.worker.simulation.speeds.lane_seconds(self.worker),
         )
         self.dialogue.update_status(self._status(), telemetry)
         self._send()

@@ -22,6 +22,7 @@ from .network import Groups, Still, Stream, Weather
 from .planner import Planner
 from .pods import PodLauncher
 from .promises import Promises
+from .speeds import Speeds
 from .watch import Watch
 from .worker import SimWorker
 from .world import Worlds
@@ -80,7 +81,7 @@ class Simulation:
             on_corruption=OnCorruption(self._shape(shape, "on_corruption", "restore", POLICIES)),
             stage=self.stage, cell=self.cell, homes=self.homes, models=self.models,
         )  # fmt: skip
-        self.checkpoints = Checkpoints(self, every)
+        self.checkpoints, self.speeds = Checkpoints(self, every), Speeds(self)
         self.worlds = Worlds(self.models)
         self.bits = FlippedBits(self)
         self.watch = Watch(self)

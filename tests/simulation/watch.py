@@ -261,6 +261,7 @@ class Watch:
     def stepped(self, before: Job, events: Sequence[Event], after: Job) -> None:
         """After every batch of the machine."""
         self._counts_time(before, after)
+        self.simulation.speeds.stepped(before, after)
         durable, old = after.durable, before.durable
         if durable is old:
             return

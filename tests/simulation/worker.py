@@ -49,6 +49,8 @@ class SimWorker:
         self.restarts = RESTARTS
         self.stubborn = launched and simulation.stubborn and self.chance.random() < 0.3
         self._backlog: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self.factor = simulation.speeds.factor(pid)
+        """So many times as long as usual its lanes take."""
         self.coordinate = 0
         """Its place in a cell, once it has one."""
         self.is_seated = False

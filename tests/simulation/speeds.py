@@ -1,0 +1,68 @@
+"""Workers of lasting different speed, in a quarter of the seeds, and what lanes that follow it have to keep to.
+
+A slow worker is so as long as its process lives. It says what its lanes take, with noise; in the other seeds nobody
+says anything, and lanes are even.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from shoal_controller.core.machine.job import Job
+from shoal_controller.core.planning.lanes import LEAST_PAUSE, seconds_of_step
+from shoal_protos.plan import Plan
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+    from .worker import SimWorker
+
+LANE_SECONDS, NOISE = 0.1, 0.05
+
+
+class Speeds:
+    """See the module's text."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        drawn = () if simulation.still else (False, False, False, True)
+        self.are_known = bool(drawn and Random(f"{simulation.seed} speeds").choice(drawn))
+        self._noise = Random(f"{simulation.seed} noise of lanes")
+        self.changes = 0
+
+    def factor(self, pid: int) -> float:
+        """So many times as long as usual a lane takes on a process."""
+        if not self.are_known or self._simulation.still:
+            return 1.0
+        return Random(f"{self._simulation.seed} speed of {pid}").choice((1.0, 1.0, 1.0, 1.5, 2.0, 4.0))
+
+    def slow(self, worker: SimWorker, factor: float) -> None:
+        """From now on."""
+        self.are_known, worker.factor = True, factor
+
+    def lane_seconds(self, worker: SimWorker) -> float:
+        """As it tells; 0: it tells nothing."""
+        if not self.are_known or worker.training.step < 1:
+            return 0.0
+        noise = 0.0 if self._simulation.still else self._noise.uniform(-NOISE, NOISE)
+        return LANE_SECONDS * worker.factor * (1 + noise)
+
+    def stepped(self, before: Job, after: Job) -> None:
+        """After every batch of the machine."""
+        old, new = before.durable.sharing, after.durable.sharing
+        if new.changed_at != old.changed_at:
+            self.changes += 1
+            if old.changed_at and old.changed_at <= new.changed_at < old.changed_at + LEAST_PAUSE:
+                self._simulation.watch.violated("lanes are shared anew too soon", old.changed_at, new.changed_at)
+        for plan in after.durable.planned:
+            if plan not in before.durable.planned and new.seconds:
+                self._is_no_longer(after, plan)
+
+    def _is_no_longer(self, job: Job, plan: Plan) -> None:
+        """A step takes no longer than with even lanes, by what was measured."""
+        cells = plan.cells if plan.homes else [(rank,) for rank in plan.trainers]
+        counts = [len(plan.lanes_of(cell[0])) for cell in cells]
+        taken = [max(job.durable.lane_seconds(plan.members[rank].worker) for rank in cell) for cell in cells]
+        evenly = -(-plan.lanes // len(cells)) * max(taken) if cells else 0.0
+        if cells and seconds_of_step(counts, taken, self._simulation.stage >= 2) > evenly * (1 + 1e-9):
+            self._simulation.watch.violated("lanes by speed make steps longer", counts, taken)
