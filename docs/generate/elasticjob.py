@@ -74,6 +74,14 @@ SPEC_RULES = [
 ]
 SPEC_RULES += [
     rule(
+        "!has(self.lanes) || !has(self.workers.wanted) || !has(self.workers.spares) || "
+        "self.workers.wanted + self.workers.spares <= self.lanes || self.workers.spares == 0",
+        "spec.workers.wanted and spares together must be at most spec.lanes: a spare trains when a worker is lost",
+        ".workers.spares",
+    )
+]
+SPEC_RULES += [
+    rule(
         f"!has(self.workers.{name}) || self.workers.{name} % {processes} == 0",
         f"spec.workers.{name} must be a multiple of {whole}",
         f".workers.{name}",
@@ -260,7 +268,7 @@ def status() -> Schema:
     def number(about: str) -> Schema:
         return {"type": "integer", "format": "int64", "description": about}
 
-    counts = {name: number(f"Workers: {name}.") for name in ("active", "wanted", "min", "max")}
+    counts = {name: number(f"Workers: {name}.") for name in ("active", "wanted", "min", "max", "spares")}
     cells = {
         "full": number("Cells that train."),
         "wanted": number("Cells that the wanted workers make."),

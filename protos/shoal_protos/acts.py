@@ -45,12 +45,14 @@ class Scale(OperatorRequest):
     least: int | None = None
     most: int | None = None
     """0: no bound but the lanes. None, as of the others: as it is."""
+    spares: int | None = None
 
     def sentence(self) -> str:
         size = f"to {plural(self.workers, 'worker')}" if self.workers is not None else ""
         least = f"with at least {self.least}" if self.least is not None else ""
         most = f"with at most {self.most or 'its lanes'}" if self.most is not None else ""
-        return " ".join(filter(None, ("scale", size, " and ".join(filter(None, (least, most))))))
+        spares = f"with {plural(self.spares, 'spare')}" if self.spares is not None else ""
+        return " ".join(filter(None, ("scale", size, " and ".join(filter(None, (least, most, spares))))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,11 @@ class ActCalls(ABC, Generic[Answer]):
 
     def scale_job(
         self, job: str, workers: int | None = None, *, min: int | None = None, max: int | None = None,
-        if_version: str | None = None,
+        spares: int | None = None, if_version: str | None = None,
     ) -> Answer:  # fmt: skip
-        """Set how many workers are wanted, or between which numbers that may be."""
-        return self._act(Act.SCALE, job, if_version=if_version, body={"workers": workers, "min": min, "max": max})
+        """Set how many workers and spares are wanted, or between which numbers the workers may be."""
+        body = {"workers": workers, "min": min, "max": max, "spares": spares}
+        return self._act(Act.SCALE, job, if_version=if_version, body=body)
 
     def drain_worker(
         self, job: str, worker: str, *, grace_seconds: float | None = None, why: str = "", if_version: str | None = None

@@ -25,6 +25,7 @@ class Operators:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.chance = Random(f"operators of {simulation.seed}")
+        self.spares = Random(f"spares that operators of {simulation.seed} ask for")
 
     def rage(self, seconds: float) -> None:
         if not self.simulation.has_operators or self.chance.random() >= SHARE_OF_SEEDS:
@@ -47,8 +48,9 @@ class Operators:
         """Size and bounds at once; many a request is refused."""
         least, most = self.chance.randint(0, 4), self.chance.randint(0, 8)
         request = Scale(
-            self.chance.choice((None, 1, 3, 6)), self.chance.choice((None, least)), self.chance.choice((None, most))
-        )
+            self.chance.choice((None, 1, 3, 6)), self.chance.choice((None, least)), self.chance.choice((None, most)),
+            self.spares.choice((None, None, 0, 1)),
+        )  # fmt: skip
         self.simulation.say("an operator asks for", request)
         self.simulation.host.request(request)
 

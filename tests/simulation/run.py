@@ -43,6 +43,7 @@ def attempt(task: Task) -> Outcome:
     happened[f"of cells of {simulation.cell}"] += 1
     happened["ended by its scripts"] += durable.ends_at > 0
     happened["bad scripts"] += bool(simulation.script.kind)
+    happened["with spares"] += simulation.spec.spares > 0
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["disasters"] += getattr(simulation, "disasters", 0)
     happened["put back"] += simulation.put_back

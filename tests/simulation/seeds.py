@@ -30,7 +30,7 @@ def run(seed: int, **shape: object) -> Simulation:
 def rage_and_calm(simulation: Simulation) -> Simulation:
     simulation.host.start()
     if simulation.spec.launcher == "none":
-        for _ in range(simulation.spec.wanted):
+        for _ in range(simulation.spec.wanted + simulation.spec.spares):
             simulation.start_process()
     simulation.clock.run_until(simulation.chance.uniform(0.5, 3.0))
     faults = Faults(simulation)
@@ -89,7 +89,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
         return False
     roster = durable.roster
     each = simulation.spec.started_together
-    launched = max(each, durable.wanted - durable.wanted % each)
+    launched = max(each, durable.wanted - durable.wanted % each) + durable.spares
     least = launched if simulation.spec.launcher != "none" else durable.bounds.least
     enough = world.world_size >= min(least, world.lanes * world.coordinates)
     processes = [simulation.processes[member.incarnation] for member in world.members]
@@ -98,7 +98,7 @@ def settled(simulation: Simulation, begin: int) -> bool:
     gone = len(staying) == world.world_size
     trainers = sum(bool(world.shares[rank].lanes) for rank in staying)
     cells = _full_cells(simulation, [processes[rank] for rank in staying])
-    busy = trainers == min(cells, world.lanes) * world.coordinates
+    busy = trainers == min(cells, world.lanes, durable.trainers or world.lanes) * world.coordinates
     possible = min(len(staying), durable.wanted) // world.coordinates
     even = simulation.spec.launcher == "none" or cells >= possible  # people are told which process to drain
     still = not durable.planned and not world.fills and durable.save is None

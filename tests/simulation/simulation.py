@@ -68,7 +68,7 @@ class Simulation:
         least = int(shape.get("min_workers", chance.choice((1, 1, 2))))  # type: ignore[call-overload]
         sizes = sizes_of(Sizes(wanted, least, most, lanes), seed, self.cell if not self.still else ONE)
         self.spec = JobSpec(
-            "job", sizes.wanted, sizes.least, sizes.most, launcher,
+            "job", sizes.wanted, sizes.least, sizes.most, launcher, spares=self._spares(shape, sizes),
             heartbeat_seconds=0.3, reconnect_seconds=2.0, progress_seconds=2.0,
             stall_seconds=float(shape.get("stall_seconds", 12.0)), started_together=int(shape.get("together", 1)),  # type: ignore
             max_restarts=int(shape.get("max_restarts", self.script.restarts(10_000))), run="run-1",  # type: ignore[call-overload]
@@ -111,6 +111,13 @@ class Simulation:
     def _shape(self, shape: dict[str, object], name: str, still: Any, drawn: tuple[Any, ...]) -> Any:
         """Drawn apart from the rest, so that what is new changes nothing in what a seed drew before."""
         return shape.get(name, still if self.still else Random(f"{self.seed} {name}").choice(drawn))
+
+    def _spares(self, shape: dict[str, object], sizes: Sizes) -> int:
+        """Of a quarter of the seeds, as far as there is room for them."""
+        if self.cell != ONE or shape.get("together") or shape.get("mirrors") == 0:
+            return 0
+        room = min(sizes.most or sizes.lanes, sizes.lanes) - sizes.wanted
+        return max(0, min(int(self._shape(shape, "spares", 0, (0, 1))), room))
 
     # ---- the log
 

@@ -32,7 +32,8 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
     async with serving(tmp_path) as api:
         shown = {
             "job": "train", "phase": "waiting", "generation": 1,
-            "workers": {"wanted": 3, "active": 0, "min": 2, "max": 6}, "lanes": 8, "step": 0,
+            "workers": {"wanted": 3, "active": 0, "min": 2, "max": 6, "spares": 0, "active_spares": 0},
+            "lanes": 8, "step": 0,
             "idle_lane_ratio": None, "idle_lanes": "", "goodput": "", "owner": "",
             "max_steps": None, "loss": None, "samples": None, "last_checkpoint_step": None, "paused": False,
             "reason": "as it should be",
@@ -47,7 +48,10 @@ async def test_a_job_is_created_shown_listed_scaled_and_deleted(tmp_path):
         assert await api.ask("GET", "/v1/jobs") == {"jobs": [shown], "next": None}
         scaled = shown | {"workers": shown["workers"] | {"wanted": 4}, "version": f"{run}-1"}
         assert await api.ask("POST", "/v1/jobs/train/scale", 202, json={"workers": 4}) == scaled
-        scaled = shown | {"workers": {"wanted": 4, "active": 0, "min": 1, "max": 8}, "version": f"{run}-2"}
+        scaled = shown | {
+            "workers": {"wanted": 4, "active": 0, "min": 1, "max": 8, "spares": 0, "active_spares": 0},
+            "version": f"{run}-2",
+        }
         assert await api.ask("POST", "/v1/jobs/train/scale", 202, json={"min": 1, "max": 8}) == scaled
         assert await api.ask("DELETE", "/v1/jobs/train", 202) == scaled | {"phase": "cancelled", "version": f"{run}-3"}
         assert (await api.ask("GET", "/v1/jobs/train/events"))["events"][-1]["message"] == "cancelled by an operator"

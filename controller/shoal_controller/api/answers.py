@@ -44,6 +44,9 @@ class WorkerCounts(Answer):
     min: int
     max: int | None
     """None until the job's lanes are known."""
+    spares: int
+    """Wanted beyond `wanted`."""
+    active_spares: int
 
 
 class CellAnswer(Answer):
@@ -117,8 +120,9 @@ class JobAnswer(WithCells):
     @classmethod
     def of(cls, view: JobView) -> Self:
         counts = WorkerCounts(
-            wanted=view.wanted, active=view.active, min=view.min_workers, max=view.max_workers or view.most_members
-        )
+            wanted=view.wanted, active=view.active, min=view.min_workers, max=view.max_workers or view.most_members,
+            spares=view.spares, active_spares=view.active_spares,
+        )  # fmt: skip
         of_cells: dict[str, Any] = {}
         if view.cell != ONE:
             counted = CellCounts(full=view.full_cells, wanted=view.wanted_cells)

@@ -19,7 +19,8 @@ from shoal_protos.shape import DIMENSIONS, MOST_PROCESSES, ONE, Shape, broken_sh
 from shoal_protos.validation import MOST_READ, Allowed, Unshown, raise_all, wrong_value
 
 from shoal_controller.api.strict import surrogate_faults
-from shoal_controller.core.machine.spec import NO_LAUNCHER, JobSpec, LauncherKind, traits_of
+from shoal_controller.core.machine.job_size import JobSize, broken_spares
+from shoal_controller.core.machine.spec import NO_LAUNCHER, JobSpec, LauncherKind, WorkerBounds, traits_of
 from shoal_controller.launchers.kubernetes.job_defaults import section_of
 from shoal_controller.launchers.kubernetes.section import KubernetesSection
 from shoal_controller.launchers.launcher import SET_BY_SHOAL
@@ -33,6 +34,8 @@ HIDDEN = "***"
 
 Workers = Annotated[int, Field(ge=1, le=MOST_WORKERS)]
 HOW_MANY = Allowed(f"a whole number from 1 to {MOST_WORKERS}")
+Spares = Annotated[int, Field(ge=0, le=MOST_WORKERS)]
+HOW_MANY_SPARES = Allowed(f"a whole number from 0 to {MOST_WORKERS}")
 Seconds = Annotated[float, Field(ge=LEAST_SECONDS, le=LONGEST_SECONDS, allow_inf_nan=False)]
 
 
@@ -58,6 +61,10 @@ class WorkersBody(Body):
     """Fewest workers to train with. Default: `elasticity.min_gpus` of the training config, else 1."""
     max: Annotated[Workers | None, HOW_MANY] = None
     """Most workers to scale to. Default: `elasticity.max_gpus` of the training config, else the number of lanes."""
+    spares: Annotated[Spares, HOW_MANY_SPARES] = 0
+    """Workers beyond `wanted` that mirror state and train as soon as another one is lost. Default: 0."""
+    spares_train: bool | None = None
+    """Whether spares train meanwhile. Default: if the job has at least four lanes for each of its workers."""
 
 
 CellSize = Annotated[int, Field(ge=1, le=MOST_PROCESSES), Allowed(f"a whole number from 1 to {MOST_PROCESSES}")]
@@ -175,6 +182,12 @@ class JobBody(Body):
                 f"`workers.max` is {self.workers.max}, but `lanes` is {self.lanes} and every {each} trains at least "
                 f"one lane; expected {least} to {useful}{hint}"
             )
+        size = JobSize(
+            self.job, wanted or least, WorkerBounds(least, most), self.lanes, cell,
+            self._wholes["kubernetes.processesPerPod"], self.workers.spares,
+        )  # fmt: skip
+        if why := broken_spares(size):
+            yield f"`workers.spares` is {self.workers.spares}: {why.removesuffix('.')}"
         for key, processes in self._wholes.items():
             for name, bound in (("min", self.workers.min), ("max", self.workers.max)):
                 if bound is not None and bound % processes:
@@ -234,8 +247,8 @@ class JobBody(Body):
             heartbeat_seconds=self.heartbeat_seconds, suspect_after=self.suspect_after,
             reconnect_seconds=self.reconnect_seconds, progress_seconds=self.progress_seconds,
             stall_seconds=self.stall_seconds, max_restarts=self.max_restarts, resume=self.resume,
-            kubernetes=section, cell=self.shape,
-            started_together=self._wholes["kubernetes.processesPerPod"],
+            kubernetes=section, cell=self.shape, started_together=self._wholes["kubernetes.processesPerPod"],
+            spares=self.workers.spares, spares_train=self.workers.spares_train,
         )  # fmt: skip
 
 
@@ -245,8 +258,11 @@ def body_of(spec: JobSpec, shows_values: bool) -> dict[str, object]:
     """
     section = section_of(spec) if spec.kubernetes or spec.kubernetes_defaults else None
     wanted = None if spec.wanted_by_default else spec.wanted
+    workers = WorkersBody.model_construct(
+        wanted=wanted, min=spec.min_workers, max=spec.max_workers, spares=spec.spares, spares_train=spec.spares_train
+    )
     body = JobBody.model_construct(
-        job=spec.job, workers=WorkersBody.model_construct(wanted=wanted, min=spec.min_workers, max=spec.max_workers),
+        job=spec.job, workers=workers,
         launcher=spec.launcher, command=list(spec.command), env=dict(spec.env), lanes=spec.lanes,
         heartbeat_seconds=spec.heartbeat_seconds, suspect_after=spec.suspect_after,
         reconnect_seconds=spec.reconnect_seconds, progress_seconds=spec.progress_seconds,
@@ -278,11 +294,15 @@ class ScaleBody(Body):
     """New fewest workers to train with. Default: as it is."""
     max: Annotated[Workers | None, HOW_MANY] = None
     """New most workers to scale to. Default: as it is."""
+    spares: Annotated[Spares | None, HOW_MANY_SPARES] = None
+    """New number of spares. Default: as it is."""
 
     @model_validator(mode="after")
     def _something_to_change(self) -> Self:
-        if self.workers is None and self.min is None and self.max is None:
-            raise ValueError(f"`workers`, `min` and `max` are missing; expected one of them at least, {HOW_MANY.text}")
+        if self.workers is None and self.min is None and self.max is None and self.spares is None:
+            raise ValueError(
+                f"`workers`, `min`, `max` and `spares` are missing; expected one of them at least, {HOW_MANY.text}"
+            )
         return self
 
 
@@ -296,7 +316,7 @@ class DrainBody(Body):
 
 
 def _asked_scale(body: ScaleBody) -> Scale:
-    return Scale(body.workers, body.min, body.max)
+    return Scale(body.workers, body.min, body.max, body.spares)
 
 
 def _asked_drain(worker: str, body: DrainBody | None = None) -> DrainWorker:

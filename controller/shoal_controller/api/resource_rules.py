@@ -54,7 +54,8 @@ async def scale(controller: ControllerState, job: str, asked: Scale, by: Caller,
     spec = shell.spec(job)
     if spec.resource and not view.phase.is_over:
         bounds = WorkerBounds(view.min_workers, view.max_workers)
-        resized(JobSize(job, view.wanted, bounds, view.lanes, view.cell, spec.started_together), asked)
+        size = JobSize(job, view.wanted, bounds, view.lanes, view.cell, spec.started_together, view.spares)
+        resized(size, asked)
         if controller.sizes is None:
             raise Conflict(
                 f"job {job} has its size from the resource {FULL_NAME}/{job}, which this controller cannot write: it "

@@ -178,8 +178,14 @@ def _stands(job: Json) -> str:
     return (
         f"[bold]{job['job']}[/] {phase(job['phase'])}: step {step_of(job)}, loss {number(job['loss'])}, "
         f"generation {job['generation']}, workers {workers['active']} of {workers['wanted']}"
-        f" ({workers['min']} to {most}), lanes {job['lanes'] or '?'}{_in_cells(job)}"
+        f"{_spares(workers)} ({workers['min']} to {most}), lanes {job['lanes'] or '?'}{_in_cells(job)}"
     )
+
+
+def _spares(workers: Json) -> str:
+    """How many spares it has, of how many; empty where it is to have none."""
+    wanted = workers.get("spares", 0)
+    return f" and {workers['active_spares']} of {wanted} spares" if wanted else ""
 
 
 def _in_cells(job: Json) -> str:

@@ -26,7 +26,7 @@ from shoal_protos.shape import ONE
 from shoal_protos.text import number, plural
 from shoal_protos.validation import every_sentence
 
-from shoal_controller.api.models import JobBody
+from shoal_controller.api.models import JobBody, WorkersBody
 from shoal_controller.core.machine.spec import JobSpec, JobView, Phase
 from shoal_controller.core.overview.shown_sentences import last_telling
 from shoal_controller.launchers.kubernetes.pod_manifest import pods_of
@@ -48,10 +48,18 @@ LONGEST_MESSAGE = 4096
 OVER = frozenset(phase.value for phase in Phase if phase.is_over)
 
 
+class ResourceWorkers(WorkersBody):
+    """How many workers a resource asks for, with the keys of a resource."""
+
+    model_config = ConfigDict(alias_generator=to_camel)
+
+
 class ResourceBody(JobBody):
     """What a resource asks for: a job's body, with the keys of a resource."""
 
     model_config = ConfigDict(alias_generator=to_camel)
+
+    workers: ResourceWorkers = ResourceWorkers()
 
 
 def job_spec_of(item: Mapping[str, Any]) -> JobSpec:
@@ -79,6 +87,7 @@ def size_change(view: JobView, asked: JobSpec) -> Scale | None:
         workers=asked.wanted if asked.wanted != view.wanted else None,
         least=least if least != view.min_workers else None,
         most=(most or 0) if (most or view.most_members) != view.max_workers else None,
+        spares=asked.spares if asked.spares != view.spares else None,
     )
     return change if change != Scale() else None
 
@@ -145,6 +154,7 @@ def status_of(view: JobView | None, seen: Seen, before: Mapping[str, Any]) -> Js
         found |= {"phase": REFUSED, "reason": seen.acceptance.message[:LONGEST_REASON], "workers": {"active": 0}}
     else:
         counts = {"active": view.active, "wanted": view.wanted, "min": view.min_workers, "max": view.max_workers}
+        counts["spares"] = view.active_spares if view.spares else None
         found |= {
             "run": seen.run, "phase": view.phase.value, "reason": view.reason[:LONGEST_REASON],
             "generation": view.generation, "step": view.step, "events": seen.passed_on,

@@ -85,7 +85,7 @@ class ResourceWriter:
 
     async def write_size(self, item: Mapping[str, Any], asked: Scale) -> Json:
         """What `kubectl scale` writes, and the bounds where they are asked for."""
-        numbers = {"wanted": asked.workers, "min": asked.least, "max": asked.most}
+        numbers = {"wanted": asked.workers, "min": asked.least, "max": asked.most, "spares": asked.spares}
         workers = {name: number for name, number in numbers.items() if number is not None}
         body = {"metadata": {"uid": uid_of(item)}, "spec": {"workers": workers}}
         return await self._api.patch(f"{self.resources}/{item['metadata']['name']}", body)

@@ -57,6 +57,10 @@ class Leaving(StrEnum):
     """What it runs on is to go."""
 
 
+LANES_OF_A_SPARE = 4
+"""With so many lanes for each worker, spares train by default: then a loss leaves nearly nothing idle."""
+
+
 @dataclass(frozen=True)  # no slots: `replaced`
 class WorkerRecord:
     """One worker of the roster. An id belongs to one process for ever."""
@@ -314,6 +318,8 @@ class Durable:
     cell: Shape = ONE
     """What its cells are: as the first worker said that asked for its seat or said hello."""
     sharing: LaneSharing = EVENLY
+    spares: int = field(default=0, metadata=OMITTED)
+    """Workers beyond `wanted` that it is to have: they mirror, and train when another one is lost."""
 
     def lane_seconds(self, worker: WorkerId) -> float:
         """Return what a lane takes on a worker where lanes are shared by speed; 0: they are shared evenly."""
@@ -323,6 +329,16 @@ class Durable:
     def bounds(self) -> WorkerBounds:
         """Between which numbers `wanted` may be."""
         return self.changed_bounds or bounds_of(self.spec, self.description, self.cell)
+
+    @property
+    def trainers(self) -> int:
+        """So many members train at most; the others are spares. 0: all do."""
+        if not self.spares or self.description is None:
+            return 0
+        train = self.spec.spares_train
+        if train is None:
+            train = self.description.lanes >= LANES_OF_A_SPARE * (self.wanted + self.spares)
+        return 0 if train else self.wanted
 
     @property
     def most_members(self) -> int | None:
@@ -391,6 +407,8 @@ class Goal:
     steps: bool
     promote: bool
     """Fills are done, so that their targets can be promoted."""
+    trainers: int = 0
+    """So many members train at most; 0: all do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,7 +289,7 @@ class Job:
 def new_job(spec: JobSpec, now: float) -> Job:
     """A job that was just submitted. Its first event is `Started`."""
     figures = Figures(created=now, counted_until=now)
-    durable = Durable(spec, wanted=spec.wanted, figures=figures, cell=spec.cell or ONE)
+    durable = Durable(spec, spec.wanted, figures=figures, cell=spec.cell or ONE, spares=spec.spares)
     return Job(durable, started_at=now, figures=figures)
 
 

@@ -34,6 +34,10 @@ class JobSize:
     cell: Shape = ONE
     in_a_pod: int = 1
     """So many are started together."""
+    spares: int = 0
+    """Beyond `wanted`."""
+    mirrors: int | None = None
+    """None while nobody has said how many."""
 
     @property
     def useful(self) -> int | None:
@@ -54,12 +58,32 @@ def broken_bounds(bounds: WorkerBounds, processes: int, whole: str = "cell") -> 
     return f"{first}: a {whole} of it has {plural(processes, 'worker')}; expected a multiple of that" if first else ""
 
 
+def broken_spares(size: JobSize) -> str:
+    """Return why a job cannot have its spares, in a sentence; empty: it can."""
+    if not size.spares:
+        return ""
+    asked = f"job {size.job} cannot have {plural(size.spares, 'spare')}"
+    if size.cell != ONE or size.in_a_pod > 1:
+        return f"{asked}: spares are for jobs whose workers train, and start, by themselves; ask for more workers."
+    if size.mirrors == 0:
+        more = plural(size.wanted + size.spares, "worker")
+        return f"{asked}: its config has mirrors 0, so they would hold nothing; ask for {more}, or set shoal.mirrors."
+    if size.top is not None and size.wanted + size.spares > size.top:
+        most = max(0, size.top - size.wanted)
+        return (
+            f"{asked} beside {plural(size.wanted, 'worker')}: a spare trains when another worker is lost, and at most "
+            f"{plural(size.top, 'worker')} can; expected at most {plural(most, 'spare')}."
+        )
+    return ""
+
+
 def resized(size: JobSize, asked: Scale) -> JobSize:
     """The size that is asked for. Raises `ImpossibleSize` where the job cannot have it."""
     least = size.bounds.least if asked.least is None else asked.least
     most = size.bounds.most if asked.most is None else asked.most or None
     wanted = size.wanted if asked.workers is None else asked.workers
-    found = replace(size, wanted=wanted, bounds=WorkerBounds(least, most))
+    spares = size.spares if asked.spares is None else asked.spares
+    found = replace(size, wanted=wanted, spares=spares, bounds=WorkerBounds(least, most))
     of_pods = broken_bounds(WorkerBounds(asked.least or 0, asked.most), size.in_a_pod, "pod")
     if why := broken_bounds(found.bounds, size.cell.processes) or of_pods:
         raise ImpossibleSize(f"job {size.job} cannot have {why}.")
@@ -79,4 +103,8 @@ def resized(size: JobSize, asked: Scale) -> JobSize:
                 f"job {size.job} wants {plural(wanted, 'worker')}, not {bounds}; scale it in the same request."
             )
         raise ImpossibleSize(f"job {size.job} cannot be scaled to {plural(wanted, 'worker')}; expected {bounds}.")
+    if spares < 0:
+        raise ImpossibleSize(f"job {size.job} cannot have {spares} spares; expected 0 or more.")
+    if why := broken_spares(found):
+        raise ImpossibleSize(why)
     return found

@@ -194,6 +194,6 @@ def count_version(turn: Turn, events: Sequence[Event]) -> None:
         turn.keep(version=before.version + 1)
 
 
-def _asked_of(durable: Durable) -> tuple[int, WorkerBounds, bool, bool, Phase | None]:
+def _asked_of(durable: Durable) -> tuple[int, int, WorkerBounds, bool, bool, Phase | None]:
     over = durable.phase if durable.phase.is_over else None
-    return durable.wanted, durable.bounds, durable.paused, durable.stopping, over
+    return durable.wanted, durable.spares, durable.bounds, durable.paused, durable.stopping, over

@@ -131,6 +131,10 @@ class JobSpec:
     """Name of the token that it was created with; empty: no token was asked for, or a resource has created it."""
     cell: Shape | None = field(default=None, metadata=OMITTED)
     """Where given, the cells of every worker's config must be so; None: the first worker says what they are."""
+    spares: int = field(default=0, kw_only=True, metadata=OMITTED)
+    """Workers beyond `wanted` that mirror, and train when another one is lost."""
+    spares_train: bool | None = field(default=None, kw_only=True, metadata=OMITTED)
+    """Whether they train meanwhile; None: where the job has four lanes for each of its workers."""
     started_together: int = field(default=1, metadata=OMITTED)
     """So many processes its launcher starts at a time, in one place which ends when all of them have ended: a pod."""
 
@@ -154,6 +158,7 @@ class JobView:
     generation: int
     wanted: int
     active: int
+    """Members, spares apart."""
     min_workers: int
     max_workers: int | None
     lanes: int | None
@@ -163,6 +168,9 @@ class JobView:
     last_checkpoint_step: int | None
     reason: str
     run: str = ""
+    spares: int = 0
+    """Members beyond `wanted` that it is to have."""
+    active_spares: int = 0
     owner: str = ""
     """Name of the token that it was created with; empty: none."""
     version: int = 0

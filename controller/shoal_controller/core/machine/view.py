@@ -32,12 +32,15 @@ def view(job: Job, now: float) -> JobView:
     description = durable.description
     lanes = description.lanes if description is not None else spec.lanes
     copies = copies_wanted(durable)
+    spares = min(durable.spares, max(0, len(active) - durable.wanted))
     return JobView(
         job=spec.job,
         phase=shown_phase(job),
         generation=durable.current.generation if durable.current is not None else 0,
         wanted=durable.wanted,
-        active=len(active),
+        active=len(active) - spares,
+        spares=durable.spares,
+        active_spares=spares,
         min_workers=durable.bounds.least,
         max_workers=durable.bounds.most or durable.most_members,
         default_bounds=default_bounds(description, durable.cell),

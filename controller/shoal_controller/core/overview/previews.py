@@ -153,6 +153,9 @@ def _cancel(_: Cancel, before: JobView, after: JobView) -> str:
 
 @preview.register
 def _scale(_: Scale, before: JobView, after: JobView) -> str:
+    if after.spares != before.spares:
+        spares = f"{plural(after.spares, 'spare')} beside {plural(after.wanted, 'worker')}, in place of {before.spares}"
+        return f"{spares}; training goes on meanwhile"
     if after.wanted == before.wanted:
         most = "its lanes" if after.max_workers is None else f"{after.max_workers}"
         return f"the job may have from {after.min_workers} to {most} workers; it goes on with {before.active}"

@@ -22,6 +22,8 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 from math import floor
 
+from shoal_protos.runs import union
+
 from shoal_controller.core.planning.block_groups import BlockGroup, cut, lay
 from shoal_controller.core.planning.flow import place_evenly
 from shoal_controller.core.planning.placement import Capacity, Demand, Pair
@@ -216,6 +218,43 @@ def share_mirrors(
     if apart and max(members.values()) > 1:
         shared = _more(shared, Spread(partners, domains, apart, apart), domains)
     return _more(shared, Spread(partners, domains, apart, mirrors), range(len(domains)))
+
+
+def mirror_on_spares(
+    groups: Sequence[BlockGroup],
+    partners: Partners,
+    beside: Partners,
+    spares: Sequence[int],
+    mirrors: int,
+    domains: Sequence[int],
+) -> list[BlockGroup]:
+    """The owned groups, each with its first mirror on a spare in another domain than its owner's, and the others with
+    the owner's partners `beside`, which are trainers. Where no spare is in another domain, all are with `partners`; and
+    copies stay where they are then, for the next spare takes them over. `domains` is by candidate, each its own where
+    all share one.
+    """  # fmt: skip
+    pairs = [(owner, spare) for owner in beside for spare in spares if domains[spare] != domains[owner]]
+    apart: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for owner, spare in pairs:
+        apart[owner] += (spare,)
+        apart[spare] += (owner,)
+    served = [group for group in groups if group.owner in apart]
+    others = [group for group in groups if group.owner not in apart]
+    mirrored: list[BlockGroup] = []
+    if others:
+        everyone = {owner: tuple(one for one in partners if one != owner) for owner in partners}
+        mirrored += leave_mirrors(share_mirrors(others, partners, mirrors, domains), everyone, domains)
+    if served:
+        first = share_mirrors(served, apart, 1, domains)
+        kept = {spare: union(group.blocks for group in first if spare in group.mirrors) for spare in spares}
+        rest = share_mirrors(served, beside, mirrors - 1, domains) if mirrors > 1 else served
+        mirrored += (
+            group.decided(group.owner, (spare, *group.mirrors), both)
+            for group in rest
+            for spare, blocks in kept.items()
+            if (both := group.blocks & blocks)
+        )
+    return mirrored
 
 
 def mirror_everywhere(groups: Sequence[BlockGroup], keepers: Sequence[int]) -> list[BlockGroup]:

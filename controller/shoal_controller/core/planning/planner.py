@@ -31,6 +31,7 @@ from shoal_controller.core.planning.mirrors import (
     leave_mirrors,
     let_mirrors_wait,
     mirror_everywhere,
+    mirror_on_spares,
     share_mirrors,
 )
 from shoal_controller.core.planning.owners import share_owners, share_pairs
@@ -90,6 +91,9 @@ class Terms:
     than elsewhere, as where no mirrors are wanted."""
     first_repair_blocks: int = 0
     """How many of these a source sends at the first boundary after a loss at most."""
+    trainers: int = 0
+    """So many members train at most: younger ones are spares, which mirror for all and train when one is lost. 0: all
+    do, as where a cell has several processes."""
     steps: bool = True
     """Whether optimizer steps run."""
     rounds: bool = False
@@ -210,13 +214,15 @@ def _compose(terms: Terms, here: Sequence[Candidate], before: Plan | None) -> _W
     keepers = [_keepers(here, coordinate) for coordinate in range(len(of_coordinates))]
     kept: list[KeptBlocks] = []
     partners: dict[int, tuple[int, ...]] = {}
+    trainers = [staying[: terms.trainers or None] for staying in keepers]
+    choose = _with_spares if terms.trainers else _target
     for staying, mine in zip(keepers, of_coordinates, strict=True):
         if staying:
-            target = _target(terms, here, staying, known, mine)
+            target = choose(terms, here, staying, known, mine)
             kept += _promote(target.groups, staying, min(terms.mirrors, len(staying) - 1))
             partners.update(target.partners)
     left = known.cells(frozenset(chain.from_iterable(keepers)))
-    cells = pair(keepers, [c.host or c.domain for c in here], left, terms.tight_parts)
+    cells = pair(trainers, [c.host or c.domain for c in here], left, terms.tight_parts)
     flights, paces = [here[cell[0]].lane for cell in cells], [candidate.lane_seconds for candidate in here]
     shared = share_among(cells, terms.lanes, flights, _domains(here), terms.rounds, paces)
     lanes = {worker: mine for cell, mine in shared.items() for worker in cell}
@@ -266,6 +272,27 @@ def _target(
     return _Target(let_mirrors_wait(mirrored, partners, domains), partners if few else {})
 
 
+def _with_spares(
+    terms: Terms, here: Sequence[Candidate], keepers: Sequence[int], before: Before, groups: Sequence[BlockGroup]
+) -> _Target:
+    """The target of a job that is to have spares, also while none is there: trainers own, spares mirror first."""
+    trainers, spares = keepers[: terms.trainers], keepers[terms.trainers :]
+    mirrors = min(terms.mirrors, len(keepers) - 1)
+    domains = _domains(here)
+    sites = domains if len({domains[keeper] for keeper in keepers}) > 1 else range(len(here))
+    if mirrors == len(keepers) - 1:
+        owned = share_owners(groups, trainers, {}, mirrors, sites)
+        return _Target(mirror_everywhere(owned, keepers), {})
+    known = before.partners(here[keepers[0]].member.coordinate, max(terms.mirror_partners, mirrors))
+    partners = choose_partners(known, keepers, sites, PartnerTerms(max(terms.mirror_partners, mirrors), mirrors))
+    owned = share_owners(groups, trainers, partners, mirrors, sites)
+    left = mirrors - 1
+    beside: Partners = {}
+    if left < len(trainers):
+        beside = choose_partners(known, trainers, sites, PartnerTerms(max(terms.mirror_partners, left), left))
+    return _Target(mirror_on_spares(owned, partners, beside, spares, mirrors, sites), partners)
+
+
 def _as_kept(groups: Sequence[BlockGroup], partners: Partners, mirrors: int) -> list[BlockGroup] | None:
     """What is at rest, as it is kept, where that is the target: all owners stay where they are even, and held mirrors
     stay with their partners. None where it is not so, and something has to move.
@@ -297,7 +324,7 @@ def _hosts(here: Sequence[Candidate]) -> tuple[int, ...]:
 
 
 def _keepers(here: Sequence[Candidate], coordinate: int) -> list[int]:
-    """Who trains and keeps blocks in the end. When all are leaving, the oldest stays: somebody must be the last."""
+    """Who keeps blocks in the end, oldest first. When all are leaving, the oldest stays: somebody must be the last."""
     known = [worker for worker, candidate in enumerate(here) if candidate.member.coordinate == coordinate]
     staying = [worker for worker in known if not here[worker].leaving]
     return staying or known[:1]

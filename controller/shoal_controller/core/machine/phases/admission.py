@@ -24,7 +24,7 @@ from shoal_controller.core.machine.effects import Close, Probe, Send
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.events import Connected, SeatAsked
 from shoal_controller.core.machine.job import Process
-from shoal_controller.core.machine.job_size import broken_bounds
+from shoal_controller.core.machine.job_size import JobSize, broken_bounds, broken_spares
 from shoal_controller.core.machine.phases import (
     checkpoints,
     claims,
@@ -125,6 +125,10 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
             f"{_from_to(default_bounds(theirs, theirs.cell))}. Give the job both workers.min and workers.max, or "
             "neither."
         )
+    wanted, together = _fitting(durable.wanted, bounds, most), turn.spec.started_together
+    size = JobSize(turn.spec.job, wanted, bounds, theirs.lanes, theirs.cell, together, durable.spares, theirs.mirrors)
+    if why := broken_spares(size):
+        return f"worker {name} comes to a job that is made otherwise: {why}"
     if _fitting(durable.wanted, bounds, most) == durable.wanted or _is_by_default(turn, bounds, most):
         return None
     if durable.wanted > most:

@@ -32,9 +32,12 @@ from shoal_controller.core.machine.turn import Turn
 def on_scale(turn: Turn, event: Scale) -> None:
     """Change the wanted number of workers and its bounds. A launcher follows; without one the youngest are drained."""
     durable = turn.durable
-    lanes = durable.description.lanes if durable.description is not None else turn.spec.lanes
+    known = durable.description
+    lanes, mirrors = (known.lanes, known.mirrors) if known is not None else (turn.spec.lanes, None)
     together = turn.spec.started_together
-    before = JobSize(turn.spec.job, durable.wanted, durable.bounds, lanes, durable.cell, together)
+    before = JobSize(
+        turn.spec.job, durable.wanted, durable.bounds, lanes, durable.cell, together, durable.spares, mirrors
+    )
     size = resized(before, event)
     if size.bounds != before.bounds:
         turn.keep(changed_bounds=size.bounds)
@@ -45,9 +48,14 @@ def on_scale(turn: Turn, event: Scale) -> None:
         turn.keep(wanted=size.wanted, scaled_up=size.wanted > before.wanted)
         sentence = f"the job is scaled from {before.wanted} to {plural(size.wanted, 'worker')}"
         turn.note(EventKind.SCALED, sentence, workers=size.wanted)
+    if size.spares != before.spares:
+        turn.keep(spares=size.spares)
+        turn.note(EventKind.SCALED, f"the job is to have {plural(size.spares, 'spare')}", spares=size.spares)
     if size != before and not turn.spec.traits.starts:
-        room = size.top if size.wanted == before.wanted else size.wanted
-        staying = scaling.first_to_stay(turn, scaling.staying_workers(turn), size.wanted)
+        all_wanted = size.wanted + size.spares
+        is_as_before = all_wanted == before.wanted + before.spares
+        room = size.top if is_as_before else all_wanted
+        staying = scaling.first_to_stay(turn, scaling.staying_workers(turn), all_wanted)
         for record in reversed(staying[room:] if room is not None else ()):
             scaling.drain(turn, record.worker, Leaving.SCALE_DOWN, scaling.SCALE_DOWN_GRACE)
 

@@ -63,14 +63,14 @@ def goal_of(turn: Turn, plan: Plan, candidates: Iterable[Candidate]) -> Goal:
     leaving = {candidate.member.worker: candidate.leaving for candidate in candidates}
     speed = turn.durable.lane_seconds
     pool = [Traits(m.worker, leaving.get(m.worker, False), speed(m.worker)) for m in plan.members]
-    return Goal(_by_age(turn, pool), plan.steps, promote=False)
+    return Goal(_by_age(turn, pool), plan.steps, promote=False, trainers=turn.durable.trainers)
 
 
 def _set_goal(turn: Turn, goal: Goal | None, plan: Plan) -> None:
     """What the plan was asked for is fulfilled, as far as it took part in it: only what is new asks for another one."""
     if goal is not None:
         pool = tuple(traits for traits in goal.pool if traits.worker in plan.workers)
-        goal = Goal(pool, plan.steps, promote=False)
+        goal = Goal(pool, plan.steps, promote=False, trainers=goal.trainers)
     turn.change(goal=goal, goals={})
 
 
@@ -237,7 +237,8 @@ def seated(turn: Turn, workers: Iterable[WorkerId]) -> list[Seated]:
 def _goal(turn: Turn, world: Plan, joiners: list[WorkerId]) -> Goal:
     pool = [_traits(turn, worker) for worker in (*(member.worker for member in world.members), *joiners)]
     promote = bool(world.fills) and fills_done(turn, world)
-    return Goal(_by_age(turn, pool), planner_questions.steps_run(turn, [traits.worker for traits in pool]), promote)
+    steps = planner_questions.steps_run(turn, [traits.worker for traits in pool])
+    return Goal(_by_age(turn, pool), steps, promote, turn.durable.trainers)
 
 
 def _by_age(turn: Turn, pool: list[Traits]) -> tuple[Traits, ...]:

@@ -209,6 +209,7 @@ def _plan_request(
         _fill_rate(turn, description, candidates, FILL_SHARE),
         _fill_rate(turn, description, candidates, REPAIR_SHARE) if description.mirrors else 0,
         FIRST_REPAIR_BYTES // max(1, description.state_bytes),
+        turn.durable.trainers,
         steps_run(turn, [candidate.member.worker for candidate in candidates]),
         rounds=description.adds_by_rounds,
         sharded=description.shards_parameters,

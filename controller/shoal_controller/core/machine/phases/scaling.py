@@ -45,7 +45,7 @@ def settle(turn: Turn) -> None:
     if not turn.spec.traits.starts or turn.durable.phase.is_over or turn.durable.stopping:
         return
     here = staying_workers(turn)
-    wanted = places.whole(turn, turn.durable.wanted + _spares(turn, here))
+    wanted = places.whole(turn, turn.durable.wanted + turn.durable.spares + _replacements(turn, here))
     lasting, left_over = places.divided(turn, here)
     present = [record for record in lasting if record.worker in turn.job.processes or not record.incarnation]
     if not _may_be_heard_yet(turn, present):
@@ -84,12 +84,12 @@ def first_to_stay(turn: Turn, staying: list[WorkerRecord], wanted: int) -> list[
     return places.in_whole(turn, [*first, *(record for record in staying if not record.seated)])
 
 
-def _spares(turn: Turn, here: list[WorkerRecord]) -> int:
+def _replacements(turn: Turn, here: list[WorkerRecord]) -> int:
     """Workers beyond `wanted` that are asked for while some may have to go; never more than can train."""
     if turn.durable.description is None:
         return 0
     most = turn.durable.description.most_members
-    room = min(turn.durable.bounds.most or most, most) - turn.durable.wanted
+    room = min(turn.durable.bounds.most or most, most) - turn.durable.wanted - turn.durable.spares
     return max(0, min(sum(record.endangered for record in here), room))
 
 

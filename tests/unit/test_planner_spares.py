@@ -1,0 +1,137 @@
+"""Spares: members without lanes, who mirror for all in other failure domains and train in the recovery's own plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matrices import examples
+from planning import World, transfers
+from rule import Edit, rule
+from shoal_controller.core.planning.planner import Terms, same_world
+from shoal_protos.plan import EVERYONE
+from shoal_protos.runs import NO_BLOCKS, every, union
+
+TERMS = Terms(lanes=8, blocks=24, mirrors=1, mirror_partners=4, fill_blocks_per_step=64, trainers=4)
+RACKS = {"a": "1", "b": "1", "c": "2", "d": "2", "e": "3", "f": "3"}
+
+
+def lanes(world: World) -> dict[str, int]:
+    return {worker: len(lanes) for worker, lanes in world.plan.lanes_by_worker.items()}
+
+
+def copies(world: World) -> set[int]:
+    """How many members keep a block, of all blocks."""
+    return {sum(block in share.keeps for share in world.plan.shares) for block in range(world.terms.blocks)}
+
+
+def test_a_spare_owns_nothing_trains_nothing_and_mirrors_for_all() -> None:
+    world = World(TERMS, "abcde")
+    assert lanes(world) == {"a": 2, "b": 2, "c": 2, "d": 2, "e": 0}
+    assert [len(share.owned) for share in world.plan.shares] == [6, 6, 6, 6, 0]
+    assert world.plan.shares[4].mirrored == every(24) and copies(world) == {2}
+
+
+@rule(
+    "A spare has lanes and owns what it mirrored in the plan of the recovery itself, and nothing is moved for that",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.planning.planner",
+        "    choose = _with_spares if terms.trainers else _target\n",
+        "    choose = _target\n",
+    ),
+)
+@pytest.mark.parametrize("victim", "abcd")
+def test_a_spare_trains_in_the_recovery_itself(victim: str) -> None:
+    world = World(TERMS, "abcde")
+    world.kill(victim)
+    assert set(lanes(world).values()) == {2} and lanes(world)["e"] == 2
+    assert [len(share.owned) for share in world.plan.shares] == [6, 6, 6, 6], "owners are even without a fill"
+    assert transfers(world.plan) == 6, "the copies of the copies, beside training"
+    world.settle()
+    assert lanes(world)["e"] == 2 and copies(world) == {2}
+
+
+def test_the_next_spare_takes_over_the_mirrors_and_owns_nothing() -> None:
+    world = World(TERMS, "abcde")
+    world.kill("b")
+    world.settle()
+    world.join("f", trains=False)
+    world.train()
+    world.settle()
+    assert lanes(world) == {"a": 2, "c": 2, "d": 2, "e": 2, "f": 0}
+    assert world.plan.shares[-1].mirrored == every(24) and not world.plan.shares[-1].owned and copies(world) == {2}
+
+
+def test_a_rack_that_is_lost_while_its_spares_are_in_another_one_costs_no_lane_and_no_block_moves_before() -> None:
+    world = World(TERMS, "abcdef", RACKS)
+    world.kill("a", "b")
+    assert lanes(world) == {"c": 2, "d": 2, "e": 2, "f": 2}
+    assert sorted(len(share.owned) for share in world.plan.shares) == [6, 6, 6, 6]
+    assert world.plan.second_copies == union(fill.blocks for fill in world.plan.fills), "only copies of copies"
+
+
+def test_a_copy_is_never_with_a_spare_in_its_owners_domain_while_there_is_another_one() -> None:
+    world = World(TERMS, "abcde", {"a": "1", "b": "1", "c": "2", "d": "2", "e": "2"})
+    world.settle()
+    for rank, share in enumerate(world.plan.shares[:2]):
+        assert share.owned <= world.plan.shares[4].mirrored, rank
+    for share in world.plan.shares[2:4]:
+        assert not share.owned & world.plan.shares[4].mirrored
+
+
+def test_with_two_mirrors_one_is_with_the_spare_and_one_with_a_trainer() -> None:
+    world = World(replace(TERMS, mirrors=2), "abcdef")
+    assert copies(world) == {3}
+    assert union(share.mirrored for share in world.plan.shares[4:]) == every(24)
+    assert world.plan.shares[4].mirrored & world.plan.shares[5].mirrored == NO_BLOCKS
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[World, list[str]]:
+    mirrors = draw(st.sampled_from([1, 1, 2, EVERYONE]))
+    terms = replace(TERMS, mirrors=mirrors, trainers=draw(st.integers(1, 4)), sharded=draw(st.booleans()))
+    domains = {worker: draw(st.sampled_from("123")) for worker in "abcdefghijkl"}
+    return World(terms, "abcdef"[: draw(st.integers(2, 6))], domains), draw(
+        st.lists(st.sampled_from(["kill", "join", "drain", "fill", "promote"]), max_size=8)
+    )
+
+
+@given(histories(), st.randoms(use_true_random=False))
+@settings(max_examples=examples(60), deadline=None)
+def test_after_any_history_the_oldest_train_own_evenly_and_blocks_have_their_copies(
+    history: tuple[World, list[str]], chance: object
+) -> None:
+    world, acts = history
+    free = iter("ghijkl")
+    for act in acts:
+        here = sorted(world.here)
+        if act == "kill" and len(here) > 1:
+            gone = chance.choice(here)  # type: ignore[attr-defined]
+            held = union(world.here[worker].holds for worker in here if worker != gone)
+            if held == every(24) and any(world.here[w].can_train for w in here if w != gone):
+                world.kill(gone)
+        elif act == "join" and (worker := next(free, None)):
+            world.join(worker, trains=False)
+            world.train()
+        elif act == "drain" and sum(not world.here[worker].leaving for worker in here) > 1:
+            world.drain(chance.choice([w for w in here if not world.here[w].leaving]))  # type: ignore[attr-defined]
+        elif act == "fill":
+            world.fill()
+        else:
+            world.promote()
+    for _ in range(6):
+        before = world.plan
+        world.fill()
+        if same_world(world.promote(), before):
+            break
+    else:
+        raise AssertionError("not at rest after 6 plans")
+    plan = world.plan
+    training = min(world.terms.trainers, plan.world_size)
+    owned = [len(share.owned) for share in plan.shares]
+    assert [bool(share.lanes) for share in plan.shares] == [rank < training for rank in plan.ranks]
+    assert max(owned[:training]) - min(owned[:training]) <= 1 and not any(owned[training:])
+    assert copies(world) == {min(world.terms.mirrors, plan.world_size - 1) + 1}
