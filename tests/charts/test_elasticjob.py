@@ -38,6 +38,9 @@ PODS: Json = {"kubernetes": {"image": "trainer:1", "processesPerPod": 4}}
 IMMUTABLE = "cannot be changed; delete the resource and create it anew"
 WRONG_NAMES = ["Job", "a.b", "a_b", "-a", "a-", "", "a" * 53]
 RIGHT_NAMES = ["a", "0", "a-b", "a" * 52]
+SPARES_BEYOND_LANES = (
+    "spec.workers.wanted and spares together must be at most spec.lanes: a spare trains when a worker is lost"
+)
 WRONG_SPECS: list[tuple[Json, str]] = [
     ({"workers": {"min": 5, "wanted": 4}}, "spec.workers.wanted must be at least spec.workers.min"),
     ({"workers": {"wanted": 4, "max": 3}}, "spec.workers.wanted must be at most spec.workers.max"),
@@ -45,6 +48,7 @@ WRONG_SPECS: list[tuple[Json, str]] = [
     ({"workers": {"wanted": 9}}, f"spec.workers.wanted must be at most {PER_LANE}"),
     ({"workers": {"min": 9}}, f"spec.workers.min must be at most {PER_LANE}"),
     ({"workers": {"max": 9}}, f"spec.workers.max must be at most {PER_LANE}"),
+    ({"workers": {"wanted": 8, "spares": 1}}, SPARES_BEYOND_LANES),
     ({**PAIRS, "workers": {"max": 18}}, f"spec.workers.max must be at most {PER_LANE}"),
     ({**PAIRS, "workers": {"min": 3}}, f"spec.workers.min must be a multiple of {OF_A_CELL}"),
     ({**PAIRS, "workers": {"max": 7}}, f"spec.workers.max must be a multiple of {OF_A_CELL}"),
