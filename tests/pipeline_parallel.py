@@ -148,7 +148,13 @@ def made_for(engine: Engine, kind: Any, **named: Any) -> Any:
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """Two groups: only matrices decay."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in parameters if one.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def in_stages(task: CellTask, kind: Any = Schedule1F1B, turns: int = 1) -> CellTask:

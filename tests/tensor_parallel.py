@@ -190,7 +190,7 @@ def script(task: CellTask, coordinate: int, opened: Opened) -> None:
     optimizer = task.optimizer(model)
     scheduler = task.scheduler(optimizer)
     limits = Limits.of(settled, source.sampler.last_step(settled.max_steps, settled.epochs))
-    limits = in_cell(limits, model, optimizer, hub)
+    limits = in_cell(limits, model, optimizer, hub, task.optimizer)
     state = TrainingState(model, optimizer, scheduler, limits, residency_of(settled.stage))
     fetcher = Fetcher(source, None, settled.seed, state.device.kind)
     status = Status(sequence=0, generation=0, state=MemberState.WARMING_UP, promised=0, step=-1, committed_in=0)

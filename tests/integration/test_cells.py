@@ -310,6 +310,11 @@ def test_the_examples_of_the_page_on_cells_run() -> None:
         assert cluster.result("w0") == cluster.result("w1")
 
 
+def _are_mirrored(cluster: Cluster) -> bool:
+    workers = cluster.workers().values()
+    return len(workers) == 4 and all(worker["mirrored_blocks"] for worker in workers)
+
+
 def of_stages(workers: int, **brake: Any) -> Cluster:
     options = {"definitions": (ROOT / "examples/pipeline.py").read_text(), "max_steps": 20, **brake}
     return Cluster(workers, options, script="integration.cell_scripts:of_stages")
@@ -323,7 +328,7 @@ def test_the_example_of_pipelines_ends_in_the_same_bits_though_a_process_is_kill
         cluster.wait_done()
         undisturbed = cluster.result("w0")
     with of_stages(4, pace=0.3, until=str(tmp_path / "go")) as cluster:
-        cluster.until("two cells", lambda job: job["workers"]["active"] == 4, 120)
+        cluster.until("copies of all blocks", lambda _: _are_mirrored(cluster), 120)
         cluster.kill("w1")
         cluster.wait_state("w1", "lost")
         (tmp_path / "go").touch()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew
+from crew import Crew, Worker
 from pipeline_parallel import MICRO_BATCHES, PIPELINE, SQUARE, Body, Fixed, in_stages, losses_of_the_whole, stages_of
 from rule import Edit, rule
 from shoal.training.engine import Engine
@@ -107,6 +107,22 @@ def test_a_process_that_is_killed_changes_no_bit(point: str, victim: str) -> Non
         crew.train_to(2)
         crew.plant(victim, 4, point)
         assert trained(crew) == one_cell(PIPELINE)
+
+
+def test_a_process_that_is_killed_in_a_handshake_changes_no_bit() -> None:
+    were_shaking_hands = []
+
+    def look(worker: Worker, point: str, _: int) -> None:
+        if worker.name == "f" and point == "between":
+            were_shaking_hands.append(worker.engine.training.pipeline._schedules.is_shaking_hands)
+
+    with crew_of("abcdef", task_of(PIPELINE)) as crew:
+        crew.train_to(2)
+        crew.kill("c")  # d is a spare then, and the other stages shake hands in a new world
+        crew.plant("f", 3, "between")
+        crew.watchers.append(look)
+        assert trained(crew) == one_cell(PIPELINE)
+    assert were_shaking_hands == [True]
 
 
 @pytest.mark.parametrize("point", ["between", *MORE])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_parallel import PIPELINE, Stage, as_default, loss_of
+from pipeline_parallel import adam as two_groups
 from rule import Edit, rule
 from shoal.cells.hub import CellHub
 from shoal.cells.pipelining import FLAGS, SHAKES_HANDS, SUPPORTED, UNDER_WAY, PipelineSchedules
@@ -144,8 +145,10 @@ def test_a_model_that_is_no_stages_and_groups_that_are_not_known_elsewhere_are_r
         in_cell(LIMITS, model, torch.optim.SGD(model.parameters()), hub)
     stages = built_stages(_built, 2, 0, 2)
     groups = [{"params": [one]} for one in stages.parameters()]
-    with pytest.raises(UserError, match="the optimizer has 7 groups of parameters, and nothing says in which group"):
+    with pytest.raises(UserError, match=r"has 7 groups of parameters, and nothing says .* give a function that"):
         in_cell(LIMITS, stages, torch.optim.SGD(groups, lr=0.1), hub)
+    found = in_cell(LIMITS, stages, two_groups(stages), hub, two_groups)
+    assert [{one.group for one in of_place} for of_place in found.stages] == [{0, 1}, {0, 1}]
     stages["0"].norm.weight.requires_grad_(False)
     with pytest.raises(UserError, match=r'"0\.norm\.weight" is frozen, and only one stage of a pipeline has it'):
         in_cell(LIMITS, stages, torch.optim.SGD(stages.parameters()), hub)

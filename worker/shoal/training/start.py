@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -76,6 +76,9 @@ from shoal.training.residency import residency_of
 log = get_logger("shoal")
 
 
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """What an engine is made of."""
@@ -83,8 +86,8 @@ class Given:
     model: nn.Module
     config: TrainingConfig
     dataset: Any
-    optimizer: Optimizers | None = None
-    """None: the config names it."""
+    optimizer: Optimizers | MakeOptimizer | None = None
+    """None: the config names it. A function makes that of any stages of a pipeline."""
     scheduler: Schedulers | Callable[[Optimizer], LRScheduler] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     parameters: Iterable[Any] | None = None
@@ -105,8 +108,8 @@ def initialize(
     model: nn.Module,
     config: str | Path | Mapping[str, Any],
     dataset: Any = None,
-    optimizer: Optimizers | None = None,
-    scheduler: Schedulers | None = None,
+    optimizer: Optimizers | MakeOptimizer | None = None,
+    scheduler: Schedulers | Callable[[Optimizer], LRScheduler] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **unknown: Any,
 ) -> Engine:
@@ -115,13 +118,15 @@ def initialize(
     `model`: any module with parameters in float32 or float64. `config`: path or dict, docs/configuration.md. `dataset`:
     any map-style dataset, an IterableDataset, or a DataLoader that shuffles the one or reads the other. `optimizer`,
     `scheduler`: objects over the model's parameters, if the config names none; several as a list, or as a mapping by
-    names for `engine.turn`, with each scheduler over one of the optimizers.
+    names for `engine.turn`, with each scheduler over one of the optimizers. Of a pipeline's stages, functions may make
+    them: `optimizer(stages)`, which is called for all, and `scheduler(optimizer)`.
     Raises `UserError` with one sentence for each unusable argument or key.
     """
     tell_errors_in_a_sentence()
     refuse_unknown("shoal.initialize", unknown, inspect.signature(initialize).parameters)
     refusals = Refusals("shoal.initialize")
-    refusals.of(check_given, model, optimizer, scheduler)
+    made = (None if isinstance(model, Stages) and _is_function(one) else one for one in (optimizer, scheduler))
+    refusals.of(check_given, model, *made)
     data = refusals.of(data_of, dataset, collate_fn)
     beside = Beside(None, batch_size_of(dataset), optimizer is not None, scheduler is not None)
     settled = refusals.of(load_config, config, beside)
@@ -187,7 +192,7 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     sampler, limits = source.sampler, Limits.of(settled, last_step, given.peers_on_host)
     if hub is not None:
         hub.check_collectives = settled.check_collectives
-        limits = in_cell(limits, model, optimizer, hub)
+        limits = in_cell(limits, model, optimizer, hub, given.optimizer)
     scheduler = _scheduler(given, optimizer, limits.last_step)
     if given.micro_batches is not None:
         for one in schedulers_of(scheduler):
@@ -208,8 +213,10 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     return engine
 
 
-def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub) -> Limits:
-    """With what of the model this process of a cell has. Raises `UserError`."""
+def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub, make: object = None) -> Limits:
+    """With what of the model this process of a cell has. `make`: what has made the optimizer, where that is a function.
+    Raises `UserError`.
+    """
     if hub.shape.pipeline > 1 and not isinstance(model, Stages):
         raise UserError(
             f"the cell's pipeline has {hub.shape.pipeline} places, and shoal.initialize got a "
@@ -217,19 +224,30 @@ def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub
         )
     stages: tuple[tuple[Trainable, ...], ...] = ()
     if isinstance(model, Stages) and hub.shape.pipeline > 1:
-        stages = tuple(tuple(_trained_at(place, model, optimizer, limits)) for place in model.places)
+        by_place = ((place, optimizer if place is model else _like(optimizer, place, make)) for place in model.places)
+        stages = tuple(tuple(_trained_at(place, of_place, limits)) for place, of_place in by_place)
     return replace(limits, part=part_of(model, hub), stages=stages)
 
 
-def _trained_at(place: nn.Module, model: nn.Module, optimizer: Optimizer, limits: Limits) -> Iterator[Trainable]:
-    """The parameters of one place of a pipeline. `model`: of this process's own."""
-    if place is not model:
-        if len(optimizer.param_groups) > 1:
-            raise UserError(
-                f"the optimizer has {len(optimizer.param_groups)} groups of parameters, and nothing says in which "
-                "group those of other stages are; not supported yet. Give it one group."
-            )
-        optimizer = torch.optim.SGD([one for one in place.parameters() if one.requires_grad])
+def _is_function(given: object) -> bool:
+    return callable(given) and not isinstance(given, Optimizer | LRScheduler | type)
+
+
+def _like(optimizer: Optimizer, place: nn.Module, make: object) -> Optimizer:
+    """One over another place of a pipeline, with groups as those of this process's. Raises `UserError`."""
+    if _is_function(make):
+        made = cast(MakeOptimizer, make)(place)
+        return made if isinstance(made, Optimizer) else several(made)
+    if len(optimizer.param_groups) > 1:
+        raise UserError(
+            f"the optimizer has {len(optimizer.param_groups)} groups of parameters, and nothing says in which group "
+            "those of other stages are; give a function that makes it: optimizer=lambda stages: AdamW(groups(stages))."
+        )
+    return torch.optim.SGD([one for one in place.parameters() if one.requires_grad])
+
+
+def _trained_at(place: nn.Module, optimizer: Optimizer, limits: Limits) -> Iterator[Trainable]:
+    """The parameters of one place of a pipeline."""
     for one, _ in trainable(place, optimizer, limits.units, limits.half):
         yield one if limits.half is None else replace(one, dtype=limits.half)
 
@@ -289,7 +307,10 @@ def check_joiners_can_be_given(state: TrainingState) -> None:
 
 def _optimizer(given: Given) -> tuple[Optimizer, str]:
     """And what of it is carried, in words."""
-    settled, optimizer = given.config, given.optimizer
+    settled, optimizer = given.config, cast(Optimizers | None, given.optimizer)
+    if _is_function(given.optimizer):
+        optimizer = cast(MakeOptimizer, given.optimizer)(given.model)
+        check_given(given.model, optimizer, None)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = several(optimizer)
     if settled.optimizer is not None:
