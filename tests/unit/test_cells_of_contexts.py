@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from context_parallel import BOTH, CONTEXT, FOUR, Divided, Ring, losses_of_the_whole
+from context_parallel import BOTH, CONTEXT, FOUR, Divided, Ring, Whole, losses_of_the_whole
 from crew import Crew
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -186,3 +186,19 @@ def test_a_process_of_both_dimensions_is_killed_and_another_joins_and_no_bit_cha
         several = trained(crew)
     with crew_of("abcd", task_of(BOTH, max_steps=20)) as crew:
         assert trained(crew) == several
+
+
+class Undivided(Whole):
+    """All tokens in every process."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(("model", "warnings"), [(Undivided, 1), (Divided, 0), (Ring, 0)])
+def test_a_script_that_divides_no_sequence_is_told_so_once(
+    model: Any, warnings: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with crew_of("ab", task_of(CONTEXT, model=model, max_steps=3)) as crew:
+        trained(crew)
+    assert capsys.readouterr().err.count("the_sequence_is_not_divided") == warnings

@@ -23,6 +23,7 @@ from functools import lru_cache
 import torch
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
+from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.cells.call import CONTENT, ROOM_BYTES, CollectiveCall, Frame, Kind, LoopPlace, compared
@@ -42,6 +43,14 @@ IN_A_CALLBACK = (
     "the world the members of a cell call it at different places of their loops, and on_step's one member alone. Make "
     "it in the body of the loop or in an evaluation, and keep what comes of it for the function."
 )
+
+
+UNDIVIDED = (
+    "no collective or message over the context dimension was made in a lane of the first step: where each process "
+    'trains all tokens of a batch, a cell does the same work several times; take x.chunk(cell.size("context"), '
+    'dim=1)[cell.index("context")] of each sequence, and exchange what attention needs'
+)
+log = get_logger("shoal")
 
 
 class _World:
@@ -69,6 +78,8 @@ class CellHub:
         """Whether a collective of the present lane has failed, or its lane is made void: all are answered from here."""
         self.where, self._is_first = LoopPlace.LANE, True
         """Where the script is, and whether it has made no collective of the whole cell there."""
+        self.exchanges_tokens = shape.context == 1
+        """Whether a lane has made a call over the contexts, as attention to others' tokens needs one."""
         self.wait_seconds = 0.0
         """For which this process has waited in collectives."""
         self._is_building, self._raises, self._callbacks = True, 0, 0
@@ -90,8 +101,12 @@ class CellHub:
 
     def on_commit(self) -> None:
         """A step is committed: at the same place in the loop of all members of the cell."""
-        if self._world is not None:
-            self._world.has_stepped = True
+        if self._world is None:
+            return
+        self._world.has_stepped = True
+        if not self.exchanges_tokens and self.coordinate == 0:
+            log.warning("the_sequence_is_not_divided", contexts=self.shape.context, means=UNDIVIDED)
+        self.exchanges_tokens = True  # said once
 
     def begin_lane(self) -> None:
         """The next lane's first micro-batch begins."""
@@ -204,6 +219,7 @@ class GroupPlace:
         self.hub, self.coordinates, self.name = hub, tuple(coordinates), name
         self.me, self.size = self.coordinates.index(hub.coordinate), len(self.coordinates)
         self.is_whole = self.coordinates == tuple(hub.shape.coordinates)
+        self.spans_contexts = not set(self.coordinates) <= set(hub.shape.alike(hub.coordinate))
         self.under_way: deque[Doing] = deque()
         """Collectives that are posted and not finished, in the order of the script."""
         self.number = _number(name)
@@ -219,6 +235,8 @@ class GroupPlace:
         doing = Doing(self, collective)
         if self.size > 1:
             hub.check_place(collective.call)
+            if self.spans_contexts and hub.where is LoopPlace.LANE and collective.call.kind is not Kind.BARRIER:
+                hub.exchanges_tokens = True
             if (world := hub.world) is not None:
                 if world.difference:  # what is under way may have the tag of what comes
                     raise UserError(world.difference)
