@@ -1,6 +1,9 @@
-"""A step of two processes by tensor parallelism: `parallelize_module` in plain torch over gloo, and in a cell.
+"""A step of two processes in plain torch over gloo, and in a cell: by tensor or by context parallelism.
 
-    python benchmarks/cell_step.py [--size 10M] [--rounds 5] [--steps 12]
+    python benchmarks/cell_step.py [--by tensor|context] [--size 10M] [--rounds 5] [--steps 12]
+
+By tensor: `parallelize_module`. By context: an all-to-all of heads for tokens around attention, and in plain torch
+`DistributedDataParallel` for the gradients. It needs an even number of heads: sizes 1M, 40M and 85M.
 
 The same model, plan, micro-batch, samples and AdamW. Each round starts both anew, one after the other; a step's seconds
 are medians of a round, CPU seconds of both processes together. The median of the rounds' ratios counts: at most 1.10.
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from cluster import Cluster, Job, end_cleanly
 from steps import until
 from tables import Figure, note, show, spread, verdict
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -48,6 +51,57 @@ def divided(size: str, mesh: Any) -> nn.Module:
     for block in gpt.blocks:
         plan = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
         parallelize_module(block, mesh, plan, src_data_rank=None)  # type: ignore[arg-type]
+    return gpt
+
+
+class HeadsForTokens(torch.autograd.Function):
+    """Part i of the first dimension goes to process i; gradients take the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        found = torch.empty_like(parts)
+        dist.all_to_all_single(found, parts, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return HeadsForTokens.apply(gradient.contiguous(), ctx.group), None
+
+
+class PartBlock(model.Block):
+    """Of some of the tokens."""
+
+    group: Any
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T here, C) → (B, T here, C)
+        batch, length, channels = x.shape
+        heads = self.query_key_value(self.attention_norm(x)).view(batch, length, 3, PROCESSES, -1, model.HEAD_CHANNELS)
+        traded = HeadsForTokens.apply(heads.permute(3, 2, 0, 4, 1, 5).contiguous(), self.group)
+        query, key, value = traded.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).unbind(0)  # all tokens, some of the heads
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        back = HeadsForTokens.apply(mixed.unflatten(2, (PROCESSES, -1)).permute(2, 0, 1, 3, 4).contiguous(), self.group)
+        x = x + self.attended(back.permute(1, 3, 0, 2, 4).reshape(batch, length, channels))
+        return x + self.narrow(nn.functional.gelu(self.widen(self.mlp_norm(x))))
+
+
+class PartGPT(model.GPT):
+    group: Any
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # (B, T), (B, T) → the mean loss of the tokens here
+        at = torch.arange(inputs.shape[1])
+        inputs, targets, at = (one.chunk(PROCESSES, -1)[self.group.rank()] for one in (inputs, targets, at))
+        x = self.bytes(inputs) + self.places(at)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def of_part(size: str, group: Any) -> nn.Module:
+    """The model, for a part of each sequence."""
+    gpt = model.build(size)
+    for module, kind in ((gpt, PartGPT), *((block, PartBlock) for block in gpt.blocks)):
+        module.__class__, module.group = kind, group
     return gpt
 
 
@@ -74,7 +128,11 @@ def plain(given: argparse.Namespace) -> None:
     """One process of plain torch."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{given.place}/store", rank=given.rank, world_size=PROCESSES)
-    gpt = divided(given.size, dist.device_mesh.init_device_mesh("cpu", (PROCESSES,)))
+    gpt: nn.Module
+    if given.by == "context":
+        gpt = nn.parallel.DistributedDataParallel(of_part(given.size, dist.group.WORLD))
+    else:
+        gpt = divided(given.size, dist.device_mesh.init_device_mesh("cpu", (PROCESSES,)))
     optimizer, windows = adamw(gpt), model.Windows()
     batches = _batches(windows)
 
@@ -95,7 +153,7 @@ def _batches(windows: model.Windows) -> Iterator[Any]:
         at += model.MICRO_BATCH
 
 
-def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MICRO_BATCH) -> Any:
+def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MICRO_BATCH, by: str = "tensor") -> Any:
     """The engine of one process of a cell."""
     import shoal
 
@@ -103,16 +161,17 @@ def initialize(size: str, lanes: int, mirrors: int, micro_batch: int = model.MIC
         "train_micro_batch_size_per_gpu": micro_batch,
         "zero_optimization": {"stage": 1},
         "shoal": {
-            "cell": {"tensor": PROCESSES}, "lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "torch_threads": 1,
+            "cell": {by: PROCESSES}, "lanes": lanes, "mirrors": mirrors, "max_steps": STEPS, "torch_threads": 1,
         },
     }  # fmt: skip
-    gpt = divided(size, shoal.cell(settled).mesh["tensor"])
+    cell = shoal.cell(settled)
+    gpt = divided(size, cell.mesh["tensor"]) if by == "tensor" else of_part(size, cell.group("context"))
     return shoal.initialize(model=gpt, config=settled, dataset=model.Windows(), optimizer=adamw(gpt))
 
 
 def in_cell(given: argparse.Namespace) -> None:
     """One process of a cell."""
-    engine = initialize(given.size, lanes=1, mirrors=0)
+    engine = initialize(given.size, lanes=1, mirrors=0, by=given.by)
     batches = iter(engine)
 
     def step() -> None:
@@ -142,10 +201,10 @@ def _both(place: str) -> Took | tuple[()]:
     return max(one[0] for one in took), sum(one[1] for one in took)
 
 
-def round_of(way: str, size: str, steps: int) -> Took:
+def round_of(way: str, by: str, size: str, steps: int) -> Took:
     """Seconds of a step, in processes of its own."""
     with tempfile.TemporaryDirectory() as place:
-        given = ("--way", way, "--place", place, "--steps", str(steps))
+        given = ("--way", way, "--by", by, "--place", place, "--steps", str(steps))
         if way == "cell":
             job = Job(size=size, workers=PROCESSES, lanes=1, script="cell_step.py", arguments=given)
             with Cluster(job):
@@ -163,6 +222,7 @@ def round_of(way: str, size: str, steps: int) -> Took:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--by", choices=["tensor", "context"], default="tensor")
     parser.add_argument("--size", choices=list(model.SIZES), default="10M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
@@ -177,16 +237,16 @@ def main() -> None:
     took: dict[str, list[Took]] = {"plain": [], "cell": []}
     for _ in range(given.rounds):
         for way, rounds in took.items():
-            rounds.append(round_of(way, given.size, given.steps))
+            rounds.append(round_of(way, given.by, given.size, given.steps))
     rows = [
         [way, spread([one[0] for one in rounds]), spread([one[1] for one in rounds])] for way, rounds in took.items()
     ]
-    show(f"A step of {given.size} by tensor parallelism, two processes", ["", "step, s", "CPU s of both"], rows)
+    show(f"A step of {given.size} by {given.by} parallelism, two processes", ["", "step, s", "CPU s of both"], rows)
     pairs = list(zip(took["cell"], took["plain"], strict=True))
     ratios = [mine[0] / theirs[0] for mine, theirs in pairs]
     processor = median(mine[1] / theirs[1] for mine, theirs in pairs)
     print(f"ratio of steps {median(ratios):.3f} ({verdict(median(ratios), TARGET)}), of CPU {processor:.3f}")
-    note(Figure("a step of a cell, of plain torch's", f"{given.size}, tensor 2", ratios, TARGET))
+    note(Figure("a step of a cell, of plain torch's", f"{given.size}, {given.by} {PROCESSES}", ratios, TARGET))
 
 
 if __name__ == "__main__":
