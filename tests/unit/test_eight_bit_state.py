@@ -99,6 +99,7 @@ def go_on_from_a_checkpoint(kind: type[EightBit], more: dict[str, Any], place: P
     with Crew("ab", task(kind, "1", **{**saving, "max_steps": 4})) as crew:
         crew.finish()
     assert main(["verify", str(place / "c")]) == 0
+    assert '"strides":[' in next((place / "c").glob("*/manifest.json")).read_text()
     with Crew("abc", task(kind, "3", **saving)) as crew:
         assert crew.finish() == undisturbed(task(kind, "0", shoal=more))
 

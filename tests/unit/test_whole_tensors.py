@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
+from shoal.blocks.held import HeldBlocks
 from shoal.blocks.odd_state import OddStates
+from shoal.checkpoint.__main__ import main as checkpoint_command
 from shoal.core.layout import Trainable, lay_out
-from shoal.exchange.traffic import PARTS, RETURNED
+from shoal.exchange.traffic import FILLED, PARTS, RETURNED
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.own_class import SINGLE_BYTES, let_own_class_update
 from shoal.optim.twin import whole_updates
@@ -109,11 +111,7 @@ def task(kind: str, **options: Any) -> Task:
     "Arithmetic and layout",
     broken_by=[
         Edit("shoal.optim.own_class", "        at += one.bytes\n    return [part", "        at += 4\n    return [part"),
-        Edit(
-            "shoal.blocks.odd_state",
-            "found[key][first - start : last - start] = state[key][at : at + last - first]",
-            "found[key][first - start : last - start] = state[key][: last - first]",
-        ),
+        Edit("shoal.core.value_places", "= values[at : at + end - start]", "= values[: end - start]"),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,16 +150,65 @@ def test_every_world_gives_the_same_bits(kind: str, workers: str) -> None:
         assert crew.finish() == undisturbed(task(kind, lanes=8))
 
 
-def test_a_checkpoint_is_gone_on_from_in_another_world(tmp_path: Path) -> None:
+@holds("Of state that is not one value")
+@pytest.mark.parametrize("stage", shortened(range(4), 1))
+@pytest.mark.parametrize("form", ["as far as it is used", "with a place for each element, as before"])
+def test_a_checkpoint_is_gone_on_from_in_another_world(
+    form: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def saving(place: str, **checkpoint: Any) -> Task:
-        return task("Adafactor", max_steps=8, shoal={"checkpoint": {"path": str(tmp_path / place), **checkpoint}})
+        of_place = {"checkpoint": {"path": str(tmp_path / place), **checkpoint}}
+        return task("Adafactor", max_steps=8, stage=stage, shoal=of_place)
 
-    with Crew("abc", saving("first", every_steps=4)) as crew:
-        crew.train_to(5)
-        saved(crew, 4)
-    resume = str(next((tmp_path / "first").glob("step-000000000004-*")))
-    with Crew("ab", saving("second", resume=resume)) as crew:
+    with monkeypatch.context() as patched:
+        if form.endswith("before"):
+            patched.setattr(HeldBlocks, "places_in", lambda *_: {})
+        with Crew("abc", saving("first", every_steps=4)) as crew:
+            crew.train_to(5)
+            saved(crew, 4)
+    first = next((tmp_path / "first").glob("step-000000000004-*"))
+    assert ('"spans"' in (first / "manifest.json").read_text()) != form.endswith("before")
+    assert checkpoint_command(["verify", str(first)]) == 0
+    with Crew("ab", saving("second", resume=str(first))) as crew:
         assert crew.finish() == undisturbed(task("Adafactor", max_steps=8))
+
+
+@rule(
+    "Of state that is not one value for each element, fills and files have the values alone; what they lack is zero, "
+    "and the checksum of a block is of what the file has of it",
+    "A change of the world",
+    broken_by=[
+        Edit("shoal.checkpoint.writer", "ends_of(piece.places.get(key), bounds)", "ends_of(None, bounds)"),
+        Edit("shoal.checkpoint.reader", "at += count_of(places, 0, bounds[0])", "at += bounds[0]"),
+        Edit("shoal.exchange.fill_slices", "held.take(_apart(states, held))", "held.take(states)"),
+    ],
+)
+def test_files_and_fills_have_odd_state_as_far_as_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled, send = Counter[torch.dtype](), MemoryGroup.send
+
+    def counted(self: MemoryGroup, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        if tag == FILLED:
+            filled[tensor.dtype] += tensor.nbytes
+        return send(self, tensor, to, tag)
+
+    monkeypatch.setattr(MemoryGroup, "send", counted)
+    saving = {"checkpoint": {"path": str(tmp_path), "every_steps": 8}}
+    with Crew("abc", task("Adafactor", max_steps=12, shoal=saving)) as crew:
+        crew.train_to(2)
+        crew.add("d")
+        crew.train_until("fills", lambda: bool(crew.workers["d"].engine.context.state.held.runs))
+        crew.kill("a")
+        crew.train_to(9)
+        saved(crew, 8)
+        assert crew.finish() == undisturbed(task("Adafactor", max_steps=12))
+    parameters = sum(one.nbytes for one in Mixed().parameters())
+    found = next(tmp_path.glob("step-*"))
+    assert checkpoint_command(["verify", str(found)]) == 0
+    assert undisturbed(task("Adafactor", max_steps=8)) in capsys.readouterr().out
+    assert sum(one.stat().st_size for one in found.glob("*.safetensors")) < 1.5 * parameters
+    assert 0 < sum(filled[dtype] for dtype in (torch.int64, torch.int32)) < 0.2 * parameters
 
 
 class CountingInPlace(Counting):

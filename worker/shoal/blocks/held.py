@@ -19,6 +19,7 @@ from shoal.blocks.state_home import FillMemory, FirstStates, OnUpdated, Received
 from shoal.blocks.values import BlockValues, RangeValues, StretchValues
 from shoal.blocks.whole_tensors import TensorRun
 from shoal.core.layout import Stretch
+from shoal.core.value_places import Places
 from shoal.optim.twin import give_back_own_values, take_over_hyper_parameters
 
 
@@ -48,6 +49,10 @@ class HeldBlocks:
     def state_bytes_of_a_block(self) -> int:
         """What one block's state takes, also before there is any."""
         return probe_state_bytes(self.layout, self.segments.twin, averages=self.segments.average_rule is not None)
+
+    def places_in(self, stretch: Stretch) -> Mapping[str, Places]:
+        """Keys of its state that is not one value for each element, with the elements of its bucket that have one."""
+        return self.segments.places_in(self.layout.buckets[stretch.bucket])
 
     # ---- to hold, to take, to free
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
@@ -23,7 +23,8 @@ from shoal.blocks.shared_weights import SharedWeights
 from shoal.blocks.update_place import UpdatePlace
 from shoal.blocks.values import BlockValues
 from shoal.core.average_rule import AverageRule
-from shoal.core.layout import Layout, Stretch, overlaps
+from shoal.core.layout import Bucket, Layout, Stretch, overlaps
+from shoal.core.value_places import Places
 from shoal.optim.state_form import PLAIN_FORM, StateForm
 from shoal.optim.twin import effects_of_steps, may_step_in_parts, twin_of
 from shoal.process.host_memory import memory_on
@@ -141,6 +142,11 @@ class Segments:
             start, _ = self.layout.elements(segment.stretch)
             kept = self.optimizer_step.whole.odd.kept(segment.stretch.bucket, own, start)
             self.twin.state[segment.parameter].update(self._form(segment.stretch).given_back(kept))
+
+    def places_in(self, bucket: Bucket) -> Mapping[str, Places]:
+        """Keys of state that is not one value for each element, with those that have one."""
+        form = self.effects.forms.get((bucket.group, bucket.wide_dtype), PLAIN_FORM)
+        return {**form.places, **self.optimizer_step.whole.odd.places.get(bucket.index, {})}
 
     def _form(self, stretch: Stretch) -> StateForm:
         bucket = self.layout.buckets[stretch.bucket]

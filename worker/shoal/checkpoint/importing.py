@@ -189,7 +189,7 @@ def _content(
             found[stretch][key] = Region(region_name(key, stretch), dtype, shape, at)
             order.append((stretch, key))
             at += found[stretch][key].bytes
-    pieces = {stretch: Piece(stretch, bucket, found[stretch]) for stretch, bucket in stretches}
+    pieces = {stretch: Piece(stretch, bucket, found[stretch], {}) for stretch, bucket in stretches}
     regions = tuple(found[stretch][key] for stretch, key in order)
     sources = tuple((pieces[stretch], key) for stretch, key in order)
     return _Content(model, layout.block_elements, tuple(pieces.values()), regions, sources)

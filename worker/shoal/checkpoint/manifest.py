@@ -20,8 +20,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from itertools import chain, islice
-from typing import Annotated, Literal
+from itertools import chain, islice, pairwise
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from shoal_protos.release import RELEASE
@@ -31,7 +31,7 @@ from shoal_protos.validation import every_sentence
 from xxhash import xxh3_128_digest
 
 from shoal.core.checkpoint_errors import CheckpointDamaged
-from shoal.core.container import DTYPES
+from shoal.core.container import DTYPES, count_of
 from shoal.core.layout import MOST_BLOCKS, Layout, Stretch
 from shoal.core.layout import VERSION as LAYOUT_VERSION
 from shoal.core.manifest_parts import (
@@ -48,6 +48,7 @@ from shoal.core.manifest_parts import (
 )
 from shoal.core.misses import Misses
 from shoal.core.plain import Json
+from shoal.core.value_places import Places, Spans, Strides
 
 CHECKSUM_BYTES = 16
 
@@ -74,6 +75,11 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Checksum = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * CHECKSUM_BYTES}}}$")]
 
 
+def only_where_so() -> Any:
+    """A field that stands in the manifest only where it is something."""
+    return Field(None, exclude_if=lambda value: value is None)
+
+
 class StateEntry(Entry):
     """One optimizer state tensor of a piece."""
 
@@ -82,6 +88,17 @@ class StateEntry(Entry):
     """Its first byte in the file."""
     scalar: bool
     """One number that all blocks of the piece share."""
+    spans: tuple[tuple[Count, Count], ...] | None = only_where_so()
+    """Elements of the piece that the file has, ascending; all others are zero. None: it has all."""
+    strides: tuple[Count, Count] | None = only_where_so()
+    """The same where it has the first so many (the second) of each so many (the first)."""
+
+    @property
+    def places(self) -> Places | None:
+        """Which elements of the piece the file has; None: all."""
+        if self.strides is not None:
+            return Strides(*self.strides)
+        return Spans(self.spans) if self.spans is not None else None
 
 
 class PieceEntry(Entry):
@@ -372,6 +389,10 @@ def _broken_piece(file: FileEntry, piece: PieceEntry, layout: Layout) -> Iterato
         yield f"{name} lies in no bucket"
         return
     bucket = layout.buckets[piece.bucket]
+    for key, state in piece.state.items():
+        if not _is_sound(state, (stop - start) * layout.block_elements, layout.block_elements):
+            yield f'{name} has state "{key}" of elements that cannot be'
+            return
     for at, size in piece_ranges(piece, bucket.dtype.itemsize, layout.block_elements):
         if at + size > file.bytes:
             yield f"{name} lies beyond the {file.bytes} bytes of {file.name}"
@@ -384,12 +405,24 @@ def _broken_piece(file: FileEntry, piece: PieceEntry, layout: Layout) -> Iterato
         yield f"{name} has not one checksum per tensor and block"
 
 
+def _is_sound(state: StateEntry, elements: int, block_elements: int) -> bool:
+    """Whether what it says of its elements can be."""
+    if state.strides is not None:
+        each, used = state.strides
+        return state.spans is None and not state.scalar and 0 < used <= each and block_elements % each == 0
+    if state.spans is None:
+        return True
+    bounds = [0, *chain.from_iterable(state.spans), elements]
+    return not state.scalar and all(first <= second for first, second in pairwise(bounds))
+
+
 def piece_ranges(piece: PieceEntry, itemsize: int, block_elements: int) -> Iterator[tuple[int, int]]:
     """(first byte, bytes) of every tensor of a piece."""
     elements = (piece.blocks[1] - piece.blocks[0]) * block_elements
     yield piece.at, elements * itemsize
     for state in piece.state.values():
-        yield state.at, (1 if state.scalar else elements) * DTYPES[state.dtype].itemsize
+        count = 1 if state.scalar else count_of(state.places, 0, elements)
+        yield state.at, count * DTYPES[state.dtype].itemsize
 
 
 def broken_cover(files: tuple[FileEntry, ...], layout: Layout) -> Iterator[str]:

@@ -8,12 +8,13 @@ differs is named and nothing of the checkpoint may be used then.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+from shoal_protos.runs import Span
 from torch import Tensor
 
 from shoal.blocks.loaded_state import State
@@ -22,7 +23,7 @@ from shoal.checkpoint.manifest import CHECKSUM_BYTES, Manifest, PieceEntry, Tens
 from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
 from shoal.core.checkpoint_errors import CheckpointDamaged
-from shoal.core.container import DTYPES
+from shoal.core.container import DTYPES, count_of, ends_of
 from shoal.core.layout import Stretch
 from shoal.process.host_memory import host_memory, tensor_bytes
 
@@ -41,7 +42,8 @@ class _Range:
     at: int
     target: memoryview
     checksums: Sequence[bytes]
-    """One for each equal part of the target."""
+    ends: Sequence[int]
+    """Where in the target what each checksum is of ends."""
     label: str
     place: tuple[int, int] | None
     """Bucket, and position there of the first block."""
@@ -55,8 +57,15 @@ class _Part:
     file: str
     piece: PieceEntry
 
-    def range_of(self, key: str, target: Tensor) -> _Range:
-        """The range that fills `target` with these blocks' part of one tensor; a number that all share whole."""
+    def span(self, block_elements: int) -> Span:
+        """Which elements of the piece it has."""
+        first, stop = self.stretch.start - self.piece.blocks[0], self.stretch.stop - self.piece.blocks[0]
+        return first * block_elements, stop * block_elements
+
+    def range_of(self, key: str, target: Tensor, block_elements: int) -> _Range:
+        """The range that fills `target` with what the file has of these blocks' part of one tensor; a number that all
+        share whole.
+        """
         piece, view = self.piece, tensor_bytes(target)
         column = 0 if key == PARAMETERS else 1 + sorted(piece.state).index(key)
         at = piece.at if key == PARAMETERS else piece.state[key].at
@@ -64,10 +73,13 @@ class _Part:
         first, stop = self.stretch.start - piece.blocks[0], self.stretch.stop - piece.blocks[0]
         place = self.stretch.bucket, self.stretch.start
         if target.dim() == 0:
-            return _Range(self.file, at, view, [_column(piece.by_block[first], column)], label, place)
+            return _Range(self.file, at, view, [_column(piece.by_block[first], column)], [view.nbytes], label, place)
         checksums = [_column(block, column) for block in piece.by_block[first:stop]]
-        at += first * (view.nbytes // (stop - first))
-        return _Range(self.file, at, view, checksums, label, place)
+        places = None if key == PARAMETERS else piece.state[key].places
+        bounds = range(first * block_elements, (stop + 1) * block_elements, block_elements)
+        ends = [end * target.element_size() for end in ends_of(places, bounds)]
+        at += count_of(places, 0, bounds[0]) * target.element_size()
+        return _Range(self.file, at, view, checksums, ends, label, place)
 
 
 class Reader:
@@ -108,7 +120,8 @@ class Reader:
         parts = list(self._parts(stretches))
         places = [into.of(part.stretch) for part in parts]
         found = [place if place.device.type == "cpu" else torch.empty_like(place, device="cpu") for place in places]
-        self._read([part.range_of(PARAMETERS, values) for part, values in zip(parts, found, strict=True)])
+        size = self.blocks.block_elements
+        self._read([part.range_of(PARAMETERS, values, size) for part, values in zip(parts, found, strict=True)])
         for place, values in zip(places, found, strict=True):
             if values is not place:
                 place.copy_(values)
@@ -117,12 +130,38 @@ class Reader:
         """The optimizer states of blocks, in as few stretches as may be: for `HeldBlocks.take`. `only`: of this key."""
         states: dict[Stretch, State] = {}
         ranges: list[_Range] = []
+        apart: list[tuple[State, dict[str, list[Tensor]], list[_Part]]] = []
         for run in _runs(self._parts(stretches)):
             whole = Stretch(run[0].stretch.bucket, run[0].stretch.start, run[-1].stretch.stop)
             states[whole] = self._blank(whole, run, only)
-            ranges += self._ranges(states[whole], whole, run)
+            few = {key: self._few(run, key, value) for key, value in states[whole].items() if _is_of_few(run, key)}
+            apart.append((states[whole], few, run))
+            ranges += self._ranges(states[whole], few, whole, run)
         self._read(ranges)
+        for state, few, run in apart:
+            for key, parts in few.items():
+                state[key] = torch.cat([self._apart(part, key, one) for part, one in zip(run, parts, strict=True)])
         return states
+
+    def _few(
+        self,
+        run: list[_Part],
+        key: str,
+        like: Tensor,  # of any shape
+    ) -> list[Tensor]:  # of each part (values that the file has,)
+        """Empty tensors for state that is not one value for each element, or was not when it was written."""
+        spans = [part.span(self.blocks.block_elements) for part in run]
+        places = [part.piece.state[key].places for part in run]
+        return [host_memory(count_of(one, *span), like.dtype) for one, span in zip(places, spans, strict=True)]
+
+    def _apart(
+        self,
+        part: _Part,
+        key: str,
+        values: Tensor,  # (values that the file has,)
+    ) -> Tensor:  # (elements of the part,)
+        places = part.piece.state[key].places
+        return values if places is None else places.apart(values, *part.span(self.blocks.block_elements))
 
     def _parts(self, stretches: Iterable[Stretch]) -> Iterator[_Part]:
         """What of which piece is wanted, in the order of the stretches."""
@@ -139,19 +178,30 @@ class Reader:
         """Empty tensors for a run."""
         elements = whole.blocks * self.blocks.block_elements
         return {
-            key: torch.empty((), dtype=dtype) if entry.scalar else host_memory(elements, dtype)
+            key: torch.empty((), dtype=dtype)
+            if entry.scalar
+            else host_memory(0 if _is_of_few(run, key) else elements, dtype)
             for key, entry in run[0].piece.state.items()
             if only in ("", key)
             for dtype in (DTYPES[entry.dtype],)
         }
 
-    def _ranges(self, state: State, whole: Stretch, run: list[_Part]) -> Iterator[_Range]:
+    def _ranges(
+        self,
+        state: State,  # each (elements of the stretch,), or ()
+        few: Mapping[str, list[Tensor]],  # by key, of each part (values that the file has,)
+        whole: Stretch,
+        run: list[_Part],
+    ) -> Iterator[_Range]:
         """What fills them; a number that all blocks share is read once."""
         size = self.blocks.block_elements
         for key, target in state.items():
+            if key in few:
+                yield from (part.range_of(key, one, size) for part, one in zip(run, few[key], strict=True))
+                continue
             for part in run if target.dim() else run[:1]:
                 first, stop = ((at - whole.start) * size for at in (part.stretch.start, part.stretch.stop))
-                yield part.range_of(key, target[first:stop] if target.dim() else target)
+                yield part.range_of(key, target[first:stop] if target.dim() else target, size)
 
     def check_shared_numbers(self) -> None:
         """The numbers that all blocks of a piece share, of every piece: `states` reads one for many that are alike."""
@@ -160,7 +210,8 @@ class Reader:
             part = _Part(stretch, f"{self._folder}/{file.name}", piece)
             for key, entry in piece.state.items():
                 if entry.scalar:
-                    ranges.append(part.range_of(key, torch.empty((), dtype=DTYPES[entry.dtype])))
+                    number = torch.empty((), dtype=DTYPES[entry.dtype])
+                    ranges.append(part.range_of(key, number, self.blocks.block_elements))
         self._read(ranges)
 
     # ---- tensors beside the blocks
@@ -205,7 +256,15 @@ class Reader:
             heads.append((self.manifest.frozen.file, self.manifest.frozen.head))
         self._read(
             [
-                _Range(file, 0, memoryview(bytearray(head.bytes)), [bytes.fromhex(head.checksum)], "the header", None)
+                _Range(
+                    file,
+                    0,
+                    memoryview(bytearray(head.bytes)),
+                    [bytes.fromhex(head.checksum)],
+                    [head.bytes],
+                    "the header",
+                    None,
+                )
                 for file, head in heads
             ]
         )
@@ -234,9 +293,9 @@ class Reader:
         except EOFError:
             raise CheckpointDamaged(f"{self.where} is damaged: {file} is cut short.") from None
         for one in batch:
-            size = one.target.nbytes // len(one.checksums)
+            starts = [0, *one.ends]
             for index, expected in enumerate(one.checksums):
-                if checksum(one.target[index * size : (index + 1) * size]) != expected:
+                if checksum(one.target[starts[index] : one.ends[index]]) != expected:
                     block = "" if one.place is None else f" of block {self._number(one.place, index)}"
                     raise CheckpointDamaged(
                         f"{self.where} is damaged: the checksum of {one.label}{block} in {file} differs."
@@ -281,7 +340,13 @@ def _column(block: bytes, column: int) -> bytes:
 
 
 def _range_of_tensor(file: str, name: str, entry: TensorEntry, target: Tensor) -> _Range:
-    return _Range(file, entry.at, tensor_bytes(target), [bytes.fromhex(entry.checksum)], f'tensor "{name}"', None)
+    view = tensor_bytes(target)
+    return _Range(file, entry.at, view, [bytes.fromhex(entry.checksum)], [view.nbytes], f'tensor "{name}"', None)
+
+
+def _is_of_few(run: list[_Part], key: str) -> bool:
+    """Whether the file has values of some elements alone, of one part at least."""
+    return any(part.piece.state[key].places is not None for part in run)
 
 
 def _split(one: _Range) -> Iterator[_Range]:
@@ -289,10 +354,13 @@ def _split(one: _Range) -> Iterator[_Range]:
     size = max(1, one.target.nbytes // len(one.checksums))
     step = max(1, BATCH_BYTES // size)
     for first in range(0, len(one.checksums), step):
-        checksums = one.checksums[first : first + step]
-        target = one.target[first * size : (first + len(checksums)) * size]
+        checksums, ends = one.checksums[first : first + step], one.ends[first : first + step]
+        start = one.ends[first - 1] if first else 0
         place = None if one.place is None else (one.place[0], one.place[1] + first)
-        yield replace(one, at=one.at + first * size, target=target, checksums=checksums, place=place)
+        yield replace(
+            one, at=one.at + start, target=one.target[start : ends[-1]], checksums=checksums,
+            ends=[end - start for end in ends], place=place,
+        )  # fmt: skip
 
 
 def _batches(ranges: list[_Range]) -> Iterator[list[_Range]]:

@@ -23,8 +23,9 @@ from torch import Tensor
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.loaded_state import State, counts_in_gaps
 from shoal.blocks.values import BlockValues, without_gaps
-from shoal.core.container import Region
+from shoal.core.container import Region, count_of
 from shoal.core.layout import Bucket, Layout, Stretch
+from shoal.core.value_places import Places
 from shoal.process.device import HOST, Device, DeviceCopy
 from shoal.process.host_memory import tensor_bytes
 
@@ -77,11 +78,22 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of blocks whose tensors lie in one range each. `regions`: by key, `PARAMETERS` too."""
+    """A stretch of blocks whose tensors lie in one range each. `regions`: by key, `PARAMETERS` too. `places`: by key of
+    state that is not one value for each element, which of the piece's elements have one: these alone are there.
+    """
 
     stretch: Stretch
     bucket: Bucket
     regions: Mapping[str, Region]
+    places: Mapping[str, Places]
+
+
+def _piece(
+    stretch: Stretch, layout: Layout, held: HeldBlocks, keys: Iterable[str], by_name: Mapping[str, Region]
+) -> Piece:
+    regions, span = {key: by_name[region_name(key, stretch)] for key in keys}, layout.elements(stretch)
+    places = {key: one.part(*span) for key, one in held.places_in(stretch).items() if key in regions}
+    return Piece(stretch, layout.buckets[stretch.bucket], regions, places)
 
 
 class DataContent(Protocol):
@@ -111,7 +123,7 @@ class TensorsAlone:
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self.block_elements, self.pieces, self._values = 0, (), values
-        self.regions = _regions([], values)
+        self.regions = _regions([], values, {})
         self.tensors = {region.name: region for region in self.regions}
 
     def contents(self) -> Iterator[tuple[Region, memoryview]]:
@@ -142,7 +154,8 @@ class Snapshot:
                 (max(a, first) - first, min(b, stop) - first) for a, b in piece.bucket.gaps if a < stop and b > first
             ]
             for key, region in piece.regions.items():
-                if region.shape and gaps and not (key and counts_in_gaps(key, piece.regions)):
+                is_whole = region.shape and key not in piece.places
+                if is_whole and gaps and not (key and counts_in_gaps(key, piece.regions)):
                     values: Tensor = self.data[region.at : region.at + region.bytes].view(region.dtype)
                     for start, end in gaps:
                         values[start:end] = 0
@@ -153,16 +166,14 @@ def take_snapshot(
 ) -> Snapshot:
     """Copies the parameters and states of `owned`, and the tensors `beside` (by name: buffers and the like)."""
     drafts = list(_pieces(weights, held.home.outline(owned)))
-    regions = _regions(drafts, beside)
-    by_name = {region.name: region for region in regions}
-    pieces = tuple(
-        Piece(
-            draft.stretch,
-            layout.buckets[draft.stretch.bucket],
-            {key: by_name[region_name(key, draft.stretch)] for key in draft.views},
-        )
+    counts = {
+        region_name(key, draft.stretch): count_of(places, *layout.elements(draft.stretch))
         for draft in drafts
-    )
+        for key, places in held.places_in(draft.stretch).items()
+    }
+    regions = _regions(drafts, beside, counts)
+    by_name = {region.name: region for region in regions}
+    pieces = tuple(_piece(draft.stretch, layout, held, draft.views, by_name) for draft in drafts)
     tensors = {name: by_name[name] for name in beside}
     data = arena.take(regions[-1].at + regions[-1].bytes if regions else 0)
     snapshot = Snapshot(layout.block_elements, pieces, tensors, regions, data)
@@ -181,8 +192,9 @@ def _copy_states(
         piece = snapshot.pieces[bisect_right(snapshot.pieces, _begin(stretch), key=lambda one: _begin(one.stretch)) - 1]
         first = (stretch.start - piece.stretch.start) * snapshot.block_elements
         for key, value in {PARAMETERS: weights.of(stretch), **state}.items():
-            skipped = first * value.element_size() if value.dim() else 0
-            arena.copy(value, piece.regions[key].at + skipped)
+            places = piece.places.get(key)
+            skipped = count_of(places, 0, first) * value.element_size() if value.dim() else 0
+            arena.copy(value if places is None else places.together(value, first), piece.regions[key].at + skipped)
 
 
 def _begin(stretch: Stretch) -> tuple[int, int]:
@@ -225,15 +237,18 @@ def _continues(draft: _Draft, stretch: Stretch, views: Mapping[str, Tensor]) -> 
     )
 
 
-def _regions(drafts: list[_Draft], beside: Mapping[str, Tensor]) -> tuple[Region, ...]:
-    """In the file's order: section by section, large elements first, so that every tensor is aligned to its own."""
+def _regions(drafts: list[_Draft], beside: Mapping[str, Tensor], counts: Mapping[str, int]) -> tuple[Region, ...]:
+    """In the file's order: section by section, large elements first, so that every tensor is aligned to its own.
+    `counts`: by name, of those that have not one value for each element.
+    """
     found: list[tuple[tuple[int, bool, str], str, torch.dtype, tuple[int, ...]]] = []
     for draft in drafts:
         for key, views in draft.views.items():
             head = views[0]
-            shape: tuple[int, ...] = (sum(view.numel() for view in views),) if head.dim() else ()
+            name = region_name(key, draft.stretch)
+            count = counts.get(name, sum(view.numel() for view in views))
             order = (-head.element_size(), not head.dim(), key)
-            found.append((order, region_name(key, draft.stretch), head.dtype, shape))
+            found.append((order, name, head.dtype, (count,) if head.dim() else ()))
     for name, tensor in beside.items():
         found.append(((-tensor.element_size(), True, f"~{name}"), name, tensor.dtype, tuple(tensor.shape)))
     found.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
@@ -265,13 +280,16 @@ class StreamedState:
 
     def contents(self) -> Iterator[tuple[Region, memoryview]]:
         pieces = {piece.stretch: piece for piece in self.pieces}
-        for stretch, state in self.held.home.stream(self.owned):  # no file has state that is packed
+        for stretch, state in self.held.home.stream(self.owned):
             piece = pieces[stretch]
             values = {PARAMETERS: self.weights.of(stretch), **state}
             for key, region in piece.regions.items():
                 if region.shape:
                     first = stretch.start * self.block_elements
-                    yield region, _bytes_of(without_gaps(values[key], first, piece.bucket.gaps))
+                    places, value = piece.places.get(key), values[key]
+                    gaps = () if key and counts_in_gaps(key, piece.regions) else piece.bucket.gaps
+                    value = without_gaps(value, first, gaps)
+                    yield region, _bytes_of(value if places is None else places.together(value, 0))
         for region in self.regions:
             if region.name in self.small:
                 yield region, _bytes_of(self.small[region.name])
@@ -293,7 +311,8 @@ def streamed_state(
         dtypes |= {key: value.dtype for key, value in state.items() if value.dim()}
         of_stretch[stretch] = sorted(dtypes, key=lambda key: (-dtypes[key].itemsize, key))
         for key in of_stretch[stretch]:
-            add(region_name(key, stretch), dtypes[key], (stretch.blocks * layout.block_elements,))
+            places = held.places_in(stretch).get(key)
+            add(region_name(key, stretch), dtypes[key], (count_of(places, *layout.elements(stretch)),))
         shared = {key: value for key, value in state.items() if not value.dim()}
         of_stretch[stretch] += shared
         small += [(region_name(key, stretch), value) for key, value in shared.items()]
@@ -302,10 +321,7 @@ def streamed_state(
     for name, value in small:
         add(name, value.dtype, tuple(value.shape))
     by_name = {region.name: region for region in regions}
-    pieces = tuple(
-        Piece(stretch, layout.buckets[stretch.bucket], {key: by_name[region_name(key, stretch)] for key in keys})
-        for stretch, keys in of_stretch.items()
-    )
+    pieces = tuple(_piece(stretch, layout, held, keys, by_name) for stretch, keys in of_stretch.items())
     tensors = {name: by_name[name] for name in beside}
     return StreamedState(
         layout.block_elements, pieces, tensors, tuple(regions), weights, held, owned, dict(small)

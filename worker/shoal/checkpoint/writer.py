@@ -47,9 +47,10 @@ from shoal.checkpoint.retrying_storage import Chunks
 from shoal.checkpoint.snapshot import PARAMETERS, DataContent, Piece
 from shoal.checkpoint.storage import Storage
 from shoal.core.checkpoint_errors import CheckpointDamaged
-from shoal.core.container import CODES, Region, header
+from shoal.core.container import CODES, Region, ends_of, header
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.plain import Json, encode
+from shoal.core.value_places import Places, Spans, Strides
 from shoal.exchange.module_buffers import persistent_buffers
 from shoal.optim.hyper import hyper_parameters
 from shoal.optim.schedules import class_of
@@ -111,24 +112,33 @@ def head_entry(head: bytes) -> HeadEntry:
 def _stream(head: bytes, content: DataContent, checksums: dict[str, list[bytes]]) -> Iterator[memoryview]:
     """The file's bytes; leaves the checksums of every region's blocks behind."""
     yield memoryview(head)
-    block_bytes = {
-        region.name: content.block_elements * region.dtype.itemsize
+    ends = {
+        region.name: _block_ends(piece, key, content.block_elements)
         for piece in content.pieces
-        for region in piece.regions.values()
+        for key, region in piece.regions.items()
         if region.shape
     }
     for region, view in content.contents():
-        if region.name not in block_bytes:
+        if region.name not in ends:
             checksums[region.name] = [checksum(view)]
             yield view
             continue
-        size, found = block_bytes[region.name], list[bytes]()
-        checksums[region.name] = found
-        chunk = max(1, CHUNK_BYTES // size) * size
-        for at in range(0, region.bytes, chunk):
-            part = view[at : at + chunk]
-            found += [checksum(part[b : b + size]) for b in range(0, part.nbytes, size)]
-            yield part
+        checksums[region.name] = found = list[bytes]()
+        at = left = 0
+        for end in ends[region.name]:
+            found.append(checksum(view[at:end]))
+            at = end
+            if at - left >= CHUNK_BYTES:
+                yield view[left:at]
+                left = at
+        if left < at:
+            yield view[left:at]
+
+
+def _block_ends(piece: Piece, key: str, block_elements: int) -> list[int]:
+    """Where in the piece's tensor each block's bytes end."""
+    bounds = range(0, (piece.stretch.blocks + 1) * block_elements, block_elements)
+    return [end * piece.regions[key].dtype.itemsize for end in ends_of(piece.places.get(key), bounds)]
 
 
 def _piece_entry(piece: Piece, shift: int, checksums: dict[str, list[bytes]]) -> PieceEntry:
@@ -136,17 +146,27 @@ def _piece_entry(piece: Piece, shift: int, checksums: dict[str, list[bytes]]) ->
     columns = []
     for key in sorted(piece.regions):
         found = checksums[piece.regions[key].name]
-        columns.append(found if len(found) == count else found * count)
+        columns.append(found if piece.regions[key].shape else found * count)
     return PieceEntry(
         bucket=piece.stretch.bucket,
         blocks=(piece.stretch.start, piece.stretch.stop),
         at=piece.regions[PARAMETERS].at + shift,
         state={
-            key: StateEntry(dtype=CODES[region.dtype], at=region.at + shift, scalar=not region.shape)  # type: ignore[arg-type]
+            key: _state_entry(region, shift, piece.places.get(key))
             for key, region in piece.regions.items()
             if key != PARAMETERS
         },
         checksums=base64.b64encode(b"".join(map(b"".join, zip(*columns, strict=True)))).decode(),
+    )
+
+
+def _state_entry(region: Region, shift: int, places: Places | None) -> StateEntry:
+    return StateEntry(
+        dtype=CODES[region.dtype],  # type: ignore[arg-type]
+        at=region.at + shift,
+        scalar=not region.shape,
+        spans=places.spans if isinstance(places, Spans) else None,
+        strides=(places.each, places.used) if isinstance(places, Strides) else None,
     )
 
 

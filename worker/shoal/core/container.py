@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.core.value_places import Places
+
 CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -69,3 +71,13 @@ def header(regions: Sequence[Region], metadata: Mapping[str, str]) -> bytes:
     large = bool(regions) and regions[-1].at + regions[-1].bytes >= LARGE_BYTES
     text += b" " * (-(LENGTH_BYTES + len(text)) % (PAGE_BYTES if large else ALIGNMENT_BYTES))
     return struct.pack("<Q", len(text)) + text
+
+
+def count_of(places: Places | None, first: int, stop: int) -> int:
+    """How many of elements `[first, stop)` have a value; None: all."""
+    return stop - first if places is None else places.before(stop) - places.before(first)
+
+
+def ends_of(places: Places | None, bounds: Sequence[int]) -> list[int]:
+    """How many values there are from the first bound to each of the others."""
+    return [count_of(places, bounds[0], bound) for bound in bounds[1:]]

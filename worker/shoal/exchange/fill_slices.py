@@ -3,7 +3,8 @@
 Both sides derive the slice from the plan and the number of passed votes. It is sent as of the last commit, beside the
 next step's exchange, and the receiver gets that step's reduced gradients too, so it replays from then on. A head says
 what state there is, because an optimizer makes its state when it first needs it; then each tensor follows as it lies:
-sent from the memory of the one, received into the memory of the other, never copied.
+sent from the memory of the one, received into the memory of the other, never copied. Of state that is not one value
+for each element the values alone are sent (core/value_places.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.loaded_state import State
 from shoal.blocks.state_home import check_averages, check_masters, check_weights, numbers_of
-from shoal.core.container import CODES, DTYPES
+from shoal.core.container import CODES, DTYPES, count_of
 from shoal.core.layout import Stretch
 from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import FILLED
@@ -37,7 +38,7 @@ def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[
         if fill.source == group.rank:
             states = held.home.states(fill.blocks, with_weights=True)
             works.append(FramedSend(group, fill.target, FILLED, head_of(states)))
-            works += [group.send(value, fill.target, FILLED) for value in _large(states)]
+            works += [group.send(value, fill.target, FILLED) for value in _large(_together(states, held))]
     return works
 
 
@@ -49,9 +50,31 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
         if fill.target == group.rank:
             states = blank_states(receive_framed(group, fill.source, FILLED), fill, held)
             group.wait([group.receive(value, fill.source, FILLED) for value in _large(states)])
-            held.take(states)
             taken += sum(value.nbytes for state in states.values() for value in state.values())
+            held.take(_apart(states, held))
     return taken
+
+
+def _together(states: States, held: HeldBlocks) -> States:
+    """Only the values that there are."""
+    found: States = {}
+    for where, state in states.items():
+        places, start = held.places_in(where), held.layout.elements(where)[0]
+        found[where] = {
+            key: places[key].together(value, start) if key in places else value for key, value in state.items()
+        }
+    return found
+
+
+def _apart(states: States, held: HeldBlocks) -> States:
+    """The inverse."""
+    found: States = {}
+    for where, state in states.items():
+        places, span = held.places_in(where), held.layout.elements(where)
+        found[where] = {
+            key: places[key].apart(value, *span) if key in places else value for key, value in state.items()
+        }
+    return found
 
 
 def wait_for(sends: list[Work], group: Group) -> None:
@@ -116,5 +139,8 @@ def _blank(
     """Memory for a state, or the number that was sent with the head."""
     dtype = DTYPES[code]
     if not shared:
-        return held.memory_for(where, key, dtype)
+        places = held.places_in(where).get(key)
+        if places is None:
+            return held.memory_for(where, key, dtype)
+        return torch.empty(count_of(places, *held.layout.elements(where)), dtype=dtype, device=held.layout.device)
     return torch.frombuffer(bytearray.fromhex(shared), dtype=dtype).reshape(())

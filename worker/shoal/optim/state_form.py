@@ -1,10 +1,11 @@
 """The form of an optimizer's state, which only its twin sees: elsewhere a key has a value an element, or one for all.
 
-So all that cuts, sends, stores or digests state needs to know nothing of it. A number that is no tensor goes as one
-without dimensions. A tensor that wraps others (torchao's) goes as these. Of a value for each k elements, as a scale of
-8-bit state is, the bytes are laid over its elements, one on each, zeros behind them: a byte an element, and any cut at
-a block's border is one at a value's. A table that is the same for tensors of any size, and that no step changes, does
-not go: each worker's optimizer has made the same. Called by segments, by the probe and by what begins with a state.
+So all that cuts or digests state needs to know nothing of it. A number that is no tensor goes as one without
+dimensions. A tensor that wraps others (torchao's) goes as these. Of a value for each k elements, as a scale of 8-bit
+state is, the bytes are laid over its elements, one on each, zeros behind them, which are neither sent nor saved
+(core/value_places.py): any cut at a block's border is one at a value's. A table that is the same for tensors of any
+size, and that no step changes, does not go: each worker's optimizer has made the same. Called by segments, by the probe
+and by what begins with a state.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.core.layout import SMALLEST_BLOCK
+from shoal.core.value_places import Strides
 
 PER = " per "
 """Within the key of a value that some elements share."""
@@ -51,6 +53,11 @@ class StateForm:
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     """Those of all sizes; each of any shape."""
     wrapped: Mapping[str, Wrapped] = field(default_factory=dict)
+
+    @property
+    def places(self) -> dict[str, Strides]:
+        """Which elements have a byte of what some share, by the keys under which that is carried."""
+        return {f"{key}{PER}{each}": Strides(each, dtype.itemsize) for key, (each, dtype) in self.shared.items()}
 
     @property
     def is_packed(self) -> bool:
