@@ -26,7 +26,10 @@ def over_gloo(size: int, act: Callable[[Group], object]) -> None:
 def over_gloos(
     size: int, count: int, act: Callable[[Sequence[Group]], object], hosts: Sequence[str] = ("127.0.0.1",)
 ) -> None:
-    """Each member of `count` groups of so many, in a thread of its own. `hosts`: of the members by turns."""
+    """Each member of `count` groups of so many, in a thread of its own. `hosts`: of the members by turns. A test whose
+    time is up ends what members still wait for.
+    """
+    all_groups: list[Group] = []
     servers = [RendezvousServer(hosts[rank % len(hosts)]) for rank in range(size)]
     addresses = tuple(server.address for server in servers)
 
@@ -35,6 +38,7 @@ def over_gloos(
         try:
             for number in range(count):
                 groups.append(build_gloo(GroupSpec(number + 1, rank, addresses, builder=0), Cancellation()))
+            all_groups.extend(groups)
             act(groups)
         finally:
             for group in groups:
@@ -42,7 +46,13 @@ def over_gloos(
 
     try:
         with ThreadPoolExecutor(size) as threads:
-            list(threads.map(member, range(size)))
+            members = threads.map(member, range(size))
+            try:
+                list(members)
+            except BaseException:
+                for group in all_groups:
+                    group.abort()
+                raise
     finally:
         for server in servers:
             server.close()
