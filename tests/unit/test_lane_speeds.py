@@ -162,6 +162,7 @@ class Job:
             "shoal_controller.core.planning.lanes",
             "min((1 - GAIN) * seconds_now, seconds_now",
             "min(seconds_now, seconds_now * 1.0001",
+            by="test_a_step_that_is_a_bit_shorter_is_worth_no_change",
         ),
     ],
 )
@@ -173,6 +174,13 @@ def test_an_hour_of_noise_changes_nothing(rounds: bool, seed: int, trainers: int
     steps = int(3600 / job.make_step([1.0] * trainers))
     assert sum(job.run(steps, [1.0] * trainers, noise=0.05)) > 0
     assert job.changes == []
+
+
+@holds("Lanes are shared by speed only")
+def test_a_step_that_is_a_bit_shorter_is_worth_no_change() -> None:
+    job = Job(4, 3)
+    list(job.run(60, [1.05, 1.0, 1.0]))
+    assert (job.counts, job.changes) == ([2, 1, 1], [])
 
 
 @holds("Lanes are shared by speed only")
