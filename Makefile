@@ -10,7 +10,8 @@
 #                   end with the undisturbed bits
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
-#   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs
+#   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs;
+#                   with NODES=fake also those that need nodes, which the tests bring (and without KUBECONFIG the cluster, too)
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make trainer    test the door for the Trainer of Hugging Face (make check does it too)
@@ -153,14 +154,25 @@ fuzz: $(READY)
 
 # What the tests' own API server does to these tests a proxy before the cluster does: tests/cluster_proxy.py.
 CLUSTER := tests/charts/test_cluster.py tests/unit/test_elastic_jobs.py tests/unit/test_resource_storms.py
-NAMESPACE := shoal-test-$(shell date +%s)
+NAMESPACE ?= shoal-test-$(shell date +%s)
+NAMESPACE := $(NAMESPACE)
 KUBECTL = $(VENV)/kubernetes/helm4/kubectl --kubeconfig "$(abspath $(KUBECONFIG))"
+ifeq ($(NODES),fake)
+CLUSTER += tests/integration/test_kubernetes_job.py
+export SHOAL_CLUSTER_NODES := fake
+endif
+ifeq ($(KUBECONFIG)$(NODES),fake)
+cluster: $(READY)
+	SHOAL_CLUSTER_NAMESPACE=$(NAMESPACE) PYTHONPATH=tests $(BIN)/python -m served_cluster \
+		$(MAKE) --no-print-directory cluster NODES=fake NAMESPACE=$(NAMESPACE)
+else
 cluster: $(READY)
 	@[ -n "$(KUBECONFIG)" ] || { echo "make cluster needs a cluster in which it may make a namespace and the definition of ElasticJobs. Name it: make cluster KUBECONFIG=$$HOME/.kube/config" >&2; exit 2; }
 	$(KUBECTL) apply --filename helm/shoal/crd/elasticjobs.yaml
-	$(KUBECTL) create namespace $(NAMESPACE)
+	$(KUBECTL) get namespace $(NAMESPACE) --output name 2>/dev/null || $(KUBECTL) create namespace $(NAMESPACE)
 	trap '$(KUBECTL) delete namespace $(NAMESPACE) --wait=false' EXIT; SHOAL_CLUSTER="$(abspath $(KUBECONFIG))" \
 		SHOAL_CLUSTER_NAMESPACE=$(NAMESPACE) OMP_NUM_THREADS=1 $(BIN)/pytest $(or $(TESTS),$(CLUSTER)) $(ARGS)
+endif
 
 charts: $(READY) packages
 	SHOAL_CHARTS=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/charts $(ARGS)

@@ -127,6 +127,9 @@ class FakeCluster(ApiFaults):
             return await self._listed(request, path)
         if path == RESOURCES:
             self._refuse_unknown(request, body)
+        if request.method == "POST" and sub == "binding":
+            self.update(path, name, lambda pod: pod["spec"].update(nodeName=body["target"]["name"]))
+            return answer(201, {"kind": "Status", "status": "Success"})
         if request.method == "POST":
             return answer(201, self._create(path, body))
         item = self.objects[path].get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 from collections import Counter
@@ -155,7 +156,10 @@ class Kubelets:
                 source["fieldRef"]["fieldPath"]
             ]
         reference = source["secretKeyRef"]
-        return str(self.cluster.objects[SECRETS][reference["name"]]["stringData"][reference["key"]])
+        secret = self.cluster.objects[SECRETS][reference["name"]]
+        if reference["key"] in secret.get("stringData", {}):
+            return str(secret["stringData"][reference["key"]])
+        return base64.b64decode(secret["data"][reference["key"]]).decode()
 
     # ---- ending
 

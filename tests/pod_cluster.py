@@ -1,4 +1,6 @@
-"""A cluster whose pods are real processes, in a thread of its own, for tests that do not await."""
+"""A cluster whose pods are real processes, in a thread of its own, for tests that do not await. The API server is the
+one in this process, or by `make cluster NODES=fake` that of a cluster.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api_faults import served
+from api_faults import ApiFaults, served
 from api_server import FakeCluster, kubeconfig
+from cluster_choice import FAKE_NODES
+from cluster_proxy import before_the_cluster
+from far_cluster import far_cluster
 from kubelet import Kubelets, Start
 from ports import free_port
 
@@ -64,18 +69,23 @@ class PodCluster:
 
 
 @contextmanager
-def pod_cluster(folder: Path, start: Start, *nodes: str) -> Iterator[PodCluster]:
+def pod_cluster(folder: Path, start: Start, *nodes: str, kind: type[FakeCluster] = FakeCluster) -> Iterator[PodCluster]:
     """With these nodes, one pod each, and a kubeconfig in the folder."""
     made: list[PodCluster] = []
     ready, end = threading.Event(), asyncio.Event()
 
     async def live() -> None:
-        cluster = FakeCluster()
-        cluster.logs = folder
-        kubelets = Kubelets(cluster, start=start)
-        for node in nodes:
-            cluster.node(node)
-        async with served(cluster, free_port()) as url:
+        async with AsyncExitStack() as ends:
+            if FAKE_NODES:
+                front: ApiFaults = await ends.enter_async_context(before_the_cluster())
+                cluster: Any = await ends.enter_async_context(far_cluster(front.objects))  # type: ignore[attr-defined]
+            else:
+                front = cluster = kind()
+                cluster.logs = folder
+            kubelets = Kubelets(cluster, start=start)
+            for node in nodes:
+                cluster.node(node)
+            url = await ends.enter_async_context(served(front, free_port()))
             (folder / "kubeconfig").write_text(kubeconfig(url))
             made.append(PodCluster(asyncio.get_running_loop(), cluster, kubelets, url, folder / "kubeconfig"))
             running = asyncio.create_task(kubelets.run())

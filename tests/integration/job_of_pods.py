@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 from api_server import RESOURCES
+from cluster_choice import FAKE_NODES
 from faults.hosts import Hosts, Loopback
 from integration.cluster import TRAIN, Cluster, ended, fork, until
 from pod_cluster import PodCluster, pod_cluster
@@ -128,7 +129,9 @@ def launched(
         return ForkedPod(fork_on(hosts, host, call, given, env, folder / f"{name}.log"))
 
     options = {**OPTIONS, "pace": 0.02, **more, "until": str(folder / "go")}
-    section = {"image": "registry/train:1", "graceSeconds": 30}
+    section: dict[str, Any] = {"image": "registry/train:1", "graceSeconds": 30}
+    if FAKE_NODES:
+        section["scheduler"] = "shoal-tests"
     spec = {"launcher": "kubernetes", "command": [TRAIN, json.dumps(options)], "kubernetes": section}
     names = [f"n{number}" for number in range(nodes)]
     with pod_cluster(folder, start, *names) as pods:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from api_server import NODES, PODS
+from cluster_choice import FAKE_NODES
 from forked_command import Forked, shoal
 from integration.cluster import until
 from integration.job_of_pods import JobOfPods, JobOfResource, launched
@@ -51,6 +53,7 @@ def steps_to_last_lane(job: JobOfPods, report: Mapping[str, Any], worker: str) -
     return int(began[without["generation"]]) - int(notice["data"]["step"])
 
 
+@pytest.mark.skipif(FAKE_NODES, reason="an API server asks a node for logs, and the tests' nodes serve none")
 def test_what_pods_print_is_read_through_the_controller_and_follows_rank_0(tmp_path: Path) -> None:
     """No kubectl, and no file of this machine."""
     with launched(2, 2, tmp_path, prints=True) as (job, pods):
