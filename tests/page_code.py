@@ -32,7 +32,8 @@ CLASSIC = {"train_batch_size": 32, "optimizer": CONFIG["optimizer"]}
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 NEEDS = {"devices.md": "a GPU"}
 """Pages whose Python needs what `make check` has not: run where it is there."""
-RUN_ELSEWHERE = {"client.md": "tests/integration/test_client.py", "cells.md": "tests/integration/test_cells.py"}
+RUN_ELSEWHERE = {"client.md": "tests/integration/test_client.py", "cells.md": "tests/integration/test_cells.py",
+                 "first_job.md": "tests/integration/test_first_job.py"}  # fmt: skip
 """Pages whose Python needs a controller, and which test runs it."""
 
 LOOP = """

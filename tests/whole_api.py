@@ -127,8 +127,7 @@ class WholeCluster(FakeCluster):
         if path == RESOURCES and request.method in ("POST", "PUT", "PATCH") and not applied:
             self._note_fields(request, known or {})
         if path == DEFINITIONS and request.method != "GET":
-            crd = next(iter(self.objects[DEFINITIONS].values()), None)
-            self.resources = CustomResources(crd) if crd else None
+            self._take_definition()
         if path == QUOTAS and request.method != "GET":
             quota = next(iter(self.objects[QUOTAS].values()), None)
             self.quota = int(quota["spec"]["hard"]["pods"]) if quota else None
@@ -153,6 +152,15 @@ class WholeCluster(FakeCluster):
         if (item := self.objects[RESOURCES].get(name)) is not None:
             fields = self._fields.setdefault(item["metadata"]["uid"], AppliedFields())
             fields.written(request.query.get("fieldManager", ""), known, item)
+
+    def install(self, crd: Json) -> None:
+        """Make the definition, as the chart does."""
+        self._create(DEFINITIONS, crd)
+        self._take_definition()
+
+    def _take_definition(self) -> None:
+        crd = next(iter(self.objects[DEFINITIONS].values()), None)
+        self.resources = CustomResources(crd) if crd else None
 
     def _warnings(self, path: str, name: str) -> Iterator[str]:
         of_kind = {"ElasticJob": lambda: list(self.objects[RESOURCES].values())}
@@ -216,7 +224,9 @@ class WholeCluster(FakeCluster):
     def _write(self, path: str, kind: str, item: Json) -> Json:
         if kind == "MODIFIED":
             self._refuse_change(path, self.objects[path][item["metadata"]["name"]], item)
-        return super()._write(path, kind, {**self._typed(path), **item})
+        within = {"namespace": NAMESPACE} if "/namespaces/" in path else {}
+        metadata = {**within, **item["metadata"]}
+        return super()._write(path, kind, {**self._typed(path), **item, "metadata": metadata})
 
     def _typed(self, path: str) -> Json:
         parts = path.split("/")
