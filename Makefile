@@ -11,7 +11,8 @@
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs;
-#                   with NODES=fake also those that need nodes, which the tests bring (and without KUBECONFIG the cluster, too)
+#                   with NODES=fake also those that need nodes, which the tests bring; without KUBECONFIG those alone, in a cluster
+#                   of the tests
 #   make charts     render the chart with both helms over all files of values, and check every manifest
 #   make models     train six models of Hugging Face with sharded parameters, and compare bits and generated tokens
 #   make trainer    test the door for the Trainer of Hugging Face (make check does it too)
@@ -157,14 +158,15 @@ CLUSTER := tests/charts/test_cluster.py tests/unit/test_elastic_jobs.py tests/un
 NAMESPACE ?= shoal-test-$(shell date +%s)
 NAMESPACE := $(NAMESPACE)
 KUBECTL = $(VENV)/kubernetes/helm4/kubectl --kubeconfig "$(abspath $(KUBECONFIG))"
+WITH_NODES := tests/integration/test_kubernetes_job.py
 ifeq ($(NODES),fake)
-CLUSTER += tests/integration/test_kubernetes_job.py
+CLUSTER += $(WITH_NODES)
 export SHOAL_CLUSTER_NODES := fake
 endif
 ifeq ($(KUBECONFIG)$(NODES),fake)
 cluster: $(READY)
 	SHOAL_CLUSTER_NAMESPACE=$(NAMESPACE) PYTHONPATH=tests $(BIN)/python -m served_cluster \
-		$(MAKE) --no-print-directory cluster NODES=fake NAMESPACE=$(NAMESPACE)
+		$(MAKE) --no-print-directory cluster NODES=fake NAMESPACE=$(NAMESPACE) TESTS="$(or $(TESTS),$(WITH_NODES))"
 else
 cluster: $(READY)
 	@[ -n "$(KUBECONFIG)" ] || { echo "make cluster needs a cluster in which it may make a namespace and the definition of ElasticJobs. Name it: make cluster KUBECONFIG=$$HOME/.kube/config" >&2; exit 2; }
