@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from shoal_protos.errors import UserError
 from torch import Tensor
@@ -42,13 +42,12 @@ class Pipeline:
         self._losses: list[Loss] = []
         """Of the call at hand."""
 
-    def check(self, call: str) -> None:
+    def refuse(self, call: str) -> NoReturn:
         """Raises `UserError` for what is made of one micro-batch, where a lane is a schedule's."""
-        if self._is_used:
-            raise UserError(
-                f"{call} is for one micro-batch, and in a pipeline a schedule trains all of a lane; call "
-                "engine.run(schedule.step, …) and engine.step."
-            )
+        raise UserError(
+            f"{call} is for one micro-batch, and in a pipeline a schedule trains all of a lane; call "
+            "engine.run(schedule.step, …) and engine.step."
+        )
 
     def loss_fn(self, function: Callable[..., Tensor]) -> StageLoss:
         """`Engine.loss_fn`."""

@@ -188,7 +188,8 @@ class TrainingLoop:
             self.averages.refuse("engine.backward")
         context, loop, state = self._context, self._context.loop, self._context.state
         if isinstance(loss, Tensor):
-            self.pipeline.check("engine.backward")
+            if state.layout.stages:
+                self.pipeline.refuse("engine.backward")
             context.autocast.end()
         self._parts.update.check_whole()
         self._parts.resize.leave_broken_cell()
@@ -259,7 +260,8 @@ class TrainingLoop:
         """`Engine.skip`."""
         if self.averages.are_shown:
             self.averages.refuse("engine.skip")
-        self.pipeline.check("engine.skip")
+        if self._context.state.layout.stages:
+            self.pipeline.refuse("engine.skip")
         loop, state = self._context.loop, self._context.state
         self._context.autocast.end()
         self._parts.update.check_whole()
