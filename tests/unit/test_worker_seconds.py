@@ -10,7 +10,7 @@ from rule import Edit, holds, rule
 from shoal_controller.core.machine.effects import Persist
 from shoal_controller.core.machine.events import Disconnected
 from shoal_controller.core.machine.figures import Use
-from shoal_controller.core.overview.goodput import goodput_sentence
+from shoal_controller.core.overview.idle_lanes import goodput_sentence
 from shoal_protos.acts import Pause, Scale
 from shoal_protos.messages import MemberState, Result, Telemetry
 

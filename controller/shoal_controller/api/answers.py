@@ -14,8 +14,7 @@ from shoal_protos.shape import DIMENSIONS, ONE, Shape
 from shoal_controller.core.machine.event_kind import EventKind
 from shoal_controller.core.machine.figures import Use
 from shoal_controller.core.machine.spec import JobView, Phase, ResizeView, State, WorkerView
-from shoal_controller.core.overview.goodput import goodput_sentence
-from shoal_controller.core.overview.idle_lanes import idle_lane_ratio, idle_lanes
+from shoal_controller.core.overview.idle_lanes import goodput_sentence, idle_lane_ratio, idle_lanes
 from shoal_controller.core.overview.shown_sentences import activity_sentence
 from shoal_controller.jobs.only_if import version_of
 from shoal_controller.jobs.records import JobEvent

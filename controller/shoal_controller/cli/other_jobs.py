@@ -1,19 +1,30 @@
-"""Unfinished jobs of earlier runs: a run that was killed leaves one, which trains on beside the next run of its folder.
+"""Runs and jobs beside the one that `shoal run` begins.
 
-`shoal run` names them when it begins. They end with it, saved where they can be, for no controller would be left.
+With `--attach` a job goes to the controller of a living run, and is shown to its end. A run that was killed leaves an
+unfinished job, which trains on beside the next run of its folder: `shoal run` names it when it begins. It ends with the
+command, saved where it can be, for no controller would be left.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from shoal_protos.errors import ShoalError
+from shoal_protos.errors import ShoalError, UserError
+from shoal_protos.living_runs import living_runs
 from shoal_protos.rest import OVER, Json
 from shoal_protos.text import at_step
 
-from shoal_controller.cli.attend import interrupted_before, saved
-from shoal_controller.cli.serve import Here, Interrupts
+from shoal_controller.cli.attend import end_watching, interrupted_before, report_end, saved
+from shoal_controller.cli.client import local_folder
+from shoal_controller.cli.display import display, watch
+from shoal_controller.cli.endings import INTERRUPTED
+from shoal_controller.cli.output import echo
+from shoal_controller.cli.printed import Printed
+from shoal_controller.cli.runs import of_run
+from shoal_controller.cli.serve import Here, Interrupts, interrupts
 
 BACK_SECONDS = 10.0
 """How long workers of an earlier run may take to find this controller, where the command ends before they have."""
@@ -57,3 +68,25 @@ async def _left(here: Here, name: str) -> str:
 def _ends(name: str, outcome: str) -> str:
     todo = f"`shoal run --job {name} …` continues it"
     return f"job {name} of an earlier run ends unfinished with this command ({outcome.removesuffix('.')}); {todo}"
+
+
+async def attached(spec: dict[str, Any], report_file: Path | None, quiet: bool) -> int:
+    """Return the exit status of `run`. Ctrl-C does not end the job. Raises `UserError` if no run lives here."""
+    runs = living_runs(local_folder())
+    if not runs:
+        raise UserError(f"no shoal run lives in {local_folder()} to attach to; leave --attach out to begin one")
+    job = spec["job"]
+    with interrupts() as signals:
+        async with of_run(runs[0]) as client:
+            await client.create(spec)
+            with display() as shown:
+                watching = asyncio.create_task(
+                    watch(client, job, shown, printed=None if quiet else Printed({})), name=f"watch {job}"
+                )
+                try:
+                    if await interrupted_before(watching, signals.first):
+                        echo(f"job {job} goes on with the controller of {runs[0]}; to end it: shoal cancel {job}")
+                        return INTERRUPTED
+                finally:
+                    await end_watching(watching)
+            return await report_end(client, watching.result(), report_file)

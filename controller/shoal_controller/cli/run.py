@@ -1,7 +1,7 @@
 """`shoal run`: a controller and the workers of one script, on this machine, until the job is over.
 
 Run again in the same place it continues an unfinished job of that name and replaces a finished one. Beside a living run
-it has its own state and ports (runs.py), or is submitted to the controller of that run (attach.py).
+it has its own state and ports (runs.py), or is submitted to the controller of that run (other_jobs.py).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ async def run(
         "launcher": "local",
         "command": command_of(script, module, own_arguments),
     }
-    from shoal_controller.cli.attach import attached
+    from shoal_controller.cli.other_jobs import attached
     from shoal_controller.cli.printed import Printed, lengths
     from shoal_controller.cli.runs import beside
     from shoal_controller.cli.serve import Places

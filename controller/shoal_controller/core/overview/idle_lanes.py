@@ -1,4 +1,5 @@
-"""Lanes that do not divide: which part of the workers' capacity idles, and with how many lanes less of it would. Pure.
+"""What idles: of a step's capacity, where lanes do not divide, and with how many lanes less of it would; and where the
+seconds of a job's workers went (`core/machine/phases/worker_seconds.py` counts them). Pure.
 
 A step takes as many rounds as its busiest worker has lanes. REST, `describe`, the page, previews, `/metrics` and
 `shoal estimate` say it with these functions; docs/lanes.md has the table of how many lanes to choose.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from shoal_protos.text import plural
 
+from shoal_controller.core.machine.figures import Use
 from shoal_controller.core.machine.spec import JobView
 
 LANES_EACH = 5
@@ -63,3 +65,27 @@ def _sharing(view: JobView) -> tuple[int, int] | None:
     if world is None or not world.steps or not world.trainers or view.phase.is_over:
         return None
     return world.lanes, len(world.trainers) // world.coordinates
+
+
+# ---- over the job's life
+
+WORDS = {
+    Use.MISSING: "missing",
+    Use.STARTING: "starting",
+    Use.STANDBY: "standing by",
+    Use.PAUSED: "paused",
+    Use.IDLE_LANE: "without a lane",
+    Use.LOST_STEP: "in lost steps",
+}
+USE_SAID_FROM = 0.005
+"""The part of the wanted seconds from which on a use is named."""
+
+
+def goodput_sentence(view: JobView) -> str:
+    """Return `goodput 24% of the wanted workers' time; 75% missing, 1% starting`; empty before any was wanted."""
+    if view.wanted_seconds <= 0 or view.started_at is None:
+        return ""
+    parts = {use: view.worker_seconds.get(use, 0.0) / view.wanted_seconds for use in WORDS}
+    most = sorted((use for use in WORDS if parts[use] >= USE_SAID_FROM), key=lambda use: -parts[use])
+    rest = ", ".join(f"{parts[use]:.0%} {WORDS[use]}" for use in most)
+    return f"goodput {view.goodput_ratio:.0%} of the wanted workers' time{f'; {rest}' if rest else ''}"
