@@ -175,7 +175,7 @@ def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
 
 
 @check("many processes and steps")
-@pytest.mark.parametrize("stage", shortened([1, 2], "2"))
+@pytest.mark.parametrize("stage", shortened([1, 2], 2))
 def test_a_process_of_both_dimensions_is_killed_and_another_joins_and_no_bit_changes(stage: int) -> None:
     with crew_of("abcdefgh", task_of(BOTH, stage, max_steps=20)) as crew:
         crew.train_to(2)

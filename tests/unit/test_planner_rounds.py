@@ -145,7 +145,7 @@ def rounds_terms(lanes: int) -> Terms:
 def test_a_plan_for_shards_has_rounds_of_consecutive_lanes() -> None:
     world = World(rounds_terms(8), "abc")
     assert rounds(world.plan) == [(0, 1, 2), (3, 4, 5), (6, 7, -1)]
-    world.join("d", trains=True)
+    world.join("d")
     assert rounds(world.plan) == first_rounds(world.plan) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 

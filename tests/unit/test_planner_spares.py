@@ -58,8 +58,7 @@ def test_the_next_spare_takes_over_the_mirrors_and_owns_nothing() -> None:
     world = World(TERMS, "abcde")
     world.kill("b")
     world.settle()
-    world.join("f", trains=False)
-    world.train()
+    world.join("f")
     world.settle()
     assert lanes(world) == {"a": 2, "c": 2, "d": 2, "e": 2, "f": 0}
     assert world.plan.shares[-1].mirrored == every(24) and not world.plan.shares[-1].owned and copies(world) == {2}
@@ -111,11 +110,10 @@ def test_after_any_history_the_oldest_train_own_evenly_and_blocks_have_their_cop
         if act == "kill" and len(here) > 1:
             gone = chance.choice(here)  # type: ignore[attr-defined]
             held = union(world.here[worker].holds for worker in here if worker != gone)
-            if held == every(24) and any(world.here[w].can_train for w in here if w != gone):
+            if held == every(24):
                 world.kill(gone)
         elif act == "join" and (worker := next(free, None)):
-            world.join(worker, trains=False)
-            world.train()
+            world.join(worker)
         elif act == "drain" and sum(not world.here[worker].leaving for worker in here) > 1:
             world.drain(chance.choice([w for w in here if not world.here[w].leaving]))  # type: ignore[attr-defined]
         elif act == "fill":

@@ -43,8 +43,6 @@ def _loading() -> Iterator[None]:
     try:
         yield
     finally:
-        if "SHOAL_CONTROLLER" in os.environ:
-            gc.freeze()  # to look through all of torch once more would take 0.3 s as it ends, beside others that train
         if was:
             gc.enable()
 
@@ -54,6 +52,8 @@ if "torch" in sys.modules or ("SHOAL_CONTROLLER" in os.environ and find_spec("to
         from shoal.process.compiler import leave_unloaded
 
         leave_unloaded()
+        if "SHOAL_CONTROLLER" in os.environ:
+            gc.freeze()  # to look through all of torch once more would take 0.3 s as it ends, beside others that train
 
 _MODULES = ("callbacks", "client", "deepspeed", "integrations")
 """Modules that scripts import by name; all others are between the parts of the package."""

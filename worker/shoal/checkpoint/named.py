@@ -94,9 +94,10 @@ def check_cuts(layout: Layout, of: str) -> None:
         raise UserError(
             f"cannot export {of}: a pipeline's stages are not joined yet; let the script of each stage save its part."
         )
-    if layout.uncut:
+    slots = (slot.parameter for bucket in layout.buckets for slot in bucket.slots)
+    if uncut := next((one.name for one in slots if one.own and one.cut is None), ""):
         raise UserError(
-            f'cannot export {of}: each process of a cell has a part of parameter "{layout.uncut}", and nothing says '
+            f'cannot export {of}: each process of a cell has a part of parameter "{uncut}", and nothing says '
             "along which dimension it is cut; mark it by shoal.sharded(parameter, dim=…) and save anew."
         )
 

@@ -264,12 +264,6 @@ class Layout:
         return self.stages or (self.buckets,)
 
     @property
-    def uncut(self) -> str:
-        """The first parameter of which coordinates have parts, where nothing says how it is cut; else empty."""
-        slots = (slot.parameter for bucket in self.buckets for slot in bucket.slots)
-        return next((one.name for one in slots if one.own and one.cut is None), "")
-
-    @property
     def whole_shapes(self) -> dict[str, tuple[int, ...]]:
         """By name, of all parameters, with the parts of other coordinates."""
         slots = (slot.parameter for bucket in self.buckets for slot in bucket.slots)
