@@ -29,9 +29,8 @@ NEPAL = ZoneInfo("Asia/Kathmandu")
 """The reader's zone: no whole hours from UTC."""
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202eesrever\u2066"
 SHOWN = "<script>alert(1)</script><img src=x onerror=alert(1)>⟨U+202E⟩esrever⟨U+2066⟩"
-BAR_IS_OF = """(least) => Object.entries(least).every(([use, seconds]) =>
-    seconds === 0 || Number(document.querySelector(`.use.${use}`)?.style.flexGrow) > seconds - 0.001)"""
-"""Whether each use has at least the seconds that REST has said: it goes on growing."""
+BAR_IS_OF = """(least) => Object.entries(least).every(([use, seconds]) => seconds === 0
+    || Number(document.querySelector(`.use.${use}`)?.style.flexGrow) > seconds - 0.001)  // each goes on growing"""
 
 
 # ---- what it shows

@@ -30,7 +30,12 @@ def losing_blocks(joiners: int = 0, **spec: object) -> tuple[Driver, list[Effect
         job.feed(Disconnected(job.connections.pop(worker), "reset"))
         job.feed(ConfirmLost(worker))
     job.stop("w2", job.statuses["w2"])
-    return job, job.effects
+    effects = job.effects
+    for number in range(joiners):  # they were to be filled: until they say so, they may have been
+        assert not shutdowns(job.effects)
+        job.stop(f"j{number}", job.statuses[f"j{number}"])
+        effects = job.effects
+    return job, effects
 
 
 def shutdowns(effects: list[Effect]) -> list[Shutdown]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, Worker, engine_of, train
 from crew_saves import saved
+from idle_members import answering
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest, best_number
@@ -139,8 +140,11 @@ def test_a_checkpoint_has_the_judgement_of_its_own_steps_loss(tmp_path: Path) ->
 
 
 @holds("What follows from the best number")
-def test_what_was_measured_after_a_step_counts_once_for_a_member_that_still_owes_the_step() -> None:
-    """A standby has not come to the boundary when the others measure; then one of them dies."""
+def test_what_was_measured_after_a_step_counts_once_for_a_member_that_still_owes_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A member without lanes has not come to the boundary when the others measure; then one of them dies."""
+    monkeypatch.setattr("crew.answer", answering({"d"}))
     callbacks: dict[str, EarlyStopping] = {}
     struck: list[int] = []
 

@@ -76,12 +76,12 @@ def test_a_jobs_answer_and_describe_have_the_sentence_while_steps_run() -> None:
     assert "idle_lane_ratio" in listing()
 
 
-def test_a_standby_that_waits_for_its_share_of_the_lanes_does_not_count() -> None:
+def test_a_joiner_counts_from_its_first_world_on() -> None:
     job = job_of(2, lanes=4)
     job.hello("w2")
     plan = job.job.durable.planned[-1]
     joined = replace(job.view, world=plan)
-    assert len(plan.members) == 3 and idle_lane_ratio(joined) == 0, "the third is a standby, which trains soon"
+    assert len(plan.members) == 3 and idle_lane_ratio(joined) == pytest.approx(1 / 3)
 
 
 def test_a_preview_says_what_idles_with_those_who_stay() -> None:
