@@ -1,4 +1,4 @@
-"""The commands of a job: `shoal jobs`, `describe`, `scale`, `pause`, `resume`, `cancel`; of its workers: `workers`,
+"""The commands of a job: `shoal jobs`, `describe`, `pause`, `resume`, `cancel`; of its workers: `workers`,
 `drain`, `lost`; of its history: `events`; of its output: `logs`.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from shoal_protos.errors import Conflict, NotFound, UserError
+from shoal_protos.errors import Conflict, NotFound
 from shoal_protos.text import shown_name
 
 from shoal_controller.cli.completion import worker_names
@@ -78,50 +78,6 @@ async def change(url: str, job: str, ask: Callable[[Client], Awaitable[Json]]) -
 
     async with client_of(url, job) as client:
         changed(await ask(client))
-
-
-async def scale(
-    job: Job,
-    workers: Annotated[
-        int | None, typer.Argument(metavar="N", help="New number of workers.", show_default=False)
-    ] = None,
-    cells: Annotated[
-        int | None, typer.Option("--cells", metavar="N", help="New number of workers, in cells of several.")
-    ] = None,
-    least: Annotated[
-        int | None, typer.Option("--min-workers", metavar="N", help="New fewest workers to train with.")
-    ] = None,
-    most: Annotated[
-        int | None, typer.Option("--max-workers", metavar="N", help="New most workers to scale to.")
-    ] = None,
-    spares: Annotated[
-        int | None, typer.Option("--spares", metavar="N", help="New number of spares beyond the workers.")
-    ] = None,
-    url: Url = DEFAULT_URL,
-) -> None:
-    """Change how many workers and spares are wanted, and between which numbers the workers may be.
-
-    A launcher starts missing workers; if there are too many, the youngest are drained. Spares mirror state, and train
-    as soon as another worker is lost.
-    """
-    if workers is cells is least is most is spares is None:
-        raise UserError("there is nothing to change; expected N, --cells, --spares, --min-workers or --max-workers")
-    if workers is not None and cells is not None:
-        raise UserError(f"{workers} workers and {cells} cells are asked for; expected one of the two")
-
-    async def ask(client: Client) -> Json:
-        wanted = workers if cells is None else cells * _processes_of_a_cell(await client.job(job))
-        return await client.scale_job(job, wanted, min=least, max=most, spares=spares)
-
-    await change(url, job, ask)
-
-
-def _processes_of_a_cell(job: Json) -> int:
-    if "cell" not in job:
-        raise UserError(
-            f"job {job['job']} has no cells of several workers, as far as is known by now; expected a number of workers"
-        )
-    return int(job["cell"]["processes"])
 
 
 async def pause(job: Job, url: Url = DEFAULT_URL) -> None:

@@ -28,10 +28,11 @@ from shoal_controller.cli.doctor import doctor
 from shoal_controller.cli.endings import FAILED, WRONG_USE, Command, ending, say
 from shoal_controller.cli.estimate import estimate
 from shoal_controller.cli.faulty_flags import AllFaults
-from shoal_controller.cli.jobs import cancel, describe, drain, events, jobs, logs, lost, pause, resume, scale, workers
+from shoal_controller.cli.jobs import cancel, describe, drain, events, jobs, logs, lost, pause, resume, workers
 from shoal_controller.cli.output import echo
 from shoal_controller.cli.plot import plot
 from shoal_controller.cli.run import run
+from shoal_controller.cli.scale import scale
 from shoal_controller.cli.submit import submit
 from shoal_controller.cli.token import JobOrCommand, create, job_, list_, revoke, rotate
 from shoal_controller.cli.top import top
