@@ -270,7 +270,7 @@ class Step:
         context.meter.on_fill(self._receive_slice(fills), 0.0)
         wait_for(sends, group)
         record = self._pass_vote()
-        self._commit_nothing(record)
+        self._commit_nothing(record, steps=self._world.plan.steps)
         return record
 
     def _end_before(self, record: Record) -> None:
@@ -278,12 +278,16 @@ class Step:
         context = self._context
         context.state.end_here()
         context.loop.begin_step(self._world.lanes)
-        self._commit_nothing(replace(record, step=context.state.step))
+        self._commit_nothing(replace(record, step=context.state.step), steps=False)
 
-    def _commit_nothing(self, record: Record) -> None:
-        """What follows such a vote."""
+    def _commit_nothing(self, record: Record, steps: bool) -> None:
+        """What follows such a vote. `steps`: whether steps follow in this world."""
         context = self._context
         self._evaluation.on_vote(record.evaluations)
+        if not steps and not context.boundaries:
+            # a bad copy that made the job pause had handed its parameters out; once it is gone, good owners do
+            self._begin_hand_out().finish()
+            context.state.current = context.state.everything
         context.boundaries += 1
         self.parameters.on_boundary(self._world)
         self._boundary.pass_vote(record)
