@@ -69,8 +69,11 @@ class SmallMachine:
         wanted = event.workers or job.durable.wanted
         if wanted > 8:
             raise Conflict(f"workers is {wanted}; expected 1 to 8")
-        bounds = resized(JobSize(job.spec.job, wanted, job.durable.bounds, job.spec.lanes), event).bounds
-        job = _kept(job, wanted=wanted, changed_bounds=bounds, paused_because=self.filler.get("filler", ""))
+        size = resized(
+            JobSize(job.spec.job, wanted, job.durable.bounds, job.spec.lanes, spares=job.durable.spares), event
+        )
+        filler = self.filler.get("filler", "")
+        job = _kept(job, wanted=wanted, changed_bounds=size.bounds, spares=size.spares, paused_because=filler)
         return job, [Persist(), Note("scale", f"scaled to {wanted}", data={"workers": wanted})]
 
     def view(self, job: Job, now: float) -> JobView:
@@ -79,7 +82,7 @@ class SmallMachine:
             job=job.spec.job, phase=job.durable.phase, generation=1, wanted=job.durable.wanted, active=0,
             min_workers=bounds.least, max_workers=bounds.most, lanes=job.spec.lanes, step=0,
             max_steps=None, loss=None, last_checkpoint_step=None, reason="as it should be", run=job.spec.run,
-            owner=job.spec.owner,
+            owner=job.spec.owner, spares=job.durable.spares,
             version=job.durable.version, created_at=job.durable.figures.created,
         )  # fmt: skip
         return replace(view, **self.shown)

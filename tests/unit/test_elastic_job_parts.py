@@ -86,6 +86,7 @@ def test_a_changed_key_is_named_as_the_resource_writes_it() -> None:
     section = {"image": "a", "shmSize": "1Gi"}
     before, after = asked(kubernetes={"image": "a"}), asked(maxRestarts=9, kubernetes=section)
     assert changed_keys(before, after) == ["maxRestarts", "kubernetes.shmSize"]
+    assert changed_keys(asked(), asked(workers={"sparesTrain": True})) == ["workers.sparesTrain"]
 
 
 # ---- columns

@@ -122,7 +122,7 @@ async def test_an_autoscaler_that_flaps_makes_few_changes_and_its_last_word_coun
 
 
 @asynchronous
-async def test_the_bounds_of_a_running_job_follow_its_resource_and_rest_writes_them_there(tmp_path: Path) -> None:
+async def test_bounds_and_spares_of_a_job_follow_its_resource_and_rest_writes_them_there(tmp_path: Path) -> None:
     async with place(tmp_path) as one, one.term() as sizes:
         controller: Any = SimpleNamespace(leading=lambda: one.shell, sizes=sizes)
         await one.apply()
@@ -138,6 +138,12 @@ async def test_the_bounds_of_a_running_job_follow_its_resource_and_rest_writes_t
         await one.until(lambda: one.item()["spec"]["workers"] == {"min": 2, "max": 6}, "the resource's bounds")
         with pytest.raises(UserError, match="cannot have at least 7 workers; expected 1 to 6"):
             await resource_rules.scale(controller, "train", Scale(least=7), SOMEBODY, None)
+        await resource_rules.scale(controller, "train", Scale(spares=1), SOMEBODY, None)
+        await one.edit({"workers": {"spares": 2}})
+        await one.until(lambda: one.shell.view("train").spares == 2, "the spares")
+        latest = one.item()["metadata"]["generation"]
+        await one.until(lambda: one.status()["observedGeneration"] == latest, "the status")
+        assert one.condition("Accepted")["status"] == "True"
 
 
 @asynchronous

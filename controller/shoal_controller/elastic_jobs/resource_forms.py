@@ -36,7 +36,7 @@ from shoal_controller.launchers.kubernetes.section import Json
 OWN_FIELDS = ("wanted", "wanted_by_default", "run", "resource", "request_key", "request_digest", "started_together",
              "kubernetes_defaults", "owner")  # fmt: skip
 """Of a job's specification: those that change in its life, or are not the user's, or another key says."""
-SIZE = ("min_workers", "max_workers")
+SIZE = ("min_workers", "max_workers", "spares")
 """Those that a running job follows (`size_change`), with `wanted`."""
 COMPUTED_BY = ("env", "kubernetes.env", "kubernetes.image", "kubernetes.podTemplate")
 """Keys that decide what a worker computes: another value for those that start later would be another computation."""
@@ -108,10 +108,14 @@ def why_not_followed(job: JobSpec, asked: JobSpec) -> str:
 def changed_keys(job: JobSpec, asked: JobSpec) -> list[str]:
     """Keys of the resource that are not as they were when its job began, but for its size."""
     names = [field.name for field in fields(JobSpec) if field.name not in (*OWN_FIELDS, *SIZE, "kubernetes")]
-    changed = [to_camel(name) for name in names if getattr(job, name) != getattr(asked, name)]
+    changed = [_key_of(name) for name in names if getattr(job, name) != getattr(asked, name)]
     before, after = (json.loads(spec.kubernetes or "{}") for spec in (job, asked))
     inner = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return [*changed, *(f"kubernetes.{key}" for key in inner)]
+
+
+def _key_of(field: str) -> str:
+    return ("workers." if field in ResourceWorkers.model_fields else "") + to_camel(field)
 
 
 @dataclass(frozen=True, slots=True)
