@@ -159,6 +159,7 @@ def gradients(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, Any]:
 def placed(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, list[Any]]:
     """The gradient of a parameter of 4 × 2 by its and its gradient's placements, once what is partial is added up."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     enter()
     mesh = cell.mesh["tensor"]
@@ -177,12 +178,26 @@ def placed(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, list[Any]]:
                 hub.reduce_sum([gradient.tensor])
             own = gradient.own(gradient.tensor)
             found[f"{wanted} from {given}"] = [torch.equal(own, expected), gradient.is_partial]
-    uneven = nn.Module()
-    uneven.weight = nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Shard(0)], src_data_rank=None))
+    common = nn.Parameter(distribute_tensor(torch.zeros(5), mesh, [Replicate()], src_data_rank=None))
+    total = torch.arange(5.0)
+    part = distribute_tensor(total, mesh, [Shard(0)], src_data_rank=None)
+    gradient = local_gradient(common, part)
+    hub.reduce_sum([gradient.tensor])
+    found["replicate from uneven parts"] = [torch.equal(gradient.tensor, total), gradient.is_partial]
+    for name, size, placement in (("uneven", 5, Shard(0)), ("strided", 8, _StridedShard(0, split_factor=2))):
+        divided = nn.Module()
+        local = torch.zeros(size // 2)
+        shape: dict[str, Any] = {"shape": torch.Size([size]), "stride": (1,)}
+        divided.weight = nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False, **shape))
+        try:
+            marks(divided, cell.shape)
+        except UserError as error:
+            found[name] = [str(error)]
+    strided = DTensor.from_local(torch.zeros(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False, **shape)
     try:
-        marks(uneven, cell.shape)
+        local_gradient(nn.Parameter(distribute_tensor(torch.zeros(8), mesh, [Shard(0)], src_data_rank=None)), strided)
     except UserError as error:
-        found["uneven"] = [str(error)]
+        found["strided gradient"] = [str(error)]
     return found
 
 

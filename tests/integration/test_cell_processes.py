@@ -77,7 +77,10 @@ def test_a_gradient_becomes_that_of_its_parameters_part_whatever_the_placements_
     for found in results("placed", 2, tmp_path):
         (uneven,) = found.pop("uneven")
         assert 'parameter "weight" of shape (5,)' in uneven and "not supported yet" in uneven
-        assert len(found) == 12 and all(is_right for is_right, _ in found.values()), found
+        for name in ("strided", "strided gradient"):
+            (sentence,) = found.pop(name)
+            assert "placement _S(0, 2); expected Shard" in sentence, sentence
+        assert len(found) == 13 and all(is_right for is_right, _ in found.values()), found
         without_sum = sorted(pair for pair, (_, is_partial) in found.items() if not is_partial)
         assert without_sum == [
             "replicate from replicate", "shard 0 from replicate", "shard 0 from shard 0", "shard 1 from replicate",

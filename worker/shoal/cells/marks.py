@@ -113,7 +113,7 @@ def _placed(name: str, parameter: Any, shape: Shape) -> Mark:
                 f'parameter "{name}" is a DTensor on a mesh of {size} places{of}, and the cell has {shape.tensor} in '
                 'its tensor dimension; make it on cell.mesh["tensor"].'
             )
-        if placement.is_partial():
+        if not (placement.is_shard() or placement.is_replicate()):  # as a strided shard, which is neither
             raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
         if placement.is_shard():
             if parameter.shape[placement.dim] % size:
@@ -181,15 +181,18 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
         return LocalGradient(local)
     part, index = local_of(parameter), _index(parameter)
     pairs = zip(_sized(parameter), _sized(gradient), strict=True)
-    wanted, given = next(((mine, theirs) for (*_, mine), (*_, theirs) in pairs), (None, None))
-    if wanted is None or given is None or wanted == given:
+    found = next(((places, mine, theirs) for (_, places, mine), (*_, theirs) in pairs), None)
+    if found is None or found[1] == found[2]:
         return LocalGradient(local)
-    if given.is_partial() and given.reduce_op != "sum":
-        raise UserError(f"a DTensor's gradient has placement {given}; expected a sum.")
+    places, wanted, given = found
+    is_sum = given.is_partial() and given.reduce_op == "sum"
+    if not (is_sum or given.is_shard() or given.is_replicate()):
+        raise UserError(f"a DTensor's gradient has placement {given}; expected Shard, Replicate or a sum.")
     if given.is_shard():  # a part of what all have: zeros elsewhere make it a part of a sum
         whole = local.new_zeros(parameter.shape)
-        length = local.shape[given.dim]
-        whole.narrow(given.dim, index * length, length).copy_(local)
+        size = whole.shape[given.dim]
+        start = min(index * -(-size // places), size)  # parts but the last ones are as long as the first
+        whole.narrow(given.dim, start, local.shape[given.dim]).copy_(local)
         local = whole
     if not wanted.is_shard():
         return LocalGradient(local, is_partial=True)
