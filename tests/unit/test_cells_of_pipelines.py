@@ -144,6 +144,17 @@ def test_what_is_of_one_micro_batch_is_refused_in_a_pipeline(call: str) -> None:
     assert f"engine.{call} is for one micro-batch, and in a pipeline a schedule trains all of a lane" in failure
 
 
+def test_an_evaluation_by_a_schedule_is_refused_by_its_name() -> None:
+    def body(engine: Engine, _: Any) -> None:
+        with engine.evaluating():
+            engine.loss_fn(lambda: torch.zeros(()))()
+
+    with crew_of("ab", replace(task_of(PIPELINE), body=body)) as crew:
+        crew.until("a refusal", lambda: any(worker.failure for worker in crew.workers.values()))
+        failure = next(worker.failure for worker in crew.workers.values() if worker.failure)
+    assert "engine.loss_fn got a loss outside of training, as a schedule's eval makes it" in failure
+
+
 @check("many processes and steps")
 def test_processes_of_a_square_are_killed_and_others_join_and_no_bit_changes() -> None:
     task = task_of(SQUARE, max_steps=20)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from shoal_protos.errors import UserError
 from torch import Tensor
 
@@ -57,7 +58,15 @@ class Pipeline:
         self,
         loss: Tensor,  # ()
     ) -> Tensor:  # ()
-        """What a micro-batch's loss adds to its lane's, scaled as the job's losses are."""
+        """What a micro-batch's loss adds to its lane's, scaled as the job's losses are. Raises `UserError` for one that
+        is of no training.
+        """
+        if not torch.is_grad_enabled():
+            raise UserError(
+                "engine.loss_fn got a loss outside of training, as a schedule's eval makes it, which is not supported "
+                "yet; in engine.evaluating call the stage itself, and pass activations over "
+                'cell.group("pipeline") by torch.distributed.send and recv.'
+            )
         check_loss(loss)
         state = self._context.state
         if not self._schedules.is_shaking_hands:
