@@ -81,6 +81,18 @@ def test_a_copy_is_never_with_a_spare_in_its_owners_domain_while_there_is_anothe
         assert not share.owned & world.plan.shares[4].mirrored
 
 
+def test_until_the_next_spare_has_come_no_two_copies_stay_in_one_rack_while_there_is_another_one() -> None:
+    world = World(replace(TERMS, trainers=5), "abc", {"a": "2", "b": "1", "c": "2", "d": "1"})
+    world.kill("b")
+    world.settle()
+    world.join("d")
+    world.settle()
+    racks = [world.here[member.worker].domain for member in world.plan.members]
+    assert len(set(racks)) == 2
+    for block in range(24):
+        assert len({rack for rack, share in zip(racks, world.plan.shares, strict=True) if block in share.keeps}) == 2
+
+
 def test_with_two_mirrors_one_is_with_the_spare_and_one_with_a_trainer() -> None:
     world = World(replace(TERMS, mirrors=2), "abcdef")
     assert copies(world) == {3}

@@ -266,23 +266,23 @@ def mirror_everywhere(groups: Sequence[BlockGroup], keepers: Sequence[int]) -> l
 
 
 def leave_mirrors(groups: Sequence[BlockGroup], partners: Partners, domains: Sequence[int]) -> list[BlockGroup]:
-    """The groups with partners that hold them in place of mirrors to be filled, where there are enough of those."""
-    return [
-        group.decided(group.owner, _holders_instead(group, partners[group.owner], domains), group.blocks)
-        for group in groups
-    ]
+    """The groups with partners that hold them in place of mirrors to be filled, where there are enough of those and
+    they are in as many domains.
+    """
+    return [_with_holders(group, partners[group.owner], domains) for group in groups]
 
 
-def _holders_instead(group: BlockGroup, partners: Sequence[int], domains: Sequence[int]) -> tuple[int, ...]:
+def _with_holders(group: BlockGroup, partners: Sequence[int], domains: Sequence[int]) -> BlockGroup:
     held = [mirror for mirror in group.mirrors if mirror in group.holders]
     if len(held) == len(group.mirrors):
-        return group.mirrors
+        return group
     seen = {domains[worker] for worker in (group.owner, *held)}
     others = sorted(
         group.holders.intersection(partners).difference(held), key=lambda worker: (domains[worker] in seen, worker)
     )
-    instead = (*held, *others)[: len(group.mirrors)]
-    return instead if len(instead) == len(group.mirrors) else group.mirrors
+    instead = group.decided(group.owner, (*held, *others)[: len(group.mirrors)], group.blocks)
+    apart, wanted = ({domains[keeper] for keeper in one.keepers} for one in (instead, group))
+    return instead if len(instead.mirrors) == len(group.mirrors) and len(apart) >= len(wanted) else group
 
 
 def let_mirrors_wait(groups: Sequence[BlockGroup], partners: Partners, domains: Sequence[int]) -> list[BlockGroup]:
@@ -301,14 +301,10 @@ def _where_they_are(
     group: BlockGroup, partners: Sequence[int], keepers: frozenset[int], domains: Sequence[int]
 ) -> BlockGroup:
     """Blocks that no partner of their owner holds, mirrored by who does, if as far apart; others as they are."""
-    if not group.holders.isdisjoint(group.mirrors):
-        return group
     elsewhere = (group.holders & keepers) - {group.owner}
-    if not elsewhere.isdisjoint(partners):
+    if not group.holders.isdisjoint(group.mirrors) or not elsewhere.isdisjoint(partners):
         return group
-    waiting = group.decided(group.owner, _holders_instead(group, sorted(elsewhere), domains), group.blocks)
-    apart = {domains[keeper] for keeper in waiting.keepers}
-    return waiting if len(apart) >= len({domains[keeper] for keeper in group.keepers}) else group
+    return _with_holders(group, sorted(elsewhere), domains)
 
 
 def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) -> list[BlockGroup]:
