@@ -6,6 +6,7 @@ belongs to one worker; fills are made between two sets of held blocks. Prints JS
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import sys
@@ -79,6 +80,7 @@ class Peaks:
         self._seen_most = 0
 
     def begin(self) -> None:
+        gc.collect()  # what earlier parts have left would else go in the midst of this one
         self.counter.forget_most()
         self._seen_most = self.seen()
         self._before = self.counter.now + self._seen_most

@@ -22,7 +22,7 @@ PROMTOOL = program("promtool")
 
 NOT_SHOWN = {
     "shoal_job_generation", "shoal_job_lanes", "shoal_job_last_step_timestamp_seconds", "shoal_job_start_seconds",
-    "shoal_job_report",
+    "shoal_job_report", "shoal_job_rebalances_total",
     "shoal_job_workers_max", "shoal_checkpoint_last_step", "shoal_step_seconds_bucket", "shoal_step_seconds_sum",
     "shoal_step_seconds_count", "shoal_resize_seconds_bucket", "shoal_checkpoint_seconds_bucket",
     "shoal_resize_pause_seconds_bucket", "shoal_resize_pause_seconds_count",

@@ -17,8 +17,10 @@ from tiers import check
 
 pytestmark = check("serves REST on real ports")
 
+NO_SIZE = {"wanted": None, "min": None, "max": None, "spares": 0, "spares_train": None}
 SPEC = {
-    "job": "whole", "workers": {"wanted": 2, "min": 2, "max": 4}, "launcher": "local", "command": ["python", "a.py"],
+    "job": "whole", "launcher": "local", "command": ["python", "a.py"],
+    "workers": {"wanted": 2, "min": 2, "max": 4, "spares": 0, "spares_train": None},
     "env": {"SECRET": "s3cret"}, "heartbeat_seconds": 0.5, "suspect_after": 5, "reconnect_seconds": 3.0,
     "progress_seconds": 4.0, "stall_seconds": 60.0, "max_restarts": 0, "resume": False, "lanes": 4, "kubernetes": None,
     "cell": {"tensor": 2, "pipeline": 1, "context": 1, "expert": 1, "tight": ["tensor"]},
@@ -241,7 +243,7 @@ async def test_a_spec_is_read_back_as_it_can_be_sent_again(tmp_path):
         assert await api.ask("GET", "/v1/jobs/whole/spec") == SPEC, "what it was made with"
         await api.ask("POST", "/v1/jobs", 202, json={"job": "plain"})
         plain = await api.ask("GET", "/v1/jobs/plain/spec")
-        assert plain["workers"] == {"wanted": None, "min": None, "max": None} and plain["heartbeat_seconds"] == 1.0
+        assert plain["workers"] == NO_SIZE and plain["heartbeat_seconds"] == 1.0
         await api.ask("POST", "/v1/jobs", 202, json={**plain, "job": "again"})
 
 

@@ -51,7 +51,7 @@ FLAGS = {
     "submit": "--url FILE",
     "jobs": "--output --url",
     "describe": "--output --spec --url JOB",
-    "scale": "--cells --max-workers --min-workers --url JOB WORKERS",
+    "scale": "--cells --max-workers --min-workers --spares --url JOB WORKERS",
     "drain": "--url --why JOB WORKER",
     "lost": "--url JOB WORKER",
     "pause": "--url JOB",

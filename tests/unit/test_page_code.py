@@ -49,7 +49,7 @@ def test_a_page_whose_python_needs_a_controller_is_run_by_a_test_with_one(page: 
 
 
 def test_every_language_of_a_block_is_one_that_is_run_or_checked() -> None:
-    known = {"python", "diff", "json", "yaml", "bash", *DRAWN}
+    known = {"python", "diff", "json", "yaml", "bash", "dockerfile", *DRAWN}
     assert [f"{one.page}:{one.line} {one.language}" for one in ALL if one.language not in known] == []
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from crew import Crew, Killed, Task, Worker, undisturbed
 from crew_saves import saved
+from idle_members import answering
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
 from shoal.callbacks import EarlyStopping, SaveBest
@@ -212,8 +213,11 @@ def test_a_kill_around_the_evaluation_leaves_no_checkpoint_that_lacks_it(
 
 
 @holds("What a script has registered stands in a checkpoint")
-def test_a_vote_that_settles_a_step_amid_an_evaluation_completes_no_checkpoint(tmp_path: Path) -> None:
-    """A standby has not come to the step's boundary when the others evaluate, and all have written; then one dies."""
+def test_a_vote_that_settles_a_step_amid_an_evaluation_completes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member without lanes has not come to the step's boundary when the others evaluate and all have written."""
+    monkeypatch.setattr("crew.answer", answering({"d"}))
     struck, held, evaluating = list[int](), list[int](), set[str]()
 
     def evaluates(engine: Engine) -> None:
