@@ -159,7 +159,7 @@ def test_the_page_of_the_first_job_can_be_typed_from_the_script_to_the_end(
         user.types(node)
         user.types(taint)
         user.types(gone)
-        assert re.search(r"drain|preemption", user.types(shown)), "LAST RESIZE has the reason"
+        until("the reason in LAST RESIZE", lambda: re.search(r"drain|preemption", user.types(shown)))
         job.wait_world(3)
         assert job.node_of("w3") == "n3", "the spare node has room"
         user.types(untaint)

@@ -9,11 +9,11 @@ const PIECE = 300; // events at first
 export const EVENT_KINDS = [
   "anew", "audit", "begun", "cancelled", "cancelling", "checkpoint_damaged", "checkpoint_failed", "checkpoint_found",
   "checkpoint_passed_over", "checkpoint_saved", "checkpoint_skipped", "claim_refused", "coordinate_missing",
-  "corrupt_block", "disconnected", "dismissed", "draining", "failed", "heard", "joined", "kept_out", "killed", "left",
-  "lost", "micro_batches_skipped", "not_bit_exact", "not_finite", "open", "other_values", "paired", "parting", "paused",
-  "pending", "plan", "prepare", "refused", "resized", "restoring", "resumed", "returned", "saving", "scaled", "seated",
-  "silent", "stalled", "starting", "stays", "straggler", "succeeded", "survives", "suspected", "trains", "unreachable",
-  "unreadable_event", "waiting",
+  "corrupt_block", "disconnected", "dismissed", "draining", "failed", "heard", "joined", "kept_out", "killed",
+  "lanes_shared", "left", "lost", "micro_batches_skipped", "not_bit_exact", "not_finite", "open", "other_values",
+  "paired", "parting", "paused", "pending", "plan", "prepare", "refused", "resized", "restoring", "resumed",
+  "returned", "saving", "scaled", "seated", "silent", "slow", "stalled", "starting", "stays", "straggler",
+  "succeeded", "survives", "suspected", "trains", "unreachable", "unreadable_event", "waiting",
 ];
 const WIDER = 4; // times as many revisions, where nothing was in them: the oldest events are dropped
 const MOST = 10000; // of one answer; all of them are read for a filter, however few it lets through
