@@ -26,7 +26,7 @@ NOTICED_BY: dict[str, str | int] = {
     "a member keeps what it voted for until that vote is over": 1082,
     "a joiner keeps every planned generation": 588,
     "a worker does not get ready for a plan that needs a block it lacks": 123,
-    "a planned change relies only on what its base keeps or has filled": 3549,
+    "a planned change relies only on what its base keeps or has filled": 125,
     "a leaving worker keeps its blocks until a vote without it has passed": "leaving_worker_saves_the_day",
     "no generation opens before every world has stopped": "two_worlds",
     "an inventory counts only if no step was committed in a later generation": "stale_inventory",
