@@ -159,7 +159,8 @@ def test_the_page_of_the_first_job_can_be_typed_from_the_script_to_the_end(
         user.types(node)
         user.types(taint)
         user.types(gone)
-        until("the reason in LAST RESIZE", lambda: re.search(r"drain|preemption", user.types(shown)))
+        until("the change in LAST RESIZE", lambda: re.search(r"drain|join", user.types(shown)))
+        assert any("its node n" in one["message"] for one in job.events() if one["kind"] == "draining")
         job.wait_world(3)
         assert job.node_of("w3") == "n3", "the spare node has room"
         user.types(untaint)
