@@ -183,13 +183,13 @@ def compare(given: argparse.Namespace) -> tuple[dict[str, dict[int, float]], lis
     for number in range(1, given.rounds + 1):
         for trace, speed, window in windows(given, number):
             for name in rates:
-                busy_before = busy_seconds()
+                before = busy_seconds()
                 began, log = replay(SYSTEMS[name], work, window, given.departures, speed)
                 ended = began + window.seconds
                 spans = [(machine, began + since, began + upto) for machine, since, upto in window.spans()]
                 of = account(log, spans, rates[name], began, ended)
                 commits = sorted(line.time - began for line in first_commits(log).values())
-                before, after = busy_before, busy_seconds()
+                after = busy_seconds()
                 busy = (after[0] - before[0]) / (after[1] - before[1])
                 committed = [at for at in commits if 0 < at <= window.seconds]
                 runs.append(Run(name, trace, speed, number, window, of, committed, busy))

@@ -342,8 +342,8 @@ def test_members_of_a_cell_that_make_different_collectives_fail_the_job_with_bot
         Edit("shoal.training.reducing", "and loop.at_lanes_last_backward", "and False"),
         Edit(
             "shoal.training.reducing",
-            "if self._equal is None else self._on_filled, early)",
-            "if self._equal is None else self._reduction.on_filled, early)",
+            "        equal.note(bucket, sums.live.made)\n        on_filled(bucket)",
+            "        on_filled(bucket)",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_checkpoint_is_gone_on_from_in_another_world(
     broken_by=[
         Edit("shoal.checkpoint.writer", "ends_of(piece.places.get(key), bounds)", "ends_of(None, bounds)"),
         Edit("shoal.checkpoint.reader", "at += count_of(places, 0, bounds[0])", "at += bounds[0]"),
-        Edit("shoal.exchange.fill_slices", "held.take(_apart(states, held))", "held.take(states)"),
+        Edit("shoal.exchange.fill_slices", "held.take(_changed(states, held, _apart))", "held.take(states)"),
     ],
 )
 def test_files_and_fills_have_odd_state_as_far_as_it_is_used(

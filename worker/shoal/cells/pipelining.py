@@ -10,8 +10,7 @@ tests/unit/test_pipelining.py names the version of torch whose insides these are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,16 +78,14 @@ class PipelineSchedules:
             raise UserError(f"{kind} has a loss function of its own; make it with loss_fn=engine.loss_fn(function).")
         return schedule
 
-    @contextmanager
-    def in_world(self, schedule: Any, world: object, module: nn.Module) -> Iterator[None]:
-        """Around a call of a schedule in a world. `module`: of its stages."""
+    def enter(self, world: object, schedule: Any, module: nn.Module) -> None:
+        """A schedule is about to be called in a world. `module`: of its stages."""
         known = self._worlds.get(schedule)
         if known is None:
             self._shake_hands_aside(schedule, module)
         if known is not world:
             _forget(schedule)
             self._worlds[schedule] = world
-        yield
 
     def _shake_hands_aside(self, schedule: Any, module: nn.Module) -> None:
         """From now on its handshakes leave no trace."""

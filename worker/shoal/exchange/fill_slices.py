@@ -10,7 +10,7 @@ for each element the values alone are sent (core/value_places.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from shoal_protos.activity import StepPhase
@@ -23,6 +23,7 @@ from shoal.blocks.loaded_state import State
 from shoal.blocks.state_home import check_averages, check_masters, check_weights, numbers_of
 from shoal.core.container import CODES, DTYPES, count_of
 from shoal.core.layout import Stretch
+from shoal.core.value_places import Places
 from shoal.exchange.packing import FramedSend, receive_framed
 from shoal.exchange.traffic import FILLED
 from shoal.group.group import Group, Work
@@ -38,7 +39,7 @@ def send_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> list[
         if fill.source == group.rank:
             states = held.home.states(fill.blocks, with_weights=True)
             works.append(FramedSend(group, fill.target, FILLED, head_of(states)))
-            works += [group.send(value, fill.target, FILLED) for value in _large(_together(states, held))]
+            works += [group.send(value, fill.target, FILLED) for value in _large(_changed(states, held, _together))]
     return works
 
 
@@ -51,30 +52,29 @@ def receive_slice(group: Group, held: HeldBlocks, fills: tuple[Fill, ...]) -> in
             states = blank_states(receive_framed(group, fill.source, FILLED), fill, held)
             group.wait([group.receive(value, fill.source, FILLED) for value in _large(states)])
             taken += sum(value.nbytes for state in states.values() for value in state.values())
-            held.take(_apart(states, held))
+            held.take(_changed(states, held, _apart))
     return taken
 
 
-def _together(states: States, held: HeldBlocks) -> States:
-    """Only the values that there are."""
-    found: States = {}
-    for where, state in states.items():
-        places, start = held.places_in(where), held.layout.elements(where)[0]
-        found[where] = {
-            key: places[key].together(value, start) if key in places else value for key, value in state.items()
-        }
-    return found
+Change = Callable[[Places, Tensor, int, int], Tensor]
+"""Places, values of elements from a first one to before a last one, and these two → values."""
 
 
-def _apart(states: States, held: HeldBlocks) -> States:
-    """The inverse."""
+def _changed(states: States, held: HeldBlocks, change: Change) -> States:
+    """The states; those that are not one value for each element are changed so."""
     found: States = {}
     for where, state in states.items():
         places, span = held.places_in(where), held.layout.elements(where)
-        found[where] = {
-            key: places[key].apart(value, *span) if key in places else value for key, value in state.items()
-        }
+        found[where] = {key: change(places[key], one, *span) if key in places else one for key, one in state.items()}
     return found
+
+
+def _together(places: Places, values: Tensor, start: int, _: int) -> Tensor:  # (elements,) → (those that have one,)
+    return places.together(values, start)
+
+
+def _apart(places: Places, values: Tensor, start: int, stop: int) -> Tensor:  # the inverse
+    return places.apart(values, start, stop)
 
 
 def wait_for(sends: list[Work], group: Group) -> None:

@@ -20,7 +20,7 @@ from shoal.checkpoint.manifest import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.named import check_alike
 from shoal.core.layout import Bucket
 from shoal.exchange.traffic import GATHERED_UNIT, UnitTraffic
-from shoal.exchange.unit_fetch import UnitFetch, UnitServer, answers_of, ask
+from shoal.exchange.unit_fetch import UnitFetch, UnitServer, answers_of, ask, server_in
 from shoal.exchange.world import World
 from shoal.process.device import DeviceCopy
 from shoal.process.host_memory import tensor_bytes
@@ -42,8 +42,7 @@ class CellParts:
     def on_world(self, world: World) -> None:
         """A world has begun. Raises `WorldChanged`."""
         self._traffic = self._traffic_at(world, self._context.state.layout.part.coordinate)
-        if self._server is None or self._server.group is not world.group:
-            self._server = UnitServer(world.group)
+        self._server = server_in(world.group, self._server)
         self.stand(world)
 
     def _traffic_at(self, world: World, coordinate: int) -> UnitTraffic:

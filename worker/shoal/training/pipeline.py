@@ -92,7 +92,8 @@ class Pipeline:
         if context.world is None:
             return ()
         place = context.state.layout.part.place
-        with context.forward_seed.away(), self._schedules.in_world(schedule, context.world, context.state.module):
+        with context.forward_seed.away():
+            self._schedules.enter(context.world, schedule, context.state.module)
             seed_everything(context.config.seed, context.state.step, *context.loop.place, purpose=f"stage {place}")
             call()
         context.autocast.end()

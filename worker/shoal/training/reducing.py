@@ -113,16 +113,11 @@ class WholeReducing:
         context = self._context
         arriving = _world(context).traffic.arriving(context.boundaries)
         self._sums.begin_push(context.loop.lane)
-        with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, self._early):
+        with self._hooks.armed(_noted(self._equal, self._sums, self._reduction.on_filled), self._early):
             make(arriving)
         if self._equal is not None:
             self._equal.end_lane(self._sums.live.made)
         self._sums.end_push()
-
-    def _on_filled(self, bucket: int) -> None:
-        assert self._equal is not None and self._reduction is not None
-        self._equal.note(bucket, self._sums.live.made)
-        self._reduction.on_filled(bucket)
 
     def backward_here(self, make: Backward) -> None:
         loop = self._context.loop
@@ -216,17 +211,12 @@ class ShardReducing:
         times = self._times_here
         times.begin_lane()
         early = list(takewhile(lambda bucket: not self._is_summed[bucket], times.order.buckets))
-        with self._hooks.armed(self._reduction.on_filled if self._equal is None else self._on_filled, early):
+        with self._hooks.armed(_noted(self._equal, self._sums, self._reduction.on_filled), early):
             make(())
         times.end_lane()
         if self._equal is not None:
             self._equal.end_lane(self._sums.live.made)
         self._reduction.end_lane()
-
-    def _on_filled(self, bucket: int) -> None:
-        assert self._equal is not None and self._reduction is not None
-        self._equal.note(bucket, self._sums.live.made)
-        self._reduction.on_filled(bucket)
 
     def backward_here(self, make: Backward) -> None:
         """A micro-batch of several, or of a warm-up: what that makes is thrown away bucket by bucket."""
@@ -266,6 +256,20 @@ def _over_cell(context: TrainingContext, sums: LaneSums | ShardSums) -> EqualGra
         return None
     sums.over_cell = hub.reduce_sum
     return EqualGradients(context.state.layout, hub) if context.config.exact else None
+
+
+def _noted(
+    equal: EqualGradients | None, sums: LaneSums | ShardSums, on_filled: Callable[[int], None]
+) -> Callable[[int], None]:
+    """What is called with a bucket whose gradients are all there, before they leave: the check notes them first."""
+    if equal is None:
+        return on_filled
+
+    def on_whole(bucket: int) -> None:
+        equal.note(bucket, sums.live.made)
+        on_filled(bucket)
+
+    return on_whole
 
 
 def _compare(equal: EqualGradients | None, context: TrainingContext) -> None:

@@ -129,7 +129,7 @@ def _impossible(turn: Turn, hello: Hello) -> str | None:
     size = JobSize(turn.spec.job, wanted, bounds, theirs.lanes, theirs.cell, together, durable.spares, theirs.mirrors)
     if why := broken_spares(size):
         return f"worker {name} comes to a job that is made otherwise: {why}"
-    if _fitting(durable.wanted, bounds, most) == durable.wanted or _is_by_default(turn, bounds, most):
+    if wanted == durable.wanted or _is_by_default(turn, bounds, most):
         return None
     if durable.wanted > most:
         whose = "worker" if theirs.cell == ONE else f"cell of {plural(theirs.cell.processes, 'worker')}"
