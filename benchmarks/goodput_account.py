@@ -72,7 +72,7 @@ def account(
     for machine, since, until in spans:
         mine = [line for line in log if line.machine == machine and since < line.time <= until]
         before = [line for line in log if line.machine == machine and line.time <= since]
-        # what is there when the run begins trains already; whatever comes later starts
+        # what is there when the run begins trains already; a machine that comes later starts
         trains = since <= began and any(line.kind == "step" for line in before)
         _add_uses(uses, mine, (since, until), trains, _Steps(first, spans, rates))
     return Account(

@@ -59,7 +59,7 @@ def joined(crew: Crew, *names: str) -> list[Worker]:
 
 
 @rule(
-    "Whoever joins has lanes in its first world, and waits there for the parameters with which it begins: their owners "
+    "A joiner has lanes in its first world, and waits there for the parameters with which it begins: their owners "
     "hand them out beside its first forward",
     "A change of the world",
     broken_by=[
@@ -90,7 +90,7 @@ def test_a_joiner_trains_in_its_first_world_with_the_parameters_that_come_meanwh
     assert all(first.lanes[member.worker, world.generation] for member in world.members)
 
 
-@holds("Whoever joins has lanes")
+@holds("A joiner has lanes")
 def test_a_joiner_is_handed_each_parameter_once_and_no_other_member_any() -> None:
     handed: list[tuple[int, int]] = []
     with Crew("abc", of(task(1))) as crew:
@@ -110,8 +110,8 @@ def test_a_joiner_is_handed_each_parameter_once_and_no_other_member_any() -> Non
 
 
 @rule(
-    "A joiner, and who hands out to it, stands before the first boundary of the world until all is here, or has left: "
-    "nobody seems to have passed what another waits for",
+    "A joiner, and a member that hands out to it, stand before the first boundary of the world until all is here, or "
+    "has left: none seems to have passed what another waits for",
     "A change of the world",
     broken_by=Edit(
         "shoal.training.resize",
@@ -136,7 +136,7 @@ def test_while_a_joiner_waits_for_parameters_the_world_has_not_begun_for_it() ->
     assert seen and all(boundary == 0 for boundary, _ in seen)
 
 
-@holds("Whoever joins has lanes")
+@holds("A joiner has lanes")
 @pytest.mark.parametrize("victim", ["a", "b", "d"])
 @pytest.mark.parametrize("moment", shortened(["join", "forward", "arrival", "backward"], "forward", "arrival"))
 def test_a_loss_while_parameters_come_to_a_joiner_changes_no_bit(victim: str, moment: str) -> None:
@@ -153,7 +153,7 @@ def test_a_loss_while_parameters_come_to_a_joiner_changes_no_bit(victim: str, mo
         assert crew.workers[victim].killed
 
 
-@holds("Whoever joins has lanes")
+@holds("A joiner has lanes")
 @pytest.mark.parametrize(
     "point", shortened(["join", "forward", "backward", "fill", "vote", "optimizer"], "join", "vote")
 )
@@ -166,7 +166,7 @@ def test_a_joiner_that_dies_anywhere_in_its_first_step_changes_no_bit(point: str
         assert crew.workers["d"].killed
 
 
-@holds("Whoever joins has lanes")
+@holds("A joiner has lanes")
 def test_a_second_joiner_that_comes_while_the_first_is_handed_parameters_changes_no_bit() -> None:
     first = FirstLanes()
     with Crew("a", of(task(1, max_steps=12, in_loop=first.look))) as crew:
@@ -180,7 +180,7 @@ def test_a_second_joiner_that_comes_while_the_first_is_handed_parameters_changes
 LATE: list[Callable[[Crew], object]] = [lambda crew: crew.kill("b"), lambda crew: crew.kill("a")]
 
 
-@holds("Whoever joins has lanes")
+@holds("A joiner has lanes")
 @pytest.mark.parametrize("loss", shortened(range(len(LATE)), 1))
 def test_a_joiner_that_was_handed_all_takes_part_in_the_next_recovery(loss: int) -> None:
     with Crew("abc", of(task(1, mirrors=2))) as crew:

@@ -78,7 +78,7 @@ def test_the_jobs_stage_is_in_the_terms_of_every_plan(stage: int, rounds: bool, 
     assert (terms.rounds, terms.sharded) == (rounds, sharded)
 
 
-@holds("Whoever joins has lanes")
+@holds("A joiner has lanes")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_joiner_has_lanes_and_is_filled_in_its_first_world(stage: int) -> None:
     job = training(2, made_of=made_of(stage), max_workers=3)

@@ -1,4 +1,4 @@
-"""The hand-out: owners send updated parameters to whoever does not replay the block, piece by piece; all to joiners.
+"""The hand-out: owners send updated parameters to members that do not replay the block, piece by piece; all to joiners.
 
 The last piece comes first: a forward begins with the parameters of the last buckets. Posted only after the vote has
 passed: a hand-out received early would tear the parameters of a step that is run again. What is updated leaves while

@@ -268,8 +268,8 @@ class GroupProgress:
         self._moved, self._slowest, self._pieces = now, 0.0, 0
         self._wire: _AtWire | None = None
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """A context around each wait of the thread inside the group that blocks: whoever measures what that thread does
-        takes the wait off."""
+        """A context around each wait of the thread inside the group that blocks: a clock of what that thread does takes
+        the wait off."""
 
     # ---- on the thread that is inside the group
 

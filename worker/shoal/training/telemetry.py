@@ -154,7 +154,7 @@ def resident_bytes() -> int:
 LATEST_LANES, FEWEST_LANES = 9, 3
 """Of so many lanes the median is reported, and none before so many are measured: the first ones may compile."""
 MOST_PENDING = 256
-"""Lanes that the device may still be at, or that nobody has asked for."""
+"""Lanes that the device may still be at, or whose seconds were not asked for yet."""
 
 Spans = list[tuple[Any, Any]]
 """Moments of the device, a beginning and an end each."""

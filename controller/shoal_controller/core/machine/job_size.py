@@ -30,14 +30,14 @@ class JobSize:
     wanted: int
     bounds: WorkerBounds
     lanes: int | None
-    """None while nobody has said how many."""
+    """None: not known yet."""
     cell: Shape = ONE
     in_a_pod: int = 1
     """So many are started together."""
     spares: int = 0
     """Beyond `wanted`."""
     mirrors: int | None = None
-    """None while nobody has said how many."""
+    """None: not known yet."""
 
     @property
     def useful(self) -> int | None:

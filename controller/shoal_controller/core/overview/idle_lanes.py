@@ -60,7 +60,7 @@ def idle_sentence_with(view: JobView, cells: int) -> str:
 
 
 def _sharing(view: JobView) -> tuple[int, int] | None:
-    """The lanes of the world, and how many cells share them. Standbys wait for their share, and do not count."""
+    """The lanes of the world, and how many cells share them. Members without lanes do not count."""
     world = view.world
     if world is None or not world.steps or not world.trainers or view.phase.is_over:
         return None

@@ -339,7 +339,7 @@ class Look(NamedTuple):
 
     @property
     def longest_evenly(self) -> float:
-        """How long they take at most with even lanes, whoever gets the odd ones."""
+        """How long they take at most with even lanes, any trainers having the odd ones."""
         return -(-self.lanes // len(self.trainers)) * max(one.seconds for one in self.trainers)
 
 
@@ -382,7 +382,7 @@ def _chosen(sharing: LaneSharing, look: Look, best: Sequence[int]) -> LaneSharin
 
 
 def without(sharing: LaneSharing, here: frozenset[WorkerId]) -> LaneSharing:
-    """Return the sharing without the speeds of those who are gone, the same object where nobody is. Those who are left
+    """Return the sharing without the speeds of workers that are gone, the same object where none is. Those who are left
     may be of one speed.
     """
     left = {worker: seconds for worker, seconds in sharing.seconds.items() if worker in here}

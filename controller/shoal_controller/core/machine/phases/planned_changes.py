@@ -211,7 +211,7 @@ def _ready_and_staying(turn: Turn, world: Plan) -> tuple[list[Seated], list[Seat
         and not progress_watch.is_backing_off(turn, process.worker)
     ]
     if not ready or any(process.status.done for process in turn.serving() if process.worker in members):
-        return [], []  # after the last step nobody joins any more
+        return [], []  # after the last step no worker joins any more
     joiners = sorted((process.worker for process in ready), key=lambda worker: turn.record(worker).join_order)
     in_cells = frozenset(chain.from_iterable(world.workers_of_cells))
     staying = [worker for worker in members if not turn.record(worker).leaving]
