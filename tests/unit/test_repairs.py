@@ -79,13 +79,14 @@ def test_a_repair_begins_beside_the_first_step_and_its_steps_say_so(
     lines: dict[str, Any] = {"precision": {"steps_per_print": 1}}
     options = {"max_steps": 12, "stage": stage, "shoal": {"fill_bytes_per_step": 100_000}}
     task = Task({**options, **lines}, prepare=show)
-    first: list[int] = []
+    slices: list[tuple[int, int, int]] = []
+    """Of each slice of the repair: its boundary, the step then, and how many fills are in it."""
 
-    def look(worker: Worker, point: str, _: int) -> None:
+    def look(worker: Worker, point: str, step: int) -> None:
         context = worker.engine.context
         plan = context.world.plan if context.world is not None else None
-        if plan is not None and plan.reason is Reason.KILL and point == "vote" and context.boundaries == 0:
-            first.append(len(plan.fill_slice(0)))
+        if plan is not None and plan.reason is Reason.KILL and point == "vote" and context.boundaries < plan.boundaries:
+            slices.append((context.boundaries, step, len(plan.fill_slice(context.boundaries))))
 
     expected = reference(Task(options))
     with Crew("abc", task) as crew:
@@ -93,8 +94,9 @@ def test_a_repair_begins_beside_the_first_step_and_its_steps_say_so(
         crew.train_to(3)
         crew.kill("c")
         assert crew.finish() == expected
-    assert min(first) > 0, "nothing was sent beside the first step"
+    assert {boundary for boundary, _, fills in slices if fills} == {0, 1}, "the first is sent beside the first vote"
     logs = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     [blocks] = {line["second_copies"] for line in logs if line["event"] == "world"} - {0}
-    repairing = [line.get("repairs") for line in logs if line["event"] == "progress"]
-    assert set(repairing) == {None, blocks} and repairing[-1] is None
+    repairing = {line["step"]: line.get("repairs") for line in logs if line["event"] == "progress"}
+    assert {repairing[step] for boundary, step, _ in slices if boundary} == {blocks}
+    assert repairing[2] is None and repairing[12] is None

@@ -255,10 +255,10 @@ class _Observer:
         self._line_began, self._steps, self._sums = now, 0, {}
 
     def _blocks_in_repair(self) -> int:
-        """How many blocks get their second copy in this world: its steps take longer meanwhile."""
+        """How many blocks get their second copy in this world, where the step took longer for it."""
         context = self._engine.context
-        if context.world is None or context.boundaries >= context.world.plan.boundaries:
-            return 0
+        if context.world is None or not 0 < context.boundaries <= context.world.plan.boundaries:
+            return 0  # a slice goes at each of the plan's boundaries, and the step has passed its own
         return len(context.world.plan.second_copies)
 
 
