@@ -115,6 +115,29 @@ def test_run_again_after_kill_9_goes_on_with_the_same_workers(tmp_path: Path) ->
     assert json.loads((tmp_path / "report.json").read_text())["fingerprint"] == undisturbed(options)
 
 
+def test_a_spare_of_a_run_trains_in_the_recovery_and_a_later_run_changes_how_many_there_are(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    options, grpc = {"max_steps": 60, "lanes": 4, "pace": 0.05, "until": str(go)}, free_port()
+    with running(tmp_path, options, "--workers", "1", "--spares", "1", grpc=grpc) as first:
+        until("copies", lambda: any(worker["mirrored_blocks"] for worker in first.workers()))
+        before = first.job()["generation"]
+        trainer, spare = sorted(first.workers(), key=lambda worker: not worker["lanes"])
+        assert spare["mirrored_blocks"] == trainer["blocks"] > 0 == spare["blocks"] and not spare["lanes"]
+        os.kill(trainer["pid"], signal.SIGKILL)
+        until("the spare's world", lambda: first.job()["generation"] > before and first.job()["phase"] == "running")
+        assert [worker["pid"] for worker in first.workers() if worker["lanes"]] == [spare["pid"]]
+        first.kill()
+        flags = ("--spares", "0", "--json", str(tmp_path / "report.json"))
+        with running(tmp_path, options, *flags, grpc=grpc) as second:
+            until("its size", lambda: second.job()["workers"]["spares"] == 0)
+            go.touch()
+            code, _, errors = second.end()
+    assert code == 0, errors
+    assert "job train is to have 0 spares, in place of 1\n" in errors
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["fingerprint"] == undisturbed(options)
+
+
 def test_run_makes_itself_a_token_and_its_workers_get_one_that_commands_nothing(tmp_path: Path) -> None:
     script = "import os, signal\nprint(os.environ['SHOAL_TOKEN'], flush=True)\nsignal.pause()"
     with running(tmp_path, LONG, "--workers", "1", script=script) as command:
@@ -396,6 +419,7 @@ def answers(url: str) -> bool:
         (["--store", "redis://x"], "expected embedded:DIR"),
         (["--workers", "9", "--max-workers", "4"], "--workers is 9; expected 1 (--min-workers) to 4 (--max-workers)"),
         (["--min-workers", "3", "--max-workers", "2", "--job", "a b"], "shoal: --job is "),
+        (["--workers", "2", "--max-workers", "2", "--spares", "1"], "shoal: --spares is 1: job train cannot have 1"),
         (["--wrokers", "2"], "--workers"),
         (["--log-dir", "train.py/logs"], "shoal: the workers' logs cannot be written to "),
         (["--log-dir", "/proc/logs"], "to /proc/logs/train: No such file or directory; name another folder with --log"),

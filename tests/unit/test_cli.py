@@ -44,7 +44,7 @@ FLAGS = {
     "demo": "--data --grpc --http --no-page --open-page --steps --store --text",
     "run": (
         "--adopt --attach --data --grpc --http --job --json --log-dir --max-workers --min-workers --no-page "
-        "--open-page --quiet --store --workers -m SCRIPT ARGUMENTS"
+        "--open-page --quiet --spares --store --workers -m SCRIPT ARGUMENTS"
     ),
     "controller": "--adopt --data --grpc --http --no-page --open --store",
     "worker": "--controller --job --processes --restarts COMMAND",

@@ -22,7 +22,7 @@ import typer
 from shoal_protos.all_at_once import Refusals
 from shoal_protos.errors import NotFound, UserError
 from shoal_protos.log_stream import LogStream
-from shoal_protos.text import printable
+from shoal_protos.text import plural, printable
 
 from shoal_controller.cli.faulty_flags import THE_COMMAND
 from shoal_controller.cli.options import Adopt, Data, Grpc, Http, NoPage, OpenPage, ReportFile, Store
@@ -91,6 +91,13 @@ MaxWorkers = typer.Option(
     help="Most workers to scale to. Default: elasticity.max_gpus of the config, else number of lanes.",
     show_default=False,
 )
+Spares = typer.Option(
+    "--spares",
+    metavar="N",
+    min=0,
+    help="Number of spares beyond the workers: they mirror state, and train as soon as a worker is lost. Default: 0.",
+    show_default=False,
+)
 Name = typer.Option("--job", metavar="NAME", help="Name of the job. Default: name of the script.", show_default=False)
 Attach = typer.Option(
     "--attach", help="Give the job to the controller of the run that lives in this folder, and show it here."
@@ -118,6 +125,7 @@ async def run(
     workers: Annotated[int | None, Workers] = None,
     min_workers: Annotated[int | None, MinWorkers] = None,
     max_workers: Annotated[int | None, MaxWorkers] = None,
+    spares: Annotated[int | None, Spares] = None,
     job: Annotated[str | None, Name] = None,
     report: ReportFile = None,
     quiet: Annotated[bool, Quiet] = False,
@@ -139,7 +147,7 @@ async def run(
     """
     check_machine()
     own_arguments = own(arguments or [])
-    wanted = {"wanted": workers, "min": min_workers, "max": max_workers}
+    wanted = {"wanted": workers, "min": min_workers, "max": max_workers, "spares": spares}
     spec = {
         "job": job or job_of(script, module, own_arguments),
         "workers": {key: value for key, value in wanted.items() if value is not None},
@@ -229,7 +237,10 @@ COPIED_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 """How often it is looked whether it has."""
 
-FLAGS = {"job": "--job", "workers.wanted": "--workers", "workers.min": "--min-workers", "workers.max": "--max-workers"}
+FLAGS = {
+    "job": "--job", "workers.wanted": "--workers", "workers.min": "--min-workers", "workers.max": "--max-workers",
+    "workers.spares": "--spares",
+}  # fmt: skip
 """What gives the keys of the job's specification."""
 
 
@@ -319,8 +330,12 @@ async def take_up(here: Here, spec: dict[str, Any]) -> int:
         return revision
     say = LogStream()  # training begins after this
     say.write(f"job {spec['job']} continues at step {known['step']}\n")
-    wanted = spec["workers"].get("wanted", known["workers"]["wanted"])
-    if wanted != known["workers"]["wanted"]:
-        await client.scale_job(spec["job"], wanted)
-        say.write(f"job {spec['job']} is scaled from {known['workers']['wanted']} to {wanted} workers\n")
+    before = known["workers"]
+    wanted, spares = (spec["workers"].get(key, before[key]) for key in ("wanted", "spares"))
+    if (wanted, spares) != (before["wanted"], before["spares"]):
+        await client.scale_job(spec["job"], wanted, spares=spares)
+    if wanted != before["wanted"]:
+        say.write(f"job {spec['job']} is scaled from {before['wanted']} to {wanted} workers\n")
+    if spares != before["spares"]:
+        say.write(f"job {spec['job']} is to have {plural(spares, 'spare')}, in place of {before['spares']}\n")
     return revision
