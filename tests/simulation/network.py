@@ -114,6 +114,11 @@ class Groups:
         self._arrived.setdefault(plan.generation, {})[worker] = done
         self.clock.after(self.weather.delay(), self.look, plan.generation)
 
+    def forget(self, generation: int) -> None:
+        """A group whose members are dead, and whose number is given again."""
+        self._arrived.pop(generation, None)
+        self._met.discard(generation)
+
     def withdraw(self, worker: SimWorker, generation: int) -> None:
         self._arrived.get(generation, {}).pop(worker, None)
 

@@ -174,9 +174,20 @@ class Watch:
                 self.violated("a plan was said before it was stored", plan.generation)
             known = self.plans.setdefault(plan.generation, plan)
             if known is not plan and known != plan:
-                self.violated("two plans have one number", plan.generation)
+                self._gives_again(plan, known)
             self.simulation.worlds.of(plan)
             self._seats(plan)
+
+    def _gives_again(self, plan: Plan, known: Plan) -> None:
+        """A store that was put back gives a number again that nobody who lives knows of, or could mistake."""
+        number = plan.generation
+        if not self.was_put_back or any(one.alive for one in map(self.simulation.process_of, known.members) if one):
+            self.violated("two plans have one number", number)
+        self.plans[number] = plan
+        self.opened.pop(number, None)
+        self.began_at.pop(number, None)
+        self.simulation.worlds.forget(number)
+        self.simulation.groups.forget(number)
 
     def _seats(self, plan: Plan) -> None:
         """A process has one coordinate, for as long as it lives."""

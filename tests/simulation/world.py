@@ -96,6 +96,10 @@ class Worlds:
             known = self._worlds[plan.generation] = World(plan, self._models)
         return known
 
+    def forget(self, generation: int) -> None:
+        """Its number is given again."""
+        self._worlds.pop(generation, None)
+
     def forget_after(self, generation: int) -> None:
         """Their numbers are given again."""
         self._worlds = {number: world for number, world in self._worlds.items() if number <= generation}
