@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -9,8 +10,18 @@ from typing import Any
 import pytest
 import torch
 from crew import Crew, Worker
-from pipeline_parallel import MICRO_BATCHES, PIPELINE, SQUARE, Body, Fixed, in_stages, losses_of_the_whole, stages_of
-from rule import Edit, rule
+from pipeline_parallel import (
+    MICRO_BATCHES,
+    PIPELINE,
+    SQUARE,
+    Body,
+    Fixed,
+    in_stages,
+    losses_of_the_whole,
+    made_for,
+    stages_of,
+)
+from rule import Edit, holds, rule
 from shoal.training.engine import Engine
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, coordinate_of, crew_of
@@ -133,15 +144,75 @@ def test_a_process_that_is_killed_in_stage_2_changes_no_bit(point: str) -> None:
         assert trained(crew) == one_cell(PIPELINE)
 
 
-@pytest.mark.parametrize("call", ["backward", "skip"])
-def test_what_is_of_one_micro_batch_is_refused_in_a_pipeline(call: str) -> None:
-    def body(engine: Engine, _: Any) -> None:
-        engine.backward(torch.zeros((), requires_grad=True)) if call == "backward" else engine.skip()
+def run(engine: Engine) -> None:
+    """A lane's call of a schedule, whose shapes are right."""
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    schedule = made_for(engine, Schedule1F1B)
+    part = engine.context.state.layout.part
+    engine.run(schedule.step, *([tokens] if part.place == 0 else []), target=tokens if part.place else None)
 
-    with crew_of("ab", replace(task_of(PIPELINE), body=body)) as crew:
+
+def backward(engine: Engine) -> None:
+    engine.backward(torch.zeros((), requires_grad=True))
+
+
+def skip(engine: Engine) -> None:
+    engine.skip()
+
+
+def run_twice(engine: Engine) -> None:
+    run(engine)
+    run(engine)
+
+
+def run_within_averages(engine: Engine) -> None:
+    with engine.averaged():
+        run(engine)
+
+
+def step(engine: Engine) -> None:
+    engine.step()
+
+
+def step_twice(engine: Engine) -> None:
+    run(engine)
+    engine.step()
+    engine.step()
+
+
+def loss_of_every_token(engine: Engine) -> None:
+    engine.loss_fn(lambda: torch.zeros(3, requires_grad=True))()
+
+
+def nothing(engine: Engine) -> None:
+    del engine
+
+
+OF_LANES = (
+    "is for one micro-batch, and in a pipeline a schedule trains all of a lane; call engine.run(schedule.step, …)"
+)
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (backward, f"engine.backward {OF_LANES}"),
+        (skip, f"engine.skip {OF_LANES}"),
+        (run_twice, "engine.run was called twice for one lane (in the warm-up); its gradient would count twice. Give"),
+        (run_within_averages, "engine.run was called within engine.averaged; leave that context before it"),
+        (step, "engine.step was called without engine.run (in the warm-up), so this lane would be missing from"),
+        (step_twice, "engine.step was called without a lane; call it once for each batch that this engine yields"),
+        (nothing, "without engine.step (in the warm-up), so this lane would be repeated for ever"),
+        (loss_of_every_token, "engine.loss_fn got a loss of shape (3,); expected the mean over the micro-batch"),
+    ],
+)
+@holds("Each micro-batch has exactly one")
+def test_a_call_out_of_order_in_a_pipelines_loop_is_one_sentence(act: Callable[[Engine], None], sentence: str) -> None:
+    task = task_of(PIPELINE, shoal={"average": {"decay": 0.9}})
+    with crew_of("ab", replace(task, body=lambda engine, _: act(engine))) as crew:
         crew.until("a refusal", lambda: any(worker.failure for worker in crew.workers.values()))
         failure = next(worker.failure for worker in crew.workers.values() if worker.failure)
-    assert f"engine.{call} is for one micro-batch, and in a pipeline a schedule trains all of a lane" in failure
+    assert sentence in failure, failure
 
 
 def test_an_evaluation_by_a_schedule_is_refused_by_its_name() -> None:

@@ -1,8 +1,9 @@
 """What a script may call and when, from `shoal.initialize` to its loop's last line: refused or warned of in sentences.
 
-`CallOrder` has the order of calls within one micro-batch: `engine.backward` once, then `engine.step`; or `engine.skip`
-alone. A call out of order would leave lanes out of a step's sum, or count them twice, without a word; so it is refused
-before anything is changed. Called by the lane loop (lane_loop.py), which knows which micro-batch is at hand.
+`CallOrder` has the order of calls within one batch: `engine.backward` once, then `engine.step`; or `engine.skip` alone;
+or `engine.run` and `engine.step`, where a batch is a pipeline's lane (`LoopCalls`). A call out of order would leave
+lanes out of a step's sum, or count them twice, without a word; so it is refused before anything is changed. Called by
+the lane loop (lane_loop.py), which knows which batch is at hand.
 
 `PortedLoss` looks at what the graph of a loss shows of the loop that it was ported from: a division by micro-batches, a
 GradScaler. The engine divides and scales by itself, so such a loop trains with other gradients than it means to, and
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -35,44 +37,64 @@ from shoal.data.seeds import ForwardSeed
 log = get_logger("shoal")
 
 
+@dataclass(frozen=True, slots=True)
+class LoopCalls:
+    """What the loop of a script calls for each batch, as sentences name it."""
+
+    gradient: str = "engine.backward"
+    """What makes the gradient."""
+    batch: str = "micro-batch"
+    """Of what it makes it."""
+    once: str = "Add up the losses and call engine.backward once, or call all but the last one with more=True."
+    missing: str = "Call engine.backward(loss) in place of loss.backward()"
+    left_out: str = "; to leave out a batch, call engine.skip() in place of engine.backward and engine.step."
+
+
+OF_LOSSES = LoopCalls()
+OF_SCHEDULES = LoopCalls(
+    "engine.run", "lane", "Give it the lane's whole batch, then call engine.step().",
+    "Call engine.run(schedule.step, …) in place of schedule.step(…)", ".",
+)  # fmt: skip
+"""Where a pipeline's schedule trains a lane."""
+
+
 class _At(Enum):
-    """What has been done with the micro-batch at hand."""
+    """What has been done with the batch at hand."""
 
     NONE = "there is none, or it is done with"
     YIELDED = "the loop has it"
-    BEGUN = "engine.backward has begun and has not come to its end"
+    BEGUN = "the call that makes its gradient has begun and has not come to its end"
     PART = "engine.backward(more=True) is done, and another one is to come"
-    GRADIENT = "engine.backward is done"
+    GRADIENT = "it has its gradient"
 
 
 class CallOrder:
-    """Order of calls in one worker's loop. `where` names the micro-batch in sentences: "step 3, lane 2"."""
+    """Order of calls in one worker's loop. `where` names the batch in sentences: "step 3, lane 2"."""
 
-    def __init__(self) -> None:
-        self._at = _At.NONE
+    def __init__(self, calls: LoopCalls) -> None:
+        self._calls, self._at = calls, _At.NONE
 
     def reset(self) -> None:
-        """The micro-batch at hand is void, or done with."""
+        """The batch at hand is void, or done with."""
         self._at = _At.NONE
 
     def begin(self, where: str) -> None:
-        """The loop gets a micro-batch. Raises `UserError` where it has not ended the one before."""
+        """The loop gets a batch. Raises `UserError` where it has not ended the one before."""
         self.check_ended(where)
         self._at = _At.YIELDED
 
     def check_ended(self, where: str) -> None:
-        """Raises `UserError` where a micro-batch is still at hand."""
+        """Raises `UserError` where a batch is still at hand."""
         self._refuse_half_made(where)
         if self._at is not _At.NONE:
             raise UserError(
-                f"the loop went on to its next batch without engine.step ({where}), so this micro-batch would be "
-                "repeated for ever. Call engine.step() at the end of each batch; to leave out a batch, call "
-                "engine.skip() in place of engine.backward and engine.step."
+                f"the loop went on to its next batch without engine.step ({where}), so this {self._calls.batch} would "
+                f"be repeated for ever. Call engine.step() at the end of each batch{self._calls.left_out}"
             )
 
     @property
     def has_gradient(self) -> bool:
-        """Whether `engine.backward` has begun."""
+        """Whether the call that makes its gradient has begun."""
         return self._at in (_At.BEGUN, _At.PART, _At.GRADIENT)
 
     @property
@@ -81,12 +103,12 @@ class CallOrder:
         return self._at is _At.PART
 
     def check_backward(self, where: str) -> None:
-        """Raises `UserError` where this micro-batch has its gradient."""
+        """Raises `UserError` where this batch has its gradient."""
         self._refuse_half_made(where)
         if self._at is _At.GRADIENT:
             raise UserError(
-                f"engine.backward was called twice for one micro-batch ({where}); its gradient would count twice. "
-                "Add up the losses and call engine.backward once, or call all but the last one with more=True."
+                f"{self._calls.gradient} was called twice for one {self._calls.batch} ({where}); its gradient would "
+                f"count twice. {self._calls.once}"
             )
 
     def backward_begins(self, where: str) -> None:
@@ -95,7 +117,7 @@ class CallOrder:
         self._at = _At.BEGUN
 
     def backward_ends(self, more: bool) -> None:
-        """The micro-batch has its gradient, or a part of it."""
+        """The batch has its gradient, or a part of it."""
         self._at = _At.PART if more else _At.GRADIENT
 
     def skip(self, where: str) -> None:
@@ -109,13 +131,12 @@ class CallOrder:
         self._at = _At.GRADIENT
 
     def check_step(self, where: str) -> None:
-        """Raises `UserError` where this micro-batch has no gradient."""
+        """Raises `UserError` where this batch has no gradient."""
         self._refuse_half_made(where)
         if self._at is _At.YIELDED:
             raise UserError(
-                f"engine.step was called without engine.backward ({where}), so this micro-batch would be missing "
-                "from the step. Call engine.backward(loss) in place of loss.backward(); to leave out a batch, call "
-                "engine.skip() in place of engine.backward and engine.step."
+                f"engine.step was called without {self._calls.gradient} ({where}), so this {self._calls.batch} would "
+                f"be missing from the step. {self._calls.missing}{self._calls.left_out}"
             )
         if self._at is _At.PART:
             raise UserError(
@@ -126,25 +147,23 @@ class CallOrder:
     def _refuse_half_made(self, where: str) -> None:
         if self._at is _At.BEGUN:
             raise UserError(
-                f"engine.backward raised an error ({where}) and the script went on; the gradient is incomplete and "
-                "cannot be discarded. Let the error end the script; its worker is restarted."
+                f"{self._calls.gradient} raised an error ({where}) and the script went on; the gradient is incomplete "
+                "and cannot be discarded. Let the error end the script; its worker is restarted."
             )
 
 
-def check_loss(loss: Any) -> None:
-    """Raises `UserError` where `loss` is not a scalar tensor with a graph."""
+def check_loss(loss: Any, call: str = "engine.backward") -> None:
+    """Raises `UserError` where `loss` is not a scalar tensor with a graph. `call`: what has got it."""
     if not isinstance(loss, Tensor):
         raise UserError(
-            f"engine.backward got a {type(loss).__name__}; expected the loss as a tensor with its graph "
+            f"{call} got a {type(loss).__name__}; expected the loss as a tensor with its graph "
             "(not loss.item(), not float(loss))."
         )
     if loss.numel() != 1:
-        raise UserError(
-            f"engine.backward got a loss of shape {tuple(loss.shape)}; expected the mean over the micro-batch."
-        )
+        raise UserError(f"{call} got a loss of shape {tuple(loss.shape)}; expected the mean over the micro-batch.")
     if not loss.requires_grad:
         raise UserError(
-            "engine.backward got a loss without a graph; compute it with engine.module from parameters that require "
+            f"{call} got a loss without a graph; compute it with engine.module from parameters that require "
             "gradients, outside torch.no_grad() and without detach()."
         )
 

@@ -26,6 +26,7 @@ from shoal.config.training import TrainingConfig
 from shoal.data.fetch import Fetcher
 from shoal.exchange.ballot import AVERAGES_TO, Request
 from shoal.exchange.buffer_joins import Join
+from shoal.guards.loop_guards import OF_LOSSES, OF_SCHEDULES
 from shoal.optim.hyper import set_turn
 from shoal.process.faults import Faults
 from shoal.session.link import Link
@@ -131,7 +132,8 @@ class Engine(Habits):
         state.stream_positions = fetcher.positions
         if hub is not None:
             hub.rest()
-        loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher)
+        calls = OF_SCHEDULES if config.cell.pipeline > 1 else OF_LOSSES
+        loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher, calls)
         self.context = context = TrainingContext(config, state, link, loop, faults, hub)
         self.parts = Parts.of(context)
         self.training = TrainingLoop(context, self.parts)

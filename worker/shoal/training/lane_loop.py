@@ -26,7 +26,14 @@ from shoal.core.tree import push
 from shoal.data.fetch import Fetcher, upcoming
 from shoal.exchange.pieces import Extent
 from shoal.exchange.vote import check_names
-from shoal.guards.loop_guards import CallOrder, PortedLoss, check_loss, refuse_more_in_half_precision
+from shoal.guards.loop_guards import (
+    OF_LOSSES,
+    CallOrder,
+    LoopCalls,
+    PortedLoss,
+    check_loss,
+    refuse_more_in_half_precision,
+)
 from shoal.state.training_state import TrainingState
 
 Loss = float | Tensor
@@ -38,8 +45,9 @@ Made = Callable[[], Sequence[Loss]]
 class LaneLoop:
     """`lanes` are those of this worker in this step; `lane` is the one at hand."""
 
-    def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher) -> None:
-        self._micro_batches, self.fetcher = micro_batches, fetcher
+    def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher, calls: LoopCalls = OF_LOSSES) -> None:
+        """`calls`: what the script calls for each batch."""
+        self._micro_batches, self.fetcher, self.calls = micro_batches, fetcher, calls
         self.numbers = LaneNumbers(job_lanes, micro_batches)
         self._ported = PortedLoss(job_lanes, micro_batches)
         self.is_warm = False
@@ -51,7 +59,7 @@ class LaneLoop:
         """The lane of the batch that the user's loop had last is void, and there is no next batch yet."""
         self.void_lanes = 0
         """Lanes that were begun and counted no more, in the life of this worker."""
-        self._order = CallOrder()
+        self._order = CallOrder(calls)
         self.begin_step(())
 
     def begin_step(self, lanes: tuple[int, ...]) -> None:
@@ -276,7 +284,7 @@ class LaneLoop:
         """Raises `UserError` when the call stands where no batch was yielded."""
         if not self._void:
             raise UserError(
-                f"{call} was called without a micro-batch; call it once for each batch that this engine yields "
+                f"{call} was called without a {self.calls.batch}; call it once for each batch that this engine yields "
                 "(networks that train each other, as in a GAN, belong into one module with one engine)."
             )
 

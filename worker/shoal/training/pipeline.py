@@ -67,7 +67,7 @@ class Pipeline:
                 "yet; in engine.evaluating call the stage itself, and pass activations over "
                 'cell.group("pipeline") by torch.distributed.send and recv.'
             )
-        check_loss(loss)
+        check_loss(loss, "engine.loss_fn")
         state = self._context.state
         if not self._schedules.is_shaking_hands:
             self._losses.append(kept_loss(loss, state))

@@ -184,19 +184,19 @@ class TrainingLoop:
 
     def backward(self, loss: Tensor | Made, more: bool = False) -> None:
         """`Engine.backward`; of a schedule's call, `Engine.run`."""
-        if self.averages.are_shown:
-            self.averages.refuse("engine.backward")
         context, loop, state = self._context, self._context.loop, self._context.state
+        if not callable(loss) and state.layout.stages:
+            self.pipeline.refuse("engine.backward")
+        if self.averages.are_shown:
+            self.averages.refuse(loop.calls.gradient)
         if isinstance(loss, Tensor):
-            if state.layout.stages:
-                self.pipeline.refuse("engine.backward")
             context.autocast.end()
         self._parts.update.check_whole()
         self._parts.resize.leave_broken_cell()
         if context.world is not None and context.link.stopping:
             self._parts.resize.take_part()
         if not loop.in_flight:
-            loop.check_void("engine.backward")
+            loop.check_void(loop.calls.gradient)
             return
         if self._settles_with_a_change():
             self.backward(loss, more)
