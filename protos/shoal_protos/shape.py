@@ -55,6 +55,11 @@ class Shape:
         """The same in the dimensions of which there is more than one."""
         return {name: index for name, index in self.index(coordinate).items() if getattr(self, name) > 1}
 
+    def places(self, coordinate: int, dimension: str) -> tuple[int, ...]:
+        """The coordinates that differ from this one in a dimension alone, itself among them, in their order."""
+        own = {**self.index(coordinate), dimension: 0}
+        return tuple(one for one in self.coordinates if {**self.index(one), dimension: 0} == own)
+
     @property
     def tight_parts(self) -> tuple[tuple[int, ...], ...]:
         """All coordinates, by those that share a host: they differ in tight dimensions only."""

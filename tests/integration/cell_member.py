@@ -137,7 +137,7 @@ def gradients(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, Any]:
     enter()
     for kind in ("tensor", "sequence"):
         whole, divided = whole_and_divided(cell, sequence=kind == "sequence")
-        marked = marks(divided, cell.shape)
+        marked = marks(divided, cell.shape, cell.coordinate)
         whole(_batch()).square().sum().backward()
         divided(_batch()).square().sum().backward()
         parts = {name: local_gradient(p, p.grad) for name, p in divided.named_parameters() if p.grad is not None}
@@ -190,7 +190,7 @@ def placed(cell: Cell, hub: CellHub, enter: Enter) -> dict[str, list[Any]]:
         shape: dict[str, Any] = {"shape": torch.Size([size]), "stride": (1,)}
         divided.weight = nn.Parameter(DTensor.from_local(local, mesh, [placement], run_check=False, **shape))
         try:
-            marks(divided, cell.shape)
+            marks(divided, cell.shape, cell.coordinate)
         except UserError as error:
             found[name] = [str(error)]
     strided = DTensor.from_local(torch.zeros(4), mesh, [_StridedShard(0, split_factor=2)], run_check=False, **shape)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from rule import Edit, rule
 from shoal.cells.marks import COMMON, Mark, common, local_gradient, local_of, marks, sharded
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 TWO = Shape(tensor=2)
 
@@ -31,7 +35,7 @@ class Layer(nn.Module):
 
 
 def test_parameters_are_what_scripts_and_megatrons_layers_say_and_common_else() -> None:
-    assert marks(Layer(), TWO) == {
+    assert marks(Layer(), TWO, 0) == {
         "plain": COMMON,
         "own": Mark(True, dim=1),
         "tied": Mark(True, dim=1),
@@ -44,7 +48,7 @@ def test_parameters_are_what_scripts_and_megatrons_layers_say_and_common_else() 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(context=2)])
 def test_nothing_is_divided_where_a_cell_has_one_place_that_divides_layers(shape: Shape) -> None:
-    assert set(marks(Layer(), shape).values()) == {COMMON}
+    assert set(marks(Layer(), shape, 0).values()) == {COMMON}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +62,53 @@ def test_nothing_is_divided_where_a_cell_has_one_place_that_divides_layers(shape
 def test_a_mark_that_cannot_be_is_refused(mark: Callable[[nn.Parameter], object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         mark(nn.Parameter(torch.zeros(2, 3)))
+
+
+SQUARE = Shape(context=2, tensor=2)
+BY_TENSOR, BY_CONTEXT, ALL = [0, 1], [0, 2], [[0, 1], [2, 3]]
+
+
+def on_a_mesh(coordinates: list[Any], names: tuple[str, ...] | None, shape: Shape = SQUARE) -> dict[str, Mark]:
+    """The marks of a module whose parameter is cut along the last dimension of a mesh of coordinates."""
+    mesh = DeviceMesh("cpu", torch.tensor(coordinates), mesh_dim_names=names, _init_backend=False, _rank=0)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    module = nn.Module()
+    module.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 3), mesh, placements, run_check=False))
+    return marks(module, shape, 0)
+
+
+@pytest.mark.parametrize("names", [None, ("tensor",), ("tp",)])
+def test_a_mesh_is_read_by_its_coordinates_and_not_by_its_names(names: tuple[str, ...] | None) -> None:
+    for shape in (SQUARE, TWO):
+        assert on_a_mesh(BY_TENSOR, names, shape) == {"weight": Mark(True, dim=0)}
+
+
+@rule(
+    "A parameter on a mesh of other places of a cell than those of its dimension `tensor` is refused",
+    "Cells",
+    broken_by=Edit(
+        "shoal.cells.marks",
+        "        if (places := _along(parameter.device_mesh, at)) != expected:\n",
+        "        if (places := _along(parameter.device_mesh, at)) != expected and size != shape.tensor:\n",
+    ),
+)
+@pytest.mark.parametrize(
+    ("coordinates", "names", "words"),
+    [
+        (BY_CONTEXT, None, "whose dimension 0, without a name, has the coordinates [0, 2]"),
+        (BY_CONTEXT, ("tp",), "whose dimension 'tp' has the coordinates [0, 2]"),
+        (BY_CONTEXT, ("tensor",), "whose dimension 'tensor' has the coordinates [0, 2]"),
+        (ALL, ("context", "tensor"), "whose dimension 'context' has the coordinates [0, 2]"),
+        ([2, 3], ("tensor",), "whose dimension 'tensor' has the coordinates []"),
+    ],
+)
+def test_a_mesh_of_other_coordinates_is_refused_with_those_that_were_expected(
+    coordinates: list[Any], names: tuple[str, ...] | None, words: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        on_a_mesh(coordinates, names)
+    expected = "of a cell of context 2, tensor 2, and its dimension 'tensor' has [0, 1] here; make it on cell.mesh["
+    assert f'parameter "weight" is a DTensor on a mesh {words} {expected}' in str(refused.value)
 
 
 def test_a_plain_parameter_and_its_gradient_are_their_own_local_parts() -> None:

@@ -22,8 +22,6 @@ from shoal.core.layout import Layout
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 _MARK = "_shoal_mark"
-OTHERS = tuple(dimension for dimension in DIMENSIONS if dimension != "tensor")
-"""Dimensions in which all places have every parameter alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +76,16 @@ def _check(parameter: Tensor, over: str) -> None:
 # ---- asked by the engine
 
 
-def marks(module: nn.Module, shape: Shape) -> dict[str, Mark]:
-    """What each parameter is, by all names that it has. Raises `UserError` for one that cannot be divided so."""
+def marks(module: nn.Module, shape: Shape, coordinate: int) -> dict[str, Mark]:
+    """What each parameter is, by all names that it has. `coordinate`: of this process. Raises `UserError` for one that
+    cannot be divided so.
+    """
     named = module.named_parameters(remove_duplicate=False)
-    return {name: _mark(name, parameter, shape) for name, parameter in named}
+    return {name: _mark(name, parameter, shape, coordinate) for name, parameter in named}
 
 
-def _mark(name: str, parameter: Tensor, shape: Shape) -> Mark:
-    found = _placed(name, parameter, shape) if is_divided(parameter) else _marked(name, parameter, shape)
+def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
+    found = _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(name, parameter, shape)
     return found if shape.tensor > 1 else COMMON
 
 
@@ -104,14 +104,15 @@ def _marked(name: str, parameter: Tensor, shape: Shape) -> Mark:
     return mark if over == "tensor" else COMMON
 
 
-def _placed(name: str, parameter: Any, shape: Shape) -> Mark:
-    found = COMMON
-    for dimension, size, placement in _sized(parameter):
-        if size != shape.tensor or dimension in OTHERS:
-            of = f" (dimension {dimension})" if dimension else ""
+def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
+    found, expected = COMMON, shape.places(coordinate, "tensor")
+    for at, size, placement in _sized(parameter):
+        if (places := _along(parameter.device_mesh, at)) != expected:
+            dimensions = parameter.device_mesh.mesh_dim_names or ()
+            named = f"dimension {dimensions[at]!r:.60}" if dimensions else f"dimension {at}, without a name,"
             raise UserError(
-                f'parameter "{name}" is a DTensor on a mesh of {size} places{of}, and the cell has {shape.tensor} in '
-                'its tensor dimension; make it on cell.mesh["tensor"].'
+                f'parameter "{name}" is a DTensor on a mesh whose {named} has the coordinates {list(places)} of a cell '
+                f"of {shape}, and its dimension 'tensor' has {list(expected)} here; make it on cell.mesh[\"tensor\"]."
             )
         if not (placement.is_shard() or placement.is_replicate()):  # as a strided shard, which is neither
             raise UserError(f'parameter "{name}" is a DTensor with placement {placement}; expected Shard or Replicate.')
@@ -181,7 +182,7 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
         return LocalGradient(local)
     part, index = local_of(parameter), _index(parameter)
     pairs = zip(_sized(parameter), _sized(gradient), strict=True)
-    found = next(((places, mine, theirs) for (_, places, mine), (*_, theirs) in pairs), None)
+    found = next(((size, mine, theirs) for (_, size, mine), (*_, theirs) in pairs), None)
     if found is None or found[1] == found[2]:
         return LocalGradient(local)
     places, wanted, given = found
@@ -252,14 +253,20 @@ class SpreadGradients:
             over_cell([part for part in parts if part.dtype == dtype])
 
 
-def _sized(tensor: Any) -> Iterator[tuple[str, int, Any]]:
-    """The dimensions of its mesh that have several places: name (or empty), size, and how it lies on it."""
-    mesh = tensor.device_mesh
-    names = mesh.mesh_dim_names or ("",) * len(mesh.shape)
-    return (one for one in zip(names, mesh.shape, tensor.placements, strict=True) if one[1] > 1)
+def _sized(tensor: Any) -> Iterator[tuple[int, int, Any]]:
+    """The dimensions of its mesh that have several places: their number, size, and how it lies on it."""
+    both = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return ((at, size, placement) for at, (size, placement) in enumerate(both) if size > 1)
+
+
+def _along(mesh: Any, at: int) -> tuple[int, ...]:
+    """The coordinates that differ from this process in one dimension of a mesh; none where it is not in the mesh."""
+    own = mesh.get_coordinate()
+    if own is None:
+        return ()
+    return tuple(mesh.mesh[(*own[:at], slice(None), *own[at + 1 :])].tolist())
 
 
 def _index(tensor: Any) -> int:
     """This process's place in the one dimension of its mesh that has several."""
-    mesh = tensor.device_mesh
-    return int(next((mesh.get_local_rank(at) for at, size in enumerate(mesh.shape) if size > 1), 0))
+    return int(next((tensor.device_mesh.get_local_rank(at) for at, *_ in _sized(tensor)), 0))

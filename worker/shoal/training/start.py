@@ -260,7 +260,7 @@ def part_of(model: nn.Module, hub: CellHub) -> CellPart:
     named = [
         (name, parameter, found[name])
         for place in everywhere
-        for found in [marks(place, hub.shape)]
+        for found in [marks(place, hub.shape, hub.coordinate)]
         for name, parameter in place.named_parameters()
     ]
     for name, parameter, mark in named:
