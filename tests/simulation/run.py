@@ -44,6 +44,8 @@ def attempt(task: Task) -> Outcome:
     happened["ended by its scripts"] += durable.ends_at > 0
     happened["bad scripts"] += bool(simulation.script.kind)
     happened["with spares"] += simulation.spec.spares > 0
+    happened["of several speeds"] += simulation.speeds.are_known
+    happened["lanes shared anew"] += simulation.speeds.changes
     happened["faults"] += getattr(simulation, "faults", 0)
     happened["disasters"] += getattr(simulation, "disasters", 0)
     happened["put back"] += simulation.put_back

@@ -73,6 +73,9 @@ def test_no_seed_breaks_an_invariant(pool: ProcessPoolExecutor, first: int, end:
     assert happened["ended by its scripts"] or count < OPEN_ENDS, "no job's last step was one that its scripts had said"
     assert happened["put back"], "no store was put back to an older state"
     assert happened["believed at once"] or count < OPEN_ENDS, "no death of most was believed by a host that answers"
+    assert happened["with spares"] > count / 4, "too few jobs had spares"
+    assert happened["of several speeds"] > count / 8, "too few jobs had workers that are slow for life"
+    assert happened["lanes shared anew"], "lanes followed no speed"
     assert all(happened[f"of stage {stage}"] > count / 10 for stage in range(4)), "a stage was hardly drawn"
 
 
