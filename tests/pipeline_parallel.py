@@ -123,10 +123,15 @@ class Body:
         self.kind = kind
         self._schedules: WeakKeyDictionary[Engine, Any] = WeakKeyDictionary()
 
-    def __call__(self, engine: Engine, batch: Any) -> bool:
+    def schedule(self, engine: Engine) -> Any:
+        """That of a worker."""
         schedule = self._schedules.get(engine)
         if schedule is None:
             schedule = self._schedules[engine] = made_for(engine, self.kind)
+        return schedule
+
+    def __call__(self, engine: Engine, batch: Any) -> bool:
+        schedule = self.schedule(engine)
         part = engine.context.state.layout.part
         inputs = (batch["tokens"],) if part.place == 0 else ()
         target = batch["targets"] if part.place == part.stages - 1 else None

@@ -27,7 +27,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.cells.call import CONTENT, ROOM_BYTES, CollectiveCall, Frame, Kind, LoopPlace, compared
-from shoal.cells.collectives import Collective, Round, all_gather, all_reduce
+from shoal.cells.collectives import Collective, Round, all_gather, all_reduce, barrier, broadcast
 from shoal.group.group import RESERVED_TAGS, Group, Work, WorldChanged
 
 CALLS_TAG = 1 << 16
@@ -86,6 +86,8 @@ class CellHub:
         self._world: _World | None = None
         self._alike = GroupPlace(self, shape.alike(coordinate), "the whole cell")
         """Those that have the same tokens: what is added up among them here is a gradient of one context."""
+        self._all = GroupPlace(self, shape.coordinates, "all of a cell")
+        self._line = GroupPlace(self, shape.places(coordinate, "pipeline"), "the stages of a pipeline")
 
     # ---- driven by the engine
 
@@ -172,6 +174,22 @@ class CellHub:
         with self.raising():
             self._alike.begin(all_gather(self._alike.me, self._alike.size, found.unbind(), tensor)).finish()
         return found
+
+    def meet(self) -> None:
+        """Returns when all members of the cell have come here. Raises `UserError` where some have come to another place
+        of their loops, and `WorldChanged`.
+        """
+        with self.raising():
+            self._all.begin(barrier(self._all.me, self._all.size)).finish()
+
+    def spread_from_last_stage(
+        self,
+        tensor: Tensor,  # of any shape, the same on all
+    ) -> None:
+        """Gives all stages what the last one has of it, in place. Raises `WorldChanged`."""
+        line = self._line
+        with self.raising():
+            line.begin(broadcast(line.me, line.size, tensor, line.size - 1)).finish()
 
     # ---- asked by process groups
 

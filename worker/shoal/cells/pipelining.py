@@ -1,9 +1,9 @@
 """Torch's pipeline schedules, as far as Shoal must know their insides: the one file that does.
 
 A schedule's stages shake hands in its first call: they vote whether shapes were given, and tell each other shapes where
-not. In a new world a stage may have other neighbours, who have never met it; so there all stages of all cells do it
-anew. What is computed for it leaves no trace in random numbers and buffers. A call that a change of the world has
-broken off leaves losses and messages behind, which are forgotten.
+not. In a new world a stage may have other neighbours, who have never met it, and a short batch of an evaluation has
+other shapes; so there all stages of a cell do it anew. What is computed for it leaves no trace in random numbers and
+buffers. A call that a change of the world has broken off leaves losses and messages behind, which are forgotten.
 
 tests/unit/test_pipelining.py names the version of torch whose insides these are.
 """
@@ -38,20 +38,21 @@ class PipelineSchedules:
     def __init__(self, places: int, micro_batches: int) -> None:
         """`places`: of the pipeline."""
         self._places, self._micro_batches = places, micro_batches
-        self._worlds: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
-        """The one that each was called in last."""
+        self._calls: WeakKeyDictionary[Any, tuple[object, int]] = WeakKeyDictionary()
+        """Each one's last: in which world, and of how many samples."""
         self.is_shaking_hands = False
         """Whether a loss is computed for its shape alone."""
 
     def of(self, call: Callable[..., Any], name: str, loss_fn: type) -> Any:
-        """The schedule whose method of that name a script has given. `loss_fn`: what its loss function must be.
-        Raises `UserError`.
+        """The schedule whose method of that name a script has given: `step`, or `eval` in an evaluation. `loss_fn`:
+        what its loss function must be. Raises `UserError`.
         """
         schedule = getattr(call, "__self__", None)
         kind = type(schedule).__name__
         if schedule is None or getattr(call, "__name__", "") != name:
             raise UserError(
-                f"engine.run got {call!r:.80}; expected the method `{name}` of a pipeline schedule of torch."
+                f"engine.run got {call!r:.80}; expected the method `{name}` of a pipeline schedule of torch: `step` "
+                "trains a lane, and `eval` is for `with engine.evaluating():`."
             )
         if kind not in SUPPORTED or not type(schedule).__module__.startswith("torch."):
             raise UserError(
@@ -78,14 +79,14 @@ class PipelineSchedules:
             raise UserError(f"{kind} has a loss function of its own; make it with loss_fn=engine.loss_fn(function).")
         return schedule
 
-    def enter(self, world: object, schedule: Any, module: nn.Module) -> None:
-        """A schedule is about to be called in a world. `module`: of its stages."""
-        known = self._worlds.get(schedule)
+    def enter(self, world: object, schedule: Any, module: nn.Module, samples: int) -> None:
+        """A schedule is about to be called in a world, with so many samples. `module`: of its stages."""
+        known = self._calls.get(schedule)
         if known is None:
             self._shake_hands_aside(schedule, module)
-        if known is not world:
+        if known is None or known[0] is not world or known[1] != samples:
             _forget(schedule)
-            self._worlds[schedule] = world
+            self._calls[schedule] = world, samples
 
     def _shake_hands_aside(self, schedule: Any, module: nn.Module) -> None:
         """From now on its handshakes leave no trace."""

@@ -152,8 +152,8 @@ class CallOrder:
             )
 
 
-def check_loss(loss: Any, call: str = "engine.backward") -> None:
-    """Raises `UserError` where `loss` is not a scalar tensor with a graph. `call`: what has got it."""
+def check_loss(loss: Any, call: str = "engine.backward", has_graph: bool = True) -> None:
+    """Raises `UserError` where `loss` is not a scalar tensor, with a graph in training. `call`: what has got it."""
     if not isinstance(loss, Tensor):
         raise UserError(
             f"{call} got a {type(loss).__name__}; expected the loss as a tensor with its graph "
@@ -161,7 +161,7 @@ def check_loss(loss: Any, call: str = "engine.backward") -> None:
         )
     if loss.numel() != 1:
         raise UserError(f"{call} got a loss of shape {tuple(loss.shape)}; expected the mean over the micro-batch.")
-    if not loss.requires_grad:
+    if has_graph and not loss.requires_grad:
         raise UserError(
             f"{call} got a loss without a graph; compute it with engine.module from parameters that require "
             "gradients, outside torch.no_grad() and without detach()."

@@ -38,6 +38,7 @@ from shoal.training.gathered_rows import refuse_metric
 from shoal.training.lane_loop import LaneLoop
 from shoal.training.monitoring import AttachedCallback
 from shoal.training.parts import Parts
+from shoal.training.pipeline import Evaluated
 from shoal.training.requests import FINGERPRINT
 from shoal.training.telemetry import StepTimes
 from shoal.training.training_loop import ScriptEnd, TrainingLoop
@@ -218,15 +219,21 @@ class Engine(Habits):
         with self.times.measure("backward"):
             self.training.backward(loss, more)
 
-    def run(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> None:
-        """Train a lane by a pipeline's schedule, in place of forward and `backward`.
+    def run(self, call: Callable[..., Any], *inputs: Any, **named: Any) -> Evaluated | None:
+        """Train a lane by a pipeline's schedule, in place of forward and `backward`; in `evaluating()`, evaluate.
 
         `call`: the method `step` of a `ScheduleGPipe`, `Schedule1F1B` or `ScheduleInterleaved1F1B` of torch, made with
-        `engine.micro_batches`, `loss_fn=engine.loss_fn(function)` and `scale_grads=False`. `inputs`, `named`: what it
-        is called with: the lane's whole batch. In a warm-up nothing is called. Raises `UserError` for other schedules.
+        `engine.micro_batches`, `loss_fn=engine.loss_fn(function)` and `scale_grads=False`; in an evaluation its method
+        `eval`. `inputs`, `named`: what it is called with: the whole batch of the loop, or of `shard`. In a warm-up
+        nothing is called. Returns None, and of an evaluation `loss`, the mean over the batch on all stages, and
+        `output`, of the last one. Raises `UserError` for other schedules.
         """
+        pipeline, evaluation = self.training.pipeline, self.parts.evaluation
+        if evaluation.active:
+            return pipeline.evaluate(call, inputs, named, len(evaluation.samples))
         with self.times.measure("backward"):
-            self.training.backward(self.training.pipeline.prepared(call, inputs, named))
+            self.training.backward(pipeline.prepared(call, inputs, named))
+        return None
 
     def step(self) -> bool:
         """End a micro-batch; after the last one of this worker's last lane, make the optimizer step.

@@ -80,6 +80,16 @@ def check_numbered(dataset: Any) -> None:
         )
 
 
+def batches_of(numbers: Sequence[int], micro_batch_size: int, micro_batches: int) -> Iterator[tuple[int, list[int]]]:
+    """These samples as calls of so many micro-batches take them, each with its place. A short one that cannot be
+    divided into equal micro-batches is each of them: their mean loss is that of its samples.
+    """
+    size = micro_batch_size * micro_batches
+    for at in range(0, len(numbers), size):
+        taken = list(numbers[at : at + size])
+        yield at, taken * micro_batches if len(taken) % micro_batches else taken
+
+
 @dataclass(frozen=True, slots=True)
 class _Over:
     """An evaluation that is over here, and not yet with all who evaluate."""
@@ -99,7 +109,7 @@ class Evaluation:
         self.is_in_a_callback = False
         """Whether a function of the script's is called for a committed step."""
         self.rows = GatheredRows(context)
-        self._samples: list[int] = []
+        self.samples: list[int] = []
         """Of the micro-batch of an evaluation that the script has."""
         self.since_the_step: dict[str, float] = {}
         """Results that arrived by votes without a step since the last committed one."""
@@ -159,7 +169,8 @@ class Evaluation:
             self.is_in_a_callback = before
 
     def shard(self, dataset: Any) -> Iterator[Any]:
-        """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short.
+        """Micro-batches of the samples `i` with `i % lanes` held here, lane by lane; a lane's last may be short. For a
+        pipeline's schedule as many as it takes at once.
 
         What a dataset or a forward draws has the seed of step, lane and micro-batch, in every world.
         """
@@ -173,27 +184,26 @@ class Evaluation:
         for lane in context.lanes:
             numbers = list(range(lane, len(dataset), config.lanes))
             try:
-                for at in range(0, len(numbers), config.micro_batch_size):
+                for at, self.samples in batches_of(numbers, config.micro_batch_size, config.micro_batches_per_call):
                     seed_everything(config.seed, max(0, context.state.step), lane, at, purpose="evaluation")
-                    self._samples = numbers[at : at + config.micro_batch_size]
-                    yield loop.collate(dataset, self._samples)
+                    yield loop.collate(dataset, self.samples)
                     context.step_on()
             finally:
-                self._samples = []
+                self.samples = []
                 self._lane_over()
 
     def gather(self, named: dict[str, Tensor]) -> None:
         """One micro-batch's rows. Raises `UserError` outside `shard`."""
-        if not self._samples:
+        if not self.samples:
             raise UserError("engine.gather is for the batches of engine.shard, within `with engine.evaluating():`.")
         if self._context.is_cell_whole:
-            self.rows.add(self._samples, named)
+            self.rows.add(self.samples, named)
 
     def report(self, numbers: dict[str, float]) -> None:
         """One micro-batch's numbers. Raises `UserError` outside `shard`, and for more names than a vote can carry."""
         if self._context.world is None:
             return  # a warm-up is of no world
-        if not self._samples:
+        if not self.samples:
             raise UserError(
                 "engine.report in an evaluation is for the batches of engine.shard: within that loop, report each "
                 "batch's mean, and engine.reports has the mean over all lanes. A number of this worker alone would "

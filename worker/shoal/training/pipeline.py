@@ -2,14 +2,15 @@
 
 The schedule divides the lane's batch into micro-batches, and adds their gradients up where `engine.backward` would. The
 last stage's losses are noted as it computes them. Random numbers begin anew with each call, others on each stage: two
-stages would else drop the same places. Called by training_loop.py.
+stages would else drop the same places. In an evaluation a call makes forwards alone, and all stages get their loss. A
+cell that breaks in it is void until the next lane, as in any evaluation. Called by training_loop.py and the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from shoal_protos.errors import UserError
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from shoal.cells.pipelining import PipelineSchedules
 from shoal.data.seeds import seed_everything
+from shoal.group.group import WorldChanged
 from shoal.guards.loop_guards import check_loss
 from shoal.training.context import TrainingContext
 from shoal.training.lane_loop import Loss, Made, kept_loss
@@ -32,6 +34,15 @@ class StageLoss:
         return self._pipeline.divided(self._function(*arguments, **named))
 
 
+class Evaluated(NamedTuple):
+    """What a schedule has made of a batch of an evaluation."""
+
+    loss: Tensor  # ()
+    """float64, the mean over the micro-batches, the same on all stages; zero where the cell broke, and not counted."""
+    output: Any
+    """Of the model, on the last stage; elsewhere, and where the cell broke, None."""
+
+
 class Pipeline:
     """Of one engine."""
 
@@ -42,6 +53,8 @@ class Pipeline:
         self._is_used = config.cell.pipeline > 1
         self._losses: list[Loss] = []
         """Of the call at hand."""
+        self._evaluates = False
+        """Whether that is one of an evaluation."""
 
     def refuse(self, call: str) -> NoReturn:
         """Raises `UserError` for what is made of one micro-batch, where a lane is a schedule's."""
@@ -61,11 +74,14 @@ class Pipeline:
         """What a micro-batch's loss adds to its lane's, scaled as the job's losses are. Raises `UserError` for one that
         is of no training.
         """
+        if self._evaluates:
+            check_loss(loss, "engine.loss_fn", has_graph=False)
+            self._losses.append(loss.item())
+            return loss
         if not torch.is_grad_enabled():
             raise UserError(
-                "engine.loss_fn got a loss outside of training, as a schedule's eval makes it, which is not supported "
-                "yet; in engine.evaluating call the stage itself, and pass activations over "
-                'cell.group("pipeline") by torch.distributed.send and recv.'
+                "engine.loss_fn got a loss outside of training; in an evaluation call engine.run(schedule.eval, …) "
+                "within `with engine.evaluating():`."
             )
         check_loss(loss, "engine.loss_fn")
         state = self._context.state
@@ -76,13 +92,17 @@ class Pipeline:
 
     def prepared(self, call: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any]) -> Made:
         """The call of a schedule's `step` as it is to be made. Raises `UserError` for any other."""
+        schedule = self._taken(call, "step")
+        return partial(self._run, schedule, partial(call, *inputs, **named))
+
+    def _taken(self, call: Callable[..., Any], name: str) -> Any:
+        """The schedule of a call. Raises `UserError`."""
         if not self._is_used:
             raise UserError(
                 "engine.run is for cells with a pipeline, and this job's have none; call engine.module and "
                 'engine.backward, or set `"shoal": {"cell": {"pipeline": 2}}`.'
             )
-        schedule = self._schedules.of(call, "step", StageLoss)
-        return partial(self._run, schedule, partial(call, *inputs, **named))
+        return self._schedules.of(call, name, StageLoss)
 
     def _run(self, schedule: Any, call: Callable[[], Any]) -> Sequence[Loss]:
         """Returns the losses of the micro-batches; none but on the last stage. In a warm-up it has no neighbours, and
@@ -93,8 +113,36 @@ class Pipeline:
             return ()
         place = context.state.layout.part.place
         with context.forward_seed.away():
-            self._schedules.enter(context.world, schedule, context.state.module)
+            self._enter(schedule, context.config.micro_batch_size * self.micro_batches)
             seed_everything(context.config.seed, context.state.step, *context.loop.place, purpose=f"stage {place}")
             call()
         context.autocast.end()
         return self._losses
+
+    def _enter(self, schedule: Any, samples: int) -> None:
+        """All of the cell are about to make a call of so many samples. Raises `UserError` and `WorldChanged`."""
+        context = self._context
+        assert context.hub is not None
+        context.hub.meet()
+        self._schedules.enter(context.world, schedule, context.state.module, samples)
+
+    def evaluate(
+        self, call: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], samples: int
+    ) -> Evaluated:
+        """What a call of a schedule's `eval` makes of a batch of so many samples. Raises `UserError` for any other."""
+        schedule, hub = self._taken(call, "eval"), self._context.hub
+        broken = Evaluated(torch.zeros((), dtype=torch.float64), None)
+        if self._context.world is None or hub is None:
+            return broken
+        self._losses, self._evaluates = [], True
+        try:
+            with hub.raising():
+                self._enter(schedule, samples)
+                output = call(*inputs, **named)
+                loss = torch.tensor(sum(self._losses) / self.micro_batches, dtype=torch.float64)
+                hub.spread_from_last_stage(loss)
+        except WorldChanged:  # all that follows is answered from here, until the next lane
+            return broken
+        finally:
+            self._evaluates = False
+        return Evaluated(loss, output)
