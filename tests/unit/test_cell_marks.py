@@ -9,6 +9,8 @@ import pytest
 import torch
 from rule import Edit, rule
 from shoal.cells.marks import COMMON, Mark, common, local_gradient, local_of, marks, sharded
+from shoal.core.cuts import Cut
+from shoal.training.start import part_of
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from torch import nn
@@ -48,7 +50,10 @@ def test_parameters_are_what_scripts_and_megatrons_layers_say_and_common_else() 
 
 @pytest.mark.parametrize("shape", [Shape(), Shape(context=2)])
 def test_nothing_is_divided_where_a_cell_has_one_place_that_divides_layers(shape: Shape) -> None:
-    assert set(marks(Layer(), shape, 0).values()) == {COMMON}
+    assert marks(Layer(), shape, 0) == marks(Layer(), TWO, 0)
+    part = part_of(Layer(), shape, 0)
+    assert (part.own, part.summed) == (frozenset(), frozenset())
+    assert part.cuts == {"own": Cut(1)}, "3 elements are no two pieces"
 
 
 @pytest.mark.parametrize(

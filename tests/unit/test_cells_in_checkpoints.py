@@ -106,17 +106,18 @@ def test_a_checkpoint_of_another_shape_is_refused_in_a_sentence(of_cells: Found)
     alone, of_one = fresh(), save(trained(1), open_storage("memory://of one"))[1]
     in_cells = fresh()
     in_cells.layout = replace(in_cells.layout, part=CellPart(2))
-    for manifest, state, found, expected in (
-        (of_cells.manifest, alone, "cells of 2 processes", "one process"),
-        (of_one, in_cells, "one process", "cells of 2 processes"),
-        (of_one.model_copy(update={"kind": "model"}), in_cells, "one process", "cells of 2 processes"),
+    for manifest, state, found, expected, sizes in (
+        (of_cells.manifest, alone, "cells of 2 processes", "one process", "--tensor 1"),
+        (of_one, in_cells, "one process", "cells of 2 processes", "--tensor 2"),
     ):
         with pytest.raises(UserError) as refusal:
-            fits(manifest, state, ("new", "missing"), "PLACE")
+            fits(manifest, state, ("new", "missing"), "A PLACE")
         assert str(refusal.value) == (
-            f"PLACE is of {found}, and this job's lanes are trained by {expected}; going on with another shape of a "
-            "cell is not supported yet."
+            f"A PLACE is of {found}, and this job's lanes are trained by {expected}; make one of this shape, `shoal "
+            f"reshape 'A PLACE' NEW {sizes}`, and give `resume` the folder NEW."
         )
+    with pytest.raises(UserError, match=r"PLACE holds a model .* is not supported yet where a cell has several"):
+        fits(of_one.model_copy(update={"kind": "model"}), in_cells, ("new", "missing"), "PLACE")
     with pytest.raises(UserError, match="Taking what matches by name is not supported yet where a cell has several"):
         fits(of_cells.manifest, in_cells, ("new", "missing"), "PLACE")
 
@@ -125,4 +126,4 @@ def test_a_worker_alone_does_not_go_on_from_a_checkpoint_of_cells(of_cells: Foun
     shoal = {"checkpoint": {"path": str(tmp_path), "resume": of_cells.path}}
     with Crew("a", Task({"max_steps": 6, "shoal": shoal})) as crew:
         crew.until("its error", lambda: bool(crew.workers["a"].failure))
-        assert "going on with another shape of a cell is not supported yet" in crew.workers["a"].failure
+        assert f"`shoal reshape {of_cells.path} NEW --tensor 1`" in crew.workers["a"].failure

@@ -15,7 +15,7 @@ from checkpoints import Model, check_last_update, fresh, save, train, trained
 from rule import Edit, rule
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from shoal.checkpoint import importing, named
+from shoal.checkpoint import named, snapshot
 from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.catalogue import resolve
 from shoal.checkpoint.importing import import_model
@@ -137,7 +137,7 @@ def test_a_plain_model_is_imported_and_a_job_begins_with_it(capsys, tmp_path: Pa
 def test_an_import_has_a_part_of_the_file_in_memory_at_a_time(
     ending: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(importing, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(snapshot, "PART_BYTES", 1 << 20)
     tensors = {str(number): torch.full((1 << 18,), float(number)) for number in range(15)}
     tensors["large"] = torch.arange(1.0 * (1 << 20)).view(1 << 10, 1 << 10)
     file = tmp_path / f"m.{ending}"

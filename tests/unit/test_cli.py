@@ -72,6 +72,7 @@ FLAGS = {
     "verify": "PATH",
     "export": "--averaged --dtype --format PATH FILE",
     "import": "--model-only FILE PATH",
+    "reshape": "--context --pipeline --tensor OLD NEW",
     "estimate": (
         "--common --config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
         "--precision --stage --state-bytes --tensor --unit --workers"
@@ -436,7 +437,7 @@ def test_every_module_of_an_extra_is_known_by_its_import_name() -> None:
 
 def test_commands_that_talk_to_a_controller_are_coroutines_and_no_thread_is_needed() -> None:
     plain = [command.__name__ for command in main.COMMANDS if not inspect.iscoroutinefunction(command)]
-    assert plain == ["worker", "submit", "plot", "verify", "export", "import_", "estimate"]
+    assert plain == ["worker", "submit", "plot", "verify", "export", "import_", "reshape", "estimate"]
     assert inspect.iscoroutinefunction(change), "submit reads a file, and then"
 
 

@@ -15,7 +15,7 @@ from allocated_bytes import most_bytes
 from checkpoints import fresh, save, trained
 from crew import Crew, Task, undisturbed
 from dcp_folders import changed, found_in, plain, written
-from shoal.checkpoint import importing
+from shoal.checkpoint import snapshot
 from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.dcp_folder import INDEX
 from shoal.checkpoint.fingerprint import block_digests
@@ -137,7 +137,7 @@ def test_what_two_processes_of_fsdp_wrote_is_taken_with_its_optimizer(tmp_path: 
 def test_neither_the_import_nor_a_worker_of_stage_3_has_more_in_memory_than_a_tensor_and_what_it_keeps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(importing, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(snapshot, "PART_BYTES", 1 << 20)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     tensor = 4 * 512 * 512
     kept = {name: {"momentum_buffer": torch.randn(512, 512)} for name, _ in model.named_parameters()}

@@ -1,6 +1,6 @@
-"""`shoal checkpoint`, `checkpoints`, `verify`, `export`, `import`: what is done with checkpoints.
+"""`shoal checkpoint`, `checkpoints`, `verify`, `export`, `import`, `reshape`: what is done with checkpoints.
 
-The last three read files and ask no controller: they become `python -m shoal.checkpoint`, which lives with torch. The
+The last four read files and ask no controller: they become `python -m shoal.checkpoint`, which lives with torch. The
 controller's side never imports torch; its command only hands over.
 """
 
@@ -71,6 +71,21 @@ def import_(
 ) -> None:
     """Make a checkpoint of step 0 from a model file or a folder of torch.distributed.checkpoint."""
     become("import", file, path, *(["--model-only"] if model_only else []))
+
+
+Places = Annotated[int, typer.Option(metavar="N", min=1, help="Processes of a cell in this dimension.")]
+
+
+def reshape(
+    old: Annotated[str, typer.Argument(metavar="OLD", help="Checkpoint, or folder of them.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="Folder to make; nothing is there.", show_default=False)],
+    tensor: Places = 1,
+    context: Places = 1,
+    pipeline: Places = 1,
+) -> None:
+    """Make a checkpoint for cells of another shape from one of a job."""
+    sizes = {"--tensor": tensor, "--context": context, "--pipeline": pipeline}
+    become("reshape", old, new, *(word for name, size in sizes.items() for word in (name, str(size))))
 
 
 def become(*arguments: str) -> NoReturn:

@@ -20,7 +20,7 @@ import typer
 
 from shoal_controller.cli import options
 from shoal_controller.cli.backups import backup, restore
-from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, import_, verify
+from shoal_controller.cli.checkpoints import checkpoint, checkpoints, export, import_, reshape, verify
 from shoal_controller.cli.completion import job_names, worker_names
 from shoal_controller.cli.controller import controller
 from shoal_controller.cli.demo import demo
@@ -40,7 +40,7 @@ from shoal_controller.cli.worker import worker
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,
-    checkpoints, events, logs, plot, workers, top, verify, export, import_, estimate, backup, restore,
+    checkpoints, events, logs, plot, workers, top, verify, export, import_, reshape, estimate, backup, restore,
     doctor,
 )  # fmt: skip
 

@@ -133,16 +133,19 @@ def lay_out_model(
     `stages`: as for `lay_out`.
     """
     devices = (parameter.device for _, parameter in pairs if not parameter.is_meta)
-    infos = [_marked(one, part) for one, _ in pairs]
-    others = [[_marked(one, part) for one in of_stage] for of_stage in stages]
+    infos = _marked([one for one, _ in pairs], part)
+    others = [_marked(of_stage, part) for of_stage in stages]
     layout = replace(lay_out(infos, part=part, stages=others), device=next(devices, without_values))
     by_name = {info.name: parameter for info, parameter in pairs}
     return layout, [by_name[slot.parameter.name] for bucket in layout.buckets for slot in bucket.slots]
 
 
-def _marked(one: Trainable, part: CellPart) -> Trainable:
-    own, summed = one.name in part.own, one.name in part.summed
-    return replace(one, own=own, summed=summed, cut=part.cuts.get(one.name))
+def _marked(registered: Sequence[Trainable], part: CellPart) -> list[Trainable]:
+    return [
+        replace(one, own=one.name in part.own, summed=one.name in part.summed, cut=part.cuts.get(one.name),
+                adds=one.name in part.adding, order=order)
+        for order, one in enumerate(registered)
+    ]  # fmt: skip
 
 
 def by_bucket(

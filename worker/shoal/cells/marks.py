@@ -77,16 +77,14 @@ def _check(parameter: Tensor, over: str) -> None:
 
 
 def marks(module: nn.Module, shape: Shape, coordinate: int) -> dict[str, Mark]:
-    """What each parameter is, by all names that it has. `coordinate`: of this process. Raises `UserError` for one that
-    cannot be divided so.
+    """What each parameter is, by all names that it has; where the dimension has one place, what it would be with more.
+    `coordinate`: of this process. Raises `UserError` for one that cannot be divided so.
     """
     named = module.named_parameters(remove_duplicate=False)
-    return {name: _mark(name, parameter, shape, coordinate) for name, parameter in named}
-
-
-def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
-    found = _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(name, parameter, shape)
-    return found if shape.tensor > 1 else COMMON
+    return {
+        name: _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(name, parameter, shape)
+        for name, parameter in named
+    }
 
 
 def _marked(name: str, parameter: Tensor, shape: Shape) -> Mark:
@@ -106,9 +104,13 @@ def _marked(name: str, parameter: Tensor, shape: Shape) -> Mark:
 
 def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
     found, expected = COMMON, shape.places(coordinate, "tensor")
-    for at, size, placement in _sized(parameter):
+    dimensions = parameter.device_mesh.mesh_dim_names or ()
+    for at, size, placement in _dimensions(parameter):
+        if size == 1:
+            is_tensor = bool(dimensions) and dimensions[at] == "tensor"
+            found = Mark(True, dim=placement.dim) if is_tensor and placement.is_shard() else found
+            continue
         if (places := _along(parameter.device_mesh, at)) != expected:
-            dimensions = parameter.device_mesh.mesh_dim_names or ()
             named = f"dimension {dimensions[at]!r:.60}" if dimensions else f"dimension {at}, without a name,"
             raise UserError(
                 f'parameter "{name}" is a DTensor on a mesh whose {named} has the coordinates {list(places)} of a cell '
@@ -253,10 +255,15 @@ class SpreadGradients:
             over_cell([part for part in parts if part.dtype == dtype])
 
 
-def _sized(tensor: Any) -> Iterator[tuple[int, int, Any]]:
-    """The dimensions of its mesh that have several places: their number, size, and how it lies on it."""
+def _dimensions(tensor: Any) -> Iterator[tuple[int, int, Any]]:
+    """The dimensions of its mesh: their number, size, and how it lies on it."""
     both = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return ((at, size, placement) for at, (size, placement) in enumerate(both) if size > 1)
+    return ((at, size, placement) for at, (size, placement) in enumerate(both))
+
+
+def _sized(tensor: Any) -> Iterator[tuple[int, int, Any]]:
+    """Those that have several places."""
+    return (one for one in _dimensions(tensor) if one[1] > 1)
 
 
 def _along(mesh: Any, at: int) -> tuple[int, ...]:

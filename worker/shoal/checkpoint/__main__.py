@@ -1,4 +1,5 @@
-"""`python -m shoal.checkpoint verify PATH | export PATH FILE | import FILE PATH`: what `shoal` runs of these names.
+"""`python -m shoal.checkpoint verify PATH | export PATH FILE | import FILE PATH | reshape OLD NEW`: what `shoal` runs
+of these names.
 
 PATH is a folder of checkpoints (the newest whole one is meant) or one checkpoint's own folder. Exit codes: 0 done, 1 a
 checkpoint is damaged or the output cannot be written, 2 wrong use, 130 interrupted.
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal_protos.errors import NotFound, ShoalError
+from shoal_protos.shape import Shape
 from shoal_protos.text import printable
 
 from shoal.checkpoint.catalogue import Found, SaveName, look_into, resolve, saves
@@ -20,6 +22,7 @@ from shoal.checkpoint.export import FLOATS, dtype_named, export, export_dcp
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.importing import Imported, import_model
 from shoal.checkpoint.manifest import MANIFEST
+from shoal.checkpoint.reshaping import reshape
 from shoal.checkpoint.storage import open_storage
 from shoal.core.checkpoint_errors import CheckpointDamaged
 
@@ -64,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", metavar="PATH")
     command.add_argument("--model-only", action="store_true", help="leave optimizer states out")
     command.set_defaults(run=_import)
+    command = commands.add_parser("reshape", help="make a checkpoint for cells of another shape")
+    command.add_argument("old", metavar="OLD")
+    command.add_argument("new", metavar="NEW")
+    for dimension in ("tensor", "context", "pipeline"):
+        command.add_argument(f"--{dimension}", metavar="N", type=int, default=1, help="processes of a cell in it")
+    command.set_defaults(run=_reshape)
     return parser
 
 
@@ -141,6 +150,14 @@ def _import(given: argparse.Namespace) -> int:
         more = len(made.left_out) - MOST_NAMES
         rest = f" and {more} more" if more > 0 else ""
         _print(f"left out, neither model nor optimizer state: {', '.join(made.left_out[:MOST_NAMES])}{rest}")
+    return DONE
+
+
+def _reshape(given: argparse.Namespace) -> int:
+    shape, storage = Shape(given.tensor, given.pipeline, given.context), open_storage(given.new)
+    made = reshape(_newest(given.old), storage, shape)
+    of = f"cells of {shape.processes} processes ({shape})" if shape.processes > 1 else str(shape)
+    _print(f"{storage.url}/{made.name.folder}: step {made.name.step}, {of}, valid, fingerprint {made.fingerprint}")
     return DONE
 
 

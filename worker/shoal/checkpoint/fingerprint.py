@@ -4,7 +4,7 @@ SHA-256 over the step, the layout, per block in order the SHA-256 of its paramet
 (keys sorted, padding +0), the persistent buffers by name, and the updates that parameters have missed, if any. Owners
 digest their blocks; all members get all digests, so that the loss of any member loses none.
 
-`verify` computes it of a checkpoint alike: it reads the whole, bucket by bucket, so that memory holds one bucket,
+`verify` computes it of a checkpoint alike: it reads the whole, part by part, so that memory holds a part of a bucket,
 compares every checksum, and keeps nothing of it. `shoal verify` calls it.
 """
 
@@ -15,14 +15,14 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from shoal_protos.errors import PeerError
 from shoal_protos.runs import Runs
 from torch import Tensor
 
 from shoal.blocks.loaded_state import counts_in_gaps
-from shoal.blocks.values import WholeValues, without_gaps
-from shoal.checkpoint.reader import Reader
+from shoal.blocks.values import without_gaps
+from shoal.checkpoint.reader import Reader, Window
+from shoal.checkpoint.snapshot import parts_of
 from shoal.core.layout import Bucket, CellPart, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
@@ -121,9 +121,6 @@ def _entries(content: bytes, peer: int) -> Iterator[tuple[int, bytes]]:
         yield number, content[at - width : at]
 
 
-_NOTHING = torch.empty(0)
-
-
 @dataclass(frozen=True, slots=True)
 class Verified:
     """A checkpoint that is whole. `fingerprint`: hexadecimal, as `engine.fingerprint()` gave it at that step."""
@@ -161,11 +158,8 @@ def _tells(bucket: Bucket, part: CellPart) -> bool:
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:
     """Number and digests of each block of a bucket."""
-    layout = reader.blocks
-    whole = layout.whole(bucket)
-    flat = torch.empty(bucket.elements, dtype=bucket.dtype)
-    flats = [flat if other is bucket else _NOTHING for other in layout.buckets]
-    reader.parameters([whole], WholeValues(layout, flats))
-    for stretch, state in reader.states([whole]).items():
-        parameters = flat[slice(*layout.elements(stretch))]
-        yield from digests_of(layout, stretch, [parameters, *(state[key] for key in sorted(state))])
+    for part in parts_of(bucket):
+        window = Window(part, bucket)
+        reader.parameters([part], window)
+        for stretch, state in reader.states([part]).items():
+            yield from digests_of(reader.blocks, stretch, [window.of(stretch), *(state[key] for key in sorted(state))])

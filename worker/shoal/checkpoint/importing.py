@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from shoal_protos.errors import UserError
 from shoal_protos.release import RELEASE
 from torch import Tensor
@@ -25,17 +24,12 @@ from shoal.checkpoint.dcp_folder import INDEX
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.model_file import ModelFile, open_model
 from shoal.checkpoint.named import Known
-from shoal.checkpoint.snapshot import PARAMETERS, Piece, region_name
+from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, made_content
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.checkpoint_errors import StorageFailed
-from shoal.core.container import Region
-from shoal.core.layout import Bucket, Layout, Stretch, Trainable, lay_out
+from shoal.core.layout import Bucket, Layout, Trainable, lay_out
 from shoal.core.manifest_parts import LayoutEntry
-from shoal.process.host_memory import tensor_bytes
-
-PART_BYTES = 32 << 20
-"""What is in memory at one time, about."""
 
 Kept = Mapping[str, Mapping[str, Known]]
 """What an optimizer keeps, by parameter and key."""
@@ -136,79 +130,22 @@ def _numbers(model: ModelFile, kept: Kept, file: Path) -> dict[tuple[str, str], 
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """A `DataContent` that is read from a model file while it is written: the parameters, then state by state, so that
-    of each tensor's parts one follows the other. What is one number comes last.
-    """
-
-    model: ModelFile
-    block_elements: int
-    pieces: tuple[Piece, ...]
-    regions: tuple[Region, ...]
-    sources: tuple[tuple[Piece, str], ...]
-    """Of each region its piece and key."""
-    tensors: Mapping[str, Region] = field(default_factory=dict)
-
-    def contents(self) -> Iterator[tuple[Region, memoryview]]:
-        for region, (piece, key) in zip(self.regions, self.sources, strict=True):
-            yield region, tensor_bytes(self._value(region, piece, key))
-
-    def _value(self, region: Region, piece: Piece, key: str) -> Tensor:  # of the region's shape and dtype
-        if not region.shape:
-            return self.model.state_part(piece.bucket.slots[0].parameter.name, key, 0, 1).reshape(())
-        start, stop = (at * self.block_elements for at in (piece.stretch.start, piece.stretch.stop))
-
-        def part(name: str, first: int, last: int) -> Tensor:  # (last - first,)
-            if key == PARAMETERS:
-                return self.model.part(name, first, last)
-            return self.model.state_part(name, key, first, last)
-
-        return _range(part, region.dtype, piece.bucket, start, stop)
-
-
 def _content(
     model: ModelFile,
     layout: Layout,
     kept: Kept,
     numbers: Mapping[tuple[str, str], Tensor],  # each ()
-) -> _Content:
-    """In sections by tensor; within a section the pieces are in the order of their blocks."""
-    stretches = list(_stretches(layout))
-    sections: dict[tuple[bool, str], list[tuple[Stretch, torch.dtype]]] = {}
-    for stretch, bucket in stretches:
-        sections.setdefault((False, PARAMETERS), []).append((stretch, bucket.dtype))
+) -> MadeContent:
+    """All of a tensor's parts follow each other; what is one number comes last."""
+
+    def part(name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,), or ()
+        if key == PARAMETERS:
+            return model.part(name, first, last)
+        found = model.state_part(name, key, first, last)
+        return found.reshape(()) if (name, key) in numbers else found
+
+    def kinds(bucket: Bucket) -> dict[str, Kind]:
         name = bucket.slots[0].parameter.name
-        for key, one in kept.get(name, {}).items():
-            sections.setdefault(((name, key) in numbers, key), []).append((stretch, one.dtype))
-    found: dict[Stretch, dict[str, Region]] = {stretch: {} for stretch, _ in stretches}
-    order, at = list[tuple[Stretch, str]](), 0
-    for is_number, key in sorted(sections):
-        for stretch, dtype in sections[is_number, key]:
-            shape = () if is_number else (stretch.blocks * layout.block_elements,)
-            found[stretch][key] = Region(region_name(key, stretch), dtype, shape, at)
-            order.append((stretch, key))
-            at += found[stretch][key].bytes
-    pieces = {stretch: Piece(stretch, bucket, found[stretch], {}) for stretch, bucket in stretches}
-    regions = tuple(found[stretch][key] for stretch, key in order)
-    sources = tuple((pieces[stretch], key) for stretch, key in order)
-    return _Content(model, layout.block_elements, tuple(pieces.values()), regions, sources)
+        return {key: (one.dtype, (name, key) in numbers) for key, one in kept.get(name, {}).items()}
 
-
-def _stretches(layout: Layout) -> Iterator[tuple[Stretch, Bucket]]:
-    for bucket in layout.buckets:
-        most = max(1, PART_BYTES // (layout.block_elements * bucket.dtype.itemsize))
-        for first in range(0, bucket.blocks, most):
-            yield Stretch(bucket.index, first, min(bucket.blocks, first + most)), bucket
-
-
-def _range(
-    part: Callable[[str, int, int], Tensor], dtype: torch.dtype, bucket: Bucket, start: int, stop: int
-) -> Tensor:  # (stop - start,)
-    """Zeros where no tensor lies."""
-    found = torch.zeros(stop - start, dtype=dtype)
-    for slot in bucket.slots:
-        first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
-        if first < last:
-            found[first - start : last - start] = part(slot.parameter.name, first - slot.start, last - slot.start)
-    return found
+    return made_content(layout, layout.buckets, kinds, part, {})

@@ -25,7 +25,8 @@ from shoal.blocks.loaded_state import MASTER
 from shoal.checkpoint.manifest import Manifest, StateEntry, buffer_tensor
 from shoal.checkpoint.named import Known, names, tied_names
 from shoal.checkpoint.reader import Reader
-from shoal.core.layout import Bucket, Layout, Slot, Stretch
+from shoal.checkpoint.snapshot import PARAMETERS
+from shoal.core.layout import Bucket, Layout, Slot
 from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
 
@@ -153,6 +154,8 @@ class TakenTensors:
         """By bucket what all its pieces have, of an import."""
         if reader.manifest.kind == "model":
             self._states = {one.bucket: one.state for file in reader.manifest.files for one in file.pieces}
+        pieces = (one for file in reader.manifest.files for one in file.pieces)
+        self._without_masters = {one.bucket for one in pieces if MASTER not in one.state}
         self._whole: tuple[str, Tensor] | None = None
         """A tensor beside the blocks, which can be read whole alone."""
 
@@ -191,58 +194,18 @@ class TakenTensors:
         """Elements of a parameter's optimizer state, flat, or its one number. Raises `CheckpointDamaged` where they are
         not what was written.
         """
-        stretch, start = self._stretch_of(*self._slots[self._taken[name]], first, last)
-        found = self._reader.states([stretch], only=key)
-        parts = [found[one][key] for one in sorted(found)]
-        return parts[0] if parts[0].dim() == 0 else torch.cat(parts)[start : start + last - first]
+        return self._reader.of_slot(*self._slots[self._taken[name]], first, last, key)
 
     # ---- reading
 
-    def _stretch_of(self, bucket: Bucket, slot: Slot, first: int, last: int) -> tuple[Stretch, int]:
-        """Blocks that hold elements of a tensor, and where these begin in them."""
-        size = self._reader.manifest.blocks.block_elements
-        start, stop = slot.start + first, slot.start + last
-        return Stretch(bucket.index, start // size, -(-stop // size)), start % size
-
     def _of_blocks(self, bucket: Bucket, slot: Slot, first: int, last: int) -> Tensor:  # (last - first,)
-        size = self._reader.manifest.blocks.block_elements
-        stretch, start = self._stretch_of(bucket, slot, first, last)
-        values = self._masters(stretch) if bucket.has_masters else None
-        if values is None:
-            window = _Window(stretch, torch.empty(stretch.blocks * size, dtype=bucket.dtype), size)
-            self._reader.parameters([stretch], window)
-            values = window.values
-        return values[start : start + last - first]
-
-    def _masters(self, stretch: Stretch) -> Tensor | None:  # (elements,), where there are such
-        states = self._reader.states([stretch], only=MASTER)
-        if not states or any(MASTER not in state for state in states.values()):
-            return None
-        return torch.cat([states[one][MASTER] for one in sorted(states)])
+        """Masters, where there are such."""
+        key = PARAMETERS if bucket.index in self._without_masters else MASTER
+        return self._reader.of_slot(bucket, slot, first, last, key)
 
     def _beside(self, name: str) -> Tensor:  # of its own shape
         found = self._reader.frozen([name])
         return found[name] if name in found else self._reader.tensors([buffer_tensor(name)])[buffer_tensor(name)]
-
-
-class _Window:
-    """`BlockValues` of the blocks that are read."""
-
-    def __init__(
-        self,
-        stretch: Stretch,
-        values: Tensor,  # (elements,)
-        size: int,
-    ) -> None:
-        self._stretch, self.values, self._size = stretch, values, size
-
-    def of(self, stretch: Stretch) -> Tensor:  # (elements,)
-        return self.range(stretch.bucket, stretch.start * self._size, stretch.stop * self._size)
-
-    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
-        assert bucket == self._stretch.bucket
-        first = self._stretch.start * self._size
-        return self.values[start - first : stop - first]
 
 
 def take_by_name(reader: Reader, module: nn.Module, allow: Sequence[str]) -> tuple[Match, TakenTensors]:

@@ -24,7 +24,7 @@ from shoal.checkpoint.snapshot import PARAMETERS
 from shoal.checkpoint.storage import Storage, Target
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import DTYPES, count_of, ends_of
-from shoal.core.layout import Stretch
+from shoal.core.layout import Bucket, Slot, Stretch
 from shoal.process.host_memory import host_memory, tensor_bytes
 
 READERS = 4
@@ -142,6 +142,24 @@ class Reader:
             for key, parts in few.items():
                 state[key] = torch.cat([self._apart(part, key, one) for part, one in zip(run, parts, strict=True)])
         return states
+
+    def of_slot(
+        self, bucket: Bucket, slot: Slot, first: int, last: int, key: str = PARAMETERS
+    ) -> Tensor:  # (last - first,), or ()
+        """Elements of a parameter, flat; with a key those of its state, or the one number that its elements share."""
+        size = self.blocks.block_elements
+        start, stop = slot.start + first, slot.start + last
+        stretch = Stretch(bucket.index, start // size, -(-stop // size))
+        if key == PARAMETERS:
+            window = Window(stretch, bucket)
+            self.parameters([stretch], window)
+            return window.values[start % size : start % size + last - first]
+        found = self.states([stretch], only=key)
+        parts = [found[one][key] for one in sorted(found)]
+        if parts[0].dim() == 0:
+            return parts[0]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return values[start % size : start % size + last - first]
 
     def _few(
         self,
@@ -306,13 +324,29 @@ class Reader:
         return self.blocks.numbers[bucket][position + index]
 
 
+class Window:
+    """`BlockValues` of some blocks of a bucket, which are read into memory of their own, `values`: (elements,)."""
+
+    def __init__(self, stretch: Stretch, bucket: Bucket) -> None:
+        self._stretch, self._size = stretch, bucket.block_elements
+        self.values = host_memory(stretch.blocks * self._size, bucket.dtype)
+
+    def of(self, stretch: Stretch) -> Tensor:  # (elements,)
+        return self.range(stretch.bucket, stretch.start * self._size, stretch.stop * self._size)
+
+    def range(self, bucket: int, start: int, stop: int) -> Tensor:  # (stop - start,)
+        assert bucket == self._stretch.bucket
+        first = self._stretch.start * self._size
+        return self.values[start - first : stop - first]
+
+
 def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     """Neighbours within a bucket whose states are alike, their common numbers equal."""
     run: list[_Part] = []
     for part in parts:
         if run and not (
             (run[-1].stretch.bucket, run[-1].stretch.stop) == (part.stretch.bucket, part.stretch.start)
-            and (run[-1].piece is part.piece or _alike(run[-1].piece, part.piece))
+            and (run[-1].piece is part.piece or are_alike(run[-1].piece, part.piece))
         ):
             yield run
             run = []
@@ -321,7 +355,7 @@ def _runs(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield run
 
 
-def _alike(left: PieceEntry, right: PieceEntry) -> bool:
+def are_alike(left: PieceEntry, right: PieceEntry) -> bool:
     """Whether two pieces may become one run: same states, and the numbers that all blocks share are equal."""
     keys = sorted(left.state)
     if keys != sorted(right.state):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
+from shlex import quote
 from typing import Any
 
 import torch
@@ -56,10 +57,17 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     """
     part, saved = state.layout.part, manifest.layout
     there, here = (_cells_of(one.coordinates, one.contexts, one.stages) for one in (saved, part))
-    if there != here:
+    if there != here and manifest.kind == "model":
         raise UserError(
-            f"{where} is of {there}, and this job's lanes are trained by {here}; going on with another shape of a cell "
-            "is not supported yet."
+            f"{where} holds a model of one process; taking its tensors is not supported yet where a cell has several "
+            "processes. Let the script load it before it cuts its parameters."
+        )
+    if there != here:
+        sizes = {"tensor": part.parts, "context": part.contexts, "pipeline": part.stages}
+        sized = [f" --{name} {size}" for name, size in sizes.items() if size > 1] or [" --tensor 1"]
+        raise UserError(
+            f"{where} is of {there}, and this job's lanes are trained by {here}; make one of this shape, "
+            f"`shoal reshape {quote(where)} NEW{''.join(sized)}`, and give `resume` the folder NEW."
         )
     differs = difference(manifest, state.layout, title_of(state.optimizer))
     if differs is None:

@@ -12,12 +12,13 @@ no block. It takes the memory of one tensor of a stretch, for zeros in gaps and 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
-from shoal_protos.runs import Runs
+from shoal_protos.runs import Runs, Span
 from torch import Tensor
 
 from shoal.blocks.held import HeldBlocks
@@ -332,3 +333,82 @@ def _bytes_of(
     value: Tensor,  # of any shape
 ) -> memoryview:
     return tensor_bytes(value.detach().cpu().contiguous())
+
+
+PART_BYTES = 8 << 20
+"""Of each tensor of a piece that is made while it is written, or read to be compared alone."""
+
+
+def parts_of(bucket: Bucket) -> Iterator[Stretch]:
+    """All its blocks, in stretches of so many bytes at most, or of a block."""
+    step = max(1, PART_BYTES // (bucket.block_elements * bucket.dtype.itemsize))
+    for first in range(0, bucket.blocks, step):
+        yield Stretch(bucket.index, first, min(bucket.blocks, first + step))
+
+
+Kind = tuple[torch.dtype, bool]
+"""Of a state: its dtype, and whether it is one number that all elements share."""
+PartOf = Callable[[str, str, int, int], Tensor]  # (elements,), or ()
+"""What elements of a parameter have, by its name and a key of its state, or `PARAMETERS`; or their one number."""
+Small = Mapping[str, tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]]
+"""What is in no block, by name: dtype, shape, and what reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeContent:
+    """A `DataContent` that is read part by part while it is written, so that of it only a part is in memory."""
+
+    block_elements: int
+    pieces: tuple[Piece, ...]
+    tensors: Mapping[str, Region]
+    regions: tuple[Region, ...]
+    makers: tuple[Callable[[], Tensor], ...]
+    """Of each region."""
+
+    def contents(self) -> Iterator[tuple[Region, memoryview]]:
+        for region, make in zip(self.regions, self.makers, strict=True):
+            yield region, tensor_bytes(make())
+
+
+def made_content(
+    layout: Layout, buckets: Iterable[Bucket], kinds: Callable[[Bucket], Mapping[str, Kind]], part: PartOf, small: Small
+) -> MadeContent:
+    """Sections by tensor: the parameters, then state by state, so that of each tensor's parts one follows the other,
+    what is one number last. `kinds`: what state each of the buckets has.
+    """
+    drafts: list[tuple[tuple[bool, str], Stretch, torch.dtype]] = []
+    beginning: dict[Stretch, Bucket] = {}
+    for bucket in buckets:
+        for stretch in parts_of(bucket):
+            beginning[stretch] = bucket
+            drafts.append(((False, PARAMETERS), stretch, bucket.dtype))
+            drafts += [((is_number, key), stretch, dtype) for key, (dtype, is_number) in kinds(bucket).items()]
+    drafts.sort(key=lambda one: one[0])  # stable: within a section the pieces keep their order
+    found: dict[Stretch, dict[str, Region]] = {stretch: {} for stretch in beginning}
+    regions, makers, at = list[Region](), list[Callable[[], Tensor]](), 0
+    for (is_number, key), stretch, dtype in drafts:
+        count = () if is_number else (stretch.blocks * layout.block_elements,)
+        regions.append(Region(region_name(key, stretch), dtype, count, at))
+        found[stretch][key] = regions[-1]
+        makers.append(partial(_made, regions[-1], beginning[stretch], layout.elements(stretch), key, part))
+        at += regions[-1].bytes
+    tensors = dict[str, Region]()
+    for name, (dtype, shape, read) in small.items():
+        regions.append(Region(name, dtype, shape, at))
+        tensors[name] = regions[-1]
+        makers.append(read)
+        at += regions[-1].bytes
+    pieces = tuple(Piece(stretch, bucket, found[stretch], {}) for stretch, bucket in beginning.items())
+    return MadeContent(layout.block_elements, pieces, tensors, tuple(regions), tuple(makers))
+
+
+def _made(region: Region, bucket: Bucket, elements: Span, key: str, part: PartOf) -> Tensor:  # of the region's shape
+    """Zeros where no parameter lies."""
+    if not region.shape:
+        return part(bucket.slots[0].parameter.name, key, 0, 1)
+    (start, stop), found = elements, torch.zeros(region.shape, dtype=region.dtype)
+    for slot in bucket.slots:
+        first, last = max(start, slot.start), min(stop, slot.start + slot.parameter.elements)
+        if first < last:
+            found[first - start : last - start] = part(slot.parameter.name, key, first - slot.start, last - slot.start)
+    return found

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Rows of a part, along the dimension of its cut, that lie in a part of another division."""
+
+    source: int
+    """The place there."""
+    first: int
+    """The first row there."""
+    at: int
+    """The first row here."""
+    length: int
+
+
+class Divided(NamedTuple):
+    """The part of one of several places, and among how many the whole is divided elsewhere."""
+
+    place: int
+    places: int
+    sources: int
+
+
+ReadOfPlace = Callable[[int, int, int], Tensor]  # (elements,)
+"""What a place has of a whole: its elements from the second number to before the third, flat."""
 
 
 class Cut(NamedTuple):
@@ -27,6 +52,54 @@ class Cut(NamedTuple):
         """Whether a part can have this shape."""
         return self.dim < len(shape) and shape[self.dim] % self.stride == 0
 
+    def part_shape(self, whole: tuple[int, ...], places: int) -> tuple[int, ...]:
+        """Of a part of a whole of this shape, which `divides`."""
+        return (*whole[: self.dim], whole[self.dim] // places, *whole[self.dim + 1 :])
+
+    def divides(self, whole: tuple[int, ...], places: int) -> bool:
+        """Whether a whole of this shape can be cut into so many equal parts."""
+        return self.dim < len(whole) and whole[self.dim] % (places * self.stride if places > 1 else 1) == 0
+
+    def rows(self, size: int, of: Divided) -> list[Rows]:
+        """Of which rows a part is made, ascending. `size`: rows of the whole."""
+        found = []
+        for at, first, count in self._runs(size, of.place, of.places):
+            for source in range(of.sources):
+                for there, start, length in self._runs(size, source, of.sources):
+                    low, high = max(first, start), min(first + count, start + length)
+                    if low < high:
+                        found.append(Rows(source, there + low - start, at + low - first, high - low))
+        return sorted(found, key=lambda rows: rows.at)
+
+    def _runs(self, size: int, place: int, places: int) -> list[tuple[int, int, int]]:
+        """Rows of a part that follow each other in the whole too: where they begin in it, there, and how many."""
+        pieces = self.stride if places > 1 else 1
+        length = size // (places * pieces)
+        return [(piece * length, (piece * places + place) * length, length) for piece in range(pieces)]
+
+    def taken(
+        self, read: ReadOfPlace, whole: tuple[int, ...], of: Divided, first: int, values: Tensor, most: int
+    ) -> None:
+        """Fills in elements of a part, flat, from `first` on. `read`: what a place has of the whole where that is
+        divided otherwise; it is asked for `most` elements at a time, about.
+        """
+        inner, size, last = math.prod(whole[self.dim + 1 :]), whole[self.dim], first + len(values)
+        here, there = size // of.places * inner, size // of.sources * inner  # elements of an index before the dimension
+        rows, step = self.rows(size, of), max(1, most // there)
+        for begin in range(first // here, -(-last // here), step):
+            end = min(begin + step, -(-last // here))
+            low, high = max(first, begin * here), min(last, end * here)
+            if there > most:
+                _copy_runs(read, rows, inner, (begin * here, begin * there), values[low - first : high - first], low)
+                continue
+            made = values.new_empty(end - begin, size // of.places, inner)
+            for source in {one.source for one in rows}:
+                found = read(source, begin * there, end * there).view(end - begin, size // of.sources, inner)
+                for one in rows:
+                    if one.source == source:
+                        made[:, one.at : one.at + one.length] = found[:, one.first : one.first + one.length]
+            values[low - first : high - first] = made.view(-1)[low - begin * here : high - begin * here]
+
     def join(
         self,
         parts: Sequence[Tensor],  # by place, each of the part's shape
@@ -34,3 +107,23 @@ class Cut(NamedTuple):
         """The whole."""
         pieces = [part.chunk(self.stride, self.dim) for part in parts]
         return torch.cat([of_place[number] for number in range(self.stride) for of_place in pieces], self.dim)
+
+
+def _copy_runs(
+    read: ReadOfPlace,
+    rows: Sequence[Rows],
+    inner: int,
+    begin: tuple[int, int],
+    values: Tensor,  # (elements,)
+    first: int,
+) -> None:
+    """Of one index before the dimension, which begins at these elements here and in a part there: the elements of a
+    part from `first` on.
+    """
+    here, there = begin
+    for one in rows:
+        low, high = here + one.at * inner, here + (one.at + one.length) * inner
+        start, stop = max(low, first), min(high, first + len(values))
+        if start < stop:
+            shift = there + one.first * inner - low
+            values[start - first : stop - first] = read(one.source, start + shift, stop + shift)

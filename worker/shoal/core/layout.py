@@ -58,15 +58,15 @@ class CellPart:
     own: frozenset[str] = frozenset()
     """Names of the parameters that no other coordinate has; all others are common to a cell."""
     summed: frozenset[str] = frozenset()
-    """Names of the common ones of whose gradient each coordinate may have a part of the sum; of others all have the
-    same gradient.
-    """
+    """Names of the common ones of whose gradient each coordinate may have a part; of others all have the whole."""
     contexts: int = 1
     """How many coordinates have the same parameters, each with other tokens: all contribute to a gradient."""
     stages: int = 1
     """How many stages a pipeline has: as many coordinates that follow each other have each."""
     cuts: Mapping[str, Cut] = field(default_factory=dict, compare=False)
-    """Of the own ones by name, as far as it is known."""
+    """By name, as far as it is known: of the own ones, and of those that would be with more places of `tensor`."""
+    adding: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names of those that are marked as `summed`, which they are with several places of `tensor`."""
 
     @property
     def place(self) -> int:
@@ -93,6 +93,11 @@ class CellPart:
         """The coordinates with the parameters of this one, itself among them, in their order."""
         return self.mates[self.coordinate % self.parts :: self.parts]
 
+    def summed_of(self, placed: Iterable[str]) -> frozenset[str]:
+        """Names of those that are `summed` in such a cell. `placed`: of the DTensors."""
+        marked = self.adding if self.parts > 1 else frozenset()
+        return (marked | frozenset(placed if self.coordinates > 1 else ())) - self.own
+
 
 WHOLE = CellPart()
 
@@ -114,7 +119,11 @@ class Trainable:
     wrapped: bool = False
     """Whether its values lie in another tensor than itself, as a DTensor's do."""
     cut: Cut | None = field(default=None, compare=False)
-    """Of an own one: which part of the whole it is; None: that is not known."""
+    """Which part of the whole an own one is, or would be in cells of another shape; None: that is not known."""
+    adds: bool = field(default=False, compare=False)
+    """Whether it is marked as `summed`."""
+    order: int = field(default=-1, compare=False)
+    """Its number among the parameters of its stage, in registration order; -1: not known."""
 
     @property
     def elements(self) -> int:
@@ -122,14 +131,14 @@ class Trainable:
 
     def whole_shape(self, parts: int) -> tuple[int, ...]:
         """With those of all other coordinates, as far as it is known how they are cut."""
-        return self.cut.whole_shape(self.shape, parts) if self.cut is not None else self.shape
+        return self.cut.whole_shape(self.shape, parts) if self.own and self.cut is not None else self.shape
 
     def joined(
         self,
         parts: Sequence[torch.Tensor],  # each of its shape
     ) -> torch.Tensor:  # of the whole's shape
         """The whole of the parts that coordinates have, or of one."""
-        return self.cut.join(parts) if self.cut is not None else parts[0]
+        return self.cut.join(parts) if self.own and self.cut is not None else parts[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,12 @@ class SlotEntry(Entry):
     shape: Shape
     start: Count
     cut: Annotated[tuple[Count, Positive] | None, Field(exclude_if=lambda cut: cut is None)] = None
-    """Of one that each coordinate of a cell has a part of: dimension and pieces (cuts.py). None: not known."""
+    """Of one that each coordinate of a cell has a part of, or would have with more of them: dimension and pieces
+    (cuts.py). None: not known."""
+    registered: Annotated[tuple[Count, Count] | None, Field(exclude_if=lambda one: one is None)] = None
+    """Its number among the parameters of its stage, in registration order, and its unit's. None: not known."""
+    gradient: Annotated[Literal["", "sum", "placed"], Field(exclude_if=lambda one: not one)] = ""
+    """`sum`: marked as one of whose gradient each place has a part; `placed`: a DTensor, whose placements say it."""
 
 
 class BucketEntry(Entry):
@@ -91,9 +96,15 @@ class LayoutEntry(Entry):
                 blocks=bucket.blocks,
                 slots=tuple(
                     SlotEntry(
-                        name=slot.parameter.name, shape=slot.parameter.shape, start=slot.start, cut=slot.parameter.cut
+                        name=one.name,
+                        shape=one.shape,
+                        start=slot.start,
+                        cut=one.cut,
+                        registered=(one.order, one.unit) if one.order >= 0 else None,
+                        gradient="placed" if one.wrapped else "sum" if one.adds else "",
                     )
                     for slot in bucket.slots
+                    for one in (slot.parameter,)
                 ),
                 own=bucket.is_own,
                 place=place,
@@ -111,11 +122,8 @@ class LayoutEntry(Entry):
         """The layout as it is used, at coordinate 0 of a cell."""
         stages: list[list[Bucket]] = [[] for _ in range(self.stages)]
         for entry in self.buckets:
-            dtype, buckets = DTYPES[entry.dtype], stages[entry.place]
-            slots = tuple(
-                Slot(Trainable(s.name, s.shape, dtype, entry.group, own=entry.own, cut=s.cut and Cut(*s.cut)), s.start)
-                for s in entry.slots
-            )
+            buckets, dtype = stages[entry.place], DTYPES[entry.dtype]
+            slots = tuple(Slot(_parameter(slot, entry), slot.start) for slot in entry.slots)
             elements = entry.blocks * self.block_elements
             buckets.append(Bucket(len(buckets), entry.group, dtype, slots, entry.blocks, elements))
         own = frozenset(slot.name for entry in self.buckets if entry.own for slot in entry.slots)
@@ -153,6 +161,14 @@ class LayoutEntry(Entry):
                     yield f'parameter "{slot.parameter.name}" is in it twice'
                 names.add(slot.parameter.name)
                 at = slot.start + slot.parameter.elements
+
+
+def _parameter(slot: SlotEntry, of: BucketEntry) -> Trainable:
+    order, unit = slot.registered or (-1, 0)
+    return Trainable(
+        slot.name, slot.shape, DTYPES[of.dtype], of.group, unit, of.own, wrapped=slot.gradient == "placed",
+        cut=Cut(*slot.cut) if slot.cut is not None else None, adds=slot.gradient == "sum", order=order,
+    )  # fmt: skip
 
 
 MOST_BRANCHES = 64

@@ -19,6 +19,7 @@ from shoal_protos.description import Description, Parameter
 from shoal_protos.errors import UserError
 from shoal_protos.messages import MemberState, Status
 from shoal_protos.runs import Runs
+from shoal_protos.shape import ONE, Shape
 from shoal_protos.training_log import get_logger
 from torch import nn
 from torch.optim import Optimizer
@@ -193,6 +194,8 @@ def engine_with(given: Given, open_link: Callable[[Device, bool], tuple[Link, Fa
     if hub is not None:
         hub.check_collectives = settled.check_collectives
         limits = in_cell(limits, model, optimizer, hub, given.optimizer)
+    else:
+        limits = replace(limits, part=part_of(model, ONE, 0))
     scheduler = _scheduler(given, optimizer, limits.last_step)
     if given.micro_batches is not None:
         for one in schedulers_of(scheduler):
@@ -226,7 +229,9 @@ def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub
     if isinstance(model, Stages) and hub.shape.pipeline > 1:
         by_place = ((place, optimizer if place is model else _like(optimizer, place, make)) for place in model.places)
         stages = tuple(tuple(_trained_at(place, of_place, limits)) for place, of_place in by_place)
-    return replace(limits, part=part_of(model, hub), stages=stages)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        _check_place(plain_name(name), tensor.device.type)
+    return replace(limits, part=part_of(model, hub.shape, hub.coordinate), stages=stages)
 
 
 def _is_function(given: object) -> bool:
@@ -252,38 +257,34 @@ def _trained_at(place: nn.Module, optimizer: Optimizer, limits: Limits) -> Itera
         yield one if limits.half is None else replace(one, dtype=limits.half)
 
 
-def part_of(model: nn.Module, hub: CellHub) -> CellPart:
-    """What of the model this process of a cell has, as its parameters say it. Raises `UserError`."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        _check_place(plain_name(name), tensor.device.type)
+def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
+    """What of the model a process has, as its parameters say it. Raises `UserError`."""
     everywhere = model.places if isinstance(model, Stages) else [model]
     named = [
-        (name, parameter, found[name])
+        (plain_name(name), parameter, found[name])
         for place in everywhere
-        for found in [marks(place, hub.shape, hub.coordinate)]
+        for found in [marks(place, shape, coordinate)]
         for name, parameter in place.named_parameters()
     ]
-    for name, parameter, mark in named:
-        if (mark.is_own or hub.shape.pipeline > 1) and not parameter.requires_grad:
-            whose = "each process of a cell has a shard of it" if mark.is_own else "only one stage of a pipeline has it"
-            raise UserError(
-                f'parameter "{plain_name(name)}" is frozen, and {whose}; not supported yet. Train it, or give every '
-                "process the whole of it."
-            )
-    own = frozenset(plain_name(name) for name, _, mark in named if mark.is_own)
-    summed = frozenset(
-        plain_name(name)
-        for name, parameter, mark in named
-        if not mark.is_own and (mark.gradient == "sum" or is_divided(parameter))
-    )
     cuts = {
-        plain_name(name): cut
+        name: cut
         for name, parameter, mark in named
         if mark.is_own and mark.dim >= 0
         if (cut := Cut(mark.dim, mark.stride)).fits(tuple(local_of(parameter).shape))
     }
-    shape = hub.shape
-    return CellPart(shape.processes, hub.coordinate, own, summed, shape.context, shape.pipeline, cuts)
+    adding = frozenset(name for name, _, mark in named if mark.gradient == "sum")
+    own = frozenset(name for name, _, mark in named if mark.is_own and shape.tensor > 1)
+    for name, parameter, _ in named:
+        if (name in own or shape.pipeline > 1) and not parameter.requires_grad:
+            whose = "each process of a cell has a shard of it" if name in own else "only one stage of a pipeline has it"
+            raise UserError(
+                f'parameter "{name}" is frozen, and {whose}; not supported yet. Train it, or give every process the '
+                "whole of it."
+            )
+    part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
+                    adding=adding)  # fmt: skip
+    placed = (name for name, parameter, _ in named if is_divided(parameter))
+    return replace(part, summed=part.summed_of(placed))
 
 
 def _check_place(name: str, device: str) -> None:

@@ -1,0 +1,164 @@
+"""`shoal reshape`: checkpoints of cells of one shape as ones of another, and the jobs that go on from them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocated_bytes import most_bytes
+from rule import Edit, rule
+from shoal.cells.hub import CellHub
+from shoal.cells.marks import sharded
+from shoal.checkpoint import snapshot
+from shoal.checkpoint.__main__ import main
+from shoal.checkpoint.catalogue import Found, resolve
+from shoal.checkpoint.fingerprint import verify
+from shoal.checkpoint.reshaping import reshape
+from shoal.checkpoint.storage import LocalStorage
+from shoal_protos.shape import ONE, Shape
+from tensor_parallel import TWO, CellTask, Parallel, crew_of
+from torch import Tensor, nn
+
+STEP = 2
+FOUR = Shape(tensor=4)
+WORKERS = {ONE: "a", TWO: "ab", FOUR: "abcd"}
+
+
+def task_of(shape: Shape, max_steps: int = 6, losses: list[float] | None = None, **checkpoint: Any) -> CellTask:
+    """`losses`: is given those of the steps that the process at coordinate 0 makes."""
+
+    def body(engine: Any, batch: Any) -> None:
+        engine.backward(engine.module(**batch))
+        if engine.step() and losses is not None and engine.context.state.layout.part.coordinate == 0:
+            losses.append(engine.loss)
+
+    return CellTask({"max_steps": max_steps, "shoal": {"checkpoint": checkpoint}}, shape=shape, body=body)
+
+
+def found_in(place: Path) -> Found:
+    found = resolve(None, str(place), print)
+    assert found is not None
+    return found
+
+
+def reshaped(old: Path, new: Path, shape: Shape) -> str:
+    """By the command; the fingerprint of what it has made."""
+    sizes = ("--tensor", shape.tensor, "--context", shape.context, "--pipeline", shape.pipeline)
+    assert main(["reshape", str(old), str(new), *map(str, sizes)]) == 0
+    return verify(found_in(new).reader()).fingerprint
+
+
+@rule(
+    "A checkpoint that is reshaped has all values of the old one in their places, and back it is the old one",
+    "Cells",
+    broken_by=[
+        Edit("shoal.core.manifest_parts", "registered=(one.order, one.unit)", "registered=(0, one.unit)"),
+        Edit("shoal.core.cuts", "low - first, high - low", "0, high - low"),
+    ],
+)
+@pytest.mark.parametrize(("before", "after"), [(ONE, TWO), (TWO, ONE), (TWO, FOUR)], ids=str)
+def test_a_job_goes_on_in_another_shape_and_back_in_the_first_one(before: Shape, after: Shape, tmp_path: Path) -> None:
+    old, new, back = tmp_path / "old", tmp_path / "new", tmp_path / "back"
+    whole, rest = list[float](), list[float]()
+    with crew_of(WORKERS[before], task_of(before, STEP, path=str(old), every_steps=STEP)) as crew:
+        fingerprint = crew.finish()
+    made = reshaped(old, new, after)
+    assert made != fingerprint
+    assert reshaped(new, back, before) == fingerprint
+    with crew_of(WORKERS[after], task_of(after, losses=rest, path=str(new))) as crew:
+        crew.finish()
+        assert crew.job.durable.history[0].from_step == STEP
+    with crew_of(WORKERS[before], task_of(before, losses=whole)) as crew:
+        undisturbed = crew.finish()
+    assert rest == pytest.approx(whole[STEP:], abs=1e-5)
+    with crew_of(WORKERS[before], task_of(before, path=str(back))) as crew:
+        assert crew.finish() == undisturbed
+
+
+class Wide(Parallel):
+    """With tensors that are cut along either dimension, each of so many bytes in the whole."""
+
+    BYTES = 4 * 256 * 2048
+
+    def __init__(self, hub: CellHub, *more: Any) -> None:
+        super().__init__(hub, *more)
+        size = hub.shape.tensor
+        self.tall = sharded(nn.Parameter(torch.randn(256 // size, 2048)))
+        self.wide = sharded(nn.Parameter(torch.randn(256, 2048 // size)), dim=1)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(tokens, targets) + 0.1 * self.tall.square().mean() + self.wide.square().mean()
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a job of cells of two has saved."""
+    place = tmp_path_factory.mktemp("two")
+    with crew_of("ab", task_of(TWO, STEP, path=str(place), every_steps=STEP)) as crew:
+        crew.finish()
+    return place
+
+
+def test_no_more_of_a_checkpoint_is_in_memory_than_of_its_largest_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes in parts, which are small beside such a tensor."""
+    monkeypatch.setattr(snapshot, "PART_BYTES", 1 << 17)
+    with crew_of("ab", replace(task_of(TWO, 1, path=str(tmp_path / "old"), every_steps=1), model=Wide)) as crew:
+        crew.finish()
+    found = found_in(tmp_path / "old")
+    assert most_bytes(lambda: reshape(found, LocalStorage(tmp_path / "new"), FOUR)) < 1.5 * Wide.BYTES
+    assert most_bytes(lambda: reshape(found, LocalStorage(tmp_path / "one"), ONE)) < 1.5 * Wide.BYTES
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ("--tensor 2", "it is of the shape tensor 2 already"),
+        ("--tensor 3", r'parameter "up" of shape \(512, 64\) is cut along dimension 0, whose 512 do not divide into 3'),
+        ("--tensor 0", "the shape cannot be: its tensor is 0; expected 1 or more"),
+        (
+            "--pipeline 2",
+            "not say on which of 2 stages of a pipeline a parameter would be; give --pipeline 1",
+        ),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(
+    sizes: str, words: str, of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshape", str(of_two), str(tmp_path / "new"), *sizes.split()]) == 2
+    assert re.search(f"cannot reshape {of_two}/step-.*: .*{words}", capsys.readouterr().err)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_there_is_neither_read_over_nor_replaced(
+    of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/notes").touch()
+    for new in (tmp_path / "new", of_two):
+        before = sorted(new.iterdir())
+        assert main(["reshape", str(of_two), str(new), "--tensor", "4"]) == 2
+        assert "something is there already; name a new folder" in capsys.readouterr().err
+        assert sorted(new.iterdir()) == before
+
+
+def test_a_place_without_a_checkpoint_and_a_damaged_one_are_refused(
+    of_two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reshape", str(tmp_path), str(tmp_path / "new"), "--tensor", "4"]) == 2
+    assert f"there is no complete checkpoint in {tmp_path}" in capsys.readouterr().err
+    damaged = tmp_path / "damaged"
+    shutil.copytree(of_two, damaged)
+    file = next(damaged.glob("step-*/*-b-*.safetensors"))
+    content = file.read_bytes()
+    for at in (len(content) // 2, len(content) - 9):  # of a block, and of a number that blocks share
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        assert main(["reshape", str(damaged), str(tmp_path / "new"), "--tensor", "4"]) == 1
+        assert re.search("is damaged: the checksum of .* differs", capsys.readouterr().err)
+        assert not list((tmp_path / "new").glob("*"))

@@ -1,0 +1,335 @@
+"""A checkpoint of cells of one shape as one of another: `shoal reshape OLD NEW`.
+
+Weights, masters, averages and all state of the optimizer that is one value an element go along, cut anew. The new
+layout is made by the rules of core/layout.py from what the old one says of each parameter: its place in the order of
+registration, its unit, and how it is cut. So a shape and back is the very checkpoint again. All is read and written
+part by part; what is read is verified on the way, what was written afterwards. Called by `python -m shoal.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+
+import torch
+from shoal_protos.errors import UserError
+from shoal_protos.release import RELEASE
+from shoal_protos.shape import Shape, broken_shape
+from torch import Tensor
+
+from shoal.checkpoint import snapshot
+from shoal.checkpoint.catalogue import Found, SaveName, delete, look_into
+from shoal.checkpoint.fingerprint import verify
+from shoal.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, buffer_tensor
+from shoal.checkpoint.reader import Reader, are_alike
+from shoal.checkpoint.saver import write_frozen
+from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, Small, made_content
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.writer import Author, commit, write_content
+from shoal.core.checkpoint_errors import StorageFailed
+from shoal.core.container import DTYPES
+from shoal.core.cuts import Divided
+from shoal.core.layout import Bucket, CellPart, Layout, Trainable, lay_out
+from shoal.core.manifest_parts import LayoutEntry
+from shoal.core.misses import Misses, MissRun
+
+
+@dataclass(frozen=True, slots=True)
+class Reshaped:
+    """A checkpoint that was made, and verified. `fingerprint`: as a job of that shape gives it at that step."""
+
+    name: SaveName
+    fingerprint: str
+
+
+def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
+    """Writes the checkpoint. Raises `UserError` where there can be none, `CheckpointDamaged` where what is read is not
+    what was written.
+    """
+    old, where = found.manifest, found.path
+    if old.kind == "model":
+        raise UserError(
+            f"cannot reshape {where}: it holds a model without a training state; reshape one that a job saved."
+        )
+    if broken := broken_shape(shape):
+        raise UserError(f"cannot reshape {where}: the shape cannot be: {broken}.")
+    layout = in_shape(old.blocks, shape, where)
+    source = _Source(found, layout)
+    buffers = _buffers(old, layout, where)
+    if storage.list():
+        raise UserError(f"cannot reshape {where} to {storage.url}: something is there already; name a new folder.")
+    source.check()
+    incarnation = secrets.token_hex(8)
+    name = SaveName.of(old.step, old.generation, found.name.save, incarnation, old.run)
+    storage.prepare()
+    try:
+        files = [
+            write_content(storage, name.folder, old.step, Author(f"reshape{one}", incarnation, one), content).name
+            for one in range(layout.part.coordinates)
+            for content in [source.content(one, _small(found.reader(), buffers, one))]
+            if content.regions
+        ]
+        known = {field: getattr(old, field) for field in Manifest.model_fields}
+        draft = Manifest(**known | {
+            "release": RELEASE, "layout": LayoutEntry.of(layout, old.layout.tied), "missed": _missed(old, layout),
+            "frozen": _frozen(found, storage, incarnation), "files": (),
+        })  # fmt: skip
+        commit(storage, name.folder, draft, files)
+        return Reshaped(name, verify(look_into(storage, name).reader()).fingerprint)
+    except BaseException:
+        with suppress(StorageFailed):  # the first error is the one to be told
+            delete(storage, name.folder)
+        raise
+
+
+# ---- the layout
+
+
+def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
+    """The layout of the same model in cells of that shape, at coordinate 0. Raises `UserError`."""
+    part = layout.part
+    parameters = [
+        sorted((slot.parameter for bucket in of_stage for slot in bucket.slots), key=lambda one: one.order)
+        for of_stage in layout.by_stage
+    ]
+    if any(one.order < 0 for one in chain.from_iterable(parameters)):
+        raise UserError(
+            f"cannot reshape {where}: it does not say in which order its model has its parameters, as it is of an "
+            "earlier version of Shoal; let a job of this one go on from it, and save anew."
+        )
+    if (part.parts, part.contexts, part.stages) == (shape.tensor, shape.context, shape.pipeline):
+        raise UserError(f"cannot reshape {where}: it is of the shape {shape} already.")
+    if part.stages != shape.pipeline:
+        raise UserError(
+            f"cannot reshape {where}: it does not say on which of {shape.pipeline} stages of a pipeline a parameter "
+            f"would be; give --pipeline {part.stages}, as it is."
+        )
+    cut = [one for one in chain.from_iterable(parameters) if one.cut is not None]
+    if shape.tensor > 1 and not cut:
+        raise UserError(
+            f"cannot reshape {where}: it says of no parameter how places of `tensor` divide it; mark those that they "
+            "do (DTensor, tensor_model_parallel, shoal.sharded) in the script that saves, and save anew."
+        )
+    for one in chain.from_iterable(parameters):
+        _check(one, part.parts, shape.tensor, where)
+    stages = [[_in_shape(one, part.parts, shape) for one in of_stage] for of_stage in parameters]
+    found = _laid_out(stages, shape)
+    again = _laid_out(parameters, Shape(part.parts, part.stages, part.contexts))
+    if again.text() != layout.text():
+        raise UserError(
+            f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; let "
+            "a job of this one go on from it, and save anew."
+        )
+    return found
+
+
+def _check(one: Trainable, parts: int, tensor: int, where: str) -> None:
+    """Raises `UserError` for a parameter that cannot be divided so."""
+    if one.own and one.cut is None:
+        raise UserError(
+            f'cannot reshape {where}: each process of a cell has a part of parameter "{one.name}", and nothing says '
+            "along which dimension it is cut; mark it by shoal.sharded(parameter, dim=…) and save anew."
+        )
+    whole = one.whole_shape(parts)
+    if one.cut is not None and not one.cut.divides(whole, tensor):
+        stride = f" with {one.cut.stride} pieces each" if one.cut.stride > 1 else ""
+        raise UserError(
+            f'cannot reshape {where}: parameter "{one.name}" of shape {whole} is cut along dimension {one.cut.dim}, '
+            f"whose {whole[one.cut.dim]} do not divide into {tensor} equal parts{stride}."
+        )
+
+
+def _in_shape(one: Trainable, parts: int, shape: Shape) -> Trainable:
+    whole = one.whole_shape(parts)
+    own = one.cut is not None and shape.tensor > 1
+    return replace(one, shape=one.cut.part_shape(whole, shape.tensor) if one.cut is not None else whole, own=own)
+
+
+def _laid_out(stages: Sequence[Sequence[Trainable]], shape: Shape) -> Layout:
+    """Of the parameters of each stage in such cells, in their order, whose shapes are theirs there."""
+    own = frozenset(one.name for one in chain.from_iterable(stages) if one.own)
+    part = CellPart(
+        shape.processes, own=own, contexts=shape.context, stages=shape.pipeline,
+        adding=frozenset(one.name for one in chain.from_iterable(stages) if one.adds),
+    )  # fmt: skip
+    summed = part.summed_of(one.name for one in chain.from_iterable(stages) if one.wrapped)
+    marked = [[replace(one, summed=one.name in summed) for one in of_stage] for of_stage in stages]
+    return lay_out(marked[0], part=part, stages=marked if shape.pipeline > 1 else ())
+
+
+# ---- values
+
+
+class _Source:
+    """The blocks of a checkpoint as cells of another layout have them."""
+
+    def __init__(self, found: Found, layout: Layout) -> None:
+        """Raises `UserError` where they have state that cannot be cut anew."""
+        self._reader, self._layout, self._readers = found.reader(), layout, dict[int, Reader]()
+        self._where, self._parts = found.path, found.manifest.blocks.part.parts
+        self._places = {
+            slot.parameter.name: (stage, bucket, slot)
+            for stage, buckets in enumerate(found.manifest.blocks.by_stage)
+            for bucket in buckets
+            for slot in bucket.slots
+        }
+        self._pieces = defaultdict[tuple[int, int], list[PieceEntry]](list)
+        """By stage and bucket."""
+        for file in found.manifest.files:
+            for piece in file.pieces:
+                self._pieces[file.coordinate // found.manifest.blocks.part.of_stage, piece.bucket].append(piece)
+        for piece in chain.from_iterable(self._pieces.values()):
+            self._check_elementwise(piece)
+        for bucket in chain.from_iterable(layout.by_stage):
+            self._check_alike(bucket)
+
+    def _check_elementwise(self, piece: PieceEntry) -> None:
+        for key, entry in piece.state.items():
+            if entry.places is not None:
+                raise UserError(
+                    f'cannot reshape {self._where}: its optimizer keeps "{key}" not as one value for each element, as '
+                    "8-bit state and Adafactor do, so it cannot be cut anew; export the model, or go on in the shape "
+                    "that it has."
+                )
+
+    def _check_alike(self, bucket: Bucket) -> None:
+        """Parameters of one bucket have state of one kind, with the same numbers."""
+        names = [slot.parameter.name for slot in bucket.slots]
+        (first, like), *others = {self._of(name): name for name in names}.items()
+        for name, piece in ((name, piece) for of, name in ((first, like), *others) for piece in self._pieces[of]):
+            if not are_alike(piece, self._pieces[first][0]):
+                raise UserError(
+                    f'cannot reshape {self._where}: the optimizer\'s states of parameters "{like}" and "{name}" differ '
+                    "in kind or count, and the new shape has both in one bucket; go on in the shape that it has."
+                )
+
+    def _of(self, name: str) -> tuple[int, int]:
+        """Stage and bucket of a parameter."""
+        stage, bucket, _ = self._places[name]
+        return stage, bucket.index
+
+    def _state(self, name: str) -> Mapping[str, Kind]:
+        """What is kept of a parameter."""
+        entries = self._pieces[self._of(name)][0].state
+        return {key: (DTYPES[entry.dtype], entry.scalar) for key, entry in entries.items()}
+
+    def check(self) -> None:
+        """What no value is made of, and must be what was written all the same. Raises `CheckpointDamaged`."""
+        self._reader.check_heads()
+        for coordinate in range(self._reader.blocks.part.coordinates):
+            self._reader.at(coordinate).check_shared_numbers()
+
+    def content(self, coordinate: int, small: Small) -> MadeContent:
+        """What a coordinate writes: its blocks that none before it has, and `small`."""
+        layout = self._layout.at(coordinate)
+        first = coordinate - layout.part.mates[0]
+        buckets = [one for one in layout.buckets if first < (layout.part.parts if one.is_own else 1)]
+
+        def kinds(bucket: Bucket) -> Mapping[str, Kind]:
+            return self._state(bucket.slots[0].parameter.name)
+
+        return made_content(layout, buckets, kinds, partial(self._part, layout.part), small)
+
+    def _part(self, part: CellPart, name: str, key: str, first: int, last: int) -> Tensor:  # (last - first,), or ()
+        """Elements of what a place has of a parameter, or of its state, or the one number that they share."""
+        stage, bucket, slot = self._places[name]
+        dtype, is_number = self._state(name)[key] if key != PARAMETERS else (bucket.dtype, False)
+        cut, place = slot.parameter.cut, part.coordinate % part.parts
+
+        def read(source: int, start: int, stop: int) -> Tensor:  # (stop - start,), or ()
+            return self._reader_of(stage, source).of_slot(bucket, slot, start, stop, key)
+
+        if is_number or cut is None or self._parts == part.parts:
+            return read(0 if is_number or cut is None else place, first, last)
+        values, whole = torch.empty(last - first, dtype=dtype), slot.parameter.whole_shape(self._parts)
+        divided = Divided(place, part.parts, self._parts)
+        cut.taken(read, whole, divided, first, values, snapshot.PART_BYTES // dtype.itemsize)
+        return values
+
+    def _reader_of(self, stage: int, place: int) -> Reader:
+        """As the first coordinate sees it that has such a part of a stage."""
+        coordinate = stage * self._reader.blocks.part.of_stage + place
+        if coordinate not in self._readers:
+            self._readers[coordinate] = self._reader.at(coordinate)
+        return self._readers[coordinate]
+
+
+# ---- beside the blocks
+
+
+def _missed(old: Manifest, layout: Layout) -> tuple[MissRun, ...]:
+    """In the order of the new layout."""
+    of = Misses.from_runs(old.blocks, old.missed).of
+    by_name = dict(zip((one.name for one in _parameters(old.blocks)), of, strict=True))
+    return Misses(tuple(by_name[one.name] for one in _parameters(layout))).runs()
+
+
+def _parameters(layout: Layout) -> Iterator[Trainable]:
+    return (slot.parameter for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
+
+
+Buffers = Mapping[tuple[str, int], str]
+"""By a buffer's name and a coordinate: the tensor that it is there."""
+
+
+def _buffers(old: Manifest, layout: Layout, where: str) -> Buffers:
+    """For every coordinate of the new shape. Raises `UserError` for one that processes of a stage have not alike."""
+    found = {}
+    for name in old.buffers:
+        for coordinate in range(layout.part.coordinates):
+            part, there = layout.at(coordinate).part, old.blocks.at(0).part
+            mates = replace(there, coordinate=part.place * there.of_stage).mates
+            same = mates[coordinate % part.parts :: there.parts] if part.parts == there.parts else mates
+            tensors = [buffer_tensor(name, one) for one in mates]
+            if not any(tensor in old.tensors for tensor in tensors):
+                continue  # of another stage
+            if not _are_equal(old, tensors):
+                tensors = [buffer_tensor(name, one) for one in same]
+            if not _are_equal(old, tensors):
+                raise UserError(
+                    f'cannot reshape {where}: buffer "{name}" differs between the processes of a cell, and nothing '
+                    "says how it is cut; give it what all have alike, or make it one that is not persistent."
+                )
+            found[name, coordinate] = tensors[0]
+    return found
+
+
+def _are_equal(old: Manifest, names: Sequence[str]) -> bool:
+    """Whether tensors have the same bits."""
+    entries = [old.tensors[name][1] for name in names]
+    return len({(one.dtype, one.shape, one.checksum) for one in entries}) == 1
+
+
+def _small(reader: Reader, buffers: Buffers, coordinate: int) -> Small:
+    """What stands beside the blocks of a coordinate: its buffers, and with the first one's all that a job has once."""
+    known, of_job = reader.manifest.tensors, reader.manifest.layout.coordinates
+    names = {buffer_tensor(name, coordinate): source for (name, of), source in buffers.items() if of == coordinate}
+    if coordinate == 0:
+        all_buffers = {buffer_tensor(name, one) for name in reader.manifest.buffers for one in range(of_job)}
+        names |= {name: name for name in known if name not in all_buffers}
+
+    def read(name: str) -> Tensor:  # of its own shape
+        return reader.tensors([name])[name]
+
+    entries = {name: (source, known[source][1]) for name, source in names.items()}
+    return {name: (DTYPES[one.dtype], one.shape, partial(read, source)) for name, (source, one) in entries.items()}
+
+
+def _frozen(found: Found, storage: Storage, incarnation: str) -> FrozenEntry | None:
+    """Written tensor by tensor."""
+    entry, reader = found.manifest.frozen, found.reader()
+    if entry is None:
+        return None
+    named = {
+        name: torch.empty(one.shape, dtype=DTYPES[one.dtype], device="meta") for name, one in entry.tensors.items()
+    }
+
+    def reading(_: Sequence[Tensor]) -> Iterator[Tensor]:  # each of its own shape
+        return (reader.frozen([name])[name] for name in named)
+
+    return write_frozen(storage, named, incarnation, reading)
