@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from allocated_bytes import most_bytes
+from checkpoints import fresh, save, trained
+from context_parallel import BOTH, CONTEXT, Divided
+from kept_values import EightBit
+from pipeline_parallel import PIPELINE, SQUARE, in_stages
 from rule import Edit, rule
 from shoal.cells.hub import CellHub
 from shoal.cells.marks import sharded
@@ -19,6 +23,7 @@ from shoal.checkpoint.__main__ import main
 from shoal.checkpoint.catalogue import Found, resolve
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.reshaping import reshape
+from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal_protos.shape import ONE, Shape
 from tensor_parallel import TWO, CellTask, Parallel, crew_of
@@ -78,6 +83,71 @@ def test_a_job_goes_on_in_another_shape_and_back_in_the_first_one(before: Shape,
     assert rest == pytest.approx(whole[STEP:], abs=1e-5)
     with crew_of(WORKERS[before], task_of(before, path=str(back))) as crew:
         assert crew.finish() == undisturbed
+
+
+def there_and_back(task: CellTask, after: Shape, place: Path) -> None:
+    """`task`: saves in its last step."""
+    old = {"checkpoint": {"path": str(place / "old"), "every_steps": task.options["max_steps"]}}
+    task = replace(task, options=task.options | {"shoal": task.options.get("shoal", {}) | old})
+    with crew_of("abcdefgh"[: task.shape.processes], task) as crew:
+        fingerprint = crew.finish()
+    reshaped(place / "old", place / "new", after)
+    assert reshaped(place / "new", place / "back", task.shape) == fingerprint
+    old, back = (found_in(place / name).manifest for name in ("old", "back"))
+    assert old.layout == back.layout
+    same = ("step", "groups", "scheduler", "states", "missed", "record", "data", "last_step", "given", "job", "run")
+    assert all(getattr(old, name) == getattr(back, name) for name in same)
+
+
+@pytest.mark.parametrize(
+    ("shape", "after"),
+    [(BOTH, TWO), (BOTH, CONTEXT), (BOTH, Shape(context=4)), (SQUARE, PIPELINE), (SQUARE, Shape(tensor=4, pipeline=2))],
+    ids=str,
+)
+def test_other_dimensions_stay_or_change_too(shape: Shape, after: Shape, tmp_path: Path) -> None:
+    task = CellTask({"max_steps": 1}, shape=shape, model=Divided)
+    there_and_back(in_stages(task) if shape.pipeline > 1 else task, after, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": {"bf16": {"enabled": True}}}, {"shoal": {"average": {"decay": 0.9}}}],
+    ids=["half precision", "averages"],
+)
+def test_masters_and_averages_go_along(options: dict[str, Any], tmp_path: Path) -> None:
+    there_and_back(CellTask({"max_steps": 2, **options}), FOUR, tmp_path)
+
+
+def test_what_parameters_have_missed_goes_along(tmp_path: Path) -> None:
+    there_and_back(CellTask({"max_steps": 4}, model=Seldom), ONE, tmp_path)
+    assert found_in(tmp_path / "new").manifest.missed
+
+
+def test_frozen_parameters_buffers_and_ties_go_along(tmp_path: Path) -> None:
+    state, old = trained(3), LocalStorage(tmp_path / "old")
+    save(state, old)
+    old_found = found_in(tmp_path / "old")
+    reshaped(tmp_path / "old", tmp_path / "new", CONTEXT)
+    fingerprint = reshaped(tmp_path / "new", tmp_path / "back", ONE)
+    assert fingerprint == verify(old_found.reader()).fingerprint
+    back = fresh(seed=1)
+    load_small_state(found_in(tmp_path / "back").reader(), back, {})
+    load_blocks(found_in(tmp_path / "back").reader(), back, back.everything)
+    for name, value in state.module.state_dict().items():
+        assert torch.equal(back.module.state_dict()[name], value), name
+
+
+class Seldom(Parallel):
+    """With a part that is used in the last of four steps alone."""
+
+    def __init__(self, hub: CellHub, *more: Any) -> None:
+        super().__init__(hub, *more)
+        self.seldom, self.forwards = sharded(nn.Parameter(torch.randn(16 // hub.shape.tensor))), 0
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.forwards += 1
+        loss = super().forward(tokens, targets)
+        return loss + self.seldom.square().mean() if self.forwards > 12 else loss
 
 
 class Wide(Parallel):
@@ -162,3 +232,18 @@ def test_a_place_without_a_checkpoint_and_a_damaged_one_are_refused(
         assert main(["reshape", str(damaged), str(tmp_path / "new"), "--tensor", "4"]) == 1
         assert re.search("is damaged: the checksum of .* differs", capsys.readouterr().err)
         assert not list((tmp_path / "new").glob("*"))
+
+
+def test_state_of_which_elements_share_values_and_unlike_buffers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(trained(1, kind=EightBit), LocalStorage(tmp_path / "packed"))
+    with crew_of("ab", replace(task_of(TWO, 1, path=str(tmp_path / "buffers"), every_steps=1), buffers=True)) as crew:
+        crew.finish()
+    for old, words in (
+        ("packed", r'its optimizer keeps "\w+ per \d+" not as one value for each element'),
+        ("buffers", r'buffer "inner\.running_mean" differs between the processes of a cell'),
+    ):
+        assert main(["reshape", str(tmp_path / old), str(tmp_path / "new"), "--context", "2"]) == 2
+        assert re.search(words, capsys.readouterr().err)
+        assert not (tmp_path / "new").exists()
