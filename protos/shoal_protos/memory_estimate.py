@@ -20,7 +20,6 @@ MOST_LANES = 65_536
 """Of a job."""
 STAGES = (0, 1, 2, 3)
 BUILT_STAGES = (0, 1, 2, 3)
-BUILT_IN_CELLS = (0, 1)
 BUILT_PRECISIONS: tuple[Precision, ...] = ("fp64", "fp32", "bf16", "fp16")
 BUILT_OFFLOADS: tuple[Offload, ...] = ("none", "host", "file")
 
@@ -143,7 +142,6 @@ class MemoryEstimate:
         """Whether this version trains so."""
         setup = self.setup
         is_built = setup.stage in BUILT_STAGES and setup.precision in BUILT_PRECISIONS
-        is_built &= setup.tensor == 1 or setup.stage in BUILT_IN_CELLS
         has_place = not setup.offload_parameters or (setup.stage == 3 and setup.offload != "none")
         return is_built and setup.offload in BUILT_OFFLOADS and has_place
 
@@ -162,7 +160,7 @@ def _parameters(setup: MemorySetup) -> list[MemoryItem]:
     kept: Location = "host" if setup.offload_parameters else "device"
     units = min(UNITS_GATHERED * setup.unit, parameters + setup.frozen)
     return [
-        MemoryItem("parameters", round(width * parameters * setup.copies), kept),
+        MemoryItem("parameters", round(width * setup.kept * setup.copies), kept),
         MemoryItem("frozen parameters", round(frozen * setup.copies), kept),
         MemoryItem("gathered units", width * (units + min(units, parameters)), in_step=True),  # with their gradients
     ]

@@ -90,8 +90,8 @@ def adapters(stage: int = 3, model: Any = Adapters, **more: Any) -> Task:
     "A step",
     broken_by=Edit(
         "shoal.core.layout",
-        "        numbers, spans = self._trained_blocks, list[Span]()\n",
-        "        return runs\n        numbers, spans = self._trained_blocks, list[Span]()\n",
+        "        numbers, spans = self._frozen_blocks, list[Span]()\n",
+        "        return runs\n        numbers, spans = self._frozen_blocks, list[Span]()\n",
     ),
 )
 @rule(

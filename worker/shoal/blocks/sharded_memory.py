@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from shoal_protos.runs import NO_BLOCKS, every
+from shoal_protos.runs import NO_BLOCKS
 from shoal_protos.training_log import get_logger
 from torch import nn
 
@@ -71,7 +71,7 @@ class ShardedMemory:
     """`can_be_seen`: all workers are on this host's CPU. `is_empty`: flats have no values at first."""
 
     def __init__(self, layout: Layout, can_be_seen: bool, is_empty: bool) -> None:
-        self._layout, self._is_empty, self.fetched = layout, is_empty, every(layout.blocks)
+        self._layout, self._is_empty, self.fetched = layout, is_empty, layout.all_blocks
         self.always_here: Flats = []
         self.shared: SharedWeights | None = None
         """Where parameters of held blocks lie, if others can see them there."""

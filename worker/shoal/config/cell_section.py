@@ -15,8 +15,6 @@ from shoal.config.document import Cell, Document
 
 BUILT = ("pipeline", "context", "tensor")
 """Dimensions in which a cell may have several processes."""
-HIGHEST_STAGE = 2
-"""Of ZeRO, for cells of several processes."""
 
 
 def shape_in(section: Cell) -> Shape:
@@ -43,7 +41,6 @@ def cell_faults(document: Document) -> Iterator[str]:
     if shape.processes == 1:
         return
     unfit: dict[str, object] = {
-        "zero_optimization.stage": zero.stage if zero.stage > HIGHEST_STAGE else None,
         "zero_optimization.offload_optimizer.device": _or_none(zero.offload_optimizer.device),
         "zero_optimization.offload_param.device": _or_none(zero.offload_param.device),
     }

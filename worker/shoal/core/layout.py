@@ -248,18 +248,18 @@ class Layout:
         return self if len(kept) == len(self.buckets) else replace(self, buckets=kept)
 
     @cached_property
-    def _trained_blocks(self) -> array[int]:
-        """Their numbers here, ascending."""
+    def _frozen_blocks(self) -> array[int]:
+        """The numbers of all in the job, ascending: each is common to all coordinates."""
         places = zip(self.all_blocks, self.places, strict=True)
-        return array("q", (number for number, (bucket, _) in places if not self.buckets[bucket].is_frozen))
+        return array("q", (number for number, (bucket, _) in places if self.buckets[bucket].is_frozen))
 
     def trained_runs(self, runs: Runs) -> Runs:
         """Those of a set of blocks that are not frozen, by their numbers in `trained`."""
         if self.trained is self:
             return runs
-        numbers, spans = self._trained_blocks, list[Span]()
+        numbers, spans = self._frozen_blocks, list[Span]()
         for start, stop in runs.spans:
-            _append(spans, bisect_left(numbers, start), bisect_left(numbers, stop))
+            _append(spans, start - bisect_left(numbers, start), stop - bisect_left(numbers, stop))
         return Runs(spans)
 
     @property
@@ -357,8 +357,7 @@ class Layout:
         """Those of a set of blocks that are not frozen, by their numbers here."""
         if self.trained is self:
             return runs
-        spans = self.trained_runs(runs).spans
-        return Runs.of(self._trained_blocks[index] for start, stop in spans for index in range(start, stop))
+        return runs - Runs.of(self._frozen_blocks)
 
     def stretches(self, runs: Runs) -> list[Stretch]:
         """A set of blocks, as far as they are here, as the longest stretches, in order."""

@@ -428,10 +428,17 @@ UnitMessages = tuple[tuple[Extents, ...], ...]
 
 
 class UnitTraffic:
-    """Of one world. `units`: the buckets of each."""
+    """Of one world. `units`: the buckets of each. `of_another`: members that have another part of the model ask for all
+    of this one.
+    """
 
-    def __init__(self, plan: Plan, rank: int, layout: Layout, units: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, layout: Layout, units: Sequence[Sequence[int]], of_another: bool = False
+    ) -> None:
         self.plan, self.rank, self._layout = plan, rank, layout
+        models = [layout.all_blocks if of_another else layout.model_at(one.coordinate) for one in plan.members]
+        self.asked = tuple(models)
+        """By rank, the blocks that it asks for, from their owners."""
         self._unit_of = {bucket: number for number, buckets in enumerate(units) for bucket in buckets}
         self.units = len(units)
         self._between = lru_cache(maxsize=None)(self._messages)
@@ -448,7 +455,7 @@ class UnitTraffic:
         return found
 
     def _messages(self, owner: int, asker: int, boundaries: int) -> UnitMessages:
-        wanted = self.plan.owned_by(owner) - self.plan.held_by(asker, boundaries)
+        wanted = self.plan.owned_by(owner) & self.asked[asker] - self.plan.held_by(asker, boundaries)
         by_kind: list[dict[object, list[Extent]]] = [{} for _ in range(self.units)]
         for stretch in self._layout.stretches(wanted):
             extent = Extent(stretch.bucket, *self._layout.elements(stretch))

@@ -41,6 +41,7 @@ from shoal.group.group import WorldChanged
 from shoal.guards.write_guards import ShownWatch, UnitWatch
 from shoal.process.device import DeviceCopy
 from shoal.state.training_state import TrainingState
+from shoal.training.cell_parts import CellParts, are_joined
 from shoal.training.context import TrainingContext
 
 Own = tuple[list[Tensor], list[Tensor]]
@@ -82,10 +83,14 @@ class NothingInAChild:
 
 
 class UnitOwner:
-    """What this worker answers to others: units of weights, and, by the numbers that follow theirs, of averages."""
+    """What this worker answers to others: units of weights, and, by the numbers that follow theirs, of averages; by
+    others, its part of the model. `parts`: what answers for that, where a cell has several.
+    """
 
-    def __init__(self, state: TrainingState, weights: HeldWeights, shared: SharedWeights | None) -> None:
-        self._weights, self._averages = weights, state.held.home.averages
+    def __init__(
+        self, state: TrainingState, weights: HeldWeights, shared: SharedWeights | None, parts: CellParts | None
+    ) -> None:
+        self.parts, self._weights, self._averages = parts, weights, state.held.home.averages
         self._lock, self._shared = state.held.segments.lock, shared
         self._server: UnitServer | None = None
         self._traffic: UnitTraffic
@@ -93,17 +98,23 @@ class UnitOwner:
     def on_world(self, world: World, traffic: UnitTraffic) -> None:
         """In this one from now on."""
         self._traffic = traffic
+        if self.parts is not None:
+            self.parts.on_world(world)
         self._server = server_in(world.group, self._server)
 
-    def stand(self, key: Key) -> None:
+    def stand(self, world: World, key: Key) -> None:
         """At the boundary at hand. Raises `WorldChanged`."""
-        shared, units = self._shared, self._traffic.units
+        shared, parts, units = self._shared, self.parts, self._traffic.units
+        if parts is not None:
+            parts.stand(world)
         of_weights = answers_of(self._traffic, key[1], self._weights, self._lock)
         of_averages = answers_of(self._traffic, key[1], self._averages, self._lock)
 
         def answers(peer: int, unit: int) -> list[Tensor]:  # each (elements,)
             if unit == WHERE:
                 return [address_message(shared.address if shared is not None else None)]
+            if unit < 0 and parts is not None:
+                return parts.answer(peer, unit)
             if not 0 <= unit < 2 * units:
                 raise WorldChanged(f"rank {peer} asks for unit {unit} of {units}")
             return of_weights(peer, unit) if unit < units else of_averages(peer, unit - units)
@@ -118,7 +129,8 @@ def units_of_weights(context: TrainingContext, weights: HeldWeights, on_touch: O
     """Those that are trained, which this worker answers for."""
     memory = context.state.memory
     assert isinstance(memory, ShardedMemory)
-    return GatheredUnits(context, weights, on_touch, memory, UnitOwner(context.state, weights, memory.shared))
+    parts = CellParts(context) if are_joined(context.state.layout.part) else None
+    return GatheredUnits(context, weights, on_touch, memory, UnitOwner(context.state, weights, memory.shared, parts))
 
 
 class GatheredUnits:
@@ -139,6 +151,8 @@ class GatheredUnits:
     ) -> None:
         """`memory`: what the parameters are views of; `owner`: what answers others here, where that is this one's."""
         self._context, self._weights, self.on_touch, self._owner = context, weights, on_touch, owner
+        self.parts = owner.parts if owner is not None else None
+        """What joins them with those that other coordinates of a cell have, where there are any."""
         state = context.state
         self._memory, self._flats = memory, WholeValues(state.held_layout, memory.flats)
         self._units = units_of(state.held_layout, memory.flats, state.placed, memory.beneath)
@@ -223,7 +237,7 @@ class GatheredUnits:
         self.watch.turn()
         self._world, self._fetch = world, None
         if self._owner is not None:
-            self._owner.stand((world.plan.generation, self._context.boundaries))
+            self._owner.stand(world, (world.plan.generation, self._context.boundaries))
 
     def _find_fetch(self) -> UnitFetch | SeenUnits:
         """How units come until the next vote. Raises `WorldChanged`."""
@@ -245,7 +259,8 @@ class GatheredUnits:
         traffic, shared, mapped = self._traffic, self._memory.shared, self._memory.mapped
         assert traffic is not None and shared is not None and mapped is not None
         mine = world.plan.held_by(world.rank, self._context.boundaries)
-        shown = {rank: world.plan.owned_by(rank) - mine for rank in world.plan.ranks} | {world.rank: mine}
+        others = traffic.asked[world.rank] - mine
+        shown = {rank: world.plan.owned_by(rank) & others for rank in world.plan.ranks} | {world.rank: mine}
         ranks = [rank for rank, runs in shown.items() if runs]
         owners = see_owners(world.group, key, shared.address, ranks)
         if owners is None:

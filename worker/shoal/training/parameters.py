@@ -37,13 +37,16 @@ from shoal.exchange.hand_out import HandOut
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
 from shoal.process.compiler import call_before_compiling, has_compiled
-from shoal.training.cell_parts import CellParts
+from shoal.training.cell_parts import CellParts, ServedParts, are_joined
 from shoal.training.context import NOTHING, TrainingContext
 from shoal.training.whole_averages import WholeAverages
 
 
 class Parameters(ABC):
     """What the steps of training say; a form of parameters that need not do anything then does nothing."""
+
+    parts: CellParts | None = None
+    """What joins these with those that other coordinates of a cell have, where there are any."""
 
     def on_world(self, world: World) -> None:  # noqa: B027
         """A world has begun."""
@@ -98,7 +101,8 @@ class Parameters(ABC):
         """As `reading`, each whole where other coordinates of a cell have parts of it. Raises `WorldChanged`, and
         `UserError` where that cannot be.
         """
-        return self.reading(tensors)
+        found = self.reading(tensors)
+        return self.parts.joined(found) if self.parts is not None else found
 
     @contextmanager
     def all_here(self) -> Iterator[None]:
@@ -155,10 +159,9 @@ class HandedParameters(Parameters):
         self._compiles = False
         """Whether the script has compiled anything, though the compiler may have forgotten it."""
         self._averages = WholeAverages(context) if context.config.average is not None else None
-        part = state.layout.part
-        has_parts = self._averages is None and part.parts > 1 == part.stages
-        self._parts = CellParts(context) if has_parts else None
-        self._asked = self._averages or self._parts
+        has_parts = self._averages is None and are_joined(state.layout.part)
+        self.parts = ServedParts(context) if has_parts else None
+        self._asked = self._averages or self.parts
         """What others ask for here: averages, or parts of a cell."""
 
     # ---- the steps of training
@@ -324,10 +327,6 @@ class HandedParameters(Parameters):
     def reading(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
         self.settle()
         return tensors
-
-    def joined(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:  # each of any shape
-        found = self.reading(tensors)
-        return self._parts.joined(tensors) if self._parts is not None else found
 
     @contextmanager
     def gathered(self, _: Iterable[nn.Module], /) -> Iterator[None]:

@@ -62,6 +62,7 @@ class ShardedParameters(Parameters):
         """`gather`: makes the units, which call what they are given."""
         self._context, self._take_part = context, uncompiled(torch.inference_mode(False)(take_part))
         self.units = gather(self._on_touch)
+        self.parts = self.units.parts
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
         self._is_called = self._is_backward = False
