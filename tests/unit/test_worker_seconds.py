@@ -17,12 +17,13 @@ from shoal_protos.messages import MemberState, Result, Telemetry
 STEP_SECONDS = 0.5
 
 
-def trained(job: Driver, step: int, *workers: str) -> None:
+def trained(job: Driver, step: int, *workers: str, seconds: float = STEP_SECONDS) -> None:
     """They commit steps of half a second each up to this one."""
     for one in range(job.job.figures.step + 1, step + 1):
-        job.now += STEP_SECONDS
+        job.now += seconds
         for worker in workers:
-            telemetry = Telemetry(step_seconds=STEP_SECONDS, training_seconds=STEP_SECONDS * one)
+            before = job.job.processes[worker].telemetry.training_seconds
+            telemetry = Telemetry(step_seconds=seconds, training_seconds=before + seconds)
             job.beat(worker, telemetry=telemetry, step=one)
         job.tick()
 
@@ -148,6 +149,19 @@ def test_of_a_lost_worker_the_seconds_are_missing() -> None:
     trained(job, 31, "w0")
     assert uses(job)["missing"] == pytest.approx(10.0, abs=1.0)
     assert adds_up(job)
+
+
+@holds("Each second of a wanted")
+def test_the_dead_say_nothing_of_what_a_step_takes() -> None:
+    job = job_of(2)
+    trained(job, 11, "w0", "w1")
+    job.die("w1")
+    job.recover()
+    job.tick()
+    before, paused = uses(job)["training"].expected, uses(job).get("paused", 0.0)
+    trained(job, 21, "w0", seconds=2 * STEP_SECONDS)
+    assert uses(job)["training"].expected - before == pytest.approx(10 * 2 * STEP_SECONDS, abs=1.0)
+    assert uses(job).get("paused", 0.0) == paused
 
 
 @holds("No counter of a job goes down over")

@@ -155,8 +155,12 @@ def keep_counted(turn: Turn, steps: int = 0) -> None:
 
 
 def _step_seconds(job: Job) -> float:
-    """A step's time between this heartbeat and the one before, over the workers that have reported: the median."""
-    each = [seconds for process in job.processes.values() if (seconds := _last_step_seconds(process)) > 0]
+    """A step's time between this heartbeat and the one before, over the world's members that have reported: the median.
+    What the dead have said last was another world's pace.
+    """
+    world = job.durable.current
+    of_world = [one for one in job.processes.values() if world is None or one.worker in world.workers]
+    each = [seconds for process in of_world if (seconds := _last_step_seconds(process)) > 0]
     return median(each) if each else 0.0
 
 
