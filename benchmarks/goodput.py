@@ -5,9 +5,10 @@
     python benchmarks/goodput.py --trace us-east-2a_v100_1.json --speeds 120 --least 0
 
 Of a trace's machines four are followed, each with the trace's rate of changes; which machine a change concerns is drawn
-by the round's number. A machine that comes starts a process at once, one that goes is killed with all that runs on it
-(traces.py, goodput_systems.py). First each system is measured undisturbed with each number of machines. Goodput is what
-a system committed within the time, each step once, of what it would have at that rate: what the *changes* cost.
+by the round's number (shoal_controller/simulation/traces.py). A machine that comes starts a process at once, one that
+goes is killed with all that runs on it (goodput_systems.py). First each system is measured undisturbed with each number
+of machines. Goodput is what a system committed within the time, each step once, of what it would have at that rate:
+what the *changes* cost.
 Beside it stand where the machine-seconds went (goodput_account.py) and what a machine-second trained, for systems
 differ in that too: Shoal and torchrun keep the batch, torchft's is smaller with fewer replicas. Real clouds are slower
 by the given factor. A run with busy cores says nothing: it is marked.
@@ -27,9 +28,9 @@ import psutil
 from cluster import end_cleanly
 from goodput_account import USES, Account, Logged, account, first_commits
 from goodput_systems import SYSTEMS, System, Work
+from shoal_controller.simulation.traces import SHIPPED, BadTrace, Counts, Window, harsh, read, typical
 from steps import until
 from tables import show, verdict
-from traces import SHIPPED, BadTrace, Counts, Window, harsh, read, typical
 
 TARGETS = {60.0: 0.90, 15.0: 0.95, 8.0: 0.97}
 """Goodput on p3, by speed."""
@@ -280,7 +281,7 @@ def draw(runs: Sequence[Run], place: Path) -> None:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--trace", type=Path, help="a file (traces.py); without: p3 and the harsh one")
+    parser.add_argument("--trace", type=Path, help="a file of a trace; without: p3 and the harsh one")
     parser.add_argument("--without-harsh", action="store_true", help="p3 alone")
     parser.add_argument("--speeds", nargs="+", type=float, default=list(TARGETS), help="times faster than it was")
     parser.add_argument("--least", type=int, default=1, help="machines that always stay")

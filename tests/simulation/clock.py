@@ -1,11 +1,9 @@
-"""Virtual time: events in the order of their times, and nothing else moves it."""
+"""The clock of the controller's machine, which may be set; virtual time itself is the product's `Clock`."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -15,31 +13,6 @@ EPOCH = 1_000_000.0
 STEPS = (-7200.0, -60.0, -3.0, 0.0, 0.0, 3.0, 60.0, 7200.0)
 """By how many seconds it is set between two lives."""
 SHARE_OF_SEEDS = 0.3
-
-
-class Clock:
-    """`at` puts a call on the line, `run_until` makes what is due; equal times keep their order."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._line: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._count = 0
-
-    def after(self, delay: float, call: Callable[..., object], *args: Any) -> None:
-        self._count += 1
-        heapq.heappush(self._line, (self.now + delay, self._count, call, args))
-
-    def step(self) -> None:
-        """The next event."""
-        self.now, _, call, args = heapq.heappop(self._line)
-        call(*args)
-
-    def run_until(self, time: float) -> None:
-        line = self._line
-        while line and line[0][0] <= time:
-            self.now, _, call, args = heapq.heappop(line)
-            call(*args)
-        self.now = max(self.now, time)
 
 
 class SetClock:

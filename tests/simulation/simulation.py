@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.simulation.clock import Clock
 from shoal_protos.corruption import OnCorruption
 from shoal_protos.description import Description, Parameter
 from shoal_protos.plan import EVERYONE, Member
@@ -14,7 +15,6 @@ from shoal_protos.shape import ONE
 from .bad_script import BadScript
 from .cells import Hosts, Sizes, homes_and_models_of, shape_of, sizes_of
 from .checkpoints import Checkpoints
-from .clock import Clock
 from .controller import ControllerHost, Launcher
 from .copies import FlippedBits
 from .links import Links

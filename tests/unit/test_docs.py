@@ -55,7 +55,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_every_command_that_a_page_names_exists() -> None:
     known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    named = {name for page in PAGES for name in re.findall(r"\bshoal ([a-z]+)\b(?!:)", code_of(page))}
+    named = {name for page in PAGES for name in re.findall(r"\bshoal ([a-z]+(?:-[a-z]+)*)\b(?!:)", code_of(page))}
     assert named - known == set()
 
 

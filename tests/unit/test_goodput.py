@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shoal_controller.simulation import traces
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-import traces  # noqa: E402
 from goodput_account import Logged, account  # noqa: E402
 
 RATES = {1: 10.0, 2: 20.0, 3: 30.0}

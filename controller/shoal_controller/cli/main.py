@@ -36,12 +36,13 @@ from shoal_controller.cli.scale import scale
 from shoal_controller.cli.submit import submit
 from shoal_controller.cli.token import JobOrCommand, create, job_, list_, revoke, rotate
 from shoal_controller.cli.top import top
+from shoal_controller.cli.what_if import what_if
 from shoal_controller.cli.worker import worker
 
 COMMANDS: tuple[Command, ...] = (
     demo, run, controller, worker, submit, jobs, describe, scale, drain, lost, pause, resume, cancel, checkpoint,
     checkpoints, events, logs, plot, workers, top, verify, export, import_, reshape, estimate, backup, restore,
-    doctor,
+    doctor, what_if,
 )  # fmt: skip
 
 TOKEN_COMMANDS: tuple[Command, ...] = (job_, create, list_, rotate, revoke)
@@ -92,7 +93,9 @@ options.JOB.autocompletion, options.WORKER.autocompletion = job_names, worker_na
 
 for _command in COMMANDS:
     _settings = {"allow_interspersed_args": False} if _command in HANDS_ON else {}
-    app.command(_command.__name__.rstrip("_"), cls=AllFaults, context_settings=_settings)(_ended(_command))
+    app.command(_command.__name__.rstrip("_").replace("_", "-"), cls=AllFaults, context_settings=_settings)(
+        _ended(_command)
+    )
 
 tokens = typer.Typer(
     cls=JobOrCommand, no_args_is_help=True, help="Tokens. `shoal token JOB` prints that of a job's workers."

@@ -2,7 +2,7 @@
 
 A trace is a list of (seconds since its start, machines there), one for each change. Two formats are read: the CSV of
 the papers on Bamboo and Parcae (`milliseconds,machines`) and the JSON of SkyPilot's spot traces
-(`metadata.gap_seconds`, `data`). `traces/p3.csv` has 11 hours of 32 AWS p3 spot machines, from the artifacts of
+(`metadata.gap_seconds`, `data`). `p3.csv` has 11 hours of 32 AWS p3 spot machines, from the artifacts of
 Parcae's paper (MIT licence, https://github.com/JF-D/Parcae), recorded for Bamboo (NSDI '23). `harsh` is made here; like
 SkyPilot's traces it has no machine at all for two fifths of the time.
 """
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-SHIPPED = Path(__file__).resolve().parent / "traces" / "p3.csv"
+from shoal_protos.errors import UserError
+
+SHIPPED = Path(__file__).resolve().parent / "p3.csv"
 HARSH_MACHINES = 16
 HARSH_TICK_SECONDS = 300.0
 HARSH_TICKS = 12 * 24 * 2
@@ -26,7 +28,7 @@ HARSH_GONE = 0.4
 Counts = list[tuple[float, int]]
 
 
-class BadTrace(ValueError):
+class BadTrace(UserError):
     """A file that is no trace, or has nothing in the time that is asked for."""
 
 
@@ -152,6 +154,20 @@ def window(changes: Sequence[Move], machines: int, start: float, seconds: float,
         if move.at > start:
             found.append(Move(move.at - start, move.machine, move.comes))
     return Window(first if found else frozenset(there), tuple(found), seconds)
+
+
+def scaled(counts: Counts, machines: int) -> Counts:
+    """The trace of so many machines at most, where it has fewer: each of its machines then stands for several."""
+    peak = max(there for _, there in counts)
+    return [(at, round(there * machines / peak)) for at, there in counts] if machines > peak else counts
+
+
+def repeated(counts: Counts, seconds: float) -> Counts:
+    """The trace again and again, until it is so long: what comes after its last change is its first count."""
+    last = counts[-1][0]
+    if last <= 0:
+        return counts
+    return [(number * last + at, there) for number in range(int(seconds // last) + 1) for at, there in counts]
 
 
 def typical(counts: Counts, machines: int, seconds: float, least: int, seed: int) -> Window:

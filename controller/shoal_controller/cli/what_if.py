@@ -1,0 +1,215 @@
+"""`shoal what-if`: a job on a trace of machines that come and go, simulated: goodput, money, days, and what is lost.
+
+It runs the controller's own job machine and planner on a virtual clock (`shoal_controller/simulation`). It talks to no
+controller, but for `--measured`. `what_if_table.py` prints what was assumed and what came of it.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from shoal_protos.errors import UserError
+from shoal_protos.text import duration
+
+from shoal_controller.cli.options import DEFAULT_URL, Form, Output, Url
+from shoal_controller.core.overview.idle_lanes import LANES_EACH
+
+if TYPE_CHECKING:
+    from shoal_controller.simulation.paces import Paces
+    from shoal_controller.simulation.sweep import Aims
+    from shoal_controller.simulation.traces import Counts, Window
+
+MOST_WORKERS = 10_000
+MOST_SECONDS = 1e9
+UNITS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+
+
+def _option(flag: str, metavar: str, text: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text)
+
+
+Trace = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE",
+        help="p3, harsh, or a file: lines of milliseconds,machines or SkyPilot's JSON.",
+        show_default=False,
+    ),
+]
+Workers = Annotated[int | None, _option("--workers", "N", "Workers that are wanted.")]
+Lanes = Annotated[str | None, _option("--lanes", "N,…", "Lanes. Default: 5 a worker.")]
+Mirrors = Annotated[str, _option("--mirrors", "N,…", "Mirrors of each block.")]
+Spares = Annotated[str, _option("--spares", "N,…", "Spares beyond the workers.")]
+Least = Annotated[str, _option("--min", "N,…", "Fewest workers to train with.")]
+SaveSteps = Annotated[str, _option("--save-steps", "N,…", "Steps between two checkpoints; 0: none is saved.")]
+Step = Annotated[float | None, _option("--step-seconds", "S", "An undisturbed step with all workers.")]
+Overhead = Annotated[
+    float | None, _option("--overhead-seconds", "S", "Of it what is not forward and backward. Default: 0.")
+]
+Start = Annotated[
+    float | None, _option("--start-seconds", "S", "From a machine to a worker that can train. Default: 60.")
+]
+Save = Annotated[float, _option("--save-seconds", "S", "For which training waits at a checkpoint.")]
+Write = Annotated[float, _option("--write-seconds", "S", "Until it is whole, beside training.")]
+Restore = Annotated[float, _option("--restore-seconds", "S", "To read it.")]
+StateBytes = Annotated[float, _option("--state-bytes", "N", "Of one copy of the training state, which fills move.")]
+Stage = Annotated[int, typer.Option("--stage", help="ZeRO stage.")]
+Measured = Annotated[
+    str | None, _option("--measured", "JOB", "Take workers, lanes and seconds from the figures of this job.")
+]
+Price = Annotated[float, _option("--price", "D", "Dollars of a machine an hour.")]
+Steps = Annotated[int, _option("--steps", "N", "Steps that the job is to make.")]
+Deadline = Annotated[str | None, _option("--deadline", "TIME", "In which they are to be made, such as 36h or 7d.")]
+Budget = Annotated[float | None, _option("--budget", "D", "Dollars that they may cost.")]
+From = Annotated[str, _option("--from", "TIME", "Where in the trace to begin.")]
+For = Annotated[str | None, _option("--for", "TIME", "How long; the trace may repeat. Default: to its end.")]
+Seed = Annotated[int, typer.Option("--seed", help="Draws which machine each change concerns.")]
+
+
+async def what_if(
+    trace: Trace,
+    workers: Workers = None,
+    lanes: Lanes = None,
+    mirrors: Mirrors = "1",
+    spares: Spares = "0",
+    least: Least = "1",
+    save_steps: SaveSteps = "0",
+    step_seconds: Step = None,
+    overhead_seconds: Overhead = None,
+    start_seconds: Start = None,
+    save_seconds: Save = 0.0,
+    write_seconds: Write = 10.0,
+    restore_seconds: Restore = 10.0,
+    state_bytes: StateBytes = 0.0,
+    stage: Stage = 1,
+    measured: Measured = None,
+    price: Price = 0.0,
+    steps: Steps = 0,
+    deadline: Deadline = None,
+    budget: Budget = None,
+    start_at: From = "0h",
+    length: For = None,
+    seed: Seed = 0,
+    url: Url = DEFAULT_URL,
+    output: Output = Form.TABLE,
+) -> None:
+    """Simulate a job on machines that come and go: goodput, money, days, and what is lost.
+
+    The controller's own decisions, on a virtual clock. Values with commas make a grid.
+    """
+    from shoal_controller.cli.measured_job import measured_figures
+    from shoal_controller.cli.what_if_table import Assumed, show_tried
+    from shoal_controller.simulation.paces import SimulatedJob
+    from shoal_controller.simulation.sweep import grid, tries
+
+    known: dict[str, Any] = await measured_figures(url, measured) if measured is not None else {}
+    flags = {
+        "workers": workers, "step_seconds": step_seconds, "overhead_seconds": overhead_seconds,
+        "start_seconds": start_seconds,
+    }  # fmt: skip
+    known |= {name: value for name, value in flags.items() if value is not None}
+    if "workers" not in known or "step_seconds" not in known:
+        raise UserError("shoal what-if needs --workers and --step-seconds, or --measured JOB.")
+    _within("--workers", known["workers"], 1, MOST_WORKERS)
+    _within("--stage", stage, 0, 3)
+    _within("--state-bytes", state_bytes, 0, 1e18)
+    aims = _aims(price, steps, deadline, budget)
+    paces = _paces(known, save_seconds, write_seconds, restore_seconds)
+    texts = {"lanes": lanes or str(paces.of_lanes), "mirrors": mirrors, "spares": spares, "least": least}
+    values = {name: _numbers(name, text) for name, text in (texts | {"save_steps": save_steps}).items()}
+    jobs = grid(SimulatedJob(known["workers"], paces.of_lanes, stage=stage, state_bytes=int(state_bytes)), values)
+    machines = max(job.slots for job in jobs)
+    counts, window = _window(trace, machines, (start_at, length), seed)
+    assumed = Assumed(trace, counts, window, _seconds("--from", start_at), paces, known["workers"], machines, measured)
+    show_tried(list(tries(jobs, paces, window, aims)), assumed, output)
+
+
+# ---- what is given
+
+NUMBERS = {"lanes": 1, "mirrors": 0, "spares": 0, "least": 1, "save_steps": 0}
+"""Flags with commas, and the least of their numbers."""
+
+
+def _within(flag: str, value: float, low: float, high: float) -> None:
+    """Raises `UserError`."""
+    if not low <= value <= high:
+        raise UserError(f"{flag} is {value:g}; expected {low:g} to {high:g}.")
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    """`32,64` → [32, 64]. Raises `UserError`."""
+    parts, least = [part.strip() for part in text.split(",")], NUMBERS[name]
+    if not all(part.isascii() and part.isdecimal() and len(part) < 10 and int(part) >= least for part in parts):
+        flag = "--min" if name == "least" else f"--{name.replace('_', '-')}"
+        raise UserError(f"{flag} is {text[:80]!r}; expected whole numbers from {least} on with commas, such as 1,2.")
+    return [int(part) for part in parts]
+
+
+def _seconds(flag: str, text: str) -> float:
+    """`36h` → 129,600. Raises `UserError`."""
+    try:
+        found = float(text[:-1]) * UNITS[text[-1:]]
+    except (KeyError, ValueError):
+        found = math.nan
+    if not 0 <= found <= MOST_SECONDS:
+        raise UserError(f"{flag} is {text[:80]!r}; expected hours, days or weeks, such as 36h, 7d or 1w.")
+    return found
+
+
+def _aims(price: float, steps: int, deadline: str | None, budget: float | None) -> Aims:
+    """Raises `UserError`."""
+    from shoal_controller.simulation.sweep import Aims
+
+    _within("--price", price, 0, MOST_SECONDS)
+    _within("--steps", steps, 0, 1e12)
+    _within("--budget", budget or 0.0, 0, 1e15)
+    if deadline is not None and not steps:
+        raise UserError("--deadline needs --steps: how many the job is to make in that time.")
+    if budget is not None and not (steps and price):
+        raise UserError("--budget needs --steps and --price: how many the job is to make, and what a machine costs.")
+    return Aims(price, steps, _seconds("--deadline", deadline) if deadline is not None else None, budget)
+
+
+def _paces(known: dict[str, Any], save: float, write: float, restore: float) -> Paces:
+    """Raises `UserError`."""
+    from shoal_controller.simulation.paces import Paces
+
+    workers, step, overhead = known["workers"], known["step_seconds"], known.get("overhead_seconds", 0.0)
+    start = known.get("start_seconds", 60.0)
+    named = {
+        "--overhead-seconds": overhead, "--start-seconds": start, "--save-seconds": save, "--write-seconds": write,
+        "--restore-seconds": restore,
+    }  # fmt: skip
+    for flag, value in named.items():
+        _within(flag, value, 0, MOST_SECONDS)
+    if not overhead < step <= MOST_SECONDS:
+        raise UserError(f"--step-seconds is {step:g}; expected more than {overhead:g}, the overhead of a step.")
+    of_lanes = known.get("lanes", LANES_EACH * workers)
+    return Paces(
+        (step - overhead) * workers / of_lanes, overhead, start, save=save, write=write, restore=restore,
+        of_lanes=of_lanes,
+    )  # fmt: skip
+
+
+def _window(trace: str, machines: int, texts: tuple[str, str | None], seed: int) -> tuple[Counts, Window]:
+    """The trace, and what so many machines see of it. Raises `UserError`."""
+    from shoal_controller.simulation import traces
+
+    shipped = {"p3": lambda: traces.read(traces.SHIPPED), "harsh": lambda: traces.harsh(seed)}
+    counts = shipped.get(trace, lambda: traces.read(Path(trace)))()
+    begin, last = _seconds("--from", texts[0]), counts[-1][0]
+    if begin >= last:
+        raise UserError(f"--from is {texts[0]}; expected less than {last / 3600:.1f}h, the last change of the trace.")
+    seconds = last - begin if texts[1] is None else _seconds("--for", texts[1])
+    if seconds <= 0:
+        raise UserError(f"--for is {texts[1]}; expected more.")
+    whole = traces.repeated(traces.scaled(counts, machines), begin + seconds)
+    found = traces.window(traces.moves(whole, seed), machines, begin, seconds, 0)
+    if not (found.moves or found.first):
+        raise UserError(
+            f"{trace} has no machine in the {duration(seconds)} from {texts[0]} on; give another --from or --for."
+        )
+    return counts, found
