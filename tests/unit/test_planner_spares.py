@@ -27,6 +27,13 @@ def copies(world: World) -> set[int]:
     return {sum(block in share.keeps for share in world.plan.shares) for block in range(world.terms.blocks)}
 
 
+def racks_of_blocks(world: World) -> set[int]:
+    """In how many failure domains a block is kept, of all blocks."""
+    racks = [world.here[member.worker].domain for member in world.plan.members]
+    kept = [share.keeps for share in world.plan.shares]
+    return {len({rack for rack, mine in zip(racks, kept, strict=True) if block in mine}) for block in every(24)}
+
+
 def test_a_spare_owns_nothing_trains_nothing_and_mirrors_for_all() -> None:
     world = World(TERMS, "abcde")
     assert lanes(world) == {"a": 2, "b": 2, "c": 2, "d": 2, "e": 0}
@@ -88,9 +95,7 @@ def test_until_the_next_spare_has_come_no_two_copies_stay_in_one_rack_while_ther
     world.join("d")
     world.settle()
     racks = [world.here[member.worker].domain for member in world.plan.members]
-    assert len(set(racks)) == 2
-    for block in range(24):
-        assert len({rack for rack, share in zip(racks, world.plan.shares, strict=True) if block in share.keeps}) == 2
+    assert len(set(racks)) == 2 and racks_of_blocks(world) == {2}
 
 
 def test_with_two_mirrors_one_is_with_the_spare_and_one_with_a_trainer() -> None:
@@ -100,9 +105,54 @@ def test_with_two_mirrors_one_is_with_the_spare_and_one_with_a_trainer() -> None
     assert world.plan.shares[4].mirrored & world.plan.shares[5].mirrored == NO_BLOCKS
 
 
+@rule(
+    "Beside a spare, too, the copies of a block lie in as many failure domains as there are",
+    "A change of the world",
+    broken_by=[
+        Edit(
+            "shoal_controller.core.planning.mirrors",
+            "        for one in share_mirrors(bare, partners, mirrors, domains, taken):\n",
+            "        for one in share_mirrors(bare, partners, mirrors, domains):\n",
+        ),
+        Edit(
+            "shoal_controller.core.planning.mirrors",
+            "    chosen, copies = (alone, lacking) if lacking > 0 else (spares, 1)\n",
+            "    chosen, copies = spares, 1\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize("racks", ["112233", "112231", "123312", "111123", "112332", "121313"])
+@pytest.mark.parametrize("mirrors", [2, 3])
+def test_no_further_copy_is_in_the_rack_of_the_spare_that_has_the_first_while_another_rack_is_there(
+    racks: str, mirrors: int
+) -> None:
+    world = World(replace(TERMS, mirrors=mirrors), "abcdef", dict(zip("abcdef", racks, strict=True)))
+    world.settle()
+    assert racks_of_blocks(world) == {3}
+
+
+@rule(
+    "A world with spares comes to rest, too: who keeps enough copies keeps them where they are no less far apart",
+    "A change of the world",
+    broken_by=Edit(
+        "shoal_controller.core.planning.planner",
+        "        mirrored = leave_beside_spares(mirrored, keepers, spares, sites)\n",
+        "        mirrored = list(mirrored)\n",
+    ),
+)
+@pytest.mark.parametrize("racks", ["112332", "121123", "131132"])
+def test_copies_of_several_mirrors_stay_with_trainers_that_hold_them_so_that_the_world_comes_to_rest(
+    racks: str,
+) -> None:
+    world = World(replace(TERMS, mirrors=3), "abcdef", dict(zip("abcdef", racks, strict=True)))
+    world.drain("c")
+    world.settle()
+    assert racks_of_blocks(world) == {3} and copies(world) == {4}
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[World, list[str]]:
-    mirrors = draw(st.sampled_from([1, 1, 2, EVERYONE]))
+    mirrors = draw(st.sampled_from([1, 1, 2, 3, EVERYONE]))
     terms = replace(TERMS, mirrors=mirrors, trainers=draw(st.integers(1, 4)), sharded=draw(st.booleans()))
     domains = {worker: draw(st.sampled_from("123")) for worker in "abcdefghijkl"}
     return World(terms, "abcdef"[: draw(st.integers(2, 6))], domains), draw(
@@ -144,4 +194,6 @@ def test_after_any_history_the_oldest_train_own_evenly_and_blocks_have_their_cop
     owned = [len(share.owned) for share in plan.shares]
     assert [bool(share.lanes) for share in plan.shares] == [rank < training for rank in plan.ranks]
     assert max(owned[:training]) - min(owned[:training]) <= 1 and not any(owned[training:])
-    assert copies(world) == {min(world.terms.mirrors, plan.world_size - 1) + 1}
+    kept = min(world.terms.mirrors, plan.world_size - 1) + 1
+    assert copies(world) == {kept}
+    assert racks_of_blocks(world) == {min(kept, len({world.here[member.worker].domain for member in plan.members}))}

@@ -22,8 +22,6 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 from math import floor
 
-from shoal_protos.runs import union
-
 from shoal_controller.core.planning.block_groups import BlockGroup, cut, lay
 from shoal_controller.core.planning.flow import place_evenly
 from shoal_controller.core.planning.placement import Capacity, Demand, Pair
@@ -206,18 +204,33 @@ def _outward(places: Sequence[int], start: int) -> Iterator[int]:
             yield places[(right - 1 - distance) % size]
 
 
+NOWHERE = -1
+"""No domain."""
+
+
 def share_mirrors(
-    groups: Sequence[BlockGroup], partners: Partners, mirrors: int, domains: Sequence[int]
+    groups: Sequence[BlockGroup], partners: Partners, mirrors: int, domains: Sequence[int], taken: int = NOWHERE
 ) -> list[BlockGroup]:
-    """The owned groups, divided where needed, each with so many mirrors. `domains` is by candidate."""
+    """The owned groups, divided where needed, each with so many mirrors. `domains` is by candidate; `taken`: one that
+    has a copy of all these blocks already, so that others come first.
+    """
     shared = list(groups)
-    members = Counter(domains[keeper] for keeper in partners)
+    elsewhere = {
+        owner: tuple(one for one in several if domains[one] != taken)
+        for owner, several in partners.items()
+        if domains[owner] != taken
+    }
+    members = Counter(domains[worker] for worker in _workers_of(elsewhere))
     apart = min(mirrors, len(members) - 1)
     # Copies in domains of their own come first, because no later copy may push one of them out; where each worker is a
     # domain by itself, that is so anyway, and one round will do.
-    if apart and max(members.values()) > 1:
-        shared = _more(shared, Spread(partners, domains, apart, apart), domains)
+    if apart and (max(members.values()) > 1 or len(elsewhere) < len(partners)):
+        shared = _more(shared, Spread(elsewhere, domains, apart, apart), domains)
     return _more(shared, Spread(partners, domains, apart, mirrors), range(len(domains)))
+
+
+def _workers_of(partners: Partners) -> frozenset[int]:
+    return frozenset(partners).union(*partners.values())
 
 
 def mirror_on_spares(
@@ -229,15 +242,16 @@ def mirror_on_spares(
     domains: Sequence[int],
 ) -> list[BlockGroup]:
     """The owned groups, each with its first mirror on a spare in another domain than its owner's, and the others with
-    the owner's partners `beside`, which are trainers. Where no spare is in another domain, all are with `partners`; and
-    copies stay where they are then, for the next spare takes them over. `domains` is by candidate, each its own where
-    all share one.
+    the owner's partners `beside`, which are trainers, in further domains. Where those have too few, spares in domains
+    of their own mirror more. Where no spare is in another domain, all are with `partners`; and copies stay where they
+    are then, for the next spare takes them over. `domains` is by candidate, each its own where all share one.
     """  # fmt: skip
-    pairs = [(owner, spare) for owner in beside for spare in spares if domains[spare] != domains[owner]]
-    apart: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-    for owner, spare in pairs:
-        apart[owner] += (spare,)
-        apart[spare] += (owner,)
+    of_trainers = {domains[trainer] for trainer in beside}
+    alone = [spare for spare in spares if domains[spare] not in of_trainers]
+    lacking = min(mirrors + 1 - len(of_trainers), len({domains[spare] for spare in alone}))
+    chosen, copies = (alone, lacking) if lacking > 0 else (spares, 1)
+    elsewhere = {owner: tuple(one for one in chosen if domains[one] != domains[owner]) for owner in beside}
+    apart = {owner: several for owner, several in elsewhere.items() if several}
     served = [group for group in groups if group.owner in apart]
     others = [group for group in groups if group.owner not in apart]
     mirrored: list[BlockGroup] = []
@@ -245,16 +259,45 @@ def mirror_on_spares(
         everyone = {owner: tuple(one for one in partners if one != owner) for owner in partners}
         mirrored += leave_mirrors(share_mirrors(others, partners, mirrors, domains), everyone, domains)
     if served:
-        first = share_mirrors(served, apart, 1, domains)
-        kept = {spare: union(group.blocks for group in first if spare in group.mirrors) for spare in spares}
-        rest = share_mirrors(served, beside, mirrors - 1, domains) if mirrors > 1 else served
+        first = share_mirrors(served, apart, copies, domains)
+        left = tuple(spare for spare in spares if spare not in chosen)
+        pool = {owner: (*trainers, *left) for owner, trainers in beside.items()}
+        mirrored += _more_beside(first, pool, mirrors - copies, domains) if mirrors > copies else first
+    return mirrored
+
+
+def _more_beside(
+    groups: Sequence[BlockGroup], partners: Partners, mirrors: int, domains: Sequence[int]
+) -> list[BlockGroup]:
+    """The groups, mirrored by spares, with so many mirrors more: in other domains than those while there are such."""
+    known = {domains[worker] for worker in _workers_of(partners)}
+    by_domain: defaultdict[int, list[BlockGroup]] = defaultdict(list)
+    for group in groups:
+        by_domain[next((domains[one] for one in group.mirrors if domains[one] in known), NOWHERE)].append(group)
+    mirrored: list[BlockGroup] = []
+    for taken, mine in by_domain.items():
+        bare = [group.decided(group.owner, (), group.blocks) for group in mine]
+        more: defaultdict[int, list[BlockGroup]] = defaultdict(list)
+        for one in share_mirrors(bare, partners, mirrors, domains, taken):
+            more[one.owner].append(one)
         mirrored += (
-            group.decided(group.owner, (spare, *group.mirrors), both)
-            for group in rest
-            for spare, blocks in kept.items()
-            if (both := group.blocks & blocks)
+            group.decided(group.owner, group.mirrors + one.mirrors, both)
+            for group in mine
+            for one in more[group.owner]
+            if (both := group.blocks & one.blocks)
         )
     return mirrored
+
+
+def leave_beside_spares(
+    groups: Sequence[BlockGroup], keepers: Sequence[int], spares: Sequence[int], domains: Sequence[int]
+) -> list[BlockGroup]:
+    """The groups as `leave_mirrors` has them, of any keepers; but for those that a spare is to be filled with."""
+    waits = frozenset(spares)
+    return [
+        group if waits.intersection(group.mirrors) - group.holders else _with_holders(group, keepers, domains)
+        for group in groups
+    ]
 
 
 def mirror_everywhere(groups: Sequence[BlockGroup], keepers: Sequence[int]) -> list[BlockGroup]:
@@ -278,7 +321,8 @@ def _with_holders(group: BlockGroup, partners: Sequence[int], domains: Sequence[
         return group
     seen = {domains[worker] for worker in (group.owner, *held)}
     others = sorted(
-        group.holders.intersection(partners).difference(held), key=lambda worker: (domains[worker] in seen, worker)
+        group.holders.intersection(partners).difference((group.owner, *held)),
+        key=lambda worker: (domains[worker] in seen, worker),
     )
     instead = group.decided(group.owner, (*held, *others)[: len(group.mirrors)], group.blocks)
     apart, wanted = ({domains[keeper] for keeper in one.keepers} for one in (instead, group))
@@ -312,7 +356,7 @@ def _more(groups: Sequence[BlockGroup], spread: Spread, sites: Sequence[int]) ->
     missing = [spread.copies - len(group.mirrors) for group in groups]
     if not any(missing):
         return list(groups)
-    among = frozenset(spread.partners)
+    among = _workers_of(spread.partners)
     demands = [
         Demand(
             size=len(group.blocks),

@@ -28,6 +28,7 @@ from shoal_controller.core.planning.mirrors import (
     Partners,
     PartnerTerms,
     choose_partners,
+    leave_beside_spares,
     leave_mirrors,
     let_mirrors_wait,
     mirror_everywhere,
@@ -283,14 +284,16 @@ def _with_spares(
     if mirrors == len(keepers) - 1:
         owned = share_owners(groups, trainers, {}, mirrors, sites)
         return _Target(mirror_everywhere(owned, keepers), {})
-    known = before.partners(here[keepers[0]].member.coordinate, max(terms.mirror_partners, mirrors))
-    partners = choose_partners(known, keepers, sites, PartnerTerms(max(terms.mirror_partners, mirrors), mirrors))
+    wanted = PartnerTerms(max(terms.mirror_partners, mirrors), mirrors)
+    coordinate, holds = here[keepers[0]].member.coordinate, {keeper: here[keeper].holds for keeper in keepers}
+    known = before.partners(coordinate, wanted.count)
+    partners = choose_partners(known, keepers, sites, wanted)
     owned = share_owners(groups, trainers, partners, mirrors, sites)
-    left = mirrors - 1
-    beside: Partners = {}
-    if left < len(trainers):
-        beside = choose_partners(known, trainers, sites, PartnerTerms(max(terms.mirror_partners, left), left))
-    return _Target(mirror_on_spares(owned, partners, beside, spares, mirrors, sites), partners)
+    beside = choose_partners(known, trainers, sites, wanted) if mirrors <= len(trainers) else {}
+    mirrored = mirror_on_spares(owned, partners, beside, spares, mirrors, sites)
+    if before.is_at_rest(coordinate, holds):
+        mirrored = leave_beside_spares(mirrored, keepers, spares, sites)
+    return _Target(mirrored, partners)
 
 
 def _as_kept(groups: Sequence[BlockGroup], partners: Partners, mirrors: int) -> list[BlockGroup] | None:
