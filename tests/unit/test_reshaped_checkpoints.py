@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +17,23 @@ from allocated_bytes import most_bytes
 from checkpoints import fresh, save, trained
 from context_parallel import BOTH, CONTEXT, Divided
 from kept_values import EightBit
-from pipeline_parallel import PIPELINE, SQUARE, in_stages
+from pipeline_parallel import PIPELINE, SQUARE, Fixed, in_stages, loss_of, stages_of
 from rule import Edit, rule
+from shoal.blocks.flat import lay_out_model, trainable
 from shoal.cells.hub import CellHub
 from shoal.cells.marks import sharded
+from shoal.cells.stages import built_stages
 from shoal.checkpoint import snapshot
 from shoal.checkpoint.__main__ import main
-from shoal.checkpoint.catalogue import Found, resolve
+from shoal.checkpoint.catalogue import Found, at, resolve
 from shoal.checkpoint.fingerprint import verify
-from shoal.checkpoint.reshaping import reshape
+from shoal.checkpoint.reshaping import in_shape, reshape
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
+from shoal.core.layout import CellPart, Layout
 from shoal_protos.shape import ONE, Shape
 from tensor_parallel import TWO, CellTask, Parallel, crew_of
+from tiers import check
 from torch import Tensor, nn
 
 STEP = 2
@@ -107,6 +114,68 @@ def there_and_back(task: CellTask, after: Shape, place: Path) -> None:
 def test_other_dimensions_stay_or_change_too(shape: Shape, after: Shape, tmp_path: Path) -> None:
     task = CellTask({"max_steps": 1}, shape=shape, model=Divided)
     there_and_back(in_stages(task) if shape.pipeline > 1 else task, after, tmp_path)
+
+
+def in_turn(engine: Any, batch: Any) -> None:
+    """All stages in one process."""
+    hidden = batch["tokens"]
+    for stage in engine.module.values():
+        hidden = stage(hidden)
+    engine.backward(loss_of(hidden, batch["targets"]))
+    engine.step()
+
+
+def staged(shape: Shape, turns: int, **checkpoint: Any) -> CellTask:
+    """The same stages at the places of a pipeline, or in one process; nothing in them draws random numbers."""
+    shoal = {"checkpoint": checkpoint}
+    task = in_stages(CellTask({"max_steps": 4, "shoal": shoal}, shape=shape, data=lambda: Fixed(40)))
+    model = partial(stages_of, turns=turns, dropout=0.0)
+    return replace(task, model=model, **({} if shape.pipeline > 1 else {"body": in_turn}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(PIPELINE, ONE), (ONE, PIPELINE), pytest.param(SQUARE, PIPELINE, marks=check("a third pair"))],
+    ids=str,
+)
+def test_stages_of_a_model_come_to_other_places(before: Shape, after: Shape, tmp_path: Path) -> None:
+    saving = staged(before, 2 // before.pipeline, path=str(tmp_path / "old"), every_steps=STEP, keep=9)
+    with crew_of("abcd"[: before.processes], saving) as crew:
+        whole = crew.finish()
+    old = next((tmp_path / "old").glob(f"step-{STEP:012d}-*"))
+    fingerprint = verify(at(str(old), print).reader()).fingerprint
+    reshaped(old, tmp_path / "new", after)
+    with crew_of("abcd"[: after.processes], staged(after, 2 // after.pipeline, path=str(tmp_path / "new"))) as crew:
+        crew.finish()
+        assert crew.job.durable.history[0].from_step == STEP
+        loss = crew.workers["a"].engine.loss
+    assert reshaped(next((tmp_path / "new").glob(f"step-{STEP:012d}-*")), tmp_path / "back", before) == fingerprint
+    with crew_of("abcd"[: before.processes], staged(before, 2 // before.pipeline, path=str(tmp_path / "back"))) as crew:
+        assert crew.finish() == whole
+        assert loss == pytest.approx(crew.workers["a"].engine.loss, abs=1e-5)
+
+
+KINDS_OF_STAGES = (
+    lambda: nn.Linear(3, 3),
+    lambda: nn.Sequential(nn.Linear(3, 3), nn.ReLU()),
+    lambda: nn.ModuleDict({"list": nn.ModuleList(nn.Linear(3, 3) for _ in range(2)), "norm": nn.LayerNorm(3)}),
+)
+
+
+def laid_out(kinds: Sequence[Callable[[], nn.Module]], places: int) -> Layout:
+    """Of a model of four stages."""
+    every = built_stages(lambda number: kinds[number](), 4, 0, places).places
+    pairs = [trainable(place, torch.optim.SGD(place.parameters())) for place in every]
+    stages = [[one for one, _ in of_place] for of_place in pairs]
+    part = CellPart(places, stages=places, numbered=4)
+    return lay_out_model(pairs[0], part=part, stages=stages if places > 1 else ())[0]
+
+
+def test_the_units_of_stages_are_those_that_a_job_of_that_shape_finds() -> None:
+    for kinds in product(KINDS_OF_STAGES, repeat=4):
+        for before, after in permutations((1, 2, 4), 2):
+            found = in_shape(laid_out(kinds, before), Shape(pipeline=after), "")
+            assert found.text() == laid_out(kinds, after).text()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +263,7 @@ def test_no_more_of_a_checkpoint_is_in_memory_than_of_its_largest_tensor(
         ("--tensor 0", "the shape cannot be: its tensor is 0; expected 1 or more"),
         (
             "--pipeline 2",
-            "not say on which of 2 stages of a pipeline a parameter would be; give --pipeline 1",
+            "on which of 2 stages .* its model was not made by cell.stages; give --pipeline 1",
         ),
     ],
 )
@@ -227,8 +296,8 @@ def test_a_place_without_a_checkpoint_and_a_damaged_one_are_refused(
     shutil.copytree(of_two, damaged)
     file = next(damaged.glob("step-*/*-b-*.safetensors"))
     content = file.read_bytes()
-    for at in (len(content) // 2, len(content) - 9):  # of a block, and of a number that blocks share
-        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    for place in (len(content) // 2, len(content) - 9):  # of a block, and of a number that blocks share
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert main(["reshape", str(damaged), str(tmp_path / "new"), "--tensor", "4"]) == 1
         assert re.search("is damaged: the checksum of .* differs", capsys.readouterr().err)
         assert not list((tmp_path / "new").glob("*"))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 
 import torch
 from shoal_protos.errors import UserError
@@ -59,6 +59,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
     if broken := broken_shape(shape):
         raise UserError(f"cannot reshape {where}: the shape cannot be: {broken}.")
     layout = in_shape(old.blocks, shape, where)
+    _check_ties(old, layout, where)
     source = _Source(found, layout)
     buffers = _buffers(old, layout, where)
     if storage.list():
@@ -78,6 +79,7 @@ def reshape(found: Found, storage: Storage, shape: Shape) -> Reshaped:
         draft = Manifest(**known | {
             "release": RELEASE, "layout": LayoutEntry.of(layout, old.layout.tied), "missed": _missed(old, layout),
             "frozen": _frozen(found, storage, incarnation), "files": (),
+            "evaluating": old.evaluating if layout.part.stages == old.layout.stages else None,
         })  # fmt: skip
         commit(storage, name.folder, draft, files)
         return Reshaped(name, verify(look_into(storage, name).reader()).fingerprint)
@@ -105,10 +107,7 @@ def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
     if (part.parts, part.contexts, part.stages) == (shape.tensor, shape.context, shape.pipeline):
         raise UserError(f"cannot reshape {where}: it is of the shape {shape} already.")
     if part.stages != shape.pipeline:
-        raise UserError(
-            f"cannot reshape {where}: it does not say on which of {shape.pipeline} stages of a pipeline a parameter "
-            f"would be; give --pipeline {part.stages}, as it is."
-        )
+        _check_stages(part, shape, where)
     cut = [one for one in chain.from_iterable(parameters) if one.cut is not None]
     if shape.tensor > 1 and not cut:
         raise UserError(
@@ -117,14 +116,71 @@ def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
         )
     for one in chain.from_iterable(parameters):
         _check(one, part.parts, shape.tensor, where)
-    stages = [[_in_shape(one, part.parts, shape) for one in of_stage] for of_stage in parameters]
-    found = _laid_out(stages, shape)
-    again = _laid_out(parameters, Shape(part.parts, part.stages, part.contexts))
+    again = _laid_out(parameters, part)
     if again.text() != layout.text():
         raise UserError(
             f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; let "
             "a job of this one go on from it, and save anew."
         )
+    stages = parameters if part.stages == shape.pipeline else _at_places(parameters, shape.pipeline)
+    there = replace(part, coordinates=shape.processes, contexts=shape.context, stages=shape.pipeline)
+    return _laid_out([[_in_shape(one, part.parts, shape) for one in of_stage] for of_stage in stages], there)
+
+
+def _check_stages(part: CellPart, shape: Shape, where: str) -> None:
+    """Raises `UserError` where the stages of the model cannot be at so many places."""
+    if not part.numbered:
+        raise UserError(
+            f"cannot reshape {where}: it does not say on which of {shape.pipeline} stages of a pipeline a parameter "
+            f"would be, as its model was not made by cell.stages; give --pipeline {part.stages}, as it is."
+        )
+    if part.numbered % shape.pipeline:
+        raise UserError(
+            f"cannot reshape {where}: its model is of {part.numbered} stages, which do not divide among "
+            f"{shape.pipeline} places of a pipeline."
+        )
+
+
+def _check_ties(old: Manifest, layout: Layout, where: str) -> None:
+    """Raises `UserError` for a parameter that stages of two places would have."""
+    places = layout.part.stages
+    for other, first in old.layout.tied.items():
+        if places > 1 and place_of(other, places) != place_of(first, places):
+            raise UserError(
+                f'cannot reshape {where}: "{other}" and "{first}" are one tensor, and would be at two places of a '
+                "pipeline, which is not supported."
+            )
+
+
+def number_of(name: str) -> int:
+    """Of the stage that a parameter or buffer of numbered stages is of (cells/stages.py)."""
+    number = name.partition(".")[0]
+    return int(number) if number.isdecimal() else 0
+
+
+def place_of(name: str, places: int) -> int:
+    """Its place of a pipeline."""
+    return number_of(name) % places
+
+
+def _at_places(parameters: Sequence[Sequence[Trainable]], places: int) -> list[list[Trainable]]:
+    """The parameters of numbered stages, by place of a pipeline in their order there.
+
+    Their units are numbered anew: those with even numbers are left over between others (core/units.py), so where one
+    stage ends with such and the next begins with such, they are one.
+    """
+    found: list[list[Trainable]] = [[] for _ in range(places)]
+    latest: dict[int, Trainable] = {}
+    ordered = sorted(chain.from_iterable(parameters), key=lambda one: (number_of(one.name), one.order))
+    for one in ordered:
+        place = place_of(one.name, places)
+        unit, before = one.unit % 2, latest.get(place)
+        if before is not None:
+            are_of_one = number_of(before.name) == number_of(one.name)
+            is_same = before.unit == one.unit if are_of_one else before.unit % 2 == one.unit % 2 == 0
+            unit = found[place][-1].unit if is_same else found[place][-1].unit + 2 - (before.unit + one.unit) % 2
+        latest[place] = one
+        found[place].append(replace(one, order=len(found[place]), unit=unit))
     return found
 
 
@@ -150,16 +206,13 @@ def _in_shape(one: Trainable, parts: int, shape: Shape) -> Trainable:
     return replace(one, shape=one.cut.part_shape(whole, shape.tensor) if one.cut is not None else whole, own=own)
 
 
-def _laid_out(stages: Sequence[Sequence[Trainable]], shape: Shape) -> Layout:
+def _laid_out(stages: Sequence[Sequence[Trainable]], cell: CellPart) -> Layout:
     """Of the parameters of each stage in such cells, in their order, whose shapes are theirs there."""
     own = frozenset(one.name for one in chain.from_iterable(stages) if one.own)
-    part = CellPart(
-        shape.processes, own=own, contexts=shape.context, stages=shape.pipeline,
-        adding=frozenset(one.name for one in chain.from_iterable(stages) if one.adds),
-    )  # fmt: skip
+    part = replace(cell, own=own, adding=frozenset(one.name for one in chain.from_iterable(stages) if one.adds))
     summed = part.summed_of(one.name for one in chain.from_iterable(stages) if one.wrapped)
     marked = [[replace(one, summed=one.name in summed) for one in of_stage] for of_stage in stages]
-    return lay_out(marked[0], part=part, stages=marked if shape.pipeline > 1 else ())
+    return lay_out(marked[0], part=part, stages=marked if part.stages > 1 else ())
 
 
 # ---- values
@@ -279,23 +332,21 @@ Buffers = Mapping[tuple[str, int], str]
 
 def _buffers(old: Manifest, layout: Layout, where: str) -> Buffers:
     """For every coordinate of the new shape. Raises `UserError` for one that processes of a stage have not alike."""
-    found = {}
-    for name in old.buffers:
-        for coordinate in range(layout.part.coordinates):
-            part, there = layout.at(coordinate).part, old.blocks.at(0).part
-            mates = replace(there, coordinate=part.place * there.of_stage).mates
-            same = mates[coordinate % part.parts :: there.parts] if part.parts == there.parts else mates
-            tensors = [buffer_tensor(name, one) for one in mates]
-            if not any(tensor in old.tensors for tensor in tensors):
-                continue  # of another stage
-            if not _are_equal(old, tensors):
-                tensors = [buffer_tensor(name, one) for one in same]
-            if not _are_equal(old, tensors):
+    found, there, here = {}, old.blocks.part, layout.part
+    for name, stage in product(old.buffers, range(there.stages)):
+        mates = replace(there, coordinate=stage * there.of_stage).mates
+        if not any(buffer_tensor(name, one) in old.tensors for one in mates):
+            continue  # of another stage
+        place = stage if there.stages == here.stages else place_of(name, here.stages)
+        for coordinate in replace(here, coordinate=place * here.of_stage).mates:
+            same = mates[coordinate % here.parts :: there.parts] if here.parts == there.parts else mates
+            alike = [some for some in (mates, same) if _are_equal(old, [buffer_tensor(name, one) for one in some])]
+            if not alike:
                 raise UserError(
                     f'cannot reshape {where}: buffer "{name}" differs between the processes of a cell, and nothing '
                     "says how it is cut; give it what all have alike, or make it one that is not persistent."
                 )
-            found[name, coordinate] = tensors[0]
+            found[name, coordinate] = buffer_tensor(name, alike[0][0])
     return found
 
 

@@ -67,6 +67,8 @@ class CellPart:
     """By name, as far as it is known: of the own ones, and of those that would be with more places of `tensor`."""
     adding: frozenset[str] = field(default=frozenset(), compare=False)
     """Names of those that are marked as `summed`, which they are with several places of `tensor`."""
+    numbered: int = field(default=0, compare=False)
+    """How many stages its model is made of, with whose numbers names begin; 0: it is not made of stages."""
 
     @property
     def place(self) -> int:

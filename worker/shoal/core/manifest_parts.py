@@ -85,6 +85,8 @@ class LayoutEntry(Entry):
     """How many of them have each part of the model."""
     stages: int = only_of_cells(1)
     """Of a pipeline."""
+    numbered: Annotated[Count, Field(exclude_if=lambda one: not one)] = 0
+    """How many stages `cell.stages` has made of the model, with whose numbers names begin; 0: it has not."""
 
     @classmethod
     def of(cls, layout: Layout, tied: dict[str, str]) -> LayoutEntry:
@@ -115,7 +117,7 @@ class LayoutEntry(Entry):
         part = layout.part
         return cls(
             block_elements=layout.block_elements, buckets=buckets, tied=tied, coordinates=part.coordinates,
-            contexts=part.contexts, stages=part.stages,
+            contexts=part.contexts, stages=part.stages, numbered=part.numbered,
         )  # fmt: skip
 
     def layout(self) -> Layout:
@@ -127,7 +129,8 @@ class LayoutEntry(Entry):
             elements = entry.blocks * self.block_elements
             buckets.append(Bucket(len(buckets), entry.group, dtype, slots, entry.blocks, elements))
         own = frozenset(slot.name for entry in self.buckets if entry.own for slot in entry.slots)
-        part = CellPart(self.coordinates, own=own, contexts=self.contexts, stages=self.stages)
+        part = CellPart(self.coordinates, own=own, contexts=self.contexts, stages=self.stages,
+                        numbered=self.numbered)  # fmt: skip
         found = tuple(map(tuple, stages))
         return Layout(self.block_elements, found[0], part=part, stages=found if self.stages > 1 else ())
 

@@ -281,8 +281,9 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
                 f'parameter "{name}" is frozen, and {whose}; not supported yet. Train it, or give every process the '
                 "whole of it."
             )
+    numbered = model.count if isinstance(model, Stages) else 0
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
-                    adding=adding)  # fmt: skip
+                    adding=adding, numbered=numbered)  # fmt: skip
     placed = (name for name, parameter, _ in named if is_divided(parameter))
     return replace(part, summed=part.summed_of(placed))
 
