@@ -28,7 +28,7 @@ import psutil
 from cluster import end_cleanly
 from goodput_account import USES, Account, Logged, account, first_commits
 from goodput_systems import SYSTEMS, System, Work
-from shoal_controller.simulation.traces import SHIPPED, BadTrace, Counts, Window, harsh, read, typical
+from shoal_controller.simulation.traces import SHIPPED, BadTrace, Counts, TraceWindow, harsh, read, typical
 from steps import until
 from tables import show, verdict
 
@@ -58,7 +58,7 @@ class Run:
     trace: str
     speed: float
     round: int
-    window: Window
+    window: TraceWindow
     account: Account
     committed: list[float]
     """When each new step was, seconds since the start."""
@@ -111,7 +111,9 @@ def _rate(system: System, began: float, seconds: float) -> float:
     return sum(line.samples for line in steps[1:]) / (steps[-1].time - steps[0].time)
 
 
-def replay(kind: type[System], work: Work, window: Window, departures: str, speed: float) -> tuple[float, list[Logged]]:
+def replay(
+    kind: type[System], work: Work, window: TraceWindow, departures: str, speed: float
+) -> tuple[float, list[Logged]]:
     """When the window began, and what the processes logged."""
     with kind(work) as system:
         for machine in window.first:
@@ -127,7 +129,7 @@ def replay(kind: type[System], work: Work, window: Window, departures: str, spee
 
 
 def actions(
-    system: System, window: Window, departures: str, speed: float
+    system: System, window: TraceWindow, departures: str, speed: float
 ) -> list[tuple[float, Callable[[int], None], int]]:
     """(seconds, what happens, to which machine) in order."""
     found: list[tuple[float, Callable[[int], None], int]] = []
@@ -148,7 +150,7 @@ def actions(
 # ---- all of them
 
 
-def windows(given: argparse.Namespace, number: int) -> Iterator[tuple[str, float, Window]]:
+def windows(given: argparse.Namespace, number: int) -> Iterator[tuple[str, float, TraceWindow]]:
     """(trace, speed, what the machines see) of a round."""
     for name, counts, speeds, least in traces(given):
         for speed in speeds:

@@ -20,7 +20,7 @@ from shoal_controller.core.overview.idle_lanes import LANES_EACH
 if TYPE_CHECKING:
     from shoal_controller.simulation.paces import Paces
     from shoal_controller.simulation.sweep import Aims
-    from shoal_controller.simulation.traces import Counts, Window
+    from shoal_controller.simulation.traces import Counts, TraceWindow
 
 MOST_WORKERS = 10_000
 MOST_SECONDS = 1e9
@@ -194,7 +194,7 @@ def _paces(known: dict[str, Any], save: float, write: float, restore: float) -> 
     )  # fmt: skip
 
 
-def _window(trace: str, machines: int, texts: tuple[str, str | None], seed: int) -> tuple[Counts, Window]:
+def _window(trace: str, machines: int, texts: tuple[str, str | None], seed: int) -> tuple[Counts, TraceWindow]:
     """The trace, and what so many machines see of it. Raises `UserError`."""
     from shoal_controller.simulation import traces
 

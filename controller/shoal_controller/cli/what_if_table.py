@@ -14,7 +14,7 @@ from shoal_controller.cli.tables import show, table_of, written
 from shoal_controller.core.overview.idle_lanes import USE_SAID_FROM, WORDS
 from shoal_controller.simulation.paces import Paces
 from shoal_controller.simulation.sweep import GridRow, best
-from shoal_controller.simulation.traces import Counts, Window
+from shoal_controller.simulation.traces import Counts, TraceWindow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +32,7 @@ class Assumed:
 
     trace: str
     counts: Counts
-    window: Window
+    window: TraceWindow
     begin: float
     """Seconds of the trace before the window."""
     paces: Paces

@@ -10,7 +10,7 @@ from shoal_controller.core.machine.spec import Phase
 from shoal_controller.simulation.clock import Clock
 from shoal_controller.simulation.fleet import Fleet
 from shoal_controller.simulation.paces import Paces, SimulatedJob
-from shoal_controller.simulation.traces import Window
+from shoal_controller.simulation.traces import TraceWindow
 
 SETTLED_STEPS = 4
 """Before the window begins, where machines are there then."""
@@ -56,7 +56,7 @@ class TraceOutcome:
         return self.steps / self.possible_steps if self.possible_steps else 1.0
 
 
-def simulate(job: SimulatedJob, paces: Paces, window: Window) -> TraceOutcome:
+def simulate(job: SimulatedJob, paces: Paces, window: TraceWindow) -> TraceOutcome:
     """Run the job through the window, whose machines are numbered from 0 to below `job.slots`. What is there at its
     beginning trains already.
     """

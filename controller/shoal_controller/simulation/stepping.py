@@ -49,6 +49,8 @@ class SteppingWorld:
         """Whether all that happens from outside is on the clock's line: many steps may then be one event."""
         self._trained = 0.0
         """Seconds in steps."""
+        self._step_seconds = 0.0
+        """Of a whole step of this world."""
         self._began = 0.0
         """When the step under way was begun in this world."""
         self._barrier = 0
@@ -77,6 +79,7 @@ class SteppingWorld:
         step = max((member.step for member in self.ranks), default=-1)
         self.halt()
         self.plan, self.worlds = plan, self.worlds + 1
+        self._step_seconds = self.paces.step(max(len(plan.lanes_of(rank)) for rank in plan.ranks))
         self.ranks = sorted(members, key=lambda member: member.rank_in(plan) or 0)
         for member in self.ranks:
             if plan.recovery is None and member.step < 0:
@@ -158,17 +161,13 @@ class SteppingWorld:
             if self._next is not None or boundaries < plan.boundaries:
                 self.clock.after(IDLE_SECONDS, self._commit, self._barrier, 1)
             return
-        first, each = self.paces.step(max(len(member.remaining) for member in self.ranks)), self._step_seconds(plan)
+        first, each = self.paces.step(max(len(member.remaining) for member in self.ranks)), self._step_seconds
         more = 0
         if self.may_leap and self._next is None and boundaries >= max(1, plan.boundaries):
             more = max(0, int((self.clock.next_at - self.clock.now - first) / each))
             if self.job.save_steps:
                 more = min(more, self.job.save_steps - 1 - self.ranks[0].step % self.job.save_steps)
         self.clock.after(first + more * each, self._commit, self._barrier, 1 + more)
-
-    def _step_seconds(self, plan: Plan) -> float:
-        """Of a whole step."""
-        return self.paces.step(max(len(plan.lanes_of(rank)) for rank in plan.ranks))
 
     def _commit(self, number: int, steps: int) -> None:
         """All have trained their lanes, or voted without; where a member is missing nothing comes of it."""
@@ -192,7 +191,7 @@ class SteppingWorld:
             self._go_on(self._barrier)
 
     def _count(self, plan: Plan, steps: int) -> None:
-        seconds = self._step_seconds(plan)
+        seconds = self._step_seconds
         self.commits += steps
         self._trained += steps * seconds
         telemetry = Telemetry(step_seconds=seconds, step_seconds_median=seconds, training_seconds=self._trained)

@@ -17,7 +17,7 @@ from shoal_controller.core.machine.job_size import JobSize, broken_spares
 from shoal_controller.core.machine.spec import WorkerBounds
 from shoal_controller.simulation.outcome import TraceOutcome, simulate
 from shoal_controller.simulation.paces import Paces, SimulatedJob
-from shoal_controller.simulation.traces import Window
+from shoal_controller.simulation.traces import TraceWindow
 
 MOST_JOBS = 100
 """Of a grid."""
@@ -107,13 +107,13 @@ def _check(job: SimulatedJob) -> None:
         raise UserError(why)
 
 
-def tries(jobs: Iterable[SimulatedJob], paces: Paces, window: Window, aims: Aims) -> Iterator[GridRow]:
+def tries(jobs: Iterable[SimulatedJob], paces: Paces, window: TraceWindow, aims: Aims) -> Iterator[GridRow]:
     """Simulate each job in the window, by what its own machines see of it."""
     for job in jobs:
         yield GridRow(simulate(job, paces.of(job.lanes), within(window, job)), aims)
 
 
-def within(window: Window, job: SimulatedJob) -> Window:
+def within(window: TraceWindow, job: SimulatedJob) -> TraceWindow:
     """Return what a job's own machines see of a window: those with the lowest numbers."""
     first = frozenset(machine for machine in window.first if machine < job.slots)
     return replace(window, first=first, moves=tuple(move for move in window.moves if move.machine < job.slots))

@@ -43,7 +43,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Window:
+class TraceWindow:
     """A part of a trace, as few machines see it."""
 
     first: frozenset[int]
@@ -51,9 +51,9 @@ class Window:
     moves: tuple[Move, ...]
     seconds: float
 
-    def faster(self, speed: float) -> Window:
+    def faster(self, speed: float) -> TraceWindow:
         moves = tuple(Move(move.at / speed, move.machine, move.comes) for move in self.moves)
-        return Window(self.first, moves, self.seconds / speed)
+        return TraceWindow(self.first, moves, self.seconds / speed)
 
     def spans(self) -> list[tuple[int, float, float]]:
         """(machine, from, to) of each time that a machine is there without a break."""
@@ -135,7 +135,7 @@ def moves(counts: Counts, seed: int) -> list[Move]:
     return found
 
 
-def window(changes: Sequence[Move], machines: int, start: float, seconds: float, least: int) -> Window:
+def window(changes: Sequence[Move], machines: int, start: float, seconds: float, least: int) -> TraceWindow:
     """What the first `machines` of a trace see from `start` on.
 
     A departure that would leave fewer than `least` is left out, and so is the return of that machine.
@@ -153,7 +153,7 @@ def window(changes: Sequence[Move], machines: int, start: float, seconds: float,
         (there.add if move.comes else there.discard)(move.machine)
         if move.at > start:
             found.append(Move(move.at - start, move.machine, move.comes))
-    return Window(first if found else frozenset(there), tuple(found), seconds)
+    return TraceWindow(first if found else frozenset(there), tuple(found), seconds)
 
 
 def scaled(counts: Counts, machines: int) -> Counts:
@@ -170,7 +170,7 @@ def repeated(counts: Counts, seconds: float) -> Counts:
     return [(number * last + at, there) for number in range(int(seconds // last) + 1) for at, there in counts]
 
 
-def typical(counts: Counts, machines: int, seconds: float, least: int, seed: int) -> Window:
+def typical(counts: Counts, machines: int, seconds: float, least: int, seed: int) -> TraceWindow:
     """The window with as many moves as the trace has on average in that time; raises `BadTrace` where none has a move.
 
     Looks at starts ten minutes apart that have most machines at first; of equally good ones it takes the one with all,
