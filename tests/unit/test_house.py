@@ -125,7 +125,7 @@ AGAINST_FOREIGN_CODE = {
 
 SHOAL_PUBLIC = [
     "Engine", "JobFailed", "PeerError", "ShoalError", "UserError",
-    "cell", "common", "deferred", "initialize", "sharded",
+    "cell", "common", "deferred", "initialize", "sharded", "tied",
 ]  # fmt: skip
 
 

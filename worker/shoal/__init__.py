@@ -25,7 +25,7 @@ from shoal_protos.channel import GRPC_VARIABLES
 from shoal_protos.errors import JobFailed, PeerError, ShoalError, UserError
 
 if TYPE_CHECKING:
-    from shoal.cells.marks import common, sharded
+    from shoal.cells.marks import common, sharded, tied
     from shoal.first_values.building import deferred
     from shoal.session.cell_opening import cell
     from shoal.training.engine import Engine
@@ -60,7 +60,7 @@ _MODULES = ("callbacks", "client", "deepspeed", "integrations")
 
 __all__ = [
     "Engine", "JobFailed", "PeerError", "ShoalError", "UserError",
-    "cell", "common", "deferred", "initialize", "sharded",
+    "cell", "common", "deferred", "initialize", "sharded", "tied",
 ]  # fmt: skip
 _LOADED = {
     "Engine": "shoal.training.engine",
@@ -69,6 +69,7 @@ _LOADED = {
     "deferred": "shoal.first_values.building",
     "initialize": "shoal.training.start",
     "sharded": "shoal.cells.marks",
+    "tied": "shoal.cells.marks",
 }
 """Names that are loaded when first used, and where from."""
 

@@ -142,8 +142,8 @@ def lay_out_model(
 
 def _marked(registered: Sequence[Trainable], part: CellPart) -> list[Trainable]:
     return [
-        replace(one, own=one.name in part.own, summed=one.name in part.summed, cut=part.cuts.get(one.name),
-                adds=one.name in part.adding, order=order)
+        replace(one, own=one.name in part.own, summed=one.name in part.summed or one.name in part.ties,
+                cut=part.cuts.get(one.name), adds=one.name in part.adding, order=order, tie=part.ties.get(one.name))
         for order, one in enumerate(registered)
     ]  # fmt: skip
 

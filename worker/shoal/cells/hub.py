@@ -87,7 +87,8 @@ class CellHub:
         self._alike = GroupPlace(self, shape.alike(coordinate), "the whole cell")
         """Those that have the same tokens: what is added up among them here is a gradient of one context."""
         self._all = GroupPlace(self, shape.coordinates, "all of a cell")
-        self._line = GroupPlace(self, shape.places(coordinate, "pipeline"), "the stages of a pipeline")
+        self._at = lru_cache(maxsize=None)(self._stages_at)
+        self._line = self._at(tuple(range(shape.pipeline)))
 
     # ---- driven by the engine
 
@@ -152,15 +153,16 @@ class CellHub:
         finally:
             self._raises -= 1
 
-    def reduce_sum(self, tensors: Sequence[Tensor]) -> None:
-        """Adds tensors of one dtype up over those members of the cell that have the same tokens, each in its place, in
-        the order of coordinates. Raises `WorldChanged`.
+    def reduce_sum(self, tensors: Sequence[Tensor], places: tuple[int, ...] = ()) -> None:
+        """Adds tensors of one dtype up over those members of the cell that have the same tokens and stage, each in its
+        place, in the order of coordinates. `places`: or over those of the pipeline. Raises `WorldChanged`.
         """
         if not tensors:
             return
+        among = self._at(places) if places else self._alike
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         with self.raising():
-            self._alike.begin(all_reduce(self._alike.me, self._alike.size, flat)).finish()
+            among.begin(all_reduce(among.me, among.size, flat)).finish()
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
@@ -174,6 +176,11 @@ class CellHub:
         with self.raising():
             self._alike.begin(all_gather(self._alike.me, self._alike.size, found.unbind(), tensor)).finish()
         return found
+
+    def _stages_at(self, places: tuple[int, ...]) -> GroupPlace:
+        """Those of this process's pipeline, its own among them."""
+        line = self.shape.places(self.coordinate, "pipeline")
+        return GroupPlace(self, [line[place] for place in places], f"stages {places} of a pipeline")
 
     def meet(self) -> None:
         """Returns when all members of the cell have come here. Raises `UserError` where some have come to another place

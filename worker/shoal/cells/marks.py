@@ -9,7 +9,7 @@ The engine asks `marks` once, when it takes a module over; it works on the parts
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from shoal.core.layout import Layout
+from shoal.core.ties import Tie, TiedParameter, ties_of
+from shoal.core.units import plain_name
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
-_MARK = "_shoal_mark"
+_MARK, _TIE = "_shoal_mark", "_shoal_tie"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,16 @@ def common(parameter: AnyTensor, *, over: str = "tensor", gradient: Literal["equ
     if gradient not in ("equal", "sum"):
         raise UserError(f'shoal.common is given gradient {gradient!r:.60}; expected "equal" or "sum".')
     setattr(parameter, _MARK, (over, Mark(gradient=gradient)))
+    return parameter
+
+
+def tied(parameter: AnyTensor, name: str) -> AnyTensor:
+    """Marks a parameter of which several stages of a pipeline have a copy, as an embedding that is the head, too: those
+    of one name have the same values, and their gradients are added up. Returns it. Raises `UserError`.
+    """
+    if not isinstance(name, str) or not name:
+        raise UserError(f"shoal.tied is given the name {name!r:.60}; expected a text that all copies have.")
+    setattr(parameter, _TIE, name)
     return parameter
 
 
@@ -126,6 +138,19 @@ def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:
                 )
             found = Mark(True, dim=placement.dim)
     return found
+
+
+def ties(places: Sequence[nn.Module]) -> dict[str, Tie]:
+    """Which parameters are copies of each other, by name. `places`: of a pipeline, what each has. Raises `UserError`
+    for those that cannot be.
+    """
+    return ties_of([list(_tied_in(place)) for place in places])
+
+
+def _tied_in(module: nn.Module) -> Iterator[TiedParameter]:
+    for name, parameter in module.named_parameters():
+        if tie := getattr(parameter, _TIE, ""):
+            yield TiedParameter(plain_name(name), tie, tuple(parameter.shape), parameter.dtype)
 
 
 # ---- DTensors
@@ -206,19 +231,25 @@ def local_gradient(parameter: Tensor, gradient: Tensor) -> LocalGradient:
     return LocalGradient(local, is_partial=True, cut=cut)
 
 
-OverCell = Callable[[list[Tensor]], None]
-"""Adds tensors of one dtype up, in place, over this process's cell. Raises `WorldChanged`."""
+OverCell = Callable[[list[Tensor], tuple[int, ...]], None]
+"""Adds tensors of one dtype up, in place, over those members of a cell that have the same tokens and stage; or over
+these places of its pipeline. Raises `WorldChanged`.
+"""
 
 
 class SpreadGradients:
     """Which gradients of the lane at hand are parts of a sum over a cell, as behind layers that divide a sequence: by
-    their marks, those of DTensors by their placements. Parameters go by their number among all slots.
+    their marks, those of DTensors by their placements; and those of copies that several stages have. Parameters go by
+    their number among all slots.
     """
 
     def __init__(self, layout: Layout) -> None:
         parameters = [slot.parameter for bucket in layout.buckets for slot in bucket.slots]
         self._names = [one.name for one in parameters]
-        self._marked = {slot for slot, one in enumerate(parameters) if one.summed and not one.wrapped}
+        self._marked = {
+            slot for slot, one in enumerate(parameters) if one.name in layout.part.summed and not one.wrapped
+        }
+        self._tied = sorted((one.tie, slot) for slot, one in enumerate(parameters) if one.tie is not None)
         self.begin()
 
     def begin(self) -> None:
@@ -252,7 +283,9 @@ class SpreadGradients:
         """The lane's backwards are over. Raises `WorldChanged`."""
         parts = [gradient_of(slot) for slot in sorted(self._now)]
         for dtype in sorted({part.dtype for part in parts}, key=str):
-            over_cell([part for part in parts if part.dtype == dtype])
+            over_cell([part for part in parts if part.dtype == dtype], ())
+        for tie, slot in self._tied:
+            over_cell([gradient_of(slot)], tie.places)
 
 
 def _dimensions(tensor: Any) -> Iterator[tuple[int, int, Any]]:

@@ -73,6 +73,6 @@ def _refuse_ties(everywhere: list[list[nn.Module]]) -> None:
             for name, parameter in stage.named_parameters():
                 if seen.setdefault(id(parameter), place) != place:
                     raise UserError(
-                        f'parameter "{name}" is in stages of two places of the pipeline; tied parameters between '
-                        "stages are not supported yet. Make one for each stage within the function."
+                        f'parameter "{name}" is in stages of two places of the pipeline; make one for each stage '
+                        "within the function. If they are to stay equal, mark both by shoal.tied(parameter, name)."
                     )

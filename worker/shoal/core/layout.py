@@ -3,10 +3,8 @@
 A bucket holds parameters of one unit, one optimizer group and one dtype: groups in the optimizer's order, parameters in
 reverse registration order (the order in which backward finishes them), each at a 64-byte multiple; it is padded with
 zeros to whole blocks. Pure: shapes and dtypes only, no tensor is touched.
-
 Parameters that need no gradient (frozen) may be in buckets of their own, behind all others: such blocks have no state,
 and are in no fingerprint. `Layout.trained` is the layout without them, which is the same wherever they are kept.
-
 Block numbers are striped: blocks are numbered across the buckets, by their relative place in their bucket. So a run of
 numbers is one slice of every bucket, and any owner of long runs has its share of every bucket's traffic.
 
@@ -15,7 +13,6 @@ others are common to its cell. A layout has the buckets of one coordinate, own o
 job's: the own blocks of coordinate 0, those of coordinate 1, and so on, then the common ones, each part striped by
 itself. Every common block has a home coordinate. All coordinates lay out alike. Where a cell divides a sequence,
 coordinates of several contexts have the same own part, which lies at home at all of them as the common blocks do.
-
 Each stage of a pipeline has parameters of its own, and so buckets of its own: its blocks, numbered as above, follow
 those of the stages before. A layout knows all stages' buckets, and has those of its own coordinate.
 """
@@ -35,6 +32,7 @@ import torch
 from shoal_protos.runs import Runs, Span
 
 from shoal.core.cuts import Cut
+from shoal.core.ties import Tie
 
 VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
@@ -69,6 +67,8 @@ class CellPart:
     """Names of those that are marked as `summed`, which they are with several places of `tensor`."""
     numbered: int = field(default=0, compare=False)
     """How many stages its model is made of, with whose numbers names begin; 0: it is not made of stages."""
+    ties: Mapping[str, Tie] = field(default_factory=dict, compare=False)
+    """Of those of which several stages have a copy, by name."""
 
     @property
     def place(self) -> int:
@@ -126,6 +126,8 @@ class Trainable:
     """Whether it is marked as `summed`."""
     order: int = field(default=-1, compare=False)
     """Its number among the parameters of its stage, in registration order; -1: not known."""
+    tie: Tie | None = field(default=None, compare=False)
+    """Of a copy: what it has to do with those of other stages."""
 
     @property
     def elements(self) -> int:
@@ -483,10 +485,10 @@ def _block_elements(buckets: Sequence[int], smallest: int, most: int) -> int:
 def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
     """Slots and elements of every bucket."""
     drafts: list[tuple[list[Slot], int]] = []
-    latest: dict[tuple[bool, bool, int, torch.dtype, int], int] = {}
+    latest: dict[tuple[object, ...], int] = {}
     backwards = parameters[::-1]
     for parameter in sorted(backwards, key=lambda p: (p.group == FROZEN, not p.own, p.summed, p.group)):
-        kind = (parameter.own, parameter.summed, parameter.group, parameter.dtype, parameter.unit)
+        kind = (parameter.own, parameter.summed, parameter.tie, parameter.group, parameter.dtype, parameter.unit)
         align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
         slots, elements = drafts[latest[kind]] if kind in latest else ([], 0)
         start = -(-elements // align) * align

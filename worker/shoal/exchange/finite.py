@@ -157,12 +157,13 @@ def subtree_sums(
     owned: Runs,
     layout: Layout,
 ) -> Tensor:  # (subtrees of owned,) float64
-    """Sums of squares of the reduced gradient."""
+    """Sums of squares of the reduced gradient, in which what several stages have copies of counts once."""
     if not owned:
         return torch.empty(0, dtype=torch.float64, device="cpu")
     stretches = layout.stretches(owned)
     pieces = [  # each (rows,) float64
-        _row_sums(gradients.of(stretch).view(-1, ROW).pow(2)).double() for stretch in stretches
+        _row_sums(gradients.of(stretch).view(-1, ROW).pow(2)).double() * _is_counted(layout.buckets[stretch.bucket])
+        for stretch in stretches
     ]
     rows = torch.cat(pieces).view(-1, layout.block_elements // ROW)  # (blocks owned, rows of a block)
     while rows.shape[1] > 1:
@@ -179,6 +180,12 @@ def subtree_sums(
         offset = place[starts[run]]
         sums.append(_tree_sum(blocks[first + offset : last + offset]))
     return torch.stack(sums)
+
+
+def _is_counted(bucket: Bucket) -> bool:
+    """Whether norms count it: a copy of what an earlier stage of a pipeline has is counted there."""
+    tie = bucket.slots[0].parameter.tie if bucket.slots else None
+    return tie is None or tie.is_first
 
 
 def _row_sums(

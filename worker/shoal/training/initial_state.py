@@ -10,6 +10,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.checkpoint.writer import TakenStates
+from shoal.core.layout import Layout
 from shoal.core.units import named_buffers
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.traffic import STARTED
@@ -37,8 +38,27 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
         of = (coordinates.of_stage, common), (coordinates.contributors, mine), (coordinates.mates, buffers)
         for holders, tensors in of:
             replaced = _take_over_from(holders[0], holders, world, tensors)
+        _check_copies(world, state.layout, begins)
     if replaced:
         state.buffers.refresh()
+
+
+def _check_copies(world: World, layout: Layout, begins: Mapping[str, Tensor]) -> None:
+    """Raises `UserError`, on all members alike, where copies differ that stages have of a parameter."""
+    for tie in sorted({one.name for one in layout.part.ties.values()}):
+        copies = {one.place: copy for copy, one in sorted(layout.part.ties.items()) if one.name == tie}
+        own = begins.get(copies.get(layout.part.place, ""))
+        digest = digest_of([] if own is None else [(tie, own)])
+        rows, firsts = world.group.all_gather(as_bytes_tensor(digest.encode())), dict[int, Tensor]()
+        for member, row in zip(world.plan.members, rows, strict=True):
+            place, within = divmod(member.coordinate, layout.part.of_stage)
+            if place in copies and not torch.equal(row, firsts.setdefault(within, row)):
+                first, *_, last = sorted(copies.values())
+                raise UserError(
+                    f'parameters "{first}" and "{last}" are tied as "{tie}", and begin with different values; give '
+                    "them the same ones within the function of cell.stages, as by torch.manual_seed before each is "
+                    "made."
+                )
 
 
 def _take_over_from(source: int, ranks: Sequence[int], world: World, tensors: Mapping[str, Tensor]) -> bool:

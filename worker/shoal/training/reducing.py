@@ -252,10 +252,11 @@ def _over_cell(context: TrainingContext, sums: LaneSums | ShardSums) -> EqualGra
     said to be equal over it, where bits are exact.
     """
     hub = context.hub
-    if hub is None or hub.shape.tensor == 1:
+    if hub is None:
         return None
     sums.over_cell = hub.reduce_sum
-    return EqualGradients(context.state.layout, hub) if context.config.exact else None
+    is_divided = hub.shape.tensor > 1
+    return EqualGradients(context.state.layout, hub) if is_divided and context.config.exact else None
 
 
 def _noted(
@@ -303,6 +304,10 @@ class BucketHooks:
         self._on_filled: Callable[[int], None] | None = None
         self._repeats = layout.part.stages > 1
         """Whether parameters get gradients of several micro-batches in what is armed for."""
+        self._awaited = [
+            {at for at, slot in enumerate(one.slots) if slot.parameter.tie is None} for one in layout.buckets
+        ]
+        """By bucket, the places of those that may be unused; a copy of what another stage has is not asked."""
         self._missing: list[set[int]] = []
         self._order: Sequence[int] = range(len(self._slots))
         self._next = 0
@@ -316,7 +321,7 @@ class BucketHooks:
         """Calls `on_filled(bucket)` for each bucket, in order, as soon as it and all before it are whole. Buckets with
         unused parameters never come; whoever arms sees to them. `order`: None: the layout's.
         """
-        self._missing = [set(range(count)) for count in self._slots]
+        self._missing = [set(places) for places in self._awaited]
         self._order = range(len(self._slots)) if order is None else order
         self._next, self._on_filled = 0, on_filled
         try:

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.blocks.flat import trainable
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.cells.hub import CellHub, current_hub
-from shoal.cells.marks import is_divided, local_of, marks
+from shoal.cells.marks import is_divided, local_of, marks, ties
 from shoal.cells.stages import Stages
 from shoal.checkpoint.catalogue import places
 from shoal.checkpoint.place_marks import leave_mark
@@ -39,6 +39,7 @@ from shoal.config.training import TrainingConfig, agreement
 from shoal.core.cuts import Cut
 from shoal.core.layout import CellPart, Layout, Trainable
 from shoal.core.plain import encode
+from shoal.core.ties import check_groups
 from shoal.core.units import named_buffers, named_parameters, plain_name
 from shoal.data.data_workers import HERE, Reading
 from shoal.data.fetch import Fetcher
@@ -231,7 +232,9 @@ def in_cell(limits: Limits, model: nn.Module, optimizer: Optimizer, hub: CellHub
         stages = tuple(tuple(_trained_at(place, of_place, limits)) for place, of_place in by_place)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         _check_place(plain_name(name), tensor.device.type)
-    return replace(limits, part=part_of(model, hub.shape, hub.coordinate), stages=stages)
+    part = part_of(model, hub.shape, hub.coordinate)
+    check_groups(part.ties, {one.name: one.group for of_place in stages for one in of_place})
+    return replace(limits, part=part, stages=stages)
 
 
 def _is_function(given: object) -> bool:
@@ -283,7 +286,7 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
             )
     numbered = model.count if isinstance(model, Stages) else 0
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
-                    adding=adding, numbered=numbered)  # fmt: skip
+                    adding=adding, numbered=numbered, ties=ties(everywhere))  # fmt: skip
     placed = (name for name, parameter, _ in named if is_divided(parameter))
     return replace(part, summed=part.summed_of(placed))
 
@@ -410,7 +413,7 @@ def _by_coordinate(layout: Layout, blocks_of: Callable[[int], Runs]) -> tuple[Ru
 
 
 def _beside_the_config(state: TrainingState) -> dict[str, str]:
-    """What else must agree: what optimizer and scheduler were given, and the module's buffers."""
+    """What else must agree: what optimizer and scheduler were given, the module's buffers, and its ties."""
     buffers = {f"buffer {name}": f"{value.dtype} {tuple(value.shape)}" for name, value in named_buffers(state.module)}
     if isinstance(state.module, Stages) and state.layout.stages:  # the others' have no precision yet
         named = chain.from_iterable(map(named_buffers, state.module.places))
@@ -419,4 +422,5 @@ def _beside_the_config(state: TrainingState) -> dict[str, str]:
     if deferred is not None:
         buffers["model built within shoal.deferred()"] = deferred.identity()
         buffers["content of the weights that shoal.deferred() reads"] = deferred.weights()
-    return {**buffers, **state.given.texts(), "scheduler": class_of(state.scheduler) or "none"}
+    tied = {f"shoal.tied {name}": tie.name for name, tie in state.layout.part.ties.items()}
+    return {**buffers, **tied, **state.given.texts(), "scheduler": class_of(state.scheduler) or "none"}
