@@ -16,8 +16,10 @@ from crew import Crew
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
+from pipeline_parallel import PIPELINE, SQUARE, Stage, in_stages
 from rule import Edit, holds, rule
 from safetensors.torch import load_file
+from shoal.cells.stages import built_stages
 from shoal.checkpoint.catalogue import at
 from shoal.checkpoint.export import export, export_dcp
 from shoal.checkpoint.manifest import MANIFEST, sealed
@@ -74,7 +76,7 @@ def test_parts_that_are_cut_from_a_whole_are_joined_to_it(places: int, stride: i
     "Cells",
     broken_by=[
         Edit("shoal.core.cuts", "self.stride) for of_place in pieces]", "self.stride) for of_place in pieces[::-1]]"),
-        Edit("shoal.checkpoint.named", "[reader.at(part) for part in", "[reader for part in"),
+        Edit("shoal.checkpoint.named", "[reader.at(one) if", "[reader if"),
         Edit("shoal.training.cell_parts", "self._traffic_at(world, coordinate)\n", "self._traffic\n"),
         Edit("shoal.training.requests", "one.detail not in paths]", "True]"),
     ],
@@ -92,6 +94,44 @@ def test_a_checkpoint_of_cells_is_exported_whole(shape: Shape, names: str, stage
     assert all(folder.states[name]["exp_avg"].shape == value.shape for name, value in expected.items())
     flat = {name: folder.part(name, 0, value.numel()) for name, value in expected.items()}
     assert same(flat, {name: value.reshape(-1) for name, value in expected.items()})
+
+
+@holds("An export of a job of cells has the whole")
+@pytest.mark.parametrize("shape", [PIPELINE, pytest.param(SQUARE, marks=check("with parts besides"))], ids=str)
+def test_a_checkpoint_of_a_pipeline_is_exported_with_all_stages(shape: Shape, tmp_path: Path) -> None:
+    """Under the names that they have in the `ModuleDict` of all of them, as one process builds it."""
+    shoal, workers = {"checkpoint": {"path": str(tmp_path), "every_steps": STEP}}, "abcd"[: shape.processes]
+    with crew_of(workers, in_stages(CellTask({"max_steps": STEP, "shoal": shoal}, shape=shape))) as crew:
+        crew.finish()
+        there = [crew.workers[name].engine.module.state_dict() for name in workers]
+    expected = {name: value for part in there for name, value in part.items()}
+    for first, second in zip(there[::2], there[1::2], strict=True) if shape == SQUARE else ():
+        cut = {name: CUT[name.partition(".")[2]] for name in first if name.partition(".")[2] in CUT}
+        expected |= {name: torch.cat([first[name], second[name]], dim) for name, dim in cut.items()}
+    reader = at(str(next(tmp_path.glob(f"step-{STEP:012d}-*"))), print).reader()
+    export(reader, tmp_path / "model.safetensors", None)
+    found = load_file(tmp_path / "model.safetensors")
+    assert same(found, expected)
+    whole = built_stages(partial(Stage, count=2, dropout=0.0, hub=None, between=lambda: None), 2, 0, 1)
+    whole.load_state_dict(found)
+    export_dcp(reader, tmp_path / "folder", None)
+    states = open_model(tmp_path / "folder").states
+    assert states.keys() == {name for name, _ in whole.named_parameters()}
+    assert all(one["exp_avg"].shape == expected[name].shape for name, one in states.items())
+
+
+def test_a_job_of_a_pipeline_exports_by_its_checkpoint(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def after(engine: Engine) -> None:
+        with pytest.raises(UserError) as refusal:
+            engine.export(tmp_path / "model.safetensors")
+        seen.append(str(refusal.value))
+
+    with crew_of("ab", in_stages(CellTask({"max_steps": 1}, shape=PIPELINE, after=after))) as crew:
+        crew.finish()
+    assert len(seen) == 2
+    assert all("save a checkpoint, and export that by `shoal export`" in one for one in seen)
 
 
 @holds("An export of a job of cells has the whole")

@@ -140,8 +140,9 @@ def _cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _groups(manifest: Manifest) -> list[dict[str, Any]]:
     """Hyper-parameters, and the names of each group's parameters in the order of the model."""
     groups = [{**decode(group, {}), "params": []} for group in manifest.groups]
-    for bucket in manifest.blocks.buckets:
-        groups[bucket.group]["params"] += [slot.parameter.name for slot in bucket.slots]
+    for buckets in reversed(manifest.blocks.by_stage):
+        for bucket in buckets:
+            groups[bucket.group]["params"] += [slot.parameter.name for slot in bucket.slots]
     for group in groups:
-        group["params"].reverse()  # a layout has the parameters in reverse registration order
+        group["params"].reverse()  # a layout has the parameters of a stage in reverse registration order
     return groups

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from shoal.blocks.flat import views
 from shoal.blocks.loaded_state import AVERAGE, MASTER
-from shoal.blocks.values import WholeValues
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
-from shoal.checkpoint.reader import Reader
+from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
 from shoal.core.layout import Bucket, Layout
 from shoal.core.misses import Misses
@@ -38,14 +37,17 @@ class Known:
 
 
 def names(manifest: Manifest) -> dict[str, Known]:
-    """All tensors of the model: trained parameters, frozen ones, persistent buffers."""
+    """All tensors of the model, of all stages: trained parameters, frozen ones, persistent buffers."""
     found = {
         slot.parameter.name: Known(slot.parameter.whole_shape(manifest.blocks.part.parts), slot.parameter.dtype)
-        for bucket in manifest.blocks.buckets
+        for buckets in manifest.blocks.by_stage
+        for bucket in buckets
         for slot in bucket.slots
     }
     beside = dict(manifest.frozen.tensors) if manifest.frozen is not None else {}
-    beside |= {name: manifest.tensors[buffer_tensor(name)][1] for name in manifest.buffers}
+    for name in manifest.buffers:
+        places = (buffer_tensor(name, coordinate) for coordinate in range(manifest.layout.coordinates))
+        beside[name] = next(manifest.tensors[place][1] for place in places if place in manifest.tensors)
     return found | {name: Known(entry.shape, DTYPES[entry.dtype]) for name, entry in beside.items()}
 
 
@@ -66,35 +68,39 @@ def tensors(reader: Reader, exact: bool = False, averaged: bool = False) -> Iter
     averages, which there are, in the wide dtype of the bucket. Raises `UserError` where the parts of a cell do not make
     a whole.
     """
-    for bucket in reader.manifest.blocks.buckets:
-        flats = [_flat(one, bucket, exact, averaged) for one in _with_parts(reader, bucket)]
+    for stage, bucket in _buckets(reader):
+        flats = [_flat(one, bucket, exact, averaged) for one in _with_parts(reader, stage, bucket)]
         for slot, *parts in zip(bucket.slots, *(views(bucket, flat) for flat in flats), strict=True):
             yield slot.parameter.name, slot.parameter.joined(parts)
     yield from reader.frozen().items()
     yield from _buffers(reader).items()
 
 
-def _with_parts(reader: Reader, bucket: Bucket) -> list[Reader]:
+def _buckets(reader: Reader) -> Iterator[tuple[int, Bucket]]:
+    """Those of all stages of a pipeline, each with the number of its stage."""
+    return ((stage, one) for stage, buckets in enumerate(reader.manifest.blocks.by_stage) for one in buckets)
+
+
+def _with_parts(reader: Reader, stage: int, bucket: Bucket) -> list[Reader]:
     """As those coordinates see it that together have the whole of a bucket."""
-    return [reader.at(part) for part in range(reader.blocks.part.parts)] if bucket.is_own else [reader]
+    part = reader.manifest.blocks.part
+    coordinates = range(part.of_stage * stage, part.of_stage * stage + (part.parts if bucket.is_own else 1))
+    return [reader.at(one) if one != reader.coordinate else reader for one in coordinates]
 
 
 def _buffers(reader: Reader) -> dict[str, Tensor]:
-    """What all coordinates of a cell have alike. Raises `UserError`."""
-    found = reader.buffers()
-    for coordinate in range(1, reader.blocks.part.coordinates):
+    """What all coordinates of a cell that have it have alike. Raises `UserError`."""
+    found: dict[str, Tensor] = {}
+    for coordinate in range(reader.blocks.part.coordinates):
         for name, value in reader.at(coordinate).buffers().items():
-            check_alike(name, bytes(tensor_bytes(value)) == bytes(tensor_bytes(found[name])), reader.where)
-    return found
+            first = found.setdefault(name, value)
+            check_alike(name, bytes(tensor_bytes(value)) == bytes(tensor_bytes(first)), reader.where)
+    return {name: found[name] for name in reader.manifest.buffers}
 
 
 def check_cuts(layout: Layout, of: str) -> None:
     """Raises `UserError` where nothing says how the parts of a cell's processes make a whole."""
-    if layout.part.stages > 1:
-        raise UserError(
-            f"cannot export {of}: a pipeline's stages are not joined yet; let the script of each stage save its part."
-        )
-    slots = (slot.parameter for bucket in layout.buckets for slot in bucket.slots)
+    slots = (slot.parameter for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
     if uncut := next((one.name for one in slots if one.own and one.cut is None), ""):
         raise UserError(
             f'cannot export {of}: each process of a cell has a part of parameter "{uncut}", and nothing says '
@@ -118,15 +124,14 @@ def _flat(reader: Reader, bucket: Bucket, exact: bool, averaged: bool) -> Tensor
 
 
 def _parameters(reader: Reader, bucket: Bucket) -> Tensor:  # (elements,) of the bucket's dtype
-    flat = torch.empty(bucket.elements, dtype=bucket.dtype)
-    flats = [flat if other is bucket else _NOTHING for other in reader.manifest.blocks.buckets]
-    reader.parameters([reader.manifest.blocks.whole(bucket)], WholeValues(reader.manifest.blocks, flats))
-    return flat
+    window = Window(reader.blocks.whole(bucket), bucket)
+    reader.parameters([reader.blocks.whole(bucket)], window)
+    return window.values
 
 
 def _wide(reader: Reader, bucket: Bucket, key: str) -> Tensor:  # (elements,) of the bucket's wide dtype, or its own
     """Masters or averages; the parameters where there are none."""
-    layout, found = reader.manifest.blocks, torch.empty(bucket.elements, dtype=bucket.wide_dtype)
+    layout, found = reader.blocks, torch.empty(bucket.elements, dtype=bucket.wide_dtype)
     for stretch, state in reader.states([layout.whole(bucket)], only=key).items():
         if key not in state:
             return _parameters(reader, bucket)
@@ -144,9 +149,9 @@ def states(reader: Reader) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """
     classes = reader.manifest.classes
     missed = iter(Misses.from_runs(reader.manifest.blocks, reader.manifest.missed).of)
-    for bucket in reader.manifest.blocks.buckets:
+    for stage, bucket in _buckets(reader):
         kind = classes[bucket.group] if classes else reader.manifest.optimizer
-        parts = [_state_of(one, bucket) for one in _with_parts(reader, bucket)]
+        parts = [_state_of(one, bucket) for one in _with_parts(reader, stage, bucket)]
         for slot, its in zip(bucket.slots, missed, strict=False):  # of this bucket
             first, stop = slot.start, slot.start + slot.parameter.elements
             yield (
@@ -184,6 +189,3 @@ def tied_names(module: nn.Module) -> dict[str, str]:
         if isinstance(tensor, Tensor) and first.setdefault(id(tensor), name) != name:
             tied[name] = first[id(tensor)]
     return tied
-
-
-_NOTHING = torch.empty(0)

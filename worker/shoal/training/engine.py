@@ -348,6 +348,11 @@ class Engine(Habits):
         if not isinstance(path, str | os.PathLike) or "\0" in str(path):
             raise UserError(f"engine.export got {path!r}; expected the path of the file to write.")
         check_cuts(self.context.state.layout, "the model")
+        if self.context.state.layout.stages:
+            raise UserError(
+                "engine.export is not supported yet where a cell has a pipeline: no process has all stages; save a "
+                "checkpoint, and export that by `shoal export`."
+            )
         if self.context.state.layout.part.parts > 1 and self.context.config.average is not None:
             raise UserError(
                 "engine.export is not supported yet where a cell's processes have parts of the model and averages of "
