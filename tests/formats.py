@@ -284,7 +284,8 @@ def _checkpoint() -> Iterator[str]:
 def _layout() -> Iterator[str]:
     import torch
     from shoal.checkpoint.fingerprint import digest_of_buffers, digests_of, total_of
-    from shoal.core.layout import FROZEN, Trainable, lay_out
+    from shoal.core.laying_out import lay_out
+    from shoal.core.layout import FROZEN, Trainable
     from shoal.core.misses import Misses
 
     model = [

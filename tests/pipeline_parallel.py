@@ -1,5 +1,5 @@
-"""A small model in stages, and what a crew trains with it by torch's schedules; with tensor parallelism besides where
-the cell has that dimension. `losses_of_the_whole` are those of the same stages in one process.
+"""A small model in stages, and what a crew trains with it by torch's schedules; with tensor parallelism and experts
+besides where the cell has these dimensions. `losses_of_the_whole` are those of the same stages in one process.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from crew import Task, undisturbed
+from expert_parallel import group_of
 from integration.cell_scripts import Copied, Summed
 from integration.scripts import VOCABULARY, WIDTH, Samples
 from shoal.cells.hub import CellHub
 from shoal.cells.marks import sharded
 from shoal.cells.process_group import CellGroup
 from shoal.cells.stages import Stages, built_stages
+from shoal.deepspeed.moe.layer import MoE
 from shoal.training.engine import Engine
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask
@@ -28,6 +30,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 PIPELINE, THREE = Shape(pipeline=2), Shape(pipeline=3)
 SQUARE = Shape(tensor=2, pipeline=2)
+OF_EXPERTS = Shape(expert=2, pipeline=2)
+CUBE = Shape(expert=2, pipeline=2, tensor=2)
+ALL = Shape(expert=2, pipeline=2, context=2, tensor=2)
 MICRO_BATCHES = 2
 DROPOUT = 0.1
 
@@ -60,6 +65,10 @@ class Stage(nn.Module):
             self.group = CellGroup(hub, hub.shape.alike(hub.coordinate), "tensor")
             self.up = sharded(nn.Parameter(self.up.detach().chunk(size, 0)[part].clone()))
             self.down = sharded(nn.Parameter(self.down.detach().chunk(size, 1)[part].clone()), dim=1)
+        self.moe = None
+        if hub is not None and (places := hub.shape.expert) > 1:
+            expert = nn.Linear(WIDTH, WIDTH)
+            self.moe = MoE(WIDTH, expert, 2 * places, places, group=group_of(hub, "expert"), k=2)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.embedding(x))
@@ -70,7 +79,7 @@ class Stage(nn.Module):
         else:
             inner = torch.relu(Copied.apply(hidden, self.group) @ self.up.T)
             hidden = hidden + Summed.apply(inner @ self.down.T, self.group)
-        return self.head(hidden)
+        return self.head(hidden if self.moe is None else hidden + self.moe(hidden)[0])
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

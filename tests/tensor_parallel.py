@@ -30,7 +30,7 @@ from shoal.training.engine import Engine
 from shoal.training.residency import residency_of
 from shoal.training.start import _description, in_cell
 from shoal_protos.messages import MemberState, Status
-from shoal_protos.shape import Shape
+from shoal_protos.shape import DIMENSIONS, Shape
 from torch import Tensor, nn
 
 TWO = Shape(tensor=2)
@@ -178,8 +178,10 @@ def script(task: CellTask, coordinate: int, opened: Opened) -> None:
     link, options = opened.link, task.options
     assert isinstance(link, CrewLink)
     link.coordinate = coordinate
-    sizes = {"tensor": task.shape.tensor, "context": task.shape.context, "pipeline": task.shape.pipeline}
-    shoal = {"cell": {name: size for name, size in sizes.items() if size > 1}, **options.get("shoal", {})}
+    shoal = {
+        "cell": {name: size for name in DIMENSIONS if (size := getattr(task.shape, name)) > 1},
+        **options.get("shoal", {}),
+    }
     settled = load_config(config({"lanes": 4, "max_steps": 6, **options, "shoal": shoal}), Beside())
     make_exact(settled.exact, settled.torch_threads)
     source = source_of(task.data(), None, settled, HERE)

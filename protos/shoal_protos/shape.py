@@ -71,9 +71,11 @@ class Shape:
         return tuple(map(tuple, parts.values()))
 
     def alike(self, coordinate: int) -> tuple[int, ...]:
-        """The coordinates of a cell that have the same stage and the same tokens as this one: those of its context."""
+        """The coordinates of a cell that have the same stage and the same tokens as this one: they differ in the
+        tensor dimension alone.
+        """
         own = self.index(coordinate)
-        same = ("pipeline", "context")
+        same = ("pipeline", "expert", "context")
         return tuple(other for other in self.coordinates if all(self.index(other)[one] == own[one] for one in same))
 
     def named(self, coordinate: int) -> str:

@@ -201,8 +201,8 @@ def of_the_page(result: str, page: str, definitions: str, max_steps: int = 4) ->
 
 
 def of_example(result: str, definitions: str, by: str, **options: Any) -> None:
-    """The model of an example whose definitions are given: examples/three_dimensional.py, by "dimensions", or
-    examples/context_parallel.py with one of its kinds of attention; "torch": with that of torch's `context_parallel`.
+    """The model of an example whose definitions are given: three_dimensional.py or experts.py, by "dimensions", or
+    context_parallel.py with one of its kinds of attention; "torch": with that of torch's `context_parallel`.
     """
     import shoal
 

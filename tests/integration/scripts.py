@@ -97,7 +97,7 @@ def config(options: dict[str, Any]) -> dict[str, Any]:
     """The training config that the options ask for."""
     lanes, micro_batches = options.get("lanes", 8), options.get("micro_batches_per_lane", 1)
     return {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": options.get("micro_batch", 2),
         "gradient_clipping": options.get("gradient_clipping", 1.0),
         "zero_optimization": {"stage": options.get("stage", 1), **_offload(options)},
         **options.get("precision", {}),

@@ -255,8 +255,8 @@ def of_contexts(by: str, workers: int) -> Cluster:
     return Cluster(workers, options, script="integration.cell_scripts:of_example", pace=0.05)
 
 
-def of_dimensions(workers: int) -> Cluster:
-    options = {"definitions": definitions_of("three_dimensional.py"), "by": "dimensions", "max_steps": 12}
+def of_dimensions(workers: int, example: str = "three_dimensional.py") -> Cluster:
+    options = {"definitions": definitions_of(example), "by": "dimensions", "max_steps": 12}
     return Cluster(workers, options, script="integration.cell_scripts:of_example", pace=0.05)
 
 
@@ -277,6 +277,18 @@ def test_eight_processes_of_the_example_in_three_dimensions_lose_one_and_are_sca
     with of_dimensions(4) as cluster:
         cluster.wait_done()
         assert cluster.fingerprint == report["fingerprint"]
+
+
+@check("experts in processes; the crew has the bits")
+def test_a_process_of_a_cell_that_divides_experts_is_killed_and_a_spare_takes_its_place() -> None:
+    with of_dimensions(5, "experts.py") as cluster:
+        cluster.wait_step(3)
+        cluster.kill("w1")
+        cluster.wait_done()
+        several = cluster.result("w2")
+    with of_dimensions(2, "experts.py") as cluster:
+        cluster.wait_done()
+        assert cluster.result("w0") == several
 
 
 @check("contexts in processes; the crew has the bits")

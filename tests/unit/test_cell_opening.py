@@ -62,8 +62,8 @@ def test_the_shape_is_that_of_arguments_and_config_and_a_seat_is_taken_for_it(
         (lambda: shoal.cell(tensr=2), "no argument 'tensr'; expected pipeline, expert, context, tensor, tight"),
         (lambda: shoal.cell(tensor=0), "`shoal.cell.tensor` is 0; expected a whole number from 1 to 1024"),
         (lambda: shoal.cell(tensor="two"), "`shoal.cell.tensor` is .two.; expected a whole number from 1 to 1024"),
-        (lambda: shoal.cell(expert=2), "`shoal.cell.expert` is 2, which is not supported yet"),
-        (lambda: shoal.cell(expert_model_parallel_size=2), "`shoal.cell.expert` is 2, which is not supported yet"),
+        (lambda: shoal.cell(expert=0), "`shoal.cell.expert` is 0; expected a whole number from 1 to 1024"),
+        (lambda: shoal.cell(expert_model_parallel_size=0), "`shoal.cell.expert` is 0; expected a whole number"),
         (lambda: shoal.cell(tensor=2, tight=["tensr"]), "expected a list of pipeline, expert, context, tensor"),
     ],
 )  # fmt: skip

@@ -94,7 +94,7 @@ def gradient_descent(model: nn.Module) -> torch.optim.Optimizer:
     "Loss and gradient of a micro-batch are the means over the contexts of a cell",
     "Cells",
     broken_by=[
-        Edit("shoal.exchange.vote", "return total / coordinates.contexts", "return total"),
+        Edit("shoal.exchange.vote", "return total / coordinates.portions", "return total"),
         Edit("shoal.exchange.canonical", "div_(self._traffic.leaves)", "div_(self._traffic.plan.lanes)"),
         Edit("shoal.exchange.round_reduction", "div_(self._traffic.leaves)", "div_(self._traffic.plan.lanes)"),
     ],

@@ -11,7 +11,10 @@ import pytest
 import torch
 from crew import Crew, Worker
 from pipeline_parallel import (
+    ALL,
+    CUBE,
     MICRO_BATCHES,
+    OF_EXPERTS,
     PIPELINE,
     SQUARE,
     Body,
@@ -41,7 +44,7 @@ def task_of(shape: Shape, stage: int = 1, kind: Any = Schedule1F1B, turns: int =
 @cache
 def one_cell(shape: Shape, kind: Any = Schedule1F1B, turns: int = 1) -> str:
     """The fingerprint of a world of one cell."""
-    with crew_of("abcdef"[: shape.processes], task_of(shape, kind=kind, turns=turns)) as crew:
+    with crew_of("abcdefghijklmnop"[: shape.processes], task_of(shape, kind=kind, turns=turns)) as crew:
         return crew.finish()
 
 
@@ -91,6 +94,9 @@ def test_losses_are_those_of_the_whole_model_in_one_process(shape: Shape, kind: 
         pytest.param(PIPELINE, "ab", 2, ScheduleInterleaved1F1B, 2, marks=check("as by 1F1B")),
         (SQUARE, "abcdefgh", 1, Schedule1F1B, 1),
         (SQUARE, "abcdefgh", 2, Schedule1F1B, 1),
+        pytest.param(OF_EXPERTS, "abcdefgh", 2, Schedule1F1B, 1, marks=check("as experts and stages alone")),
+        pytest.param(ALL, "abcdefghijklmnop", 2, Schedule1F1B, 1, marks=check("sixteen members, in all dimensions")),
+        pytest.param(CUBE, "abcdefghijklmnop", 1, Schedule1F1B, 1, marks=check("two cells of eight")),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )

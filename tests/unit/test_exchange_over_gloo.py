@@ -9,7 +9,8 @@ from planning import World
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.values import WholeValues
-from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut
 from shoal.exchange.pieces import windows

@@ -8,7 +8,8 @@ import pytest
 import torch
 from crew import ONE_AT_A_TIME, Crew, Task, engine_of, undisturbed
 from rule import Edit, holds, rule
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Trainable
 from shoal.exchange import canonical, round_reduction
 from shoal.exchange.ballot import HALT
 from shoal.exchange.finite import FiniteWatch, is_finite

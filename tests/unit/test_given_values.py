@@ -26,7 +26,8 @@ from shoal.checkpoint.manifest import sealed
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
 from shoal.config import Scheduler
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Trainable
 from shoal.optim.config_sections import build_scheduler
 from shoal.optim.hyper import advance, hyper_parameters, load_into
 from shoal.optim.twin import effects_of_steps

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from matrices import examples
 from planning import World
 from rule import Edit, holds, rule
-from shoal.core.layout import CellPart, Layout, Stretch, Trainable, lay_out, overlaps
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import DIVISIONS, CellPart, Division, Layout, Stretch, Trainable, overlaps
 from shoal.core.units import unit_numbers
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.errors import UserError
@@ -40,8 +41,8 @@ layouts = st.lists(st.integers(1, 40), min_size=1, max_size=8).map(lambda blocks
     "Arithmetic and layout",
     broken_by=Edit(
         "shoal.core.layout",
-        "(not bucket.is_own, (position + 0.5) / bucket.blocks, bucket.index, position)",
-        "(not bucket.is_own, 0.0, bucket.index, position)",
+        "(DIVISIONS.index(bucket.division), (position + 0.5) / bucket.blocks, bucket.index, position)",
+        "(DIVISIONS.index(bucket.division), 0.0, bucket.index, position)",
     ),
 )
 @given(layouts)
@@ -239,7 +240,7 @@ def test_a_compiled_model_has_the_units_of_the_plain_one() -> None:
     "Arithmetic and layout",
     broken_by=[
         Edit(
-            "shoal.core.layout",
+            "shoal.core.laying_out",
             "parameter.group, parameter.dtype, parameter.unit)",
             "parameter.group, parameter.dtype, 0)",
         ),
@@ -268,18 +269,29 @@ def test_every_block_of_a_bucket_is_its_whole_stretch() -> None:
     assert layout.elements(Stretch(1, 2, 4)) == (2 * BLOCK, 4 * BLOCK)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(1, 9))
-def test_every_block_of_cells_has_one_home_where_its_parameters_are_at_all_contexts(
-    contexts: int, parts: int, own: int, common: int
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.lists(st.sampled_from(DIVISIONS), min_size=1))
+def test_every_block_of_cells_has_one_home_where_its_parameters_are_at_all_that_have_it(
+    experts: int, contexts: int, tensor: int, divisions: list[Division]
 ) -> None:
-    shapes = [Trainable(f"p{n}", (BLOCK,), torch.float32, 0, own=n < own) for n in range(own + common)]
-    coordinates = range(contexts * parts)
-    part = CellPart(len(coordinates), own=frozenset(f"p{n}" for n in range(own)), contexts=contexts)
-    layout = lay_out(shapes, part=part)
+    shapes = [Trainable(f"p{n}", (BLOCK,), torch.float32, 0, division=one) for n, one in enumerate(divisions)]
+    coordinates = range(experts * contexts * tensor)
+    layout = lay_out(shapes, part=CellPart(len(coordinates), contexts=contexts, experts=experts))
     homes = [layout.home_of(one) for one in coordinates]
     assert sum(map(len, homes)) == layout.blocks and union(homes) == every(layout.blocks)
-    for one in coordinates:
-        contributors = layout.at(one).part.contributors
-        assert one in contributors and len(contributors) == contexts
-        assert {layout.model_at(other) for other in contributors} == {layout.at(one).all_blocks}
-        assert union([homes[other] for other in contributors]) <= layout.model_at(one)
+    for part in (layout.at(one).part for one in coordinates):
+        one = part.coordinate
+        assert homes[one] <= layout.model_at(one)
+        for division in DIVISIONS:
+            holders = part.holders(division)
+            assert {layout.at(other).part.piece(division) for other in holders} == {part.piece(division)}
+            assert len(holders) * part.pieces(division) == len(coordinates)
+            assert part.share(division) == (holders.index(one), len(holders))
+            contributors = part.contributors_to(division)
+            assert one in contributors and set(contributors) <= set(holders)
+            assert len(contributors) == contexts * (1 if division.by_expert else experts)
+
+
+def test_blocks_of_experts_come_first_and_are_those_of_their_place_alone() -> None:
+    one_of_each = [Trainable(f"p{n}", (BLOCK,), torch.float32, 0, division=one) for n, one in enumerate(DIVISIONS)]
+    layout = lay_out(one_of_each, part=CellPart(4, experts=2))
+    assert [list(layout.model_at(one)) for one in range(4)] == [[0, 4, 6, 8], [1, 4, 7, 8], [2, 5, 6, 8], [3, 5, 7, 8]]

@@ -17,7 +17,8 @@ from planning import World
 from shoal.blocks.flat import lay_out_model, trainable
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.loaded_state import probe_state_bytes
-from shoal.core.layout import BUCKET_BYTES, Trainable, lay_out
+from shoal.core.laying_out import BUCKET_BYTES, lay_out
+from shoal.core.layout import Trainable
 from shoal.core.tree import push
 from shoal.exchange import pieces
 from shoal.exchange.traffic import Traffic

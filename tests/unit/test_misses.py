@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from rule import Edit, holds, rule
-from shoal.core.layout import ALIGNMENT_BYTES, Layout, Trainable, lay_out
+from shoal.core.laying_out import ALIGNMENT_BYTES, lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.core.misses import USED_ALWAYS, Missed, Misses, within
 
 MISSED = st.builds(Missed, st.integers(0, 3), st.booleans())

@@ -16,7 +16,8 @@ from matrices import shortened
 from memory_group import MemoryGroup
 from rule import Edit, holds, rule
 from shoal.core.anchors import anchors, equal_cut
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Trainable
 from shoal.exchange.traffic import PARTS, RETURNED
 from shoal.optim.several import several
 from shoal.optim.twin import whole_updates

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import World
 from rule import holds
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Trainable
 from shoal.core.tree import HostSums
 from shoal.exchange.pieces import PieceLimits, cut_into_pieces, piece_limits, windows
 from shoal.exchange.traffic import Traffic

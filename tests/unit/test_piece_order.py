@@ -18,7 +18,8 @@ from rule import Edit, rule
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
-from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.core.tree import NO_LANE
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.pieces import NEVER, ExchangePiece, FillTimes, PieceOrder, Portion, portions

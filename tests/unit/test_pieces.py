@@ -19,7 +19,8 @@ from rule import Edit, holds, rule
 from shoal.blocks.flat import empty_flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.values import WholeValues
-from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.core.tree import HostSums
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.hand_out import HandOut

@@ -13,7 +13,8 @@ from rule import Edit, rule
 from shoal.cells.hub import CellHub
 from shoal.cells.pipelining import FLAGS, SHAKES_HANDS, SUPPORTED, UNDER_WAY, PipelineSchedules
 from shoal.cells.stages import built_stages
-from shoal.core.layout import CellPart, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import CellPart, Division, Trainable
 from shoal.state.training_state import Limits
 from shoal.training.start import in_cell
 from shoal_protos.errors import UserError
@@ -160,17 +161,19 @@ def test_a_model_that_is_no_stages_and_groups_that_are_not_known_elsewhere_are_r
     "Blocks of a pipeline's stages follow each other, and each lies at home at one coordinate of its stage",
     "Cells",
     broken_by=[
-        Edit("shoal.core.layout", "for own, common in self._counts[:stage])", "for own, common in self._counts[:0])"),
-        Edit("shoal.core.layout", "within, (_, common) = coordinate - part.mates[0],", "within, (_, common) = 0,"),
+        Edit("shoal.core.layout", "for of in self._counts[:stage]", "for of in self._counts[:0]"),
+        Edit("shoal.core.layout", "within = self.coordinate - self.mates[0]", "within = 0"),
     ],
 )
 @pytest.mark.parametrize(
     "shape", [PIPELINE, Shape(tensor=2, pipeline=3), Shape(tensor=2, pipeline=2, context=2)], ids=str
 )
 def test_every_block_is_at_home_at_one_coordinate_of_its_stage(shape: Shape) -> None:
+    own = Division(by_tensor=True)
+
     def parameters(stage: int) -> list[Trainable]:
         many = range(3 + stage)
-        names = [Trainable(f"{stage}.own{n}", (5_000 * (n + stage + 1),), torch.float32, 0, own=True) for n in many]
+        names = [Trainable(f"{stage}.own{n}", (5_000 * (n + stage + 1),), torch.float32, 0, division=own) for n in many]
         return [*names, Trainable(f"{stage}.common", (30_000,), torch.float32, 0)]
 
     stages = [parameters(stage) for stage in range(shape.pipeline)]

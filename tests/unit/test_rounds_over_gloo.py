@@ -13,7 +13,8 @@ from rule import Edit, holds, rule
 from shoal.blocks.flat import Flats
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.shard_sums import ShardSums
-from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.exchange.canonical import CanonicalReduction
 from shoal.exchange.pieces import PieceOrder, portions
 from shoal.exchange.round_reduction import RoundReduction

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import shoal
 import shoal.blocks.unit_flats
-import shoal.core.layout
+import shoal.core.laying_out
 import torch
 from crew import Crew, Task, undisturbed
 from hard_units import WIDTH, and_train, of, task
@@ -25,7 +25,8 @@ from safetensors.torch import load_file
 from shoal.blocks.loaded_state import WEIGHTS
 from shoal.blocks.unit_flats import Presence
 from shoal.blocks.update_place import BesideParameters
-from shoal.core.layout import FROZEN, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import FROZEN, Trainable
 from shoal.training.engine import Engine
 from shoal.training.sharded_parameters import ShardedParameters
 from shoal_protos.acts import DrainWorker
@@ -138,7 +139,7 @@ def test_a_loss_anywhere_changes_no_bit(point: str) -> None:
 def test_blocks_of_a_large_frozen_part_are_larger_than_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shoal.core.layout, "MOST_FROZEN_BLOCKS", 16)
+    monkeypatch.setattr(shoal.core.laying_out, "MOST_FROZEN_BLOCKS", 16)
     place = {"checkpoint": {"path": str(tmp_path), "every_steps": 2}}
     sizes: set[int] = set()
 

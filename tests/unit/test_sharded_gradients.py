@@ -16,7 +16,8 @@ from matrices import shortened
 from reference import reference
 from rule import Edit, holds, rule
 from shoal.blocks.shard_sums import Leaves, ShardSums
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Trainable
 from shoal.guards.write_guards import TakenGradient
 from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink

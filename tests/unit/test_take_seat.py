@@ -76,11 +76,11 @@ def test_what_shoal_cell_refuses_ends_the_script_with_its_sentence_and_a_status_
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(UserError) as refused:
-        shoal.cell(expert=2)
+        shoal.cell(expert=0)
     with pytest.raises(SystemExit) as ended:
         sys.excepthook(UserError, refused.value, None)
     assert ended.value.code == WRONG_USE
-    assert capsys.readouterr().err.startswith("shoal: `shoal.cell.expert` is 2, which is not supported yet: a cell")
+    assert capsys.readouterr().err.startswith("shoal: `shoal.cell.expert` is 0; expected a whole number")
 
 
 def test_the_answer_to_the_question_ends_the_wait_and_what_may_come_back_does_not() -> None:

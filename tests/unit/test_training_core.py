@@ -16,7 +16,8 @@ from shoal.blocks.flat import Gradients, adopt, empty_flats, lay_out_model, trai
 from shoal.blocks.lane_sums import LaneSums
 from shoal.blocks.loaded_state import probe_state_bytes
 from shoal.blocks.values import WholeValues
-from shoal.core.layout import Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Layout, Trainable
 from shoal.core.tree import fold_numbers, subtrees
 from shoal.exchange.finite import subtree_sums
 from shoal.offload.state_place import StatePlace, held_blocks

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rule import Edit, holds, rule
-from shoal.core.layout import SMALLEST_BLOCK, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import SMALLEST_BLOCK, Trainable
 from shoal.core.tree import MOST_PARTS
 from shoal.exchange.ballot import Ballot, Request
 from shoal.exchange.finite import describe_gradient

@@ -23,7 +23,8 @@ from rule import Edit, holds, rule
 from shoal.blocks.held import HeldBlocks
 from shoal.blocks.odd_state import OddStates
 from shoal.checkpoint.__main__ import main as checkpoint_command
-from shoal.core.layout import Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Trainable
 from shoal.exchange.traffic import FILLED, PARTS, RETURNED
 from shoal.optim.elementwise import check_optimizer
 from shoal.optim.own_class import SINGLE_BYTES, let_own_class_update

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
 from shoal.cells.marks import OverCell, SpreadGradients, is_divided, lie_in, local_of
-from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Layout, Stretch, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Division, Layout, Stretch, Trainable
 from shoal.core.units import named_parameters, unit_numbers
 from shoal.optim.several import groups_by_parameter, only_group
 from shoal.process.host_memory import memory_on
@@ -142,8 +143,9 @@ def lay_out_model(
 
 def _marked(registered: Sequence[Trainable], part: CellPart) -> list[Trainable]:
     return [
-        replace(one, own=one.name in part.own, summed=one.name in part.summed or one.name in part.ties,
-                cut=part.cuts.get(one.name), adds=one.name in part.adding, order=order, tie=part.ties.get(one.name))
+        replace(one, division=Division(one.name in part.of_expert, one.name in part.own),
+                summed=one.name in part.summed or one.name in part.ties, cut=part.cuts.get(one.name),
+                adds=one.name in part.adding, order=order, tie=part.ties.get(one.name))
         for order, one in enumerate(registered)
     ]  # fmt: skip
 

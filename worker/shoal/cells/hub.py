@@ -90,6 +90,10 @@ class CellHub:
         self._at = lru_cache(maxsize=None)(self._stages_at)
         self._line = self._at(tuple(range(shape.pipeline)))
 
+    def index(self, dimension: str) -> int:
+        """This process's place in a dimension."""
+        return self.shape.index(self.coordinate)[dimension]
+
     # ---- driven by the engine
 
     def begin(self, group: Group, ranks: tuple[int, ...]) -> None:
@@ -244,7 +248,7 @@ class GroupPlace:
         self.hub, self.coordinates, self.name = hub, tuple(coordinates), name
         self.me, self.size = self.coordinates.index(hub.coordinate), len(self.coordinates)
         self.is_whole = self.coordinates == tuple(hub.shape.coordinates)
-        self.spans_contexts = not set(self.coordinates) <= set(hub.shape.alike(hub.coordinate))
+        self.spans_contexts = len({hub.shape.index(one)["context"] for one in self.coordinates}) > 1
         self.under_way: deque[Doing] = deque()
         """Collectives that are posted and not finished, in the order of the script."""
         self.number = _number(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 from shoal_protos.errors import UserError
@@ -28,7 +28,8 @@ _MARK, _TIE = "_shoal_mark", "_shoal_tie"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a parameter is to the places of a cell's tensor dimension. To those of other dimensions it is common."""
+    """What a parameter is to the places of a cell's tensor dimension. To those of others it is
+    common, but for experts."""
 
     is_own: bool = False
     """A shard that no other place has; else all have the same."""
@@ -38,6 +39,8 @@ class Mark:
     """Along which an own one is cut; -1: nothing says it."""
     stride: int = 1
     """Pieces that a place has of each of its cuts, as Megatron's fused layers interleave them."""
+    of_expert: bool = False
+    """Whether it is an expert's, which no other place of the experts has."""
 
 
 COMMON = Mark()
@@ -53,7 +56,7 @@ def sharded(parameter: AnyTensor, *, dim: int = 0, over: str = "tensor") -> AnyT
     _check(parameter, over)
     if not -parameter.dim() <= dim < max(parameter.dim(), 1):
         raise UserError(f"shoal.sharded is given dim {dim} of a parameter of shape {tuple(parameter.shape)}.")
-    setattr(parameter, _MARK, (over, Mark(True, dim=dim % max(parameter.dim(), 1))))
+    _keep(parameter, over, Mark(True, dim=dim % max(parameter.dim(), 1)))
     return parameter
 
 
@@ -64,7 +67,7 @@ def common(parameter: AnyTensor, *, over: str = "tensor", gradient: Literal["equ
     _check(parameter, over)
     if gradient not in ("equal", "sum"):
         raise UserError(f'shoal.common is given gradient {gradient!r:.60}; expected "equal" or "sum".')
-    setattr(parameter, _MARK, (over, Mark(gradient=gradient)))
+    _keep(parameter, over, Mark(gradient=gradient))
     return parameter
 
 
@@ -78,10 +81,14 @@ def tied(parameter: AnyTensor, name: str) -> AnyTensor:
     return parameter
 
 
+def _keep(parameter: Tensor, over: str, mark: Mark) -> None:
+    setattr(parameter, _MARK, {**getattr(parameter, _MARK, {}), over: mark})
+
+
 def _check(parameter: Tensor, over: str) -> None:
     if over not in DIMENSIONS:
         raise UserError(f"a parameter is marked over {over!r:.60}; expected one of {', '.join(DIMENSIONS)}.")
-    if is_divided(parameter):
+    if is_divided(parameter) and over != "expert":
         raise UserError("a DTensor is marked; its placements say what it is, so leave the mark out.")
 
 
@@ -93,25 +100,29 @@ def marks(module: nn.Module, shape: Shape, coordinate: int) -> dict[str, Mark]:
     `coordinate`: of this process. Raises `UserError` for one that cannot be divided so.
     """
     named = module.named_parameters(remove_duplicate=False)
-    return {
-        name: _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(name, parameter, shape)
-        for name, parameter in named
-    }
+    return {name: _mark(name, parameter, shape, coordinate) for name, parameter in named}
 
 
-def _marked(name: str, parameter: Tensor, shape: Shape) -> Mark:
+def _mark(name: str, parameter: Tensor, shape: Shape, coordinate: int) -> Mark:
+    given = cast(dict[str, Mark], getattr(parameter, _MARK, {}))
+    for over in ("context", "pipeline"):
+        if over in given and given[over].is_own and getattr(shape, over) > 1:
+            raise UserError(
+                f'parameter "{name}" is marked by shoal.sharded over {over}, which is not supported: each process has '
+                "a part of its own in the dimensions tensor and expert only."
+            )
+    found = _placed(name, parameter, shape, coordinate) if is_divided(parameter) else _marked(parameter, given)
+    is_experts = getattr(parameter, "allreduce", True) is False or given.get("expert", COMMON).is_own
+    return replace(found, of_expert=True) if is_experts and shape.expert > 1 else found
+
+
+def _marked(parameter: Tensor, given: dict[str, Mark]) -> Mark:
     if getattr(parameter, "tensor_model_parallel", False):
         return Mark(True, dim=int(getattr(parameter, "partition_dim", -1)),
                     stride=int(getattr(parameter, "partition_stride", 1)))  # fmt: skip
     if getattr(parameter, "sequence_parallel", False):
         return Mark(gradient="sum")
-    over, mark = cast(tuple[str, Mark], getattr(parameter, _MARK, ("tensor", COMMON)))
-    if mark.is_own and over != "tensor" and getattr(shape, over) > 1:
-        raise UserError(
-            f'parameter "{name}" is marked by shoal.sharded over {over}, which is not supported yet: each process has '
-            "a part of its own in the dimension tensor only."
-        )
-    return mark if over == "tensor" else COMMON
+    return given.get("tensor", COMMON)
 
 
 def _placed(name: str, parameter: Any, shape: Shape, coordinate: int) -> Mark:

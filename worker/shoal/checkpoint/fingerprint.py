@@ -153,7 +153,7 @@ def verify(reader: Reader) -> Verified:
 
 def _tells(bucket: Bucket, part: CellPart) -> bool:
     """Whether a coordinate is the first one that has it."""
-    return part.coordinate in (part.mates[: part.parts] if bucket.is_own else part.mates[:1])
+    return part.share(bucket.division)[0] == 0
 
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:

@@ -28,7 +28,8 @@ from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, made_conten
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.checkpoint_errors import StorageFailed
-from shoal.core.layout import Bucket, Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Bucket, Layout, Trainable
 from shoal.core.manifest_parts import LayoutEntry
 
 Kept = Mapping[str, Mapping[str, Known]]

@@ -84,7 +84,8 @@ def _buckets(reader: Reader) -> Iterator[tuple[int, Bucket]]:
 def _with_parts(reader: Reader, stage: int, bucket: Bucket) -> list[Reader]:
     """As those coordinates see it that together have the whole of a bucket."""
     part = reader.manifest.blocks.part
-    coordinates = range(part.of_stage * stage, part.of_stage * stage + (part.parts if bucket.is_own else 1))
+    first = part.of_stage * stage
+    coordinates = range(first, first + part.pieces(bucket.division))
     return [reader.at(one) if one != reader.coordinate else reader for one in coordinates]
 
 
@@ -100,7 +101,12 @@ def _buffers(reader: Reader) -> dict[str, Tensor]:
 
 def check_cuts(layout: Layout, of: str) -> None:
     """Raises `UserError` where nothing says how the parts of a cell's processes make a whole."""
-    slots = (slot.parameter for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
+    slots = [slot.parameter for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots]
+    if expert := next((one.name for one in slots if one.division.by_expert), ""):
+        raise UserError(
+            f'cannot export {of}: each place of the experts has some of them, as parameter "{expert}" is of one, and '
+            "they are not joined yet; let the script of each place save its part."
+        )
     if uncut := next((one.name for one in slots if one.own and one.cut is None), ""):
         raise UserError(
             f'cannot export {of}: each process of a cell has a part of parameter "{uncut}", and nothing says '

@@ -97,8 +97,7 @@ class Reader:
                 (piece.stretch, file, piece)
                 for file in manifest.files
                 for piece in file.pieces
-                if file.coordinate in self.blocks.part.contributors
-                or (file.coordinate in self.blocks.part.mates and not self.blocks.buckets[piece.bucket].is_own)
+                if file.coordinate in self.blocks.part.holders(self.blocks.buckets[piece.bucket].division)
             ),
             key=lambda one: one[0],
         )

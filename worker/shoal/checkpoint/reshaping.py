@@ -34,7 +34,8 @@ from shoal.checkpoint.writer import Author, commit, write_content
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import DTYPES
 from shoal.core.cuts import Divided
-from shoal.core.layout import Bucket, CellPart, Layout, Trainable, lay_out
+from shoal.core.laying_out import lay_out
+from shoal.core.layout import Bucket, CellPart, Division, Layout, Trainable
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Misses, MissRun
 
@@ -99,6 +100,11 @@ def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
         sorted((slot.parameter for bucket in of_stage for slot in bucket.slots), key=lambda one: one.order)
         for of_stage in layout.by_stage
     ]
+    if part.experts > 1:
+        raise UserError(
+            f"cannot reshape {where}: experts that {part.experts} places of a cell divide are not dealt anew yet; go "
+            "on in the shape that it has."
+        )
     if any(one.order < 0 for one in chain.from_iterable(parameters)):
         raise UserError(
             f"cannot reshape {where}: it does not say in which order its model has its parameters, as it is of an "
@@ -202,8 +208,9 @@ def _check(one: Trainable, parts: int, tensor: int, where: str) -> None:
 
 def _in_shape(one: Trainable, parts: int, shape: Shape) -> Trainable:
     whole = one.whole_shape(parts)
-    own = one.cut is not None and shape.tensor > 1
-    return replace(one, shape=one.cut.part_shape(whole, shape.tensor) if one.cut is not None else whole, own=own)
+    division = Division(by_tensor=one.cut is not None and shape.tensor > 1)
+    of_part = one.cut.part_shape(whole, shape.tensor) if one.cut is not None else whole
+    return replace(one, shape=of_part, division=division)
 
 
 def _laid_out(stages: Sequence[Sequence[Trainable]], cell: CellPart) -> Layout:
@@ -281,7 +288,7 @@ class _Source:
         """What a coordinate writes: its blocks that none before it has, and `small`."""
         layout = self._layout.at(coordinate)
         first = coordinate - layout.part.mates[0]
-        buckets = [one for one in layout.buckets if first < (layout.part.parts if one.is_own else 1)]
+        buckets = [one for one in layout.buckets if first < (layout.part.parts if one.division.by_tensor else 1)]
 
         def kinds(bucket: Bucket) -> Mapping[str, Kind]:
             return self._state(bucket.slots[0].parameter.name)

@@ -29,8 +29,9 @@ from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import States
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import DTYPES
-from shoal.core.layout import Stretch
+from shoal.core.layout import CellPart, Stretch
 from shoal.core.loss_scale import LossScale
+from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Misses
 from shoal.core.plain import decode
 from shoal.exchange.module_buffers import persistent_buffers
@@ -56,11 +57,16 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     Raises `UserError` naming what differs where `allow` does not accept it.
     """
     part, saved = state.layout.part, manifest.layout
-    there, here = (_cells_of(one.coordinates, one.contexts, one.stages) for one in (saved, part))
+    there, here = _cells_of(saved), _cells_of(part)
     if there != here and manifest.kind == "model":
         raise UserError(
             f"{where} holds a model of one process; taking its tensors is not supported yet where a cell has several "
             "processes. Let the script load it before it cuts its parameters."
+        )
+    if there != here and max(saved.experts, part.experts) > 1:
+        raise UserError(
+            f"{where} is of {there}, and this job's lanes are trained by {here}; experts that places of a cell divide "
+            "are not dealt anew yet: go on in the shape that it has."
         )
     if there != here:
         sizes = {"tensor": part.parts, "context": part.contexts, "pipeline": part.stages}
@@ -85,10 +91,11 @@ def fits(manifest: Manifest, state: TrainingState, allow: tuple[str, ...], where
     return False
 
 
-def _cells_of(processes: int, contexts: int, stages: int) -> str:
-    sized = [f"{name} {size}" for name, size in (("pipeline", stages), ("context", contexts)) if size > 1]
+def _cells_of(one: LayoutEntry | CellPart) -> str:
+    sizes = ("pipeline", one.stages), ("expert", one.experts), ("context", one.contexts)
+    sized = [f"{name} {size}" for name, size in sizes if size > 1]
     shape = f" ({', '.join(sized)})" if sized else ""
-    return f"cells of {processes} processes{shape}" if processes > 1 else "one process"
+    return f"cells of {one.coordinates} processes{shape}" if one.coordinates > 1 else "one process"
 
 
 def load_small_state(reader: Reader, state: TrainingState, registered: States) -> OtherValues | None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal_protos.shape import DIMENSIONS, Shape, broken_shape
+from shoal_protos.shape import Shape, broken_shape
 from shoal_protos.text import shown
 
 from shoal.config.document import Cell, Document
 
-BUILT = ("pipeline", "context", "tensor")
-"""Dimensions in which a cell may have several processes."""
+HIGHEST_STAGE = 2
+"""Of ZeRO, where experts are divided."""
 
 
 def shape_in(section: Cell) -> Shape:
@@ -23,15 +23,9 @@ def shape_in(section: Cell) -> Shape:
 
 
 def impossible(shape: Shape) -> Iterator[str]:
-    """Why there are no such cells, or not yet."""
+    """Why there are no such cells."""
     if why := broken_shape(shape):
         yield f"`shoal.cell` is no shape: {why}."
-    for dimension in DIMENSIONS:
-        if dimension not in BUILT and (size := getattr(shape, dimension)) > 1:
-            yield (
-                f"`shoal.cell.{dimension}` is {size}, which is not supported yet: a cell has several processes in the "
-                f"dimensions {', '.join(BUILT[:-1])} and {BUILT[-1]} only."
-            )
 
 
 def cell_faults(document: Document) -> Iterator[str]:
@@ -44,6 +38,13 @@ def cell_faults(document: Document) -> Iterator[str]:
         "zero_optimization.offload_optimizer.device": _or_none(zero.offload_optimizer.device),
         "zero_optimization.offload_param.device": _or_none(zero.offload_param.device),
     }
+    if shape.expert > 1 and zero.stage > HIGHEST_STAGE:
+        yield (
+            f"`zero_optimization.stage` is {zero.stage}, which is not supported yet where a cell divides experts "
+            f"({shape})."
+        )
+    if shape.expert > 1 and document.elasticity is not None:
+        yield f"`elasticity` determines no batch yet of cells that divide samples ({shape}); give the batch's sizes."
     for key, value in unfit.items():
         if value is not None:
             yield f"`{key}` is {shown(value)}, which is not supported yet where a cell has several processes ({shape})."

@@ -246,7 +246,7 @@ class Cell(Section):
     """Processes among which each sequence is divided (context parallelism). DeepSpeed's `sequence_parallel_size` means
     the same."""
     expert: CellSize = 1
-    """Processes among which experts are divided; not supported yet above 1. DeepSpeed's
+    """Processes among which experts are divided, each with samples of its own. DeepSpeed's
     `expert_parallel.autoep_size`."""
     tight: Annotated[
         tuple[Literal["pipeline", "expert", "context", "tensor"], ...],

@@ -243,7 +243,7 @@ def _sizes(document: Document, beside: Beside) -> Sizes:
     if micro is None and (batch is None or lanes is None):
         micro = beside.micro_batch_size
     accumulation = per_lane(document.shoal.micro_batches_per_lane, _value_or_none(document.gradient_accumulation_steps))
-    return Sizes(batch, micro, lanes, accumulation)
+    return Sizes(batch, micro, lanes, accumulation, document.shoal.cell.expert)
 
 
 def _left_open(document: Document) -> str:

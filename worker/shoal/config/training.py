@@ -110,7 +110,12 @@ class TrainingConfig:
     @property
     def train_batch_size(self) -> int:
         """Samples of one optimizer step."""
-        return self.micro_batch_size * self.lanes * self.micro_batches_per_lane
+        return self.micro_batch_size * self.lanes * self.micro_batches_of_cell
+
+    @property
+    def micro_batches_of_cell(self) -> int:
+        """Micro-batches of a lane, with those of all places of a cell's experts."""
+        return self.micro_batches_per_lane * self.cell.expert
 
 
 def agreement(config: TrainingConfig) -> dict[str, str]:
@@ -242,6 +247,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 LANES = "shoal.lanes"
 PER_LANE = "shoal.micro_batches_per_lane"
 ACCUMULATION = "gradient_accumulation_steps"
+EXPERT = "shoal.cell.expert"
 LANES_UNSAID = 8
 """At most so many lanes has a job of which only the batch is given."""
 
@@ -254,6 +260,14 @@ class Sizes:
     micro_batch_size: int | None
     lanes: int | None
     micro_batches_per_lane: int | None
+    """Of one place of a cell's experts."""
+    experts: int = 1
+    """How many such places a cell has."""
+
+    @property
+    def times(self) -> str:
+        """What a lane's micro-batches are multiplied by, as sentences name it."""
+        return f" × `{EXPERT}` {self.experts}" if self.experts > 1 else ""
 
 
 def per_lane(micro_batches_per_lane: int | None, accumulation: int | None) -> int | None:
@@ -267,35 +281,33 @@ def per_lane(micro_batches_per_lane: int | None, accumulation: int | None) -> in
 
 
 def settle(given: Sizes) -> Sizes:
-    """All four, or the sentence that says why they do not fit together."""
-    batch, micro, lanes, accumulated = (
-        given.train_batch_size,
-        given.micro_batch_size,
-        given.lanes,
-        given.micro_batches_per_lane or 1,
-    )
+    """All of them, or the sentence that says why they do not fit together."""
+    batch, micro, lanes, experts = given.train_batch_size, given.micro_batch_size, given.lanes, given.experts
+    accumulated = given.micro_batches_per_lane or 1
+    of_lane = f"{PER_LANE} {accumulated}{given.times}"
     if batch is None:
         if micro is None or lanes is None:
             raise UserError(_too_few(given))
-        return Sizes(micro * lanes * accumulated, micro, lanes, accumulated)
+        return Sizes(micro * lanes * accumulated * experts, micro, lanes, accumulated, experts)
     if micro is None and lanes is None:
-        parts = _divide(batch, accumulated, "micro-batches", f"{PER_LANE} {accumulated}")
+        parts = _divide(batch, accumulated * experts, "micro-batches", of_lane)
         lanes = next(lanes for lanes in range(LANES_UNSAID, 0, -1) if parts % lanes == 0)
     if lanes is None:
         assert micro is not None
-        lanes = _divide(batch, micro * accumulated, "lanes", f"{MICRO} {micro} × {PER_LANE} {accumulated}")
+        lanes = _divide(batch, micro * accumulated * experts, "lanes", f"{MICRO} {micro} × {of_lane}")
         if lanes > MOST_LANES:
             raise UserError(
                 f"`{BATCH}` {batch} and `{MICRO}` {micro} make {lanes} lanes; at most {MOST_LANES} are allowed. "
                 f"Raise `{MICRO}` or `{PER_LANE}`."
             )
-    if micro is not None and given.micro_batches_per_lane is None and batch % (micro * lanes) == 0:
-        accumulated = batch // (micro * lanes)
+    if micro is not None and given.micro_batches_per_lane is None and batch % (micro * lanes * experts) == 0:
+        accumulated = batch // (micro * lanes * experts)
     if micro is None:
-        micro = _divide(batch, lanes * accumulated, "micro-batches", f"{LANES} {lanes} × {PER_LANE} {accumulated}")
-    if batch != micro * lanes * accumulated:
-        raise UserError(_contradiction(Sizes(batch, micro, lanes, accumulated)))
-    return Sizes(batch, micro, lanes, accumulated)
+        micro = _divide(batch, lanes * accumulated * experts, "micro-batches", f"{LANES} {lanes} × {of_lane}")
+    settled = Sizes(batch, micro, lanes, accumulated, experts)
+    if batch != micro * lanes * accumulated * experts:
+        raise UserError(_contradiction(settled))
+    return settled
 
 
 def _too_few(given: Sizes) -> str:
@@ -320,9 +332,10 @@ def _contradiction(sizes: Sizes) -> str:
         sizes.train_batch_size, sizes.micro_batch_size, sizes.lanes, sizes.micro_batches_per_lane,
     )  # fmt: skip
     assert batch and micro and lanes and accumulated
-    product = micro * lanes * accumulated
+    product = micro * lanes * accumulated * sizes.experts
     sentence = (
-        f"`{BATCH}` is {batch}, but `{MICRO}` {micro} × `{LANES}` {lanes} × `{PER_LANE}` {accumulated} is {product}."
+        f"`{BATCH}` is {batch}, but `{MICRO}` {micro} × `{LANES}` {lanes} × `{PER_LANE}` {accumulated}{sizes.times} "
+        f"is {product}."
     )
     return f"{sentence} Leave one of them out."
 

@@ -8,11 +8,10 @@ and are in no fingerprint. `Layout.trained` is the layout without them, which is
 Block numbers are striped: blocks are numbered across the buckets, by their relative place in their bucket. So a run of
 numbers is one slice of every bucket, and any owner of long runs has its share of every bucket's traffic.
 
-Where several processes train a lane together (a cell), some parameters are a process's own part of the model, and the
-others are common to its cell. A layout has the buckets of one coordinate, own ones first, and block numbers are the
-job's: the own blocks of coordinate 0, those of coordinate 1, and so on, then the common ones, each part striped by
-itself. Every common block has a home coordinate. All coordinates lay out alike. Where a cell divides a sequence,
-coordinates of several contexts have the same own part, which lies at home at all of them as the common blocks do.
+Where several processes train a lane together (a cell), some parameters are divided among its places, and the others are
+common to it (`Division`). A layout has the buckets of one coordinate, divided ones first, and block numbers are the
+job's: by division the blocks of its first part, of its second one, and so on, then the common ones, each part striped
+by itself. Coordinates of a stage that have a part alike are home to equal shares of its blocks. All lay out alike.
 Each stage of a pipeline has parameters of its own, and so buckets of its own: its blocks, numbered as above, follow
 those of the stages before. A layout knows all stages' buckets, and has those of its own coordinate.
 """
@@ -23,10 +22,10 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from shoal_protos.runs import Runs, Span
@@ -38,11 +37,22 @@ VERSION: Literal[2] = 2
 """Of the rules on this page: other ones put the same parameters into other blocks."""
 SMALLEST_BLOCK = 4_096
 MOST_BLOCKS = 65_536
-MOST_FROZEN_BLOCKS = 16_384
-BUCKET_BYTES = 8 << 20
-ALIGNMENT_BYTES = 64
 FROZEN = -1
 """The group of parameters that no optimizer changes."""
+
+
+class Division(NamedTuple):
+    """Among which places parameters are divided."""
+
+    by_expert: bool = False
+    """Those of the experts: no other place of that dimension has them."""
+    by_tensor: bool = False
+    """Those of the tensor dimension, likewise."""
+
+
+COMMON = Division()
+DIVISIONS = tuple(Division(*which) for which in ((True, True), (True, False), (False, True), (False, False)))
+"""In the order of block numbers: those of experts first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +64,9 @@ class CellPart:
     coordinate: int = 0
     """Its own place in a cell."""
     own: frozenset[str] = frozenset()
-    """Names of the parameters that no other coordinate has; all others are common to a cell."""
+    """Names of the parameters that no other place of the tensor dimension has."""
     summed: frozenset[str] = frozenset()
-    """Names of the common ones of whose gradient each coordinate may have a part; of others all have the whole."""
+    """Names of the others of whose gradient each place may have a part; of the rest all have the whole."""
     contexts: int = 1
     """How many coordinates have the same parameters, each with other tokens: all contribute to a gradient."""
     stages: int = 1
@@ -69,6 +79,12 @@ class CellPart:
     """How many stages its model is made of, with whose numbers names begin; 0: it is not made of stages."""
     ties: Mapping[str, Tie] = field(default_factory=dict, compare=False)
     """Of those of which several stages have a copy, by name."""
+    experts: int = 1
+    """Among how many places experts are divided, each with samples of its own: all contribute to the gradients of what
+    is no expert's.
+    """
+    of_expert: frozenset[str] = frozenset()
+    """Names of the parameters that no other place of the experts has."""
 
     @property
     def place(self) -> int:
@@ -81,9 +97,14 @@ class CellPart:
         return self.coordinates // self.stages
 
     @property
+    def portions(self) -> int:
+        """Into how many portions a cell divides what a lane trains: samples among experts, tokens among contexts."""
+        return self.contexts * self.experts
+
+    @property
     def parts(self) -> int:
-        """How many own parts a stage has."""
-        return self.of_stage // self.contexts
+        """How many places the tensor dimension has."""
+        return self.of_stage // self.portions
 
     @property
     def mates(self) -> range:
@@ -92,13 +113,48 @@ class CellPart:
 
     @property
     def contributors(self) -> range:
-        """The coordinates with the parameters of this one, itself among them, in their order."""
+        """The coordinates with the same part of what is no expert's, itself among them, in their order."""
         return self.mates[self.coordinate % self.parts :: self.parts]
 
     def summed_of(self, placed: Iterable[str]) -> frozenset[str]:
         """Names of those that are `summed` in such a cell. `placed`: of the DTensors."""
         marked = self.adding if self.parts > 1 else frozenset()
         return (marked | frozenset(placed if self.coordinates > 1 else ())) - self.own
+
+    def contributors_to(self, division: Division) -> range:
+        """Those among them that have the same parameters of a division."""
+        first = self._expert * self.contexts
+        return self.contributors[first : first + self.contexts] if division.by_expert else self.contributors
+
+    @property
+    def _expert(self) -> int:
+        """Its place among the experts'."""
+        return (self.coordinate - self.mates[0]) // self.parts // self.contexts
+
+    def pieces(self, division: Division) -> int:
+        """Into how many parts parameters are divided."""
+        return (self.experts if division.by_expert else 1) * (self.parts if division.by_tensor else 1)
+
+    def piece(self, division: Division) -> int:
+        """Which of them it has."""
+        expert = self._expert if division.by_expert else 0
+        if not division.by_tensor:
+            return expert
+        return expert * self.parts + self.coordinate % self.parts
+
+    def share(self, division: Division) -> tuple[int, int]:
+        """Of the coordinates that have that part as well: its number among them, and how many they are."""
+        within = self.coordinate - self.mates[0]
+        holders = within // self.parts if division.by_tensor else within
+        count = self.of_stage // self.pieces(division)
+        return (holders % count if division.by_expert else holders), count
+
+    def holders(self, division: Division) -> list[int]:
+        """These coordinates, in their order."""
+        among = self.mates[self.coordinate % self.parts :: self.parts] if division.by_tensor else self.mates
+        count = len(among) // (self.experts if division.by_expert else 1)
+        first = self._expert * count if division.by_expert else 0
+        return list(among[first : first + count])
 
 
 WHOLE = CellPart()
@@ -114,8 +170,8 @@ class Trainable:
     group: int
     unit: int = 0
     """The wrapped module that it belongs to (units.py)."""
-    own: bool = False
-    """Whether it is a part of the model that no other coordinate of a cell has."""
+    division: Division = COMMON
+    """Among which places of a cell it is divided."""
     summed: bool = False
     """Whether its gradient may have to be added up over a cell before it is a lane's."""
     wrapped: bool = False
@@ -132,6 +188,11 @@ class Trainable:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def own(self) -> bool:
+        """Whether no other place of the tensor dimension has it."""
+        return self.division.by_tensor
 
     def whole_shape(self, parts: int) -> tuple[int, ...]:
         """With those of all other coordinates, as far as it is known how they are cut."""
@@ -188,9 +249,9 @@ class Bucket:
         return self.group == FROZEN
 
     @property
-    def is_own(self) -> bool:
-        """Whether no other coordinate has it."""
-        return bool(self.slots) and self.slots[0].parameter.own
+    def division(self) -> Division:
+        """Among which places of a cell it is divided."""
+        return self.slots[0].parameter.division if self.slots else COMMON
 
     @property
     def is_summed(self) -> bool:
@@ -295,19 +356,19 @@ class Layout:
     @cached_property
     def blocks(self) -> int:
         """How many blocks the job has: those here, and those of all other parts of the model."""
-        return sum(self.part.parts * own + common for own, common in self._counts)
+        return self._first_of(len(self.by_stage))
 
     @cached_property
-    def _counts(self) -> tuple[tuple[int, int], ...]:
-        """Of each stage: the blocks that each part of it has of its own, and those in common."""
-        own = [sum(bucket.blocks for bucket in buckets if bucket.is_own) for buckets in self.by_stage]
+    def _counts(self) -> tuple[dict[Division, int], ...]:
+        """By stage and division, the blocks that each part has."""
         return tuple(
-            (mine, sum(b.blocks for b in buckets) - mine) for mine, buckets in zip(own, self.by_stage, strict=True)
+            {one: sum(bucket.blocks for bucket in buckets if bucket.division == one) for one in DIVISIONS}
+            for buckets in self.by_stage
         )
 
     def _first_of(self, stage: int) -> int:
         """The first block of a stage."""
-        return sum(self.part.parts * own + common for own, common in self._counts[:stage])
+        return sum(self.part.pieces(one) * count for of in self._counts[:stage] for one, count in of.items())
 
     @cached_property
     def all_blocks(self) -> Runs:
@@ -317,33 +378,29 @@ class Layout:
     def model_at(self, coordinate: int) -> Runs:
         """The blocks whose parameters the model of a coordinate has."""
         part = replace(self.part, coordinate=coordinate)
-        _, common = self._counts[part.place]
-        return self._own(part, 0, 1) | self._common(part, 0, common)
+        return Runs(self._blocks_of(part, one, 0, 1) for one in DIVISIONS)
 
     def home_of(self, coordinate: int) -> Runs:
-        """The blocks that only members at this coordinate own and mirror: of its own ones as many as each contributor
-        to them has, and a run of the common ones.
+        """The blocks that only members at this coordinate own and mirror: of all that it has, an equal share with each
+        coordinate that has them, too.
         """
         part = replace(self.part, coordinate=coordinate)
-        within, (_, common) = coordinate - part.mates[0], self._counts[part.place]
-        share = _share(common, within, part.of_stage)
-        return self._own(part, within // part.parts, part.contexts) | self._common(part, *share)
+        return Runs(self._blocks_of(part, one, *part.share(one)) for one in DIVISIONS)
 
-    def _own(self, part: CellPart, index: int, of: int) -> Runs:
-        """One of several equal shares of what a coordinate shares with its contributors alone."""
-        own, _ = self._counts[part.place]
-        first, (start, stop) = self._first_of(part.place) + part.coordinate % part.parts * own, _share(own, index, of)
-        return Runs(((first + start, first + stop),))
-
-    def _common(self, part: CellPart, start: int, stop: int) -> Runs:
-        first = self._first_of(part.place) + part.parts * self._counts[part.place][0]
-        return Runs(((first + start, first + stop),))
+    def _blocks_of(self, part: CellPart, division: Division, index: int, of: int) -> Span:
+        """One of several equal shares of what a coordinate has of a division."""
+        first, counts = self._first_of(part.place), self._counts[part.place]
+        first += sum(part.pieces(one) * counts[one] for one in DIVISIONS[: DIVISIONS.index(division)])
+        first += part.piece(division) * counts[division]
+        start, stop = _share(counts[division], index, of)
+        return first + start, first + stop
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
         """(bucket, position in it) of every block of `all_blocks`, in their order."""
         order = sorted(
-            (not bucket.is_own, (position + 0.5) / bucket.blocks, bucket.index, position)  # equal fractions are equal
+            # equal fractions are equal
+            (DIVISIONS.index(bucket.division), (position + 0.5) / bucket.blocks, bucket.index, position)
             for bucket in self.buckets
             for position in range(bucket.blocks)
         )
@@ -405,11 +462,12 @@ class Layout:
         lines = [f"layout {VERSION}", f"block_elements {self.block_elements}"]
         if self.part.coordinates > 1:
             contexts = f" in {self.part.contexts} contexts" if self.part.contexts > 1 else ""
-            lines.append(f"cells of {self.part.coordinates}{contexts}")
+            experts = f" with {self.part.experts} places of experts" if self.part.experts > 1 else ""
+            lines.append(f"cells of {self.part.coordinates}{contexts}{experts}")
         for stage, buckets in enumerate(self.by_stage):
             lines += [f"stage {stage} of {len(self.stages)}"] if self.stages else []
             for bucket in buckets:
-                own = " own" if bucket.is_own else ""
+                own = " of experts" * bucket.division.by_expert + " own" * bucket.division.by_tensor
                 lines.append(f"bucket {bucket.index} group {bucket.group} {bucket.dtype} blocks {bucket.blocks}{own}")
                 lines += [f"{slot.start} {slot.parameter.name} {slot.parameter.shape}" for slot in bucket.slots]
         return "\n".join(lines)
@@ -443,59 +501,3 @@ def _append(spans: list[Span], start: int, stop: int) -> None:
     if spans and spans[-1][1] == start:
         start, _ = spans.pop()
     spans.append((start, stop))
-
-
-def lay_out(
-    parameters: Sequence[Trainable],
-    bucket_bytes: int = BUCKET_BYTES,
-    part: CellPart = WHOLE,
-    stages: Sequence[Sequence[Trainable]] = (),
-) -> Layout:
-    """The layout of parameters given in registration order; a bucket is closed once it holds `bucket_bytes`. `stages`:
-    of a pipeline the parameters of all stages, those of this one among them.
-    """
-    drafts = [list(_drafts(one, bucket_bytes)) for one in stages or (parameters,)]
-    everywhere = [draft for of_stage in drafts for draft in of_stage]
-    others = [draft for draft in everywhere if draft[0][0].parameter.own] * (part.parts - 1)
-    trained = [elements for slots, elements in (*everywhere, *others) if slots[0].parameter.group != FROZEN]
-    frozen = [elements for slots, elements in everywhere if slots[0].parameter.group == FROZEN]
-    block = _block_elements(trained, SMALLEST_BLOCK, MOST_BLOCKS)
-    size_of_frozen = _block_elements(frozen, block, MOST_FROZEN_BLOCKS)
-    found = tuple(tuple(_buckets(of_stage, block, size_of_frozen)) for of_stage in drafts)
-    return Layout(block, found[part.place if stages else 0], part=part, stages=found if stages else ())
-
-
-def _buckets(drafts: Sequence[tuple[list[Slot], int]], block: int, block_of_frozen: int) -> Iterator[Bucket]:
-    """Of the elements that a block has."""
-    for index, (slots, elements) in enumerate(drafts):
-        head = slots[0].parameter
-        size = block_of_frozen if head.group == FROZEN else block
-        blocks = max(1, -(-elements // size))
-        yield Bucket(index, head.group, head.dtype, tuple(slots), blocks, blocks * size)
-
-
-def _block_elements(buckets: Sequence[int], smallest: int, most: int) -> int:
-    """So many elements that there are not too many blocks. `buckets`: the elements of each."""
-    size = smallest
-    while sum(-(-elements // size) for elements in buckets) > most and size < max(buckets):
-        size *= 2
-    return size
-
-
-def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[list[Slot], int]]:
-    """Slots and elements of every bucket."""
-    drafts: list[tuple[list[Slot], int]] = []
-    latest: dict[tuple[object, ...], int] = {}
-    backwards = parameters[::-1]
-    for parameter in sorted(backwards, key=lambda p: (p.group == FROZEN, not p.own, p.summed, p.group)):
-        kind = (parameter.own, parameter.summed, parameter.tie, parameter.group, parameter.dtype, parameter.unit)
-        align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
-        slots, elements = drafts[latest[kind]] if kind in latest else ([], 0)
-        start = -(-elements // align) * align
-        if not slots or (start + parameter.elements) * parameter.dtype.itemsize > bucket_bytes:
-            slots, start = [], 0
-            latest[kind] = len(drafts)
-            drafts.append((slots, 0))
-        slots.append(Slot(parameter, start))
-        drafts[latest[kind]] = (slots, start + parameter.elements)
-    return drafts

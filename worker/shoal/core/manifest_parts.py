@@ -21,7 +21,7 @@ from shoal_protos.shape import MOST_PROCESSES
 
 from shoal.core.container import CODES, DTYPES
 from shoal.core.cuts import Cut
-from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, CellPart, Layout, Slot, Trainable
+from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, CellPart, Division, Layout, Slot, Trainable
 
 
 class Entry(BaseModel):
@@ -68,7 +68,9 @@ class BucketEntry(Entry):
     blocks: Annotated[int, Field(ge=1, le=1 << 20)]
     slots: tuple[SlotEntry, ...]
     own: Annotated[bool, Field(exclude_if=lambda own: not own)] = False
-    """Whether each coordinate of a cell has one of its own."""
+    """Whether each place of a cell's tensor dimension has one of its own."""
+    expert: Annotated[bool, Field(exclude_if=lambda expert: not expert)] = False
+    """Whether each place of its experts has."""
     place: int = only_of_cells(0)
     """Of a pipeline: the stage that it is of."""
 
@@ -85,6 +87,8 @@ class LayoutEntry(Entry):
     """How many of them have each part of the model."""
     stages: int = only_of_cells(1)
     """Of a pipeline."""
+    experts: int = only_of_cells(1)
+    """Among how many places experts are divided."""
     numbered: Annotated[Count, Field(exclude_if=lambda one: not one)] = 0
     """How many stages `cell.stages` has made of the model, with whose numbers names begin; 0: it has not."""
 
@@ -108,7 +112,8 @@ class LayoutEntry(Entry):
                     for slot in bucket.slots
                     for one in (slot.parameter,)
                 ),
-                own=bucket.is_own,
+                own=bucket.division.by_tensor,
+                expert=bucket.division.by_expert,
                 place=place,
             )
             for place, of_stage in enumerate(layout.by_stage)
@@ -117,7 +122,7 @@ class LayoutEntry(Entry):
         part = layout.part
         return cls(
             block_elements=layout.block_elements, buckets=buckets, tied=tied, coordinates=part.coordinates,
-            contexts=part.contexts, stages=part.stages, numbered=part.numbered,
+            contexts=part.contexts, stages=part.stages, experts=part.experts, numbered=part.numbered,
         )  # fmt: skip
 
     def layout(self) -> Layout:
@@ -128,9 +133,14 @@ class LayoutEntry(Entry):
             slots = tuple(Slot(_parameter(slot, entry), slot.start) for slot in entry.slots)
             elements = entry.blocks * self.block_elements
             buckets.append(Bucket(len(buckets), entry.group, dtype, slots, entry.blocks, elements))
-        own = frozenset(slot.name for entry in self.buckets if entry.own for slot in entry.slots)
-        part = CellPart(self.coordinates, own=own, contexts=self.contexts, stages=self.stages,
-                        numbered=self.numbered)  # fmt: skip
+        own, of_expert = (
+            frozenset(slot.name for entry in self.buckets if getattr(entry, which) for slot in entry.slots)
+            for which in ("own", "expert")
+        )
+        part = CellPart(
+            self.coordinates, own=own, contexts=self.contexts, stages=self.stages, experts=self.experts,
+            of_expert=of_expert, numbered=self.numbered,
+        )  # fmt: skip
         found = tuple(map(tuple, stages))
         return Layout(self.block_elements, found[0], part=part, stages=found if self.stages > 1 else ())
 
@@ -141,8 +151,12 @@ class LayoutEntry(Entry):
         size = self.block_elements
         if size < SMALLEST_BLOCK or size & (size - 1):
             yield f"its blocks have {size} elements; expected a power of two from {SMALLEST_BLOCK} on"
-        if self.coordinates % (self.contexts * self.stages):
-            yield f"its cells have {self.coordinates} processes in {self.contexts} contexts and {self.stages} stages"
+        if self.coordinates % (self.contexts * self.stages * self.experts):
+            experts = f", and {self.experts} places of experts" if self.experts > 1 else ""
+            yield (
+                f"its cells have {self.coordinates} processes in {self.contexts} contexts and {self.stages} stages"
+                f"{experts}"
+            )
             return
         if {entry.place for entry in self.buckets} != set(range(self.stages)) and self.buckets:
             yield f"its buckets are not of the {self.stages} stages that it has"
@@ -169,8 +183,9 @@ class LayoutEntry(Entry):
 def _parameter(slot: SlotEntry, of: BucketEntry) -> Trainable:
     order, unit = slot.registered or (-1, 0)
     return Trainable(
-        slot.name, slot.shape, DTYPES[of.dtype], of.group, unit, of.own, wrapped=slot.gradient == "placed",
-        cut=Cut(*slot.cut) if slot.cut is not None else None, adds=slot.gradient == "sum", order=order,
+        slot.name, slot.shape, DTYPES[of.dtype], of.group, unit, Division(of.expert, of.own),
+        wrapped=slot.gradient == "placed", cut=Cut(*slot.cut) if slot.cut is not None else None,
+        adds=slot.gradient == "sum", order=order,
     )  # fmt: skip
 
 

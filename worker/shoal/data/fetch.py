@@ -104,10 +104,12 @@ class Fetcher:
         return to_device(pin_memory(batch) if self._is_pinned else batch, self._device, self._is_pinned)
 
 
-def upcoming(place: Place, lanes: Sequence[int], micro_batches: int, last_step: int) -> Iterator[Place]:
-    """What a worker with these lanes reads after `place`, if the world stays. `last_step`: 0: it is not known."""
+def upcoming(place: Place, lanes: Sequence[int], micro_batches: Sequence[int], last_step: int) -> Iterator[Place]:
+    """What a worker with these lanes reads after `place`, if the world stays. `micro_batches`: numbers of those that it
+    trains of each lane. `last_step`: 0: it is not known.
+    """
     step, *at = place
-    in_step = [(lane, micro) for lane in lanes for micro in range(micro_batches)]
+    in_step = [(lane, micro) for lane in lanes for micro in micro_batches]
     yield from ((step, *other) for other in in_step[in_step.index((at[0], at[1])) + 1 :])
     for later in range(step + 1, last_step) if last_step else count(step + 1):
         yield from ((later, *other) for other in in_step)

@@ -225,7 +225,7 @@ class _LaneReader:
 
 def source_of(dataset: Any, collate_fn: Collate | None, config: TrainingConfig, reading: Reading) -> Source:
     """Raises `UserError` for a dataset of another kind, or one that is smaller than a step."""
-    shape = config.lanes, config.micro_batch_size, config.micro_batches_per_lane
+    shape = config.lanes, config.micro_batch_size, config.micro_batches_of_cell
     if not is_stream(dataset):
         return NumberedSamples(dataset, collate_fn, Sampler(samples_of(dataset), *shape, config.seed), config.seed)
     length = len(dataset) if hasattr(dataset, "__len__") else None

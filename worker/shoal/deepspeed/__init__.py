@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from shoal.deepspeed import checkpointing, comm, elasticity, zero
+from shoal.deepspeed import checkpointing, comm, elasticity, moe, zero
 from shoal.deepspeed.deepspeed_engine import DeepSpeedEngine
 from shoal.deepspeed.hf_config import HfDeepSpeedConfig, stand_in_for_theirs
 from shoal.deepspeed.initializing import add_config_arguments, init_distributed, initialize
@@ -15,7 +15,7 @@ from shoal.deepspeed.surface import module_lacks
 
 __all__ = [
     "DeepSpeedEngine", "HfDeepSpeedConfig", "add_config_arguments", "checkpointing", "comm", "elasticity",
-    "init_distributed", "initialize", "zero",
+    "init_distributed", "initialize", "moe", "zero",
 ]  # fmt: skip
 
 stand_in_for_theirs()

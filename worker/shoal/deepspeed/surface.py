@@ -100,6 +100,8 @@ MODULE: Mapping[str, str] = {
     "comm.get_world_size()": "The number of lanes, to which batch sizes refer; known after `initialize`.",
     "comm.barrier()": "Returns at once: members meet in each step's vote.",
     "comm.init_distributed": "As `init_distributed`.",
+    "moe.layer.MoE(hidden_size, expert, …)": "A layer of experts, divided among the processes of a cell: see "
+    "[Cells](cells.md#experts).",
     "checkpointing.checkpoint(function, *args)": "Activation checkpointing of one call, by `torch.utils.checkpoint`.",
     "DeepSpeedEngine": "The class of the engine.",
     "HfDeepSpeedConfig": "Replaces transformers' class of that name once `shoal.deepspeed` is imported: see "
@@ -114,7 +116,7 @@ OTHERS: Mapping[str, str] = {
     "comm.is_initialized": "workers meet through the controller, and nothing is to be asked before",
     "get_accelerator": "engine.device is where batches are",
     "init_inference": "Shoal trains",
-    "moe": "every lane runs the whole model",
+    "moe": "there is deepspeed.moe.layer.MoE (docs/cells.md)",
     "ops": "use torch.optim's own classes, or the config's section optimizer",
     "pipe": "every lane runs the whole model",
     "PipelineModule": "every lane runs the whole model",

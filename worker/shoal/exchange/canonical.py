@@ -185,8 +185,9 @@ class CanonicalReduction:
             for peer, extents in traffic.gathered.receives[piece]:
                 works, flight.gathered[peer, extents] = self._receive(piece, peer, GATHERED, traffic.joint_sum, extents)
                 flight.gathering += works
+            owned_sum = traffic.owned_sums[self._pieces[piece].division]
             for peer, extents in self._partials.receives[piece]:
-                works, flight.arrivals[peer, extents] = self._receive(piece, peer, PARTIALS, traffic.owned_sum, extents)
+                works, flight.arrivals[peer, extents] = self._receive(piece, peer, PARTIALS, owned_sum, extents)
                 flight.receives += works
 
     def _receive(
@@ -233,7 +234,7 @@ class CanonicalReduction:
             self._receive_mirrored(piece)
 
     def _reduce(self, piece: int) -> None:
-        flight, tree_sum = self._flight[piece], self._traffic.owned_sum
+        flight, tree_sum = self._flight[piece], self._traffic.owned_sums[self._pieces[piece].division]
         for extents in self._traffic.own_messages[piece]:
             in_cache = cached(extents, self._watch.at_once)
             for (bucket, start, stop), parts in self._parts(tree_sum, flight.arrivals, extents, in_cache):

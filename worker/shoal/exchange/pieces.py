@@ -13,6 +13,7 @@ receive in one order without further messages. Element ranges only: all members 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import torch
 from shoal_protos.runs import Span
 from torch import Tensor
 
-from shoal.core.layout import Bucket, Layout
+from shoal.core.layout import COMMON, Bucket, Division, Layout
 from shoal.core.tree import HostSums
 
 PIECE_BYTES = 8 << 20
@@ -91,6 +92,8 @@ class ExchangePiece:
     bytes: int
     """What its messages take on the member that holds most of them."""
     owned: tuple[Extents, ...]
+    division: Division = COMMON
+    """Among which places of a cell its parameters are divided."""
 
 
 class PieceLimits(NamedTuple):
@@ -132,22 +135,30 @@ class CellSums:
         return most
 
 
+Owned = Sequence[Sequence[Sequence[Span]]]
+"""Element ranges by rank and bucket."""
+
+
 def cut_into_pieces(
-    layout: Layout, owned: Sequence[Sequence[Sequence[Span]]], sums: HostSums | CellSums, limits: PieceLimits
+    layout: Layout, owned: Owned, sums: HostSums | CellSums, limits: PieceLimits, elsewhere: Sequence[Owned] = ()
 ) -> tuple[ExchangePiece, ...]:
-    """`owned`: element ranges by rank and bucket. `sums`: who sends which partial sums of them.
+    """`owned`: by whom. `sums`: who sends which partial sums of them. `elsewhere`: what members own of each other part
+    of the model, which is cut as this one, by what is largest of any.
 
     What is common to a cell is cut alike at all its coordinates, which hand it out to each other: no piece has
-    something of it and of a coordinate's own.
+    something of it and of what is divided.
     """
     pieces: list[ExchangePiece] = []
     by_bucket = [[of_rank[bucket.index] for of_rank in owned] for bucket in layout.buckets]
-    sizes = [_most_bytes(bucket, ranges, sums) for bucket, ranges in zip(layout.buckets, by_bucket, strict=True)]
-    largest = dict.fromkeys((False, True), 0)
+    sizes = [
+        max(_most_bytes(bucket, [of_rank[bucket.index] for of_rank in one], sums) for one in (owned, *elsewhere))
+        for bucket in layout.buckets
+    ]
+    largest = Counter[Division]()
     for bucket, size in zip(layout.buckets, sizes, strict=True):
-        largest[bucket.is_own] = max(largest[bucket.is_own], size)
+        largest[bucket.division] = max(largest[bucket.division], size)
     for bucket, ranges, size in zip(layout.buckets, by_bucket, sizes, strict=True):
-        most = max(limits.joined, min(limits.cut, limits.joined_to_largest * largest[bucket.is_own]))
+        most = max(limits.joined, min(limits.cut, limits.joined_to_largest * largest[bucket.division]))
         if (
             pieces
             and pieces[-1].bytes + size <= most
@@ -155,12 +166,12 @@ def cut_into_pieces(
         ):
             extents = (_extents(bucket, one, 0, 1) for one in ranges)
             joined = tuple(before + more for before, more in zip(pieces[-1].owned, extents, strict=True))
-            pieces[-1] = ExchangePiece(bucket.index, pieces[-1].bytes + size, joined)
+            pieces[-1] = ExchangePiece(bucket.index, pieces[-1].bytes + size, joined, bucket.division)
             continue
         parts = max(1, -(-size // limits.cut))
         for part in range(parts):
             extents_of = tuple(_extents(bucket, one, part, parts) for one in ranges)
-            pieces.append(ExchangePiece(bucket.index, -(-size // parts), extents_of))
+            pieces.append(ExchangePiece(bucket.index, -(-size // parts), extents_of, bucket.division))
     return tuple(pieces)
 
 
@@ -170,9 +181,9 @@ def _most_bytes(bucket: Bucket, ranges: Sequence[Sequence[Span]], sums: HostSums
     return bucket.wide_dtype.itemsize * sums.most_held(sizes, scattered)
 
 
-def _kind(bucket: Bucket) -> tuple[torch.dtype, bool, bool]:
+def _kind(bucket: Bucket) -> tuple[torch.dtype, Division, bool]:
     """A piece is of one: of what is complete only when a lane's backward is over nothing else waits with it."""
-    return bucket.dtype, bucket.is_own, bucket.is_summed
+    return bucket.dtype, bucket.division, bucket.is_summed
 
 
 def _extents(bucket: Bucket, spans: Sequence[Span], part: int, parts: int) -> Extents:

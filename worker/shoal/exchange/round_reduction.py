@@ -65,9 +65,12 @@ class RoundReduction:
         self._positions = self._pieces * len(rounds.rounds)
         sums.keep(traffic.replays(boundaries)[traffic.rank])
         self._flight: dict[int, _InFlight] = {}
-        self._parts = [[tuple[Parts, ...]({} for _ in rounds.contributors) for _ in each] for each in rounds.receives]
+        self._parts = [
+            [tuple[Parts, ...]({} for _ in rounds.contributors[piece.division]) for _ in each]
+            for each, piece in zip(rounds.receives, traffic.pieces, strict=True)
+        ]
         """By piece, message and contributor, the sums that wait for the next rounds."""
-        self._last = _last_additions(rounds.contributors)
+        self._last = {division: _last_additions(of) for division, of in rounds.contributors.items()}
         self._filled = self._sent = self._posted = self._settled = 0
         """How many of the first positions have come so far."""
         self._lane = self._complete = 0
@@ -172,7 +175,7 @@ class RoundReduction:
             number, piece = self._at(self._posted)
             flight = self._flight[self._posted] = _InFlight()
             dtype = sums_dtype(self._traffic, piece, are_leaves=True)
-            for peer in self._rounds.sources(number):
+            for peer in self._rounds.sources[self._traffic.pieces[piece].division][number]:
                 for message, extents in enumerate(self._rounds.receives[piece]):
                     arriving = torch.empty(elements_in(extents), dtype=dtype, device=self._traffic.layout.device)
                     flight.receives.append(self._group.receive(arriving, peer, PARTIALS))
@@ -235,19 +238,20 @@ class RoundReduction:
     ) -> None:
         rank, lanes, wide = self._traffic.rank, self._rounds.rounds[number], sums_dtype(self._traffic, piece)
         is_last = number == len(self._rounds.rounds) - 1
+        division = self._traffic.pieces[piece].division
+        sources, contributors = self._rounds.sources[division][number], self._rounds.contributors[division]
         for message, extents in enumerate(self._rounds.receives[piece]):
-            here = {peer: arrived[peer, message].to(wide) for peer in self._rounds.sources(number)}
+            here = {peer: arrived[peer, message].to(wide) for peer in sources}
             if lanes[rank] != NO_LANE:
                 here[rank] = self._own(extents, wide, is_last)
             waiting = self._parts[piece][message]
-            for one, parts in zip(self._rounds.contributors, waiting, strict=True):
+            for one, parts in zip(contributors, waiting, strict=True):
                 parts.update((peer, value) for peer, value in here.items() if peer in one.ranks)
             if is_last:
-                self._add_last(waiting, extents)
+                self._add_last(waiting, self._last[division], extents)
                 continue
             self._parts[piece][message] = tuple(
-                _add_round(parts, one.tree.rounds[number])
-                for one, parts in zip(self._rounds.contributors, waiting, strict=True)
+                _add_round(parts, one.tree.rounds[number]) for one, parts in zip(contributors, waiting, strict=True)
             )
         if is_last:
             self._on_reduced()
@@ -263,11 +267,11 @@ class RoundReduction:
         mine = ranges(self._sums.live, extents)
         return mine[0].to(wide) if is_last and len(mine) == 1 else torch.cat(mine).to(wide)
 
-    def _add_last(self, waiting: Sequence[Parts], extents: Extents) -> None:
+    def _add_last(self, waiting: Sequence[Parts], last: LastAdditions, extents: Extents) -> None:
         """All lanes are there: leaves the mean where the update reads it, and forgets the parts. 0 is added to the sum,
         so it has the bits of one that began with zeros (−0.0 is +0.0), as where lanes are accumulated.
         """
-        at, lanes, (additions, root) = 0, self._traffic.plan.lanes, self._last
+        at, lanes, (additions, root) = 0, self._traffic.plan.lanes, last
         parts = {(which, number): value for which, own in enumerate(waiting) for number, value in own.items()}
         for bucket, start, stop in cached(extents, self._watch.at_once):
             end = at + stop - start
@@ -305,7 +309,10 @@ Key = tuple[int, int]
 """A contributor, by its place among them, and the number of one of its parts."""
 
 
-def _last_additions(contributors: Sequence[Contributor]) -> tuple[list[tuple[Key, Key]], Key]:
+LastAdditions = tuple[list[tuple[Key, Key]], Key]
+
+
+def _last_additions(contributors: Sequence[Contributor]) -> LastAdditions:
     """Those of the last round, then of the roots in the order of contributors, and where the sum is."""
     additions = [
         ((at, into), (at, other))

@@ -8,13 +8,14 @@ tensor, no group.
 
 Where a cell has several coordinates, gradients and state stay at one: a block's partial sums come from those members at
 its home who train, since a gradient that is common to a cell has the same bits in all of it. Only updated parameters
-that are common go to other coordinates. Where a cell divides a sequence, partial sums come from the coordinates of all
-contexts besides: each contributes a gradient of its own tokens.
+that are common go to other coordinates. Where a cell divides samples or their tokens, partial sums
+come from the coordinates of all portions besides: each contributes a gradient of its own. An expert's gradient comes
+together within the layer, and only contexts contribute to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -22,7 +23,7 @@ import torch
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 
-from shoal.core.layout import Layout, Stretch
+from shoal.core.layout import CellPart, Division, Layout, Stretch
 from shoal.core.tree import NO_LANE, HostSums, Round, ShardTree, first_rounds, rounds, shard_tree, subtrees
 from shoal.exchange.pieces import (
     Backwards,
@@ -87,16 +88,14 @@ class Coordinates:
         self.first_of_stage = [stages.index(stage) for stage in stages]
         """By rank, the lowest one that has the same stage."""
         self.contributors = tuple(self._at(*self._part.contributors))
-        """The ranks with the parameters that this member has."""
-        self.by_contributor = tuple(tuple(self._at(one)) for one in self._part.contributors)
-        """The same, by coordinate."""
+        """The ranks that have the parameters of this member, but for experts."""
         self._host_sums_at = lru_cache(maxsize=None)(self._add_at)
-        self.contexts = self._part.contexts
-        """How many gradients of a lane an owner adds up."""
+        self.portions = self._part.portions
+        """Of how many gradients a lane's is the mean."""
         last_stage = replace(self._part, coordinate=self._part.coordinates - 1)
         self.reporter = last_stage.mates[0]
-        """The coordinate whose members speak for their cells; of numbers that are of tokens, those of all contexts do.
-        Of a pipeline it has the last stage, which makes the loss.
+        """The coordinate whose members speak for their cells; of numbers that are of tokens, those of all that
+        train a portion of a lane do. Of a pipeline it has the last stage, which makes the loss.
         """
         self._telling = replace(self._part, coordinate=self.reporter).contributors
         self._models = tuple(trained(layout.model_at(one)) for one in self._of) if plan.homes else ()
@@ -105,8 +104,8 @@ class Coordinates:
         """What lanes each rank sends the gradients of; none for ranks at other coordinates."""
         self.told_spans = self._spans_at(*self._telling)
         """What lanes each rank tells of in the vote."""
-        self.told_by_context = [self._at(one) for one in self._telling]
-        """By context, the ranks that do."""
+        self.told_by_portion = [self._at(one) for one in self._telling]
+        """By the portion of a lane that they train, the ranks that do."""
         self.speakers = [rank for rank, spans in enumerate(self.told_spans) if spans]
         """The ranks that do where steps run."""
 
@@ -131,13 +130,21 @@ class Coordinates:
         """Those of a set of blocks whose parameters a member has."""
         return blocks & self._models[rank] if self._models else blocks
 
+    def holders(self, division: Division) -> list[int]:
+        """The ranks that have the parameters of this member that are so divided."""
+        return self._at(*self._part.holders(division))
+
+    def by_contributor(self, division: Division) -> list[list[int]]:
+        """By coordinate, those that have gradients of these parameters."""
+        return [self._at(one) for one in self._part.contributors_to(division)]
+
     def host_sums(self, owners: tuple[int, ...]) -> HostSums:
         """Who adds up what at this coordinate before it leaves a host. `owners`: the ranks that own blocks."""
         return self._host_sums_at(self._own, owners)
 
-    def sums_of_contributors(self, owners: tuple[int, ...]) -> list[HostSums]:
-        """The same at each coordinate that contributes to the gradients of this one's parameters, in their order."""
-        return [self._host_sums_at(one, owners) for one in self._part.contributors]
+    def sums_of_contributors(self, owners: tuple[int, ...], division: Division) -> list[HostSums]:
+        """The same at each coordinate that contributes to the gradients of these parameters, in their order."""
+        return [self._host_sums_at(one, owners) for one in self._part.contributors_to(division)]
 
     def all_host_sums(self, owners: tuple[int, ...]) -> list[tuple[Sequence[HostSums], Collection[int]]]:
         """Those of every part of this member's stage, with the ranks that have it."""
@@ -229,15 +236,19 @@ class Traffic:
         return tuple(rank for rank, owned in enumerate(self._of_owners) if owned)
 
     @cached_property
-    def owned_sum(self) -> TreeSum:
-        """How this member finishes the tree for what it owns."""
-        contributors = self.coordinates.sums_of_contributors(self._owners)
-        return TreeSum([sums.sources(self.rank) for sums in contributors], self.rank, self.plan.lanes)
+    def owned_sums(self) -> Mapping[Division, TreeSum]:
+        """How this member finishes the tree for what it owns of each division."""
+        found = dict[Division, TreeSum]()
+        for division in {piece.division for piece in self.pieces}:
+            contributors = self.coordinates.sums_of_contributors(self._owners, division)
+            sources = [sums.sources(self.rank) for sums in contributors]
+            found[division] = TreeSum(sources, self.rank, self.plan.lanes)
+        return found
 
     @property
     def leaves(self) -> int:
         """Of how many gradients a step's is the mean."""
-        return self.plan.lanes * self.coordinates.contexts
+        return self.plan.lanes * self.coordinates.portions
 
     @cached_property
     def joint_sum(self) -> TreeSum:
@@ -247,10 +258,10 @@ class Traffic:
     @cached_property
     def pieces(self) -> tuple[ExchangePiece, ...]:
         """What is exchanged at one time; the same on all members."""
-        cut = [self.layout.cut(owned) for owned in self.owned]
+        others = [_cut_at(self.layout.at(one), self._of_owners) for one in _unlike(self.layout.part)]
         limits = piece_limits(self.plan.world_size, self._is_on_one_host, self._by_rounds)
         sums = CellSums(self.coordinates.all_host_sums(self._owners)) if self.plan.homes else self.host_sums
-        return cut_into_pieces(self.layout, cut, sums, limits)
+        return cut_into_pieces(self.layout, _cut_at(self.layout, self._of_owners), sums, limits, others)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -269,9 +280,11 @@ class Traffic:
         """
         trains = bool(self.lane_spans[self.rank])
         sent_to = [peer for peer in self.sent_to if trains and self.host_sums.adder(self.rank, peer) is None]
-        sources = [peer for peer in self.others if peer in self.owned_sum.subtrees_from]
         sends = ({peer: self.messages_for(peer, piece) for peer in sent_to} for piece in range(len(self.pieces)))
-        receives = (dict.fromkeys(sources, mine) for mine in self.own_messages)
+        receives = (
+            {peer: mine for peer in self.others if peer in self.owned_sums[piece.division].subtrees_from}
+            for piece, mine in zip(self.pieces, self.own_messages, strict=True)
+        )
         return PieceTraffic(tuple(map(_in_order, sends)), tuple(map(_in_order, receives)))
 
     @cached_property
@@ -351,6 +364,16 @@ class Traffic:
         return tuple(map(_in_order, found))
 
 
+def _unlike(part: CellPart) -> list[int]:
+    """One coordinate with each part of a stage that there is."""
+    return [one for one in part.mates if (one - part.mates[0]) // part.parts % part.contexts == 0]
+
+
+def _cut_at(layout: Layout, owned: Sequence[Runs]) -> list[tuple[tuple[Span, ...], ...]]:
+    """By rank, the element ranges that it owns of a part of the model."""
+    return [layout.cut(blocks & layout.all_blocks) for blocks in owned]
+
+
 def _those_in(peers: Sequence[int], ranks: Sequence[int]) -> tuple[int, ...]:
     among = frozenset(ranks)
     return tuple(peer for peer in peers if peer in among)
@@ -383,8 +406,10 @@ class RoundsTraffic:
     order: PieceOrder
     rounds: tuple[Round, ...]
     """Of all members."""
-    contributors: tuple[Contributor, ...]
-    """To what this member owns, in the order of coordinates."""
+    contributors: Mapping[Division, tuple[Contributor, ...]]
+    """To what this member owns of each division, in the order of coordinates."""
+    sources: Mapping[Division, tuple[tuple[int, ...], ...]]
+    """By round, the others among them with a lane in it."""
     lanes_here: int
     """This member's lanes: one in each of the first rounds."""
     sends: tuple[Messages, ...]
@@ -406,21 +431,25 @@ class RoundsTraffic:
             for piece in range(len(traffic.pieces))
         )
         lanes_here = sum(lanes[traffic.rank] != NO_LANE for lanes in found)
+        divisions = {piece.division for piece in traffic.pieces}
+        contributors = {one: tuple(_contributors(traffic, found, one)) for one in divisions}
+        sources = {one: tuple(_sources(traffic, found, of)) for one, of in contributors.items()}
         pieces = [traffic.pieces[piece] for piece in order.pieces]
         return cls(
-            traffic, order, found, tuple(_contributors(traffic, found)), lanes_here, sends, traffic.own_messages,
+            traffic, order, found, contributors, sources, lanes_here, sends, traffic.own_messages,
             windows(pieces), narrow_windows(pieces),
         )  # fmt: skip
 
-    def sources(self, number: int) -> list[int]:
-        """The other contributors with a lane in a round."""
-        return [peer for peer in self.traffic.sent_to if self.rounds[number][peer] != NO_LANE]
 
-
-def _contributors(traffic: Traffic, step: Sequence[Round]) -> Iterator[Contributor]:
-    for ranks in map(frozenset, traffic.coordinates.by_contributor):
+def _contributors(traffic: Traffic, step: Sequence[Round], division: Division) -> Iterator[Contributor]:
+    for ranks in map(frozenset, traffic.coordinates.by_contributor(division)):
         own = [tuple(lane if rank in ranks else NO_LANE for rank, lane in enumerate(lanes)) for lanes in step]
         yield Contributor(ranks, shard_tree(own, traffic.plan.lanes))
+
+
+def _sources(traffic: Traffic, step: Sequence[Round], of: Sequence[Contributor]) -> Iterator[tuple[int, ...]]:
+    among = [peer for peer in traffic.sent_to if any(peer in one.ranks for one in of)]
+    return (tuple(peer for peer in among if lanes[peer] != NO_LANE) for lanes in step)
 
 
 UnitMessages = tuple[tuple[Extents, ...], ...]

@@ -229,7 +229,7 @@ def _record(
     counted = _counted(reporting, lanes)
 
     def reduced(of: list[Sequence[float]]) -> float:
-        return _mean_over_contexts(traffic, of) / counted
+        return _mean_over_portions(traffic, of) / counted
 
     trained = any(ballot.losses for ballot in ballots)
     norm = _norm(traffic, rows) if with_norm else None
@@ -248,7 +248,7 @@ def _record(
             for name in _reported_everywhere(ballots, traffic)
         },
         evaluations=mean_over_lanes(
-            [ballots[rank].evaluations for ranks in traffic.coordinates.told_by_context for rank in ranks]
+            [ballots[rank].evaluations for ranks in traffic.coordinates.told_by_portion for rank in ranks]
         ),
         requests=tuple(dict.fromkeys(request for ballot in ballots for request in ballot.requests)),
         hypers=tuple(ballot.hyper for ballot in ballots),
@@ -266,14 +266,14 @@ def _record(
     )
 
 
-def _mean_over_contexts(traffic: Traffic, of: list[Sequence[float]]) -> float:
+def _mean_over_portions(traffic: Traffic, of: list[Sequence[float]]) -> float:
     """The sum over lanes. `of`: by rank, the sums of its subtrees."""
     coordinates, total = traffic.coordinates, 0.0
-    for context, ranks in enumerate(coordinates.told_by_context):
+    for portion, ranks in enumerate(coordinates.told_by_portion):
         parts = [zip(coordinates.told_spans[rank], of[rank], strict=True) for rank in ranks]
         sum_of = fold_numbers(list(chain.from_iterable(parts)), traffic.plan.lanes)
-        total = total + sum_of if context else sum_of
-    return total / coordinates.contexts
+        total = total + sum_of if portion else sum_of
+    return total / coordinates.portions
 
 
 def _check_skips(ballots: list[Ballot], traffic: Traffic) -> None:

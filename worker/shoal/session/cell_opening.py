@@ -58,6 +58,11 @@ def cell(
     return _opened[0]
 
 
+def opened_cell() -> Cell | None:
+    """This process's cell, where its script has opened it."""
+    return _opened[0] if _opened else None
+
+
 def _shape(config: str | Path | Mapping[str, Any] | None, named: dict[str, Any], sizes: Mapping[str, Any]) -> Shape:
     """What arguments and config say alike. Raises `UserError`."""
     for alias, size in sizes.items():

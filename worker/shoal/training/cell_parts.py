@@ -105,7 +105,7 @@ class CellParts:
         mine = part.coordinate % part.parts
         for tensor in tensors:
             bucket, slot = place_of.get(id(tensor), (None, None))
-            if bucket is None or slot is None or not bucket.is_own:
+            if bucket is None or slot is None or not bucket.division.by_tensor:
                 yield local_of(tensor)
                 continue
             if bucket.index not in brought:

@@ -170,7 +170,7 @@ class TrainingContext:
             seed=config.seed,
             lanes=config.lanes,
             micro_batch_size=config.micro_batch_size,
-            micro_batches_per_lane=config.micro_batches_per_lane,
+            micro_batches_per_lane=config.micro_batches_of_cell,
             samples=self.loop.samples,
         )
 

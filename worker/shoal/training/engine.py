@@ -134,7 +134,8 @@ class Engine(Habits):
         if hub is not None:
             hub.rest()
         calls = OF_SCHEDULES if config.cell.pipeline > 1 else OF_LOSSES
-        loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher, calls)
+        expert = (0, 1) if hub is None else (hub.index("expert"), hub.shape.expert)
+        loop = LaneLoop(config.lanes, config.micro_batches_per_lane, fetcher, calls, expert)
         self.context = context = TrainingContext(config, state, link, loop, faults, hub)
         self.parts = Parts.of(context)
         self.training = TrainingLoop(context, self.parts)

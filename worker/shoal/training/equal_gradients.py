@@ -32,7 +32,7 @@ class EqualGradients:
         """By bucket, the place of its first parameter among those that are compared."""
         self._names: list[str] = []
         for bucket in layout.buckets:
-            if not (bucket.is_own or bucket.is_summed):
+            if not (bucket.division.by_tensor or bucket.is_summed):
                 self._first[bucket.index] = len(self._names)
                 self._names += [slot.parameter.name for slot in bucket.slots]
         self._noted: set[int] = set()

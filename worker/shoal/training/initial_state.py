@@ -10,7 +10,7 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.checkpoint.writer import TakenStates
-from shoal.core.layout import Layout
+from shoal.core.layout import COMMON, DIVISIONS, Division, Layout
 from shoal.core.units import named_buffers
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.traffic import STARTED
@@ -27,17 +27,20 @@ def agree_on_the_start(world: World, state: TrainingState) -> None:
 
     Called before the state begins with them.
     """
-    begins, own = state.stand_at_the_start().own(), state.layout.part.own
-    common = {name: value for name, value in begins.items() if name not in own} | frozen_parameters(state)
-    mine = {name: value for name, value in begins.items() if name in own}
+    begins, part = state.stand_at_the_start().own(), state.layout.part
+    by_division = {one: dict[str, Tensor]() for one in DIVISIONS}
+    for name, value in begins.items():
+        by_division[Division(name in part.of_expert, name in part.own)][name] = value
+    by_division[COMMON] |= frozen_parameters(state)
     buffers = {f"buffer {name}": buffer for name, buffer in named_buffers(state.module)}
     ranks, coordinates = world.plan.ranks, world.traffic.coordinates
     if not world.plan.homes:
-        replaced = _take_over_from(0, ranks, world, common | buffers)
+        replaced = _take_over_from(0, ranks, world, by_division[COMMON] | buffers)
     else:
-        of = (coordinates.of_stage, common), (coordinates.contributors, mine), (coordinates.mates, buffers)
-        for holders, tensors in of:
-            replaced = _take_over_from(holders[0], holders, world, tensors)
+        for division, tensors in by_division.items():
+            holders = coordinates.holders(division)
+            _take_over_from(holders[0], holders, world, tensors)
+        replaced = _take_over_from(coordinates.mates[0], coordinates.mates, world, buffers)
         _check_copies(world, state.layout, begins)
     if replaced:
         state.buffers.refresh()

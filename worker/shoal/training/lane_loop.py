@@ -45,9 +45,22 @@ Made = Callable[[], Sequence[Loss]]
 class LaneLoop:
     """`lanes` are those of this worker in this step; `lane` is the one at hand."""
 
-    def __init__(self, job_lanes: int, micro_batches: int, fetcher: Fetcher, calls: LoopCalls = OF_LOSSES) -> None:
-        """`calls`: what the script calls for each batch."""
+    def __init__(
+        self,
+        job_lanes: int,
+        micro_batches: int,
+        fetcher: Fetcher,
+        calls: LoopCalls = OF_LOSSES,
+        expert: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`micro_batches`: those of a lane that are trained here. `calls`: what the script calls for each batch.
+        `expert`: this worker's place among those of a cell's experts, which take a lane's micro-batches in turn, and
+        how many they are.
+        """
         self._micro_batches, self.fetcher, self.calls = micro_batches, fetcher, calls
+        index, places = expert
+        self._numbers = range(index, micro_batches * places, places)
+        """Of these, among all of the lane."""
         self.numbers = LaneNumbers(job_lanes, micro_batches)
         self._ported = PortedLoss(job_lanes, micro_batches)
         self.is_warm = False
@@ -95,7 +108,7 @@ class LaneLoop:
     @property
     def place(self) -> tuple[int, int]:
         """Lane and micro-batch at hand."""
-        return self.lane, self._micro
+        return self.lane, self._numbers[self._micro]
 
     @property
     def begins_lane(self) -> bool:
@@ -156,8 +169,8 @@ class LaneLoop:
         else:
             state.buffers.begin_micro_batch()
             self.numbers.begin_micro_batch()
-        place = state.step, self.lane, self._micro
-        after = upcoming(place, self.lanes, self._micro_batches, state.last_step)
+        place = state.step, *self.place
+        after = upcoming(place, self.lanes, self._numbers, state.last_step)
         batch = self.fetcher.micro_batch(*place, after)
         for look in state.guards.on_batch:
             look()

@@ -15,6 +15,7 @@ from shoal_protos.training_log import get_logger
 
 from shoal.config.out_of_memory import Advice, Setting
 from shoal.config.training import TrainingConfig
+from shoal.core.layout import COMMON
 from shoal.exchange.world import World
 from shoal.optim.several import title_of
 from shoal.optim.twin import may_step_in_parts
@@ -74,7 +75,7 @@ class MemoryReport:
         frozen = [*frozen_parameters(state).values(), *frozen_in_blocks(state).values()]
         elements = sum(parameter.numel() for parameter in frozen)
         sizes = [slot.parameter.elements for bucket in buckets for slot in bucket.slots]
-        common = sum(slot.parameter.elements for bucket in buckets for slot in bucket.slots if not bucket.is_own)
+        common = sum(s.parameter.elements for bucket in buckets for s in bucket.slots if bucket.division == COMMON)
         return MemorySetup(
             parameters=sum(sizes),
             largest_parameter=max(sizes),

@@ -277,16 +277,19 @@ def part_of(model: nn.Module, shape: Shape, coordinate: int) -> CellPart:
     }
     adding = frozenset(name for name, _, mark in named if mark.gradient == "sum")
     own = frozenset(name for name, _, mark in named if mark.is_own and shape.tensor > 1)
+    of_expert = frozenset(name for name, _, mark in named if mark.of_expert)
     for name, parameter, _ in named:
-        if (name in own or shape.pipeline > 1) and not parameter.requires_grad:
-            whose = "each process of a cell has a shard of it" if name in own else "only one stage of a pipeline has it"
+        is_in_parts = name in own | of_expert
+        if (is_in_parts or shape.pipeline > 1) and not parameter.requires_grad:
+            whose = "each process of a cell has a part of it" if is_in_parts else "only one stage of a pipeline has it"
             raise UserError(
                 f'parameter "{name}" is frozen, and {whose}; not supported yet. Train it, or give every process the '
                 "whole of it."
             )
     numbered = model.count if isinstance(model, Stages) else 0
     part = CellPart(shape.processes, coordinate, own, contexts=shape.context, stages=shape.pipeline, cuts=cuts,
-                    adding=adding, numbered=numbered, ties=ties(everywhere))  # fmt: skip
+                    adding=adding, numbered=numbered, ties=ties(everywhere), experts=shape.expert,
+                    of_expert=of_expert)  # fmt: skip
     placed = (name for name, parameter, _ in named if is_divided(parameter))
     return replace(part, summed=part.summed_of(placed))
 

@@ -1,0 +1,197 @@
+"""`deepspeed.moe.layer.MoE`: a layer of experts, divided among the processes of a cell.
+
+Each place of the cell's dimension `expert` has some of the experts, and trains samples of its own. Tokens go to their
+experts by an all-to-all within the cell, and back by another; an expert sees those of all places in the order of
+coordinates, so its gradient has the same bits whichever members make a cell. Names of parts and parameters are
+DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from shoal_protos.errors import UserError
+from shoal_protos.training_log import get_logger
+from torch import Tensor, nn
+
+from shoal.cells.marks import sharded
+from shoal.deepspeed.moe.gate import Routing, TopKGate
+from shoal.guards.arguments import refuse_unknown
+from shoal.session.cell_opening import opened_cell
+
+log = get_logger("shoal")
+ARGUMENTS = ("hidden_size", "expert", "num_experts", "ep_size")
+UNREAD = {
+    "use_tutel": "tokens are laid out by torch's own kernels",
+    "enable_expert_tensor_parallelism": "an expert says itself which of its parameters are divided over tensor",
+}
+"""DeepSpeed's arguments that change nothing here, and why."""
+
+
+class MoE(nn.Module):
+    """A layer of experts with its router. Called with the hidden states, it returns what the experts make of them, the
+    auxiliary loss and how many tokens of this process have chosen each expert.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        *,
+        group: Any = None,
+        **options: Any,
+    ) -> None:
+        """`expert`: of which every expert is a copy. `ep_size`: among how many processes they are divided: those of the
+        cell's dimension `expert`, or 1. `group`: of these, in place of the cell's. `options`: those of `Routing`, and
+        `use_residual`; by DeepSpeed's names. Raises `UserError`.
+        """
+        super().__init__()
+        self.use_residual = bool(options.pop("use_residual", False))
+        self.num_experts, self.ep_size = num_experts, ep_size
+        gate = TopKGate(hidden_size, _routing(num_experts, options))
+        group = group if group is not None else _group(ep_size)
+        if num_experts % ep_size:
+            raise UserError(
+                f"MoE is given {num_experts} experts, which do not divide among {ep_size} processes (ep_size); "
+                "expected a multiple of them."
+            )
+        self.num_local_experts = num_experts // ep_size
+        self.deepspeed_moe = MOELayer(gate, Experts(expert, self.num_local_experts, ep_size > 1), group)
+        if self.use_residual:
+            self.mlp, self.coefficient = _copied(expert), nn.Linear(hidden_size, 2)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # (…, hidden_size)
+        used_token: Tensor | None = None,  # (…): 0 for tokens that go to no expert
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (…, hidden_size); () float32; (experts,) int64
+        output, loss, counts = self.deepspeed_moe(hidden_states, used_token)
+        if self.use_residual:
+            of_mlp, parts = self.mlp(hidden_states), self.coefficient(hidden_states).softmax(-1)
+            output = output * parts[..., 0:1] + of_mlp * parts[..., 1:]
+        return output, loss, counts
+
+
+class Experts(nn.Module):
+    """Those of one place."""
+
+    def __init__(self, expert: nn.Module, count: int, are_divided: bool) -> None:
+        super().__init__()
+        self.deepspeed_experts = nn.ModuleList(_copied(expert) for _ in range(count))
+        for parameter in self.deepspeed_experts.parameters() if are_divided else ():
+            sharded(parameter, over="expert")
+
+    def forward(
+        self,
+        rows: Tensor,  # (experts here, rows, model_dim)
+    ) -> Tensor:  # the same shape
+        """Each expert's of its rows."""
+        return torch.stack([expert(own) for expert, own in zip(self.deepspeed_experts, rows.unbind(), strict=True)])
+
+
+class MOELayer(nn.Module):
+    """Brings tokens to their experts, and what these make of them back."""
+
+    def __init__(self, gate: TopKGate, experts: Experts, group: Any) -> None:
+        """`group`: of the processes among which experts are divided; None: this one has all."""
+        super().__init__()
+        self.gate, self.experts, self.group = gate, experts, group
+
+    def forward(
+        self,
+        hidden: Tensor,  # (…, model_dim)
+        used: Tensor | None = None,  # (…)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # as of `MoE`
+        tokens = hidden.reshape(-1, hidden.size(-1))
+        choice = self.gate.choose(tokens, used)
+        capacity = self.gate.capacity(len(tokens)) if self.gate.routing.drop_tokens else self._fullest(choice.counts)
+        slots, weights, loss, counts = self.gate.routed(choice, capacity)
+        rows = tokens.new_zeros(self.gate.routing.num_experts * capacity + 1, tokens.size(1))
+        of_choices = tokens[:, None].expand(-1, slots.size(1), -1).reshape(-1, tokens.size(1))
+        rows = rows.index_copy(0, slots.reshape(-1), of_choices)[:-1]
+        made = nn.functional.pad(self._by_experts(rows, capacity), (0, 0, 0, 1))
+        back = made.index_select(0, slots.reshape(-1)).unflatten(0, slots.shape)
+        return (back * weights.to(back.dtype)[..., None]).sum(1).view_as(hidden), loss, counts
+
+    def _by_experts(
+        self,
+        rows: Tensor,  # (experts × capacity, model_dim)
+        capacity: int,
+    ) -> Tensor:  # the same shape
+        """What the experts of all places make of these. An expert has the rows of all places in one call."""
+        here, width = len(self.experts.deepspeed_experts), rows.size(1)
+        came = self._exchanged(rows).view(-1, here, capacity, width).transpose(0, 1)
+        made = self.experts(came.reshape(here, -1, width)).view(here, -1, capacity, width).transpose(0, 1)
+        return self._exchanged(made.reshape(-1, width))
+
+    def _exchanged(self, rows: Tensor) -> Tensor:
+        """Equal parts, one for each place."""
+        return rows if self.group is None else _all_to_all(rows, self.group)
+
+    def _fullest(
+        self,
+        counts: Tensor,  # (experts,) int64
+    ) -> int:
+        """How many tokens of a place an expert gets at most, on any place."""
+        most = counts.max().reshape(1)
+        if self.group is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return max(int(most), 1)
+
+
+def _all_to_all(rows: Tensor, group: Any) -> Tensor:
+    return cast(Tensor, _AllToAll.apply(rows, group))  # type: ignore[no-untyped-call]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part i of the first dimension goes to place i; gradients take the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
+        ctx.group, found = group, torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(found, rows.contiguous(), group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradient, ctx.group), None
+
+
+def _copied(expert: nn.Module) -> nn.Module:
+    """With the marks of its parameters, and the process groups that it has as they are."""
+    groups = [one for part in expert.modules() for one in vars(part).values() if isinstance(one, dist.ProcessGroup)]
+    made = copy.deepcopy(expert, {id(group): group for group in groups})
+    for mine, other in zip(expert.parameters(), made.parameters(), strict=True):
+        vars(other).update(vars(mine))
+    return made
+
+
+def _routing(num_experts: int, options: dict[str, Any]) -> Routing:
+    """Raises `UserError`."""
+    names = [one.name for one in fields(Routing) if one.name != "num_experts"]
+    refuse_unknown("MoE", [name for name in options if name not in (*names, *UNREAD)], [*ARGUMENTS, *names])
+    if unread := {name: UNREAD[name] for name, value in options.items() if name in UNREAD and value}:
+        log.info("arguments of MoE are left alone", **unread)
+    routing = Routing(num_experts, **{name: value for name, value in options.items() if name in names})
+    routing.check()
+    return routing
+
+
+def _group(ep_size: int) -> Any:
+    """That of the cell's experts; None where each process has all. Raises `UserError`."""
+    if ep_size == 1:
+        return None
+    cell = opened_cell()
+    places = cell.size("expert") if cell is not None else 1
+    if cell is None or ep_size != places:
+        raise UserError(
+            f"MoE is given ep_size {ep_size!r:.60}, and the cell has {places} places for experts; call "
+            'shoal.cell(expert=…) before, and give MoE ep_size=cell.size("expert").'
+        )
+    return cell.group("expert")
