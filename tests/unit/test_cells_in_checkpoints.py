@@ -17,7 +17,7 @@ from shoal.checkpoint.catalogue import Found, at
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.restore import fits
 from shoal.checkpoint.storage import open_storage
-from shoal.core.layout import CellPart
+from shoal.core.cell_part import CellPart
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, crew_of

@@ -87,8 +87,8 @@ def trained(crew: Crew) -> str:
     "Each place of a cell's experts adds a gradient of its own to what is no expert's, and none to experts of others",
     "Cells",
     broken_by=[
-        Edit("shoal.core.layout", "first : first + self.contexts] if division.by_expert", "::] if False"),
-        Edit("shoal.core.layout", "return (holders % count if division.by_expert else holders), count", "return 0, 1"),
+        Edit("shoal.core.cell_part", "first : first + self.contexts] if division.by_expert", "::] if False"),
+        Edit("shoal.core.cell_part", "return (holders % count if division.by_expert else holders), count", "return 0, 1"),
     ],
 )
 def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, stage: int, model: Any) -> None:
@@ -113,7 +113,7 @@ def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, sta
     "Cells",
     broken_by=[
         Edit("shoal.training.lane_loop", "range(index, micro_batches * places, places)", "range(micro_batches)"),
-        Edit("shoal.core.layout", "return self.contexts * self.experts", "return self.contexts"),
+        Edit("shoal.core.cell_part", "return self.contexts * self.experts", "return self.contexts"),
     ],
 )
 def test_losses_are_those_of_one_process_that_trains_all_micro_batches_of_a_lane(

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from matrices import examples
 from planning import World
 from rule import Edit, holds, rule
+from shoal.core.cell_part import DIVISIONS, CellPart, Division
 from shoal.core.laying_out import lay_out
-from shoal.core.layout import DIVISIONS, CellPart, Division, Layout, Stretch, Trainable, overlaps
+from shoal.core.layout import Layout, Stretch, Trainable, overlaps
 from shoal.core.units import unit_numbers
 from shoal_controller.core.planning.planner import Candidate, PlanRequest, Terms, plan_start
 from shoal_protos.errors import UserError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from integration.scripts import Model
 from matrices import examples
 from rule import Edit, holds, rule
-from shoal.core.layout import WHOLE
+from shoal.core.cell_part import WHOLE
 from shoal.exchange import module_buffers
 from shoal.exchange.buffer_joins import Join
 from shoal.exchange.module_buffers import LARGE_ELEMENTS, ModuleBuffers

@@ -13,8 +13,9 @@ from rule import Edit, rule
 from shoal.cells.hub import CellHub
 from shoal.cells.pipelining import FLAGS, SHAKES_HANDS, SUPPORTED, UNDER_WAY, PipelineSchedules
 from shoal.cells.stages import built_stages
+from shoal.core.cell_part import CellPart, Division
 from shoal.core.laying_out import lay_out
-from shoal.core.layout import CellPart, Division, Trainable
+from shoal.core.layout import Trainable
 from shoal.state.training_state import Limits
 from shoal.training.start import in_cell
 from shoal_protos.errors import UserError
@@ -162,7 +163,7 @@ def test_a_model_that_is_no_stages_and_groups_that_are_not_known_elsewhere_are_r
     "Cells",
     broken_by=[
         Edit("shoal.core.layout", "for of in self._counts[:stage]", "for of in self._counts[:0]"),
-        Edit("shoal.core.layout", "within = self.coordinate - self.mates[0]", "within = 0"),
+        Edit("shoal.core.cell_part", "within = self.coordinate - self.mates[0]", "within = 0"),
     ],
 )
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.reshaping import in_shape, reshape
 from shoal.checkpoint.restore import load_blocks, load_small_state
 from shoal.checkpoint.storage import LocalStorage
-from shoal.core.layout import CellPart, Layout
+from shoal.core.cell_part import CellPart
+from shoal.core.layout import Layout
 from shoal_protos.shape import ONE, Shape
 from tensor_parallel import TWO, CellTask, Parallel, crew_of
 from tiers import check

@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shoal.blocks.released import looks_at_no_value
 from shoal.blocks.values import WholeValues
 from shoal.cells.marks import OverCell, SpreadGradients, is_divided, lie_in, local_of
+from shoal.core.cell_part import WHOLE, CellPart, Division
 from shoal.core.laying_out import lay_out
-from shoal.core.layout import FROZEN, WHOLE, Bucket, CellPart, Division, Layout, Stretch, Trainable
+from shoal.core.layout import FROZEN, Bucket, Layout, Stretch, Trainable
 from shoal.core.units import named_parameters, unit_numbers
 from shoal.optim.several import groups_by_parameter, only_group
 from shoal.process.host_memory import memory_on

@@ -23,7 +23,8 @@ from shoal.blocks.loaded_state import counts_in_gaps
 from shoal.blocks.values import without_gaps
 from shoal.checkpoint.reader import Reader, Window
 from shoal.checkpoint.snapshot import parts_of
-from shoal.core.layout import Bucket, CellPart, Layout, Stretch
+from shoal.core.cell_part import CellPart
+from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
 from shoal.exchange.traffic import DIGESTS

@@ -31,11 +31,12 @@ from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, Small, made_content
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.writer import Author, commit, write_content
+from shoal.core.cell_part import CellPart, Division
 from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import DTYPES
 from shoal.core.cuts import Divided
 from shoal.core.laying_out import lay_out
-from shoal.core.layout import Bucket, CellPart, Division, Layout, Trainable
+from shoal.core.layout import Bucket, Layout, Trainable
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Misses, MissRun
 

@@ -27,9 +27,10 @@ from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.other_layout import Match, difference, take_by_name
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.writer import States
+from shoal.core.cell_part import CellPart
 from shoal.core.checkpoint_errors import CheckpointDamaged
 from shoal.core.container import DTYPES
-from shoal.core.layout import CellPart, Stretch
+from shoal.core.layout import Stretch
 from shoal.core.loss_scale import LossScale
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Misses

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shoal.core.layout import (
-    DIVISIONS,
-    FROZEN,
-    MOST_BLOCKS,
-    SMALLEST_BLOCK,
-    WHOLE,
-    Bucket,
-    CellPart,
-    Layout,
-    Slot,
-    Trainable,
-)
+from shoal.core.cell_part import DIVISIONS, WHOLE, CellPart
+from shoal.core.layout import FROZEN, MOST_BLOCKS, SMALLEST_BLOCK, Bucket, Layout, Slot, Trainable
 
 MOST_FROZEN_BLOCKS = 16_384
 BUCKET_BYTES = 8 << 20
@@ -70,9 +60,7 @@ def _drafts(parameters: Sequence[Trainable], bucket_bytes: int) -> list[tuple[li
     latest: dict[tuple[object, ...], int] = {}
     backwards = parameters[::-1]
     for parameter in sorted(backwards, key=_order):
-        kind = (
-            parameter.division, parameter.summed, parameter.tie, parameter.group, parameter.dtype, parameter.unit,
-        )  # fmt: skip
+        kind = (parameter.division, parameter.summed, parameter.tie, parameter.group, parameter.dtype, parameter.unit)
         align = max(1, ALIGNMENT_BYTES // parameter.dtype.itemsize)
         slots, elements = drafts[latest[kind]] if kind in latest else ([], 0)
         start = -(-elements // align) * align

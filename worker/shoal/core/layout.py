@@ -3,15 +3,18 @@
 A bucket holds parameters of one unit, one optimizer group and one dtype: groups in the optimizer's order, parameters in
 reverse registration order (the order in which backward finishes them), each at a 64-byte multiple; it is padded with
 zeros to whole blocks. Pure: shapes and dtypes only, no tensor is touched.
+
 Parameters that need no gradient (frozen) may be in buckets of their own, behind all others: such blocks have no state,
 and are in no fingerprint. `Layout.trained` is the layout without them, which is the same wherever they are kept.
+
 Block numbers are striped: blocks are numbered across the buckets, by their relative place in their bucket. So a run of
 numbers is one slice of every bucket, and any owner of long runs has its share of every bucket's traffic.
 
 Where several processes train a lane together (a cell), some parameters are divided among its places, and the others are
-common to it (`Division`). A layout has the buckets of one coordinate, divided ones first, and block numbers are the
+common to it (cell_part.py). A layout has the buckets of one coordinate, divided ones first, and block numbers are the
 job's: by division the blocks of its first part, of its second one, and so on, then the common ones, each part striped
 by itself. Coordinates of a stage that have a part alike are home to equal shares of its blocks. All lay out alike.
+
 Each stage of a pipeline has parameters of its own, and so buckets of its own: its blocks, numbered as above, follow
 those of the stages before. A layout knows all stages' buckets, and has those of its own coordinate.
 """
@@ -22,14 +25,15 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from shoal_protos.runs import Runs, Span
 
+from shoal.core.cell_part import COMMON, DIVISIONS, WHOLE, CellPart, Division
 from shoal.core.cuts import Cut
 from shoal.core.ties import Tie
 
@@ -39,125 +43,6 @@ SMALLEST_BLOCK = 4_096
 MOST_BLOCKS = 65_536
 FROZEN = -1
 """The group of parameters that no optimizer changes."""
-
-
-class Division(NamedTuple):
-    """Among which places parameters are divided."""
-
-    by_expert: bool = False
-    """Those of the experts: no other place of that dimension has them."""
-    by_tensor: bool = False
-    """Those of the tensor dimension, likewise."""
-
-
-COMMON = Division()
-DIVISIONS = tuple(Division(*which) for which in ((True, True), (True, False), (False, True), (False, False)))
-"""In the order of block numbers: those of experts first."""
-
-
-@dataclass(frozen=True, slots=True)
-class CellPart:
-    """What of the model a process has: all of it where a cell is one process."""
-
-    coordinates: int = 1
-    """How many processes a cell has."""
-    coordinate: int = 0
-    """Its own place in a cell."""
-    own: frozenset[str] = frozenset()
-    """Names of the parameters that no other place of the tensor dimension has."""
-    summed: frozenset[str] = frozenset()
-    """Names of the others of whose gradient each place may have a part; of the rest all have the whole."""
-    contexts: int = 1
-    """How many coordinates have the same parameters, each with other tokens: all contribute to a gradient."""
-    stages: int = 1
-    """How many stages a pipeline has: as many coordinates that follow each other have each."""
-    cuts: Mapping[str, Cut] = field(default_factory=dict, compare=False)
-    """By name, as far as it is known: of the own ones, and of those that would be with more places of `tensor`."""
-    adding: frozenset[str] = field(default=frozenset(), compare=False)
-    """Names of those that are marked as `summed`, which they are with several places of `tensor`."""
-    numbered: int = field(default=0, compare=False)
-    """How many stages its model is made of, with whose numbers names begin; 0: it is not made of stages."""
-    ties: Mapping[str, Tie] = field(default_factory=dict, compare=False)
-    """Of those of which several stages have a copy, by name."""
-    experts: int = 1
-    """Among how many places experts are divided, each with samples of its own: all contribute to the gradients of what
-    is no expert's.
-    """
-    of_expert: frozenset[str] = frozenset()
-    """Names of the parameters that no other place of the experts has."""
-
-    @property
-    def place(self) -> int:
-        """Its own of the pipeline: the number of its stage."""
-        return self.coordinate // self.of_stage
-
-    @property
-    def of_stage(self) -> int:
-        """How many coordinates have a stage."""
-        return self.coordinates // self.stages
-
-    @property
-    def portions(self) -> int:
-        """Into how many portions a cell divides what a lane trains: samples among experts, tokens among contexts."""
-        return self.contexts * self.experts
-
-    @property
-    def parts(self) -> int:
-        """How many places the tensor dimension has."""
-        return self.of_stage // self.portions
-
-    @property
-    def mates(self) -> range:
-        """The coordinates that have the same stage, itself among them."""
-        return range(self.place * self.of_stage, (self.place + 1) * self.of_stage)
-
-    @property
-    def contributors(self) -> range:
-        """The coordinates with the same part of what is no expert's, itself among them, in their order."""
-        return self.mates[self.coordinate % self.parts :: self.parts]
-
-    def summed_of(self, placed: Iterable[str]) -> frozenset[str]:
-        """Names of those that are `summed` in such a cell. `placed`: of the DTensors."""
-        marked = self.adding if self.parts > 1 else frozenset()
-        return (marked | frozenset(placed if self.coordinates > 1 else ())) - self.own
-
-    def contributors_to(self, division: Division) -> range:
-        """Those among them that have the same parameters of a division."""
-        first = self._expert * self.contexts
-        return self.contributors[first : first + self.contexts] if division.by_expert else self.contributors
-
-    @property
-    def _expert(self) -> int:
-        """Its place among the experts'."""
-        return (self.coordinate - self.mates[0]) // self.parts // self.contexts
-
-    def pieces(self, division: Division) -> int:
-        """Into how many parts parameters are divided."""
-        return (self.experts if division.by_expert else 1) * (self.parts if division.by_tensor else 1)
-
-    def piece(self, division: Division) -> int:
-        """Which of them it has."""
-        expert = self._expert if division.by_expert else 0
-        if not division.by_tensor:
-            return expert
-        return expert * self.parts + self.coordinate % self.parts
-
-    def share(self, division: Division) -> tuple[int, int]:
-        """Of the coordinates that have that part as well: its number among them, and how many they are."""
-        within = self.coordinate - self.mates[0]
-        holders = within // self.parts if division.by_tensor else within
-        count = self.of_stage // self.pieces(division)
-        return (holders % count if division.by_expert else holders), count
-
-    def holders(self, division: Division) -> list[int]:
-        """These coordinates, in their order."""
-        among = self.mates[self.coordinate % self.parts :: self.parts] if division.by_tensor else self.mates
-        count = len(among) // (self.experts if division.by_expert else 1)
-        first = self._expert * count if division.by_expert else 0
-        return list(among[first : first + count])
-
-
-WHOLE = CellPart()
 
 
 @dataclass(frozen=True, slots=True)

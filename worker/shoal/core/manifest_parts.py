@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from shoal_protos.shape import MOST_PROCESSES
 
+from shoal.core.cell_part import CellPart, Division
 from shoal.core.container import CODES, DTYPES
 from shoal.core.cuts import Cut
-from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, CellPart, Division, Layout, Slot, Trainable
+from shoal.core.layout import MOST_BLOCKS, SMALLEST_BLOCK, VERSION, Bucket, Layout, Slot, Trainable
 
 
 class Entry(BaseModel):

@@ -22,7 +22,8 @@ import torch
 from shoal_protos.runs import Span
 from torch import Tensor
 
-from shoal.core.layout import COMMON, Bucket, Division, Layout
+from shoal.core.cell_part import COMMON, Division
+from shoal.core.layout import Bucket, Layout
 from shoal.core.tree import HostSums
 
 PIECE_BYTES = 8 << 20

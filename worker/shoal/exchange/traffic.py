@@ -23,7 +23,8 @@ import torch
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 
-from shoal.core.layout import CellPart, Division, Layout, Stretch
+from shoal.core.cell_part import CellPart, Division
+from shoal.core.layout import Layout, Stretch
 from shoal.core.tree import NO_LANE, HostSums, Round, ShardTree, first_rounds, rounds, shard_tree, subtrees
 from shoal.exchange.pieces import (
     Backwards,

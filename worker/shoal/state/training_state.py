@@ -30,7 +30,8 @@ from shoal.blocks.values import WholeValues
 from shoal.cells.marks import local_of
 from shoal.config.training import TrainingConfig
 from shoal.core.average_rule import AverageRule
-from shoal.core.layout import WHOLE, CellPart, Layout, Slot, Trainable
+from shoal.core.cell_part import WHOLE, CellPart
+from shoal.core.layout import Layout, Slot, Trainable
 from shoal.core.loss_scale import LossScaleRule, after, first_loss_scale
 from shoal.core.manifest_parts import Branch, Lineage
 from shoal.core.misses import Misses, every_one

@@ -19,7 +19,8 @@ from shoal.blocks.values import RangeValues, WholeValues
 from shoal.cells.marks import local_of
 from shoal.checkpoint.manifest import CHECKSUM_BYTES, checksum
 from shoal.checkpoint.named import check_alike
-from shoal.core.layout import Bucket, CellPart
+from shoal.core.cell_part import CellPart
+from shoal.core.layout import Bucket
 from shoal.exchange.traffic import GATHERED_UNIT, UnitTraffic
 from shoal.exchange.unit_fetch import WHERE, PutOwn, UnitFetch, UnitServer, answers_of, ask, server_in
 from shoal.exchange.world import World

@@ -10,7 +10,8 @@ from shoal_protos.training_log import get_logger
 from torch import Tensor
 
 from shoal.checkpoint.writer import TakenStates
-from shoal.core.layout import COMMON, DIVISIONS, Division, Layout
+from shoal.core.cell_part import COMMON, DIVISIONS, Division
+from shoal.core.layout import Layout
 from shoal.core.units import named_buffers
 from shoal.exchange.packing import as_bytes_tensor
 from shoal.exchange.traffic import STARTED

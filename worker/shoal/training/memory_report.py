@@ -15,7 +15,7 @@ from shoal_protos.training_log import get_logger
 
 from shoal.config.out_of_memory import Advice, Setting
 from shoal.config.training import TrainingConfig
-from shoal.core.layout import COMMON
+from shoal.core.cell_part import COMMON
 from shoal.exchange.world import World
 from shoal.optim.several import title_of
 from shoal.optim.twin import may_step_in_parts

@@ -36,8 +36,9 @@ from shoal.config.load import Beside, load_config
 from shoal.config.out_of_memory import initializing
 from shoal.config.sentences import all_of
 from shoal.config.training import TrainingConfig, agreement
+from shoal.core.cell_part import CellPart
 from shoal.core.cuts import Cut
-from shoal.core.layout import CellPart, Layout, Trainable
+from shoal.core.layout import Layout, Trainable
 from shoal.core.plain import encode
 from shoal.core.ties import check_groups
 from shoal.core.units import named_buffers, named_parameters, plain_name
