@@ -16,7 +16,7 @@ from faults.hosts import Hosts
 from integration.cluster import Cluster
 from integration.test_hosts import FarWorkers
 from matrices import further, shortened
-from rule import holds
+from rule import Edit, holds, rule
 from shoal_protos.messages import START_AGAIN, WRONG_USE
 from tiers import check, promise
 
@@ -150,6 +150,32 @@ def test_a_compiled_model_keeps_its_one_graph_and_bits_though_its_cell_is_paired
     assert survivor["graphs"] == undisturbed["graphs"] == 1
 
 
+@check("DTensors in processes; the crew has plain parameters")
+@rule(
+    "The part of a sharded DTensor that lies in a process is a view of its unit's memory, and goes with it",
+    "Cells",
+    broken_by=[
+        Edit("shoal.cells.marks", "from_dlpack(memory) if stays else memory.data", "from_dlpack(memory)"),
+        Edit("shoal.training.gathered_units", "_memory_of(local_of(tensor))", "_memory_of(tensor)"),
+    ],
+)
+def test_a_process_is_killed_while_dtensors_are_sharded_and_no_bit_changes() -> None:
+    with cells_of("plan", 5, stage=3) as cluster:
+        cluster.wait_step(3)
+        cluster.kill("w1")
+        cluster.wait_done()
+        assert cluster.fingerprint == one_cell("plan")["fingerprint"]
+
+
+@check("a failure of processes")
+def test_dtensors_that_are_sharded_are_not_compiled_and_a_sentence_says_so() -> None:
+    with cells_of("plan", 2, stage=3, compile="aot_eager") as cluster:
+        cluster.wait_phase("failed")
+        assert cluster.wait_exit("w0") == WRONG_USE
+        [sentence] = [line for line in cluster.log("w0").splitlines() if line.startswith("shoal: ")]
+        assert '.weight" is a DTensor, which torch.compile cannot trace in memory that comes and goes' in sentence
+
+
 def has_two_copies(cluster: Cluster) -> bool:
     """Whether five train, and each coordinate keeps a mirror of every block."""
     blocks, mirrors = Counter[int](), Counter[int]()
@@ -217,7 +243,7 @@ def test_a_script_whose_gradients_are_said_to_be_equal_and_are_not_fails_with_on
 @check("DTensors in half precision; the crew has plain parameters")
 def test_one_and_two_cells_agree_on_dtensors_in_half_precision_and_so_do_stages() -> None:
     found = set()
-    for workers, stage in ((2, 1), (4, 1), (4, 2)):
+    for workers, stage in ((2, 1), (4, 1), (4, 2), (4, 3)):
         with cells_of("plan", workers, stage=stage, precision={"bf16": {"enabled": True}}) as cluster:
             cluster.wait_done()
             found.add(cluster.report()["fingerprint"])

@@ -6,7 +6,7 @@ zero.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, repeat
 from operator import attrgetter, is_
@@ -193,15 +193,17 @@ def adopt(
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
     flats: Flats | None = None,  # per bucket (elements,) of its dtype
 ) -> Flats:  # per bucket (elements,) of its dtype
-    """Moves the parameters' values into flats and makes the parameters views of them. None: `empty_flats`."""
-    flats = empty_flats(layout) if flats is None else flats
+    """Moves the parameters' values into flats and makes the parameters views of them. `flats`: such as come and go;
+    None: `empty_flats`, which stay.
+    """
+    stays, flats = flats is None, flats or empty_flats(layout)
     with torch.no_grad():
         for parameter, view in zip(parameters, all_views(layout, flats), strict=True):
             if parameter.is_meta:
                 give_memory(parameter, view)
                 continue
             view.copy_(local_of(parameter))
-            lie_in(parameter, view)
+            lie_in(parameter, view, stays)
     return flats
 
 
@@ -222,9 +224,11 @@ def adopt_without_values(
     layout: Layout,
     parameters: Sequence[nn.Parameter],  # each of its own shape, in the order of the slots
     memory: FlatMemory,
-) -> None:
-    """Makes the parameters views of flats that have nothing beneath: values come when they are gathered."""
-    given = iter(parameters)
+) -> list[Callable[[], None]]:
+    """Makes the parameters views of flats that have nothing beneath: values come when they are gathered. What is
+    returned gives them back what they had.
+    """
+    given, give_back = iter(parameters), list[Callable[[], None]]()
     for bucket in layout.buckets:
         memory.find(bucket.index)  # of what is freed torch makes no views
         for view in views(bucket, memory.flats[bucket.index]):
@@ -232,8 +236,9 @@ def adopt_without_values(
             if parameter.is_meta:
                 give_memory(parameter, view)
             else:
-                parameter.data = view
+                give_back.append(lie_in(parameter, view, stays=False))
         memory.give_back(bucket.index)
+    return give_back
 
 
 def give_memory(

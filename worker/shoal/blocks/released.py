@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +56,12 @@ def looks_at_no_value(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-class Released(nn.Parameter):
-    """A parameter whose storage is empty."""
+class Released:
+    """A parameter whose storage is empty, whatever class it is of otherwise."""
 
     about = frozenset(ABOUT)
+    otherwise: type[Tensor]
+    """Its class while its values are here."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Of what it is once its values are here: a copy is nobody's to bring."""
@@ -69,7 +71,7 @@ class Released(nn.Parameter):
     def as_subclass(self, cls: type[Any]) -> Any:
         """Which torch asks nobody about."""
         touch(self, "as_subclass")
-        return Tensor.as_subclass(self, cls)  # by then of another class
+        return Tensor.as_subclass(cast(Tensor, self), cls)  # by then of another class
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,38 +85,61 @@ class Released(nn.Parameter):
             return func(*args, **given)
 
 
-class Arriving(Released):
+class ReleasedParameter(Released, nn.Parameter):
+    """One of torch's own."""
+
+    otherwise = nn.Parameter
+
+
+@functools.cache
+def _of_dtensors() -> type[Released]:
+    """For parameters that are DTensors, whose methods may read the part that lies here past torch."""
+    from torch.distributed.tensor import DTensor
+
+    methods = {name: _touching(name) for name in ("to_local", "full_tensor", "redistribute")}
+    return type("ReleasedDTensor", (Released, DTensor), {"otherwise": DTensor, **methods})
+
+
+def _touching(name: str) -> Callable[..., Any]:
+    def method(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        touch(self, name)
+        return getattr(self, name)(*args, **kwargs)  # by then of another class
+
+    return method
+
+
+class Arriving(ReleasedParameter):
     """A parameter into whose memory values are coming."""
 
     about = frozenset(ABOUT - PLACES)
 
 
 def touch(
-    parameter: nn.Parameter,  # of its own shape: a released one, until just now at least
+    parameter: nn.Parameter | Released,  # of its own shape: a released one, until just now at least
     use: str,
 ) -> None:
     """Its values are here, or are said not to be, as for a function of torch's that `use` names."""
     on_touch = vars(parameter).get(ON_TOUCH)
     if on_touch is not None:  # else another thread has just brought them
-        on_touch(parameter, use)
+        on_touch(cast(nn.Parameter, parameter), use)
 
 
 def release(
     parameters: Sequence[nn.Parameter],  # each of its own shape
     on_touch: OnTouch,
-    kind: type[Released] = Released,
+    kind: type[Released] = ReleasedParameter,
 ) -> None:
     """Their values go, or are about to change."""
     _transforms_ask()
     for parameter in parameters:
         vars(parameter)[ON_TOUCH] = on_touch
-        parameter.__class__ = kind
+        parameter.__class__ = kind if issubclass(type(parameter), nn.Parameter) else _of_dtensors()  # type: ignore[assignment]
 
 
 def restore(parameters: Sequence[nn.Parameter]) -> None:
     """Their values are there again."""
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = getattr(type(parameter), "otherwise", type(parameter))
         vars(parameter).pop(ON_TOUCH, None)
 
 
@@ -149,7 +174,7 @@ def _name_of(func: Callable[..., Any]) -> str:
     return f".{func.__self__.__name__}" if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-def _released(args: Any, kwargs: Any) -> Iterator[nn.Parameter]:
+def _released(args: Any, kwargs: Any) -> Iterator[Released]:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor) and isinstance(leaf, Released):
             yield leaf

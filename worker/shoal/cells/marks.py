@@ -184,15 +184,17 @@ def local_of(tensor: Tensor) -> Tensor:
 def lie_in(
     parameter: Tensor,  # of its own shape
     memory: Tensor,  # of the shape of what lies in this process
+    stays: bool = True,
 ) -> Callable[[], None]:
     """Gives what of it lies in this process that memory, which has its values; what is returned gives its own back.
 
-    A DTensor's part gets a storage of its own: torch.compile cannot trace one that is a view of a larger storage.
+    A DTensor's part gets a storage of its own where the memory `stays`: torch.compile cannot trace one that is a view
+    of a larger storage. Where the memory comes and goes the part must go with it.
     """
     if not is_divided(parameter):
         own, parameter.data = parameter.data, memory
         return lambda: setattr(parameter, "data", own)
-    part, before = from_dlpack(memory), cast(Any, parameter)._local_tensor
+    part, before = from_dlpack(memory) if stays else memory.data, cast(Any, parameter)._local_tensor
     part.requires_grad_(local_of(parameter).requires_grad)
     cast(Any, parameter)._local_tensor = part
     return lambda: setattr(parameter, "_local_tensor", before)

@@ -42,6 +42,11 @@ def is_in_compiled_module() -> bool:
     return is_loaded() and bool(sys.modules[COMPILER].eval_frame._is_in_optimized_module())
 
 
+def is_compiling_calls() -> bool:
+    """Whether what the frame at hand calls is to be compiled, or was."""
+    return get_eval_frame_callback() is not None
+
+
 def has_compiled() -> bool:
     """Whether anything was compiled in this process, or is to be: such code reads parameters past their class."""
     frames, asked = sys.modules.get(f"{COMPILER}.convert_frame"), sys.modules.get(f"{COMPILER}.eval_frame")

@@ -22,6 +22,7 @@ from shoal.blocks.sharded_memory import ShardedMemory
 from shoal.blocks.shared_weights import Key, Part, SeenWeights, SharedWeights
 from shoal.blocks.unit_flats import Presence, Unit, units_of
 from shoal.blocks.values import WholeValues
+from shoal.cells.marks import local_of
 from shoal.config.out_of_memory import note_what, place_of
 from shoal.core.layout import Stretch
 from shoal.exchange.traffic import UnitTraffic
@@ -200,7 +201,7 @@ class GatheredUnits:
         if type(tensor) in PLAIN:
             return self._by_storage.get(_memory_of(tensor))
         with torch._C.DisableTorchFunctionSubclass():
-            return self._by_storage.get(_memory_of(tensor))
+            return self._by_storage.get(_memory_of(local_of(tensor)))
 
     def of_modules(self, modules: list[nn.Module]) -> list[Unit]:
         """Those with parameters of these modules, or of what they hold."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from shoal_protos.errors import UserError
 from shoal_protos.plan import EVERYONE, Plan
 from torch import nn
 
@@ -172,7 +171,6 @@ class AllSharded(GradientsSharded):
         is_empty: bool,
         /,
     ) -> WholeMemory | ShardedMemory:
-        _refuse_dtensors(layout)
         memory = ShardedMemory(layout, can_be_seen, is_empty)
         memory.adopt(parameters)
         return memory
@@ -193,16 +191,6 @@ class AllSharded(GradientsSharded):
     def advice(self, config: TrainingConfig, /) -> Advice:
         on_host = "" if config.parameters_on_host else '`zero_optimization.offload_param: {"device": "cpu"}`;'
         return replace(super().advice(config), next_stage="smaller units (`shoal.units`);", on_host=on_host)
-
-
-def _refuse_dtensors(layout: Layout) -> None:
-    """A unit frees the memory beneath plain tensors, and that of a DTensor's part is its own. Raises `UserError`."""
-    found = next((s.parameter.name for one in layout.buckets for s in one.slots if s.parameter.wrapped), None)
-    if found is not None:
-        raise UserError(
-            f'parameter "{found}" is a DTensor, whose part here has memory of its own that cannot come and go, as ZeRO '
-            "stage 3 needs it; set `zero_optimization.stage: 2`, or divide the layers by shoal.sharded parameters."
-        )
 
 
 RESIDENCIES = (Residency(), StateSharded(), GradientsSharded(), AllSharded())

@@ -32,9 +32,8 @@ class AveragedUnits(GatheredUnits):
     def __init__(self, context: TrainingContext, on_touch: OnTouch, weights: GatheredUnits) -> None:
         layout, self._placed, self._of_weights = context.state.held_layout, context.state.placed, weights
         restore(self._placed)
-        self._kept = [parameter.data for parameter in self._placed]
         memory = ShardedMemory(layout, can_be_seen=False, is_empty=True)
-        adopt_without_values(layout, self._placed, memory.beneath)
+        self._give_back = adopt_without_values(layout, self._placed, memory.beneath)
         super().__init__(context, context.state.held.home.averages, on_touch, memory, None)
         for unit in self:
             unit.begin_elsewhere(on_touch)
@@ -57,8 +56,8 @@ class AveragedUnits(GatheredUnits):
             self._fetch.give_up()
         self.free_all()
         restore(self._placed)
-        for parameter, kept in zip(self._placed, self._kept, strict=True):
-            parameter.data = kept
+        for give_back in self._give_back:
+            give_back()
         for unit in self._of_weights:
             if unit.presence is not Presence.HERE:
                 release(unit.parameters, self._of_weights.on_touch)

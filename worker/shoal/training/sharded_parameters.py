@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.blocks.released import OnTouch
 from shoal.blocks.unit_flats import Presence, Unit
+from shoal.cells.marks import is_divided
 from shoal.data.seeds import RandomState
 from shoal.exchange.world import World
 from shoal.group.group import WorldChanged
-from shoal.process.compiler import uncompiled, uncompiled_frame
+from shoal.process.compiler import is_compiling_calls, uncompiled, uncompiled_frame
 from shoal.training.context import TrainingContext
 from shoal.training.gathered_units import GatheredUnits
 from shoal.training.parameters import Parameters
@@ -63,6 +64,8 @@ class ShardedParameters(Parameters):
         self._context, self._take_part = context, uncompiled(torch.inference_mode(False)(take_part))
         self.units = gather(self._on_touch)
         self.parts = self.units.parts
+        self._divided = next((one for one in context.state.placed if is_divided(one)), None)
+        """A parameter that is a DTensor."""
         self._lacking: dict[int, set[int]] = {}
         """By unit, the buckets whose gradients are still to come in this backward."""
         self._is_called = self._is_backward = False
@@ -132,6 +135,8 @@ class ShardedParameters(Parameters):
     @uncompiled_frame
     def around(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """A call of `module`: `forward()` is its own. Returns the call's result."""
+        if self._divided is not None and is_compiling_calls():
+            raise _not_compiled(self._context.state.name_of(self._divided))
         if self._are_all_here or not self.units.come_and_go:
             return forward()
         if self._is_called or self._is_backward:
@@ -264,7 +269,7 @@ class ShardedParameters(Parameters):
     ) -> Any:
         unit = self.units.of_tensor(saved)
         if unit is None:  # an output that is kept as it is keeps its node, and that what it has saved: a cycle
-            return saved.detach() if type(saved) is Tensor else saved
+            return saved.detach() if type(saved) is Tensor or is_divided(saved) else saved
         return unit, saved
 
     @uncompiled
@@ -366,6 +371,14 @@ class ShardedParameters(Parameters):
                 self._take_part()
             else:
                 return
+
+
+def _not_compiled(name: str) -> UserError:
+    """What is raised where a compiler would trace this DTensor."""
+    return UserError(
+        f'parameter "{name}" is a DTensor, which torch.compile cannot trace in memory that comes and goes (ZeRO stage '
+        "3); leave torch.compile out, set `zero_optimization.stage: 2`, or divide the layers by shoal.sharded."
+    )
 
 
 def _refuse_scripted(model: nn.Module) -> None:
