@@ -88,7 +88,9 @@ def trained(crew: Crew) -> str:
     "Cells",
     broken_by=[
         Edit("shoal.core.cell_part", "first : first + self.contexts] if division.by_expert", "::] if False"),
-        Edit("shoal.core.cell_part", "return (holders % count if division.by_expert else holders), count", "return 0, 1"),
+        Edit(
+            "shoal.core.cell_part", "return (holders % count if division.by_expert else holders), count", "return 0, 1"
+        ),
     ],
 )
 def test_any_number_of_cells_ends_in_the_same_bits(shape: Shape, names: str, stage: int, model: Any) -> None:

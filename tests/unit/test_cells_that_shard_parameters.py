@@ -231,3 +231,35 @@ def test_sharded_parameters_of_other_shapes_end_in_the_bits_of_whole_ones(
             crew.train_to(2)
             crew.plant("d", 4, point)
         assert trained(crew) == one_cell(shape, model)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Their folder; a piece is two blocks, so that there are more pieces than buffers."""
+    monkeypatch.setattr("shoal.offload.state_pieces.PIECE_ELEMENTS", 2 * 4096)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "stage", "point"),
+    [
+        (TWO, "abcdef", 3, "optimizer"),
+        (TWO, "abcd", 2, None),
+        pytest.param(TWO, "abcdef", 1, "vote", marks=check("as in stage 3")),
+        pytest.param(CONTEXT, "abcde", 2, "optimizer", marks=check("as where layers are divided")),
+        pytest.param(PIPELINE, "abcde", 2, None, marks=check("as where layers are divided")),
+        pytest.param(PIPELINE, "abcde", 3, "between", marks=check("as where layers are divided")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", ["files", pytest.param("cpu", marks=check("where the state of a process is anyway"))])
+def test_optimizer_state_of_cells_that_is_offloaded_ends_in_the_same_bits(
+    shape: Shape, names: str, stage: int, point: str | None, place: str, files: Path
+) -> None:
+    given = place if place == "cpu" else files
+    with crew_of(names, task_of(stage, shape, mirrors=1, offload=given)) as crew:
+        if point is not None:
+            crew.train_to(2)
+            crew.plant("d", 4, point)
+        assert trained(crew) == one_cell(shape)
+    assert list(files.iterdir()) == []

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal_protos.shape import Shape, broken_shape
-from shoal_protos.text import shown
 
 from shoal.config.document import Cell, Document
 
@@ -30,25 +29,11 @@ def impossible(shape: Shape) -> Iterator[str]:
 
 def cell_faults(document: Document) -> Iterator[str]:
     """What cells of several processes cannot be, or do not work with yet."""
-    shape, zero = shape_in(document.shoal.cell), document.zero_optimization
+    shape, stage = shape_in(document.shoal.cell), document.zero_optimization.stage
     yield from impossible(shape)
-    if shape.processes == 1:
-        return
-    unfit: dict[str, object] = {
-        "zero_optimization.offload_optimizer.device": _or_none(zero.offload_optimizer.device),
-        "zero_optimization.offload_param.device": _or_none(zero.offload_param.device),
-    }
-    if shape.expert > 1 and zero.stage > HIGHEST_STAGE:
+    if shape.expert > 1 and stage > HIGHEST_STAGE:
         yield (
-            f"`zero_optimization.stage` is {zero.stage}, which is not supported yet where a cell divides experts "
-            f"({shape})."
+            f"`zero_optimization.stage` is {stage}, which is not supported yet where a cell divides experts ({shape})."
         )
     if shape.expert > 1 and document.elasticity is not None:
         yield f"`elasticity` determines no batch yet of cells that divide samples ({shape}); give the batch's sizes."
-    for key, value in unfit.items():
-        if value is not None:
-            yield f"`{key}` is {shown(value)}, which is not supported yet where a cell has several processes ({shape})."
-
-
-def _or_none(device: str | None) -> str | None:
-    return None if device == "none" else device
