@@ -84,6 +84,10 @@ class MemorySetup:
     """Processes of a cell."""
     average: bool = False
     """Whether averages of weights are kept."""
+    spares: int = 0
+    """Members beyond `workers` that have the first mirror of every block, which then no worker has."""
+    is_spare: bool = False
+    """Whether what is asked for is what one of those holds."""
     common: int = 0
     """Trained parameters that all processes of a cell have: each keeps the state of an equal part of them."""
 
@@ -95,7 +99,11 @@ class MemorySetup:
     @property
     def copies(self) -> float:
         """The part of all blocks' state that one worker holds, as owner and as mirror."""
-        return 1.0 if self.stage == 0 else min(1.0, (1 + self.mirrors) / self.workers)
+        if self.stage == 0:
+            return 1.0
+        if self.is_spare:
+            return 1 / self.spares
+        return min(1.0, (1 + self.mirrors - min(self.mirrors, self.spares, 1)) / self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +137,16 @@ class MemoryEstimate:
         """Of the copy of the parameters that a worker has while its script reads averages; in stage 3 it has none."""
         width = PARAMETER_BYTES[self.setup.precision]
         return width * self.setup.parameters if self.setup.average and self.setup.stage < 3 else 0
+
+    @property
+    def filled_bytes(self) -> int:
+        """Sent beside training to have copies again of what a lost member held; 0 in stage 0, where all have all."""
+        setup = self.setup
+        if setup.stage == 0:
+            return 0
+        parts = (setup.state_bytes, MASTER_BYTES[setup.precision], SUM_BYTES[setup.precision] * setup.average)
+        width = PARAMETER_BYTES[setup.precision] if setup.stage == 3 else 0
+        return round((sum(parts) + width) * setup.kept * setup.copies)
 
     @property
     def partial_sum_bytes(self) -> int:
@@ -202,13 +220,14 @@ def _state(setup: MemorySetup) -> list[MemoryItem]:
 
 def _exchange(setup: MemorySetup) -> list[MemoryItem]:
     """At most; a world of one exchanges nothing."""
-    others = setup.workers - 1
+    members = setup.workers + setup.spares
+    others = members - 1
     if setup.stage < 2:
-        most = PIECES_ON_THEIR_WAY * max(HOST_PIECE_BYTES, MESSAGE_BYTES * setup.workers) if others else 0
+        most = PIECES_ON_THEIR_WAY * max(HOST_PIECE_BYTES, MESSAGE_BYTES * members) if others else 0
     else:
         joined = JOINED_TO_LARGEST * BUCKET_BYTES
         largest = max(joined, PARAMETER_BYTES[setup.precision] * setup.largest_parameter)
-        most = JOINED_ON_THEIR_WAY * (largest + round(joined * others / setup.workers))
+        most = JOINED_ON_THEIR_WAY * (largest + round(joined * others / members))
     return [MemoryItem("exchange buffers", most, in_step=True)]
 
 

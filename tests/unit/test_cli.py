@@ -75,7 +75,7 @@ FLAGS = {
     "reshape": "--context --pipeline --tensor OLD NEW",
     "estimate": (
         "--common --config --frozen --lanes --largest-parameter --micro-batches --mirrors --offload --output --params "
-        "--precision --stage --state-bytes --tensor --unit --workers"
+        "--precision --spares --stage --state-bytes --tensor --unit --workers"
     ),
     "what-if": (
         "--budget --deadline --for --from --lanes --measured --min --mirrors --output --overhead-seconds --price "

@@ -147,10 +147,48 @@ def test_json_has_the_sums_without_mirrors_and_with_them(mirrors: list[str]) -> 
 @pytest.mark.parametrize("offload", ["none", "host", "file"])
 def test_the_tables_fit_a_terminal_of_80_columns(offload: str) -> None:
     asked = ("--params", "999e12", "--workers", "1000", "--mirrors", "100", "--lanes", "8000", "--precision", "bf16")
-    _, output, _ = ran(*asked, "--offload", offload, "--frozen", "1e12")
+    _, output, _ = ran(*asked, "--offload", offload, "--frozen", "1e12", "--spares", "1")
     _, *lines = output.splitlines()
     tables = lines[: next(at for at, line in enumerate(lines) if line.startswith("Activations"))]
     assert max(len(line.rstrip()) for line in tables) <= 80
+
+
+def test_of_spares_it_says_what_one_holds_and_what_is_filled_after_a_loss() -> None:
+    asked = ("--params", "1e9", "--workers", "4", "--lanes", "8")
+    alone, beside = stages(*asked, "--mirrors", "0"), stages(*asked, "--spares", "2")
+    for stage, one in beside.items():
+        assert one["at_rest"] == alone[stage]["at_rest"], "first mirrors are with spares, and cost workers nothing"
+    held = {stage: one["spare"]["at_rest"]["device"] for stage, one in beside.items()}
+    assert held == {0: 20 * GB, 1: 16 * GB, 2: 8 * GB, 3: 6 * GB}
+    assert {stage: one["spare"]["filled_bytes"] for stage, one in beside.items()} == {
+        0: 0,
+        1: 2 * GB,
+        2: 2 * GB,
+        3: 3 * GB,
+    }
+    assert stages(*asked, "--spares", "1", "--mirrors", "2")[1]["at_rest"] == stages(*asked)[1]["at_rest"]
+    _, output, _ = ran(*asked, "--spares", "2")
+    assert output.splitlines()[0].endswith("4 workers and 2 spares, 8 lanes, 1 mirror")
+    assert "When a worker is lost, a spare trains in its place at once" in output
+    assert ran("--params", "1e9", "--workers", "4", "--spares", "2")[1].splitlines()[0].endswith("6 lanes, 1 mirror")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--mirrors", "0"], "--spares is 2; expected 0 without mirrors (--mirrors 0), as they would hold nothing."),
+        (
+            ["--lanes", "5"],
+            "--spares is 2 beside 4 workers, and at most 5 of them can train, a lane each; expected at most 1 spare, "
+            "or more --lanes.",
+        ),
+        (["--tensor", "2"], "--spares is 2; expected 0 where a cell has 2 processes (--tensor)."),
+        (["--spares", "-1"], "--spares is -1; expected a whole number from 0 to 10^15."),
+    ],
+)
+def test_spares_that_cannot_be_get_one_sentence(flags: list[str], sentence: str) -> None:
+    given = {"--params": "1e9", "--workers": "4", "--spares": "2"} | dict([flags])
+    assert ran(*(part for pair in given.items() for part in pair)) == (2, "", f"shoal: {sentence}\n")
 
 
 def test_a_parameter_that_is_larger_than_a_bucket_can_be_said() -> None:

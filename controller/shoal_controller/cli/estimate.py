@@ -56,6 +56,10 @@ Common = Annotated[
         "--common", metavar="N", help="Parameters that all processes of a cell have, as of norms. Default: 0."
     ),
 ]
+Spares = Annotated[
+    int | None,
+    typer.Option("--spares", metavar="N", help="Spares beyond the workers, which mirror for all. Default: 0."),
+]
 
 
 def estimate(
@@ -87,6 +91,7 @@ def estimate(
     frozen: Frozen = None,
     tensor: Tensor = None,
     common: Common = None,
+    spares: Spares = None,
     output: Output = Form.TABLE,
 ) -> None:
     """Estimate a worker's memory, without activations; with --config alone: for how many workers its lanes are."""
@@ -103,7 +108,7 @@ def estimate(
     wanted = wanted_by(given, state_bytes, workers)
     flags = {
         "stage": stage, "lanes": lanes, "micro_batches": micro_batches, "precision": precision, "offload": offload,
-        "state_bytes": state_bytes, "tensor": tensor,
+        "state_bytes": state_bytes, "tensor": tensor, "spares": spares,
     }  # fmt: skip
     wanted |= {name: value for name, value in flags.items() if value is not None}
     cells = _cells(workers, wanted.setdefault("tensor", 1))
@@ -111,7 +116,9 @@ def estimate(
     given_sizes = {"--unit": unit, "--largest-parameter": largest_parameter, "--frozen": frozen, "--common": common}
     sizes = {flag: _count(flag, text) for flag, text in given_sizes.items() if text is not None}
     setup = _setup(_count("--params", params), cells, sizes, wanted["tensor"]) | wanted
-    setup["mirrors"] = mirrors if mirrors is not None else min(wanted.get("mirrors", 1), cells - 1)
+    setup["mirrors"] = mirrors if mirrors is not None else min(wanted.get("mirrors", 1), cells - 1 + bool(spares))
+    if spares:
+        _check_spares(setup, "lanes" in wanted)
     stages = [setup.pop("stage")] if "stage" in wanted else list(STAGES)
     _show([bytes_of_a_worker(MemorySetup(stage=one, **setup)) for one in stages], output)
     if config is not None:
@@ -125,6 +132,23 @@ def _cells(workers: int, tensor: int) -> int:
     if workers % tensor:
         raise UserError(f"--workers is {workers}; expected a multiple of {tensor}, the processes of a cell (--tensor).")
     return workers // tensor
+
+
+def _check_spares(setup: dict[str, Any], lanes_are_known: bool) -> None:
+    """Let each spare have a lane where nothing says how many there are. Raises `UserError`."""
+    spares, workers, lanes = setup["spares"], setup["workers"], setup["lanes"]
+    if setup["tensor"] > 1:
+        raise UserError(f"--spares is {spares}; expected 0 where a cell has {setup['tensor']} processes (--tensor).")
+    if not setup["mirrors"]:
+        raise UserError(f"--spares is {spares}; expected 0 without mirrors (--mirrors 0), as they would hold nothing.")
+    if not lanes_are_known:
+        setup["lanes"] = workers + spares
+    elif workers + spares > lanes:
+        most = plural(max(0, lanes - workers), "spare")
+        raise UserError(
+            f"--spares is {spares} beside {plural(workers, 'worker')}, and at most {lanes} of them can train, a lane "
+            f"each; expected at most {most}, or more --lanes."
+        )
 
 
 def _setup(whole: int, workers: int, sizes: Mapping[str, int], tensor: int) -> dict[str, Any]:
@@ -180,10 +204,11 @@ def _check(workers: int, mirrors: int | None, wanted: dict[str, Any]) -> None:
     """Raises `UserError` for the first flag that cannot be."""
     if not 1 <= workers <= MOST:
         raise UserError(f"--workers is {workers}; expected a whole number from 1 to 10^15.")
-    if mirrors is not None and not 0 <= mirrors < workers:
+    most = workers + wanted.get("spares", 0) - 1
+    if mirrors is not None and not 0 <= mirrors <= most:
         others = "cells" if wanted.get("tensor", 1) > 1 else "workers"
         raise UserError(
-            f"--mirrors is {mirrors}; expected 0 to {workers - 1}, the number of other {others}: "
+            f"--mirrors is {mirrors}; expected 0 to {most}, the number of other {others}: "
             "a block's mirrors and its owner are different workers."
         )
     for name, allowed in (("stage", STAGES), ("precision", PRECISIONS), ("offload", OFFLOADS)):
@@ -192,7 +217,7 @@ def _check(workers: int, mirrors: int | None, wanted: dict[str, Any]) -> None:
             raise UserError(f"--{name} is {wanted[name]}; expected {', '.join(names[:-1])} or {names[-1]}.")
     if "lanes" in wanted and not 1 <= wanted["lanes"] <= MOST_LANES:
         raise UserError(f"--lanes is {wanted['lanes']}; expected a whole number from 1 to {MOST_LANES}.")
-    for name, least in (("micro_batches", 1), ("state_bytes", 0)):
+    for name, least in (("micro_batches", 1), ("state_bytes", 0), ("spares", 0)):
         if name in wanted and not least <= wanted[name] <= MOST:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {wanted[name]}; expected a whole number from {least} to 10^15.")
@@ -213,8 +238,10 @@ def _row(one: MemoryEstimate) -> dict[str, Any]:
     compared = [{"mirrors": each.setup.mirrors, **_sums(each)} for each in _by_mirrors(one)]
     cell = {"tensor": one.setup.tensor, "partial_sum_bytes": one.partial_sum_bytes} if one.setup.tensor > 1 else None
     average = {"read_average_bytes": one.read_average_bytes} if one.setup.average else {}
+    spare = {"spare": {**_sums(_of_a_spare(one)), "filled_bytes": one.filled_bytes}} if one.setup.spares else {}
     return {
-        "stage": one.setup.stage, "built": one.built, "cell": cell, **average, **_sums(one), "by_mirrors": compared,
+        "stage": one.setup.stage, "built": one.built, "cell": cell, **average, **_sums(one), **spare,
+        "by_mirrors": compared,
         "items": items,
     }  # fmt: skip
 
@@ -224,6 +251,10 @@ def _sums(one: MemoryEstimate) -> dict[str, dict[str, int]]:
         "at_rest": {location: one.at_rest(location) for location in LOCATIONS},
         "at_most": {location: one.at_most(location) for location in LOCATIONS},
     }
+
+
+def _of_a_spare(one: MemoryEstimate) -> MemoryEstimate:
+    return bytes_of_a_worker(replace(one.setup, is_spare=True))
 
 
 def _by_mirrors(one: MemoryEstimate) -> list[MemoryEstimate]:
@@ -263,7 +294,21 @@ def _table(estimates: list[MemoryEstimate]) -> RenderableType:
     for one in estimates:
         parts = (sum(item.bytes for item in one.items if item.name in names) for names in COLUMNS.values())
         table.add_row(f"{one.setup.stage}{'' if one.built else '*'}", *(amount(size or None) for size in parts))
-    return Group(_heading(estimates[0].setup), table, "", _price(estimates), *_notes(estimates))
+    of_spares = ["", _spares(estimates)] if estimates[0].setup.spares else []
+    return Group(_heading(estimates[0].setup), table, "", _price(estimates), *of_spares, *_notes(estimates))
+
+
+def _spares(estimates: list[MemoryEstimate]) -> RenderableType:
+    """What a spare holds, and what is sent beside training when a worker is lost."""
+    from shoal_controller.cli.tables import amount, table_of
+
+    columns = ("a spare at rest", "in a step", "on the host", "in files", "filled after a loss")
+    table = table_of("stage", *columns, numbers=("stage", *columns))
+    for one in estimates:
+        spare = _of_a_spare(one)
+        sizes = (*(spare.at_rest(place) if at_rest else spare.at_most(place) for _, place, at_rest in TOTALS),)
+        table.add_row(str(one.setup.stage), *(amount(size or None) for size in (*sizes, one.filled_bytes)))
+    return table
 
 
 def _price(estimates: list[MemoryEstimate]) -> RenderableType:
@@ -292,7 +337,7 @@ def _heading(setup: MemorySetup) -> str:
     if setup.tensor > 1:
         whose = f"{plural(setup.workers, 'cell')} of {setup.tensor} workers (tensor)"
     else:
-        whose = plural(setup.workers, "worker")
+        whose = plural(setup.workers, "worker") + (f" and {plural(setup.spares, 'spare')}" if setup.spares else "")
     return (
         f"Bytes of a worker: {setup.parameters:,} parameters{frozen} in {setup.precision}, {whose}, "
         f"{plural(setup.lanes, 'lane')}{of_a_lane}, {plural(setup.mirrors, 'mirror')}{offload}"
@@ -308,6 +353,8 @@ def _notes(estimates: list[MemoryEstimate]) -> list[str]:
     unit = "worker" if setup.tensor == 1 else "cell"
     if idle := idle_sentence(setup.lanes, setup.workers, setup.workers, unit):
         notes.append(f"{idle}.")
+    if setup.spares:
+        notes.append("When a worker is lost, a spare trains in its place at once: no state moves before the next step.")
     if setup.average:
         copied = max(one.read_average_bytes for one in estimates)
         more = f"; in stages 0 to 2 engine.averaged() holds {amount(copied)} more" if copied else ""
