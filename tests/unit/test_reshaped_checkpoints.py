@@ -109,7 +109,14 @@ def there_and_back(task: CellTask, after: Shape, place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "after"),
-    [(BOTH, TWO), (BOTH, CONTEXT), (BOTH, Shape(context=4)), (SQUARE, PIPELINE), (SQUARE, Shape(tensor=4, pipeline=2))],
+    [
+        (BOTH, TWO),
+        (BOTH, CONTEXT),
+        pytest.param(BOTH, Shape(context=4), marks=check("as to two places")),
+        (SQUARE, PIPELINE),
+        pytest.param(SQUARE, Shape(tensor=4, pipeline=2), marks=check("as to one place")),
+        (SQUARE, Shape(tensor=4)),
+    ],
     ids=str,
 )
 def test_other_dimensions_stay_or_change_too(shape: Shape, after: Shape, tmp_path: Path) -> None:
