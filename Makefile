@@ -8,6 +8,7 @@
 #   make simulate   run more of the simulation: make simulate SEEDS=20000, or SEED=17 to replay one
 #   make faults     run the cases that make test and make check leave out, then real jobs under mixed faults for 50 minutes; each must
 #                   end with the undisturbed bits
+#   make cells      run every shape of cells with contexts or stages in 1 to 3 cells and stages 0 to 2, whatever befalls them
 #   make outages    run jobs while etcd or the leading controller dies, freezes or is cut off, at every phase of a change
 #   make fuzz       send 5,000 requests of schemathesis and 1,000 fuzzed sessions to a controller whose job trains on
 #   make cluster    run the tests of pods and resources against the cluster that KUBECONFIG names, in namespaces of theirs;
@@ -59,7 +60,7 @@ PROMETHEUS := $(VENV)/prometheus/usr/bin/promtool
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit optimizers quickstart images versions test-gpu same-as mutants bench goodput protos formats docs site page page-pictures page-library pictures format clean
+.PHONY: help setup packages demo test check times static lint types imports generated unit whole pytest simulate faults cells outages fuzz cluster charts models trainer trainer-upstream scripts trackers eight-bit optimizers quickstart images versions test-gpu same-as mutants bench goodput protos formats docs site page page-pictures page-library pictures format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -146,6 +147,9 @@ simulate: $(READY)
 faults: $(READY) packages
 	$(if $(ARGS),,SHOAL_EXAMPLES=all $(PYTEST) -m 'matrix or hypothesis' $(WHOLE) tests/unit)
 	$(BIN)/python -m tests.faults.run --minutes $(or $(MINUTES),50) $(ARGS)
+
+cells: $(READY)
+	$(PYTEST) -m '' -n 3 tests/unit/test_matrix_of_cells.py $(ARGS)
 
 outages: $(READY) packages
 	SHOAL_OUTAGES=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/integration/test_etcd_faults.py tests/integration/test_etcd_links.py $(ARGS)
