@@ -6,7 +6,6 @@ import pytest
 import shoal
 import shoal.deepspeed as deepspeed
 import torch
-from shoal.cells.hub import CellHub
 from shoal.training.start import _check_place, part_of
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
@@ -19,7 +18,7 @@ def test_a_model_without_values_is_refused() -> None:
     with shoal.deferred():
         model = nn.Linear(2, 2)
     with pytest.raises(UserError, match=r'"weight" has no values: shoal\.deferred\(\) is not supported yet where a'):
-        part_of(model, CellHub(TWO, 0))
+        _check_place("weight", model.weight.device.type)
 
 
 def test_a_model_on_a_device_is_refused() -> None:
@@ -34,8 +33,8 @@ def test_a_parameter_that_is_divided_among_contexts_is_refused() -> None:
         with pytest.raises(
             UserError, match=r'"weight" is marked by shoal\.sharded over context, which is not supported'
         ):
-            part_of(model, CellHub(shape, 0))
-    assert part_of(model, CellHub(TWO, 0)).own == frozenset(), "one context has all of it"
+            part_of(model, shape, 0)
+    assert part_of(model, TWO, 0).own == frozenset(), "one context has all of it"
 
 
 def test_deepspeeds_door_is_refused() -> None:
