@@ -16,6 +16,9 @@ import shoal.blocks.unit_flats
 import torch
 from context_parallel import BOTH, CONTEXT, Divided, Ring
 from crew import Crew, Worker
+from expert_parallel import BOTH as EXPERT_AND_TENSOR
+from expert_parallel import EXPERT
+from expert_parallel import Divided as OfExperts
 from integration.cell_scripts import Copied, Summed
 from integration.scripts import VOCABULARY, WIDTH
 from matrices import shortened
@@ -77,7 +80,7 @@ class Layered(nn.Module):
 
 
 def task_of(stage: int = 3, shape: Shape = TWO, model: Any = None, **options: Any) -> CellTask:
-    chosen = model or (Layered if shape == TWO else Divided)
+    chosen = model or {TWO: Layered, EXPERT: OfExperts}.get(shape, Divided)
     task = CellTask({"stage": stage, "mirrors": 0, **options}, shape=shape, model=chosen, optimizer=trained_by_adamw)
     return in_stages(task) if shape.pipeline > 1 else task
 
@@ -216,6 +219,8 @@ def test_any_number_of_cells_goes_on_from_a_checkpoint_in_any_stage(before: str,
     [
         (CONTEXT, Divided, "abcde"),
         (PIPELINE, None, "abcde"),
+        (EXPERT, OfExperts, "abcde"),
+        pytest.param(EXPERT_AND_TENSOR, OfExperts, "abcdefgh", marks=check("as experts alone, with parts besides")),
         pytest.param(BOTH, Divided, "abcdefgh", marks=check("as contexts alone, with parts besides")),
         pytest.param(CONTEXT, Ring, "abcdef", marks=check("as by an exchange of heads")),
         pytest.param(SQUARE, None, "abcdefgh", marks=check("as a pipeline alone, with parts besides")),
@@ -249,6 +254,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(CONTEXT, "abcde", 2, "optimizer", marks=check("as where layers are divided")),
         pytest.param(PIPELINE, "abcde", 2, None, marks=check("as where layers are divided")),
         pytest.param(PIPELINE, "abcde", 3, "between", marks=check("as where layers are divided")),
+        pytest.param(EXPERT, "abcde", 3, "between", marks=check("as where layers are divided")),
     ],
     ids=str,
 )

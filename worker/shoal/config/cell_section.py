@@ -12,9 +12,6 @@ from shoal_protos.shape import Shape, broken_shape
 
 from shoal.config.document import Cell, Document
 
-HIGHEST_STAGE = 2
-"""Of ZeRO, where experts are divided."""
-
 
 def shape_in(section: Cell) -> Shape:
     """What a checked section says."""
@@ -29,11 +26,7 @@ def impossible(shape: Shape) -> Iterator[str]:
 
 def cell_faults(document: Document) -> Iterator[str]:
     """What cells of several processes cannot be, or do not work with yet."""
-    shape, stage = shape_in(document.shoal.cell), document.zero_optimization.stage
+    shape = shape_in(document.shoal.cell)
     yield from impossible(shape)
-    if shape.expert > 1 and stage > HIGHEST_STAGE:
-        yield (
-            f"`zero_optimization.stage` is {stage}, which is not supported yet where a cell divides experts ({shape})."
-        )
     if shape.expert > 1 and document.elasticity is not None:
         yield f"`elasticity` determines no batch yet of cells that divide samples ({shape}); give the batch's sizes."
