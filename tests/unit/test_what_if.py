@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples
 from shoal_controller.cli.main import app
-from shoal_controller.cli.measured_job import figures_of
+from shoal_controller.cli.what_if import figures_of
 from shoal_controller.core.machine.figures import Use
-from shoal_controller.simulation import machine_host, traces
+from shoal_controller.simulation import fleet, traces
 from shoal_controller.simulation.outcome import TraceOutcome, simulate
 from shoal_controller.simulation.paces import Paces, SimulatedJob
 from shoal_controller.simulation.sweep import Aims, GridRow, best, grid, within
@@ -137,7 +137,7 @@ def test_the_machine_that_decides_is_the_controllers() -> None:
     from shoal_controller.core.machine import machine
     from shoal_controller.core.planning import question
 
-    assert machine_host.step is machine.step and machine_host.answer is question.answer
+    assert fleet.step is machine.step and fleet.answer is question.answer
 
 
 # ---- which one to take

@@ -1,4 +1,4 @@
-"""The workers of a simulated job, as one: machines come and go, and the controller's messages are answered.
+"""A simulated job: the controller's own job machine, and its workers as one, which answer what it says.
 
 What the controller hears, it hears in the messages of real workers. A death is noticed as on machines that refuse
 connections to dead processes. What a world trains is in `stepping.py`.
@@ -20,10 +20,21 @@ from shoal_protos.messages import (
 )
 from shoal_protos.plan import Plan
 
-from shoal_controller.core.machine.effects import Probe
-from shoal_controller.core.machine.events import Connected, Disconnected, MessageReceived, Probed, Tick
+from shoal_controller.core.machine.effects import AskPlanner, Close, Effect, Note, Probe, Send
+from shoal_controller.core.machine.events import (
+    Connected,
+    Disconnected,
+    Event,
+    MessageReceived,
+    PlannerAnswered,
+    Probed,
+    Started,
+    Tick,
+)
+from shoal_controller.core.machine.machine import new_job, step
+from shoal_controller.core.machine.spec import JobSpec
+from shoal_controller.core.planning.question import answer
 from shoal_controller.simulation.clock import Clock
-from shoal_controller.simulation.machine_host import MachineHost
 from shoal_controller.simulation.member import SimulatedMember
 from shoal_controller.simulation.paces import Paces, SimulatedJob
 from shoal_controller.simulation.stepping import SteppingWorld
@@ -195,3 +206,48 @@ class Fleet:
         if plan is not None and len(opened) == plan.world_size:
             self._opened.clear()
             self.world.begin(plan, self.members.values())
+
+
+class MachineHost:
+    """The job machine and planner on a virtual clock: the very ones that run in the controller. `notes` are the job's
+    history.
+
+    All events of one instant are one batch, and effects are carried out in their order. There is no store and no
+    launcher, because nothing here is lost and machines come by themselves; the planner answers in the instant.
+    """
+
+    def __init__(self, clock: Clock, spec: JobSpec, fleet: Fleet, latency: float) -> None:
+        self.job = new_job(spec, clock.now)
+        self.notes: list[tuple[float, Note]] = []
+        self._clock, self._fleet, self._latency = clock, fleet, latency
+        self._inbox: list[Event] = []
+        self.feed(Started())
+
+    def feed(self, event: Event) -> None:
+        """Hand the machine an event, with all others of this instant."""
+        if not self._inbox:
+            self._clock.after(0.0, self._handle)
+        self._inbox.append(event)
+
+    def _handle(self) -> None:
+        batch, self._inbox = self._inbox, []
+        self.job, effects = step(self.job, batch, self._clock.now)
+        outgoing: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, AskPlanner):
+                self.feed(PlannerAnswered(effect, answer(effect.question)))
+            elif isinstance(effect, Note):
+                self.notes.append((self._clock.now, effect))
+            elif isinstance(effect, Send | Close | Probe):
+                outgoing.append(effect)
+        if outgoing:
+            self._clock.after(self._latency, self._deliver, outgoing)
+
+    def _deliver(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._fleet.on_message(effect.connection, effect.message)
+            elif isinstance(effect, Close):
+                self._fleet.on_close(effect.connection)
+            elif isinstance(effect, Probe):
+                self._fleet.on_probe(effect)

@@ -86,6 +86,11 @@ class CellPart:
         return range(self.place * self.of_stage, (self.place + 1) * self.of_stage)
 
     @property
+    def unlike(self) -> list[int]:
+        """Of those, one with each part of the stage that there is."""
+        return [one for one in self.mates if (one - self.mates[0]) // self.parts % self.contexts == 0]
+
+    @property
     def contributors(self) -> range:
         """The coordinates with the same part of what is no expert's, itself among them, in their order."""
         return self.mates[self.coordinate % self.parts :: self.parts]

@@ -8,9 +8,9 @@ tensor, no group.
 
 Where a cell has several coordinates, gradients and state stay at one: a block's partial sums come from those members at
 its home who train, since a gradient that is common to a cell has the same bits in all of it. Only updated parameters
-that are common go to other coordinates. Where a cell divides samples or their tokens, partial sums
-come from the coordinates of all portions besides: each contributes a gradient of its own. An expert's gradient comes
-together within the layer, and only contexts contribute to it.
+that are common go to other coordinates. Where a cell divides samples or their tokens, partial sums come from the
+coordinates of all portions besides: each contributes a gradient of its own. An expert's gradient comes together within
+the layer, and only contexts contribute to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from shoal_protos.plan import Plan
 from shoal_protos.runs import NO_BLOCKS, Runs, Span
 
-from shoal.core.cell_part import CellPart, Division
+from shoal.core.cell_part import Division
 from shoal.core.layout import Layout, Stretch
 from shoal.core.tree import NO_LANE, HostSums, Round, ShardTree, first_rounds, rounds, shard_tree, subtrees
 from shoal.exchange.pieces import (
@@ -259,7 +259,7 @@ class Traffic:
     @cached_property
     def pieces(self) -> tuple[ExchangePiece, ...]:
         """What is exchanged at one time; the same on all members."""
-        others = [_cut_at(self.layout.at(one), self._of_owners) for one in _unlike(self.layout.part)]
+        others = [_cut_at(self.layout.at(one), self._of_owners) for one in self.layout.part.unlike]
         limits = piece_limits(self.plan.world_size, self._is_on_one_host, self._by_rounds)
         sums = CellSums(self.coordinates.all_host_sums(self._owners)) if self.plan.homes else self.host_sums
         return cut_into_pieces(self.layout, _cut_at(self.layout, self._of_owners), sums, limits, others)
@@ -363,11 +363,6 @@ class Traffic:
             for piece, extents in by_piece.items():
                 found[piece][peer] = self._in_messages(piece, extents)
         return tuple(map(_in_order, found))
-
-
-def _unlike(part: CellPart) -> list[int]:
-    """One coordinate with each part of a stage that there is."""
-    return [one for one in part.mates if (one - part.mates[0]) // part.parts % part.contexts == 0]
 
 
 def _cut_at(layout: Layout, owned: Sequence[Runs]) -> list[tuple[tuple[Span, ...], ...]]:
