@@ -256,7 +256,11 @@ def test_after_any_life_the_world_comes_to_rest_with_all_cells_that_there_can_be
     world = life.world
     plan = world.settle()
     world.check_at_rest()
-    stay = Counter((world.coordinates[letter], world.domains[letter]) for letter in world.here if world.stays(letter))
+    stay = Counter[tuple[int, str]]()
+    for coordinate in range(len(world.terms.homes)):
+        here = [letter for letter in world.here if world.coordinates[letter] == coordinate]
+        keep = [letter for letter in here if world.stays(letter)] or here[:1]  # of leavers the oldest is the last
+        stay.update((coordinate, world.domains[letter]) for letter in keep)
     hosts = {host for _, host in stay}
     parts = world.terms.tight_parts or parts_of(plan.coordinates)[1]
     groups = [sum(min(stay[c, host] for c in part) for host in hosts) for part in parts]

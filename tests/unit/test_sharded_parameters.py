@@ -233,7 +233,7 @@ def test_between_steps_nothing_is_gathered_and_a_backward_holds_few_units() -> N
             and_train(engine, batch)
             return
         assert all(unit.presence is Presence.OUT for unit in parameters.units)
-        assert all(type(one) is Released for unit in parameters.units for one in unit.parameters)
+        assert all(isinstance(one, Released) for unit in parameters.units for one in unit.parameters)
         loss = engine.module(**batch)
         loss.register_hook(lambda _: most.append(sum(unit.presence is Presence.HERE for unit in parameters.units)))
         engine.backward(loss)
