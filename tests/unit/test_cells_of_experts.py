@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -169,6 +170,26 @@ def test_a_process_that_is_killed_changes_no_bit(point: str, stage: int) -> None
         crew.train_to(2)
         crew.plant("d", 4, point)
         assert trained(crew) == one_cell(EXPERT)
+
+
+@rule(
+    "A micro-batch that other places of a cell's experts need with their own is not given up, but refused",
+    "Cells",
+    broken_by=Edit("shoal.training.lane_loop", "refuse_skip_of_experts(self._numbers.step)", "pass"),
+)
+def test_a_place_that_gives_its_own_batch_up_is_told_that_others_need_it() -> None:
+    def body(engine: Engine, batch: Any) -> None:
+        loss = engine.module(**batch)
+        if engine.global_step == 2 and engine.context.link.worker == "b":
+            engine.skip()
+        else:
+            engine.backward(loss)
+            engine.step()
+
+    with crew_of("abcd", replace(task_of(EXPERT), body=body)) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
+    assert "worker b: engine.skip is not supported where experts are divided: the other" in crew.job.durable.reason
 
 
 STEPS = 20
