@@ -34,7 +34,7 @@ from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
 from tensor_parallel import CellTask, crew_of
 from tiers import check
-from torch import nn
+from torch import Tensor, nn
 
 NAME, SEED, MICRO_BATCHES = "embedding", 7, 3
 
@@ -234,4 +234,38 @@ def test_copies_that_begin_with_different_values_are_refused() -> None:
         reason = crew.job.durable.reason
     assert 'parameters "0.embedding.weight" and "1.head.weight" are tied as "embedding", and begin with different' in (
         reason
+    )
+
+
+class Unlike(Stage):
+    """One whose scale, a copy of the other stages', gets another gradient on each place of `tensor`."""
+
+    def __init__(self, number: int, count: int, hub: CellHub, between: Callable[[], None]) -> None:
+        super().__init__(number, count, 0.0, hub, between)
+        self.scale, self.times = tied(nn.Parameter(torch.ones(1)), "scale"), 1 + hub.coordinate % hub.shape.tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.times * self.scale - (self.times - 1) * self.scale.detach())
+
+
+def of_unlike_copies(hub: CellHub, between: Callable[[], None], _: bool = False) -> Stages:
+    places = hub.shape.pipeline
+    build = partial(Unlike, count=places, hub=hub, between=between)
+    found = built_stages(build, places, hub.shape.index(hub.coordinate)["pipeline"], places)
+    HUBS[found] = hub
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=check("as in stage 1"))])
+@rule(
+    "Gradients of copies that are said to be equal over the tensor places of a cell are compared as all others are",
+    "Cells",
+    broken_by=Edit("shoal.training.equal_gradients", "layout.part.summed.intersection(names)", "bucket.is_summed"),
+)
+def test_copies_whose_gradients_differ_over_the_tensor_dimension_are_refused(stage: int) -> None:
+    with crew_of("abcd", replace(task_of(SQUARE, stage), model=of_unlike_copies)) as crew:
+        crew.allow()
+        crew.until("the end", lambda: crew.job.durable.phase.is_over)
+    assert 'scale" is said to have equal gradients on both tensor coordinates, and they differ' in (
+        crew.job.durable.reason
     )

@@ -32,9 +32,10 @@ class EqualGradients:
         """By bucket, the place of its first parameter among those that are compared."""
         self._names: list[str] = []
         for bucket in layout.buckets:
-            if not (bucket.division.by_tensor or bucket.is_summed):
+            names = [slot.parameter.name for slot in bucket.slots]
+            if not (bucket.division.by_tensor or layout.part.summed.intersection(names)):
                 self._first[bucket.index] = len(self._names)
-                self._names += [slot.parameter.name for slot in bucket.slots]
+                self._names += names
         self._noted: set[int] = set()
         self.begin_world()
 
