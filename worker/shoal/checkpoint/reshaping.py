@@ -126,8 +126,9 @@ def in_shape(layout: Layout, shape: Shape, where: str) -> Layout:
     again = _laid_out(parameters, part)
     if again.text() != layout.text():
         raise UserError(
-            f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; let "
-            "a job of this one go on from it, and save anew."
+            f"cannot reshape {where}: its parameters lie in other blocks than this version of Shoal puts them in; "
+            "where stages tie some by shoal.tied, go on in the shape that it has, else let a job of this version go on "
+            "from it, and save anew."
         )
     stages = parameters if part.stages == shape.pipeline else _at_places(parameters, shape.pipeline)
     there = replace(part, coordinates=shape.processes, contexts=shape.context, stages=shape.pipeline)
