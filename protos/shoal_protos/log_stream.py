@@ -1,23 +1,68 @@
-"""Standard error for log entries: what nobody takes is lost, and holds up nobody.
+"""Log entries: their form, and standard error as they go to it.
 
-A pipe whose reader has stopped (a pager, a collector of logs that hangs) and a terminal that was stopped with Ctrl-S
-take nothing, and whoever writes to them waits without end: a controller with all its heartbeats, a training thread with
-all who train with it. So each piece is written only where there is room for it. Both sides' logs and the display use
-it, and what a controller writes to standard output.
+An entry is a line of JSON, the same in a worker and in the controller, or text in a terminal. Workers' logs have what
+the script prints as well; commands tell the two apart by `is_entry`.
+
+What nobody takes is lost, and holds up nobody. A pipe whose reader has stopped (a pager, a collector of logs that
+hangs) and a terminal that was stopped with Ctrl-S take nothing, and all that write to them wait without end: a
+controller with all its heartbeats, a training thread with all that train with it. So each piece is written only where
+there is room for it. Both sides' logs and the display use it, and what a controller writes to standard output.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import select
 import sys
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
+import structlog
+
+from shoal_protos.text import number
+
+ENTRY = re.compile(r'\{.*"logger": "shoal["._]')
+
+Processors = Sequence[structlog.typing.Processor]
 PATIENCE_MILLISECONDS = 500
 """How long a reader may be behind, once: after that no entry waits until there is room again."""
 PIECE = 1024
 """Characters that surely fit where there is room at all: 4096 bytes, as a pipe has it."""
+
+
+def in_short(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Return an entry with its numbers rounded for people."""
+    return {key: _short(value) for key, value in entry.items()}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [float(number(one)) if isinstance(one, float) else one for one in value]
+    return float(number(value)) if isinstance(value, float) else value
+
+
+LINES: Processors = (structlog.processors.format_exc_info, structlog.processors.JSONRenderer())
+TEXT: Processors = (
+    in_short,
+    structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+)
+"""Plain tracebacks here too: rich ones take seconds to draw, in which no heartbeat is heard."""
+
+
+def rendering(for_people: bool) -> Processors:
+    """The last processors of an entry. `for_people`: it goes to a terminal."""
+    return TEXT if for_people else LINES
+
+
+def is_entry(line: str) -> bool:
+    """Whether a line of a worker's log is one of Shoal's own."""
+    return bool(ENTRY.match(line))
+
+
+# ---- where they go
 
 
 def lost_entry(count: int) -> str:

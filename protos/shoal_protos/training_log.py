@@ -1,4 +1,4 @@
-"""The training side's log: standard error, in the form of `log_form`, apart from what the user's script does with its
+"""The training side's log: standard error, in the form of `log_stream`, apart from what the user's script does with its
 own. It lies here since every room of the worker writes to it.
 
 Standard output belongs to the script; a library does not configure other people's structlog. Where a line cannot be
@@ -11,8 +11,7 @@ import contextlib
 
 import structlog
 
-from shoal_protos.log_form import rendering
-from shoal_protos.log_stream import LogStream
+from shoal_protos.log_stream import LogStream, rendering
 
 
 class _StandardError(LogStream):

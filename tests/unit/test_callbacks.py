@@ -16,7 +16,7 @@ from shoal.process.faults import Faults
 from shoal.session.link_choice import AloneLink
 from shoal.training.engine import Engine
 from shoal_protos.errors import UserError
-from shoal_protos.log_form import in_short
+from shoal_protos.log_stream import in_short
 from shoal_protos.text import duration, number
 
 OPTIONS = {"max_steps": 6}

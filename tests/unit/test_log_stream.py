@@ -18,8 +18,7 @@ import structlog
 from shoal_controller.cli.display import display
 from shoal_controller.process import logs
 from shoal_protos import log_stream
-from shoal_protos.log_form import is_entry
-from shoal_protos.log_stream import PATIENCE_MILLISECONDS, LogStream
+from shoal_protos.log_stream import PATIENCE_MILLISECONDS, LogStream, is_entry
 from shoal_protos.training_log import get_logger, say
 
 PIPE_BYTES = 1 << 16

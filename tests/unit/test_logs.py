@@ -16,7 +16,7 @@ import pytest
 import structlog
 from crew import Crew, Task, undisturbed
 from rule import Edit, holds, rule
-from shoal_protos.log_form import is_entry
+from shoal_protos.log_stream import is_entry
 from shoal_protos.training_log import get_logger, say
 
 TASK = Task({"max_steps": 6})

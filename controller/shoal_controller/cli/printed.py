@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shoal_protos.log_form import is_entry
+from shoal_protos.log_stream import is_entry
 from shoal_protos.rest import Json
 
 MOST_BYTES = 1 << 16

@@ -1,4 +1,4 @@
-"""Where the controller's log goes and how it looks: standard error, in the form of `log_form`.
+"""Where the controller's log goes and how it looks: standard error, in the form of `log_stream`.
 
 Configured once, by `server.py`. Libraries (uvicorn, gRPC, asyncio) are heard from warnings on, in the same form.
 """
@@ -9,8 +9,7 @@ import logging
 import sys
 
 import structlog
-from shoal_protos.log_form import rendering
-from shoal_protos.log_stream import LogStream
+from shoal_protos.log_stream import LogStream, rendering
 
 
 class _StandardError(logging.StreamHandler[LogStream]):
