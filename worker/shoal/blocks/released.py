@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves
 
+from shoal.cells.marks import is_divided
+
 OnTouch = Callable[[nn.Parameter, str], None]
 """Called with a released parameter and the name of what uses it: gathers it, or raises `UserError`."""
 
@@ -133,7 +135,7 @@ def release(
     _transforms_ask()
     for parameter in parameters:
         vars(parameter)[ON_TOUCH] = on_touch
-        parameter.__class__ = kind if issubclass(type(parameter), nn.Parameter) else _of_dtensors()  # type: ignore[assignment]
+        parameter.__class__ = _of_dtensors() if is_divided(parameter) else kind  # type: ignore[assignment]
 
 
 def restore(parameters: Sequence[nn.Parameter]) -> None:
