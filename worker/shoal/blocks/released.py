@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch._functorch import eager_transforms, vmap
 from torch.utils._pytree import tree_leaves
 
-from shoal.cells.marks import is_divided
-
 OnTouch = Callable[[nn.Parameter, str], None]
 """Called with a released parameter and the name of what uses it: gathers it, or raises `UserError`."""
 
@@ -135,7 +133,8 @@ def release(
     _transforms_ask()
     for parameter in parameters:
         vars(parameter)[ON_TOUCH] = on_touch
-        parameter.__class__ = _of_dtensors() if is_divided(parameter) else kind  # type: ignore[assignment]
+        is_dtensor = hasattr(parameter, "_local_tensor")  # asked without their package, which most jobs never load
+        parameter.__class__ = _of_dtensors() if is_dtensor else kind  # type: ignore[assignment]
 
 
 def restore(parameters: Sequence[nn.Parameter]) -> None:
