@@ -169,6 +169,13 @@ def crew_of(names: str, task: CellTask) -> Crew:
     return Crew(names, task.at(0), odd={name: task.at(coordinate_of(name, task.shape)) for name in names})
 
 
+def trained(crew: Crew) -> str:
+    """The fingerprint at the end, by when all that was planted has struck."""
+    digest = crew.finish()
+    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
+    return digest
+
+
 def coordinate_of(name: str, shape: Shape = TWO) -> int:
     return (ord(name) - ord("a")) % shape.processes
 

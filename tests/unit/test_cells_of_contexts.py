@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from context_parallel import BOTH, CONTEXT, FOUR, Divided, Ring, Whole, losses_of_the_whole
-from crew import Crew
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import examples, shortened
@@ -16,7 +15,7 @@ from rule import Edit, holds, rule
 from shoal.exchange.tree_sum import TreeSum
 from shoal.training.engine import Engine
 from shoal_protos.shape import Shape
-from tensor_parallel import CellTask, coordinate_of, crew_of
+from tensor_parallel import CellTask, coordinate_of, crew_of, trained
 from tiers import check
 from torch import Tensor, nn
 
@@ -30,13 +29,6 @@ def one_cell(shape: Shape, model: Any = Divided) -> str:
     """The fingerprint of a world of one cell."""
     with crew_of("abcd"[: shape.processes], task_of(shape, model=model)) as crew:
         return crew.finish()
-
-
-def trained(crew: Crew) -> str:
-    """And that what was planted has struck."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
-    return digest
 
 
 SPANS = st.sampled_from([[(0, 4), (4, 5)], [(0, 2), (2, 4), (4, 5)], [(0, 1), (1, 2), (2, 4), (4, 5)]])

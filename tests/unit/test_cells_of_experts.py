@@ -28,7 +28,7 @@ from shoal.training.engine import Engine
 from shoal_protos.acts import DrainWorker
 from shoal_protos.errors import UserError
 from shoal_protos.shape import Shape
-from tensor_parallel import CellTask, coordinate_of, crew_of
+from tensor_parallel import CellTask, coordinate_of, crew_of, trained
 from tiers import check
 
 
@@ -59,13 +59,6 @@ def one_cell(shape: Shape, model: Any = Divided, steps: int = 6) -> str:
     """The fingerprint of a world of one cell."""
     with crew_of("abcdefgh"[: shape.processes], task_of(shape, model=model, max_steps=steps)) as crew:
         return crew.finish()
-
-
-def trained(crew: Crew) -> str:
-    """And that what was planted has struck."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
-    return digest
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew, Worker
+from crew import Worker
 from pipeline_parallel import (
     ALL,
     CUBE,
@@ -27,7 +27,7 @@ from pipeline_parallel import (
 from rule import Edit, holds, rule
 from shoal.training.engine import Engine
 from shoal_protos.shape import Shape
-from tensor_parallel import CellTask, coordinate_of, crew_of
+from tensor_parallel import CellTask, coordinate_of, crew_of, trained
 from tiers import check
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -46,13 +46,6 @@ def one_cell(shape: Shape, kind: Any = Schedule1F1B, turns: int = 1) -> str:
     """The fingerprint of a world of one cell."""
     with crew_of("abcdefghijklmnop"[: shape.processes], task_of(shape, kind=kind, turns=turns)) as crew:
         return crew.finish()
-
-
-def trained(crew: Crew) -> str:
-    """And that what was planted has struck."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
-    return digest
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Crew, Killed
+from crew import Killed
 from rule import Edit, rule
 from shoal.exchange.packing import receive_framed
 from shoal.group.group import WorldChanged
@@ -17,7 +17,7 @@ from shoal.training import resize
 from shoal.training.engine import Engine
 from shoal_protos.acts import DrainWorker
 from shoal_protos.messages import FRESH_PROCESS
-from tensor_parallel import TWO, CellTask, Parallel, coordinate_of, crew_of, losses_of_the_whole, partners
+from tensor_parallel import TWO, CellTask, Parallel, coordinate_of, crew_of, losses_of_the_whole, partners, trained
 from tiers import check
 
 STAGES = pytest.mark.parametrize("stage", [pytest.param(0, marks=check("as stage 1, with all state everywhere")), 1])
@@ -32,13 +32,6 @@ def one_cell(stage: int = 1) -> str:
     """The fingerprint of a world of one cell."""
     with crew_of("ab", task_of(stage)) as crew:
         return crew.finish()
-
-
-def trained(crew: Crew) -> str:
-    """And that what was planted has struck."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
-    return digest
 
 
 @STAGES

@@ -6,10 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-from crew import Crew
 from rule import Edit, holds, rule
 from shoal.training.engine import Engine
-from tensor_parallel import CellTask, Parallel, Sequenced, coordinate_of, crew_of, losses_of_the_whole
+from tensor_parallel import CellTask, Parallel, Sequenced, coordinate_of, crew_of, losses_of_the_whole, trained
 from tiers import check
 
 HALF = {"precision": {"bf16": {"enabled": True}}}
@@ -25,13 +24,6 @@ def one_cell(model: Any = Parallel, in_half: bool = False, max_steps: int = 6) -
     options = HALF if in_half else {}
     with crew_of("ab", task_of(1, model, max_steps=max_steps, **options)) as crew:
         return crew.finish()
-
-
-def trained(crew: Crew) -> str:
-    """And that what was planted has struck."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
-    return digest
 
 
 @pytest.mark.parametrize("names", ["ab", "abcd", "abcde", pytest.param("abcdef", marks=check("as two cells"))])

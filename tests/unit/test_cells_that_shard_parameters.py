@@ -15,7 +15,7 @@ import shoal.blocks.sharded_memory
 import shoal.blocks.unit_flats
 import torch
 from context_parallel import BOTH, CONTEXT, Divided, Ring
-from crew import Crew, Worker
+from crew import Worker
 from expert_parallel import BOTH as EXPERT_AND_TENSOR
 from expert_parallel import EXPERT
 from expert_parallel import Divided as OfExperts
@@ -30,7 +30,7 @@ from shoal.cells.process_group import CellGroup
 from shoal.training.engine import Engine
 from shoal_protos.acts import DrainWorker
 from shoal_protos.shape import Shape
-from tensor_parallel import TWO, CellTask, NormOfPart, coordinate_of, crew_of
+from tensor_parallel import TWO, CellTask, NormOfPart, coordinate_of, crew_of, trained
 from tiers import check
 from torch import Tensor, nn
 
@@ -95,13 +95,6 @@ def one_cell(shape: Shape = TWO, model: Any = None, in_half: bool = False, max_s
     options = HALF if in_half else {}
     with crew_of("abcdefgh"[: shape.processes], task_of(1, shape, model, max_steps=max_steps, **options)) as crew:
         return crew.finish()
-
-
-def trained(crew: Crew) -> str:
-    """And that what was planted has struck."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
-    return digest
 
 
 @pytest.mark.parametrize(

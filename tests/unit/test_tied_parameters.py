@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_parallel
 import torch
 from crew import Crew, Task, undisturbed
 from pipeline_parallel import (
@@ -95,8 +96,7 @@ def one_cell(shape: Shape) -> str:
 
 def trained(crew: Crew) -> str:
     """And that what was planted has struck, and all copies have the same bits."""
-    digest = crew.finish()
-    assert not [worker.name for worker in crew.workers.values() if worker.planned], "a fault did not strike"
+    digest = tensor_parallel.trained(crew)
     engines = [worker.engine for worker in crew.workers.values() if not worker.killed]
     copies = [copy_of(stage) for engine in engines for stage in engine.module.values()]  # type: ignore[operator]
     found = [one.detach() for one in copies if one is not None]
