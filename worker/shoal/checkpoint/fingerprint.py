@@ -23,7 +23,6 @@ from shoal.blocks.loaded_state import counts_in_gaps
 from shoal.blocks.values import without_gaps
 from shoal.checkpoint.reader import Reader, Window
 from shoal.checkpoint.snapshot import parts_of
-from shoal.core.cell_part import CellPart
 from shoal.core.layout import Bucket, Layout, Stretch
 from shoal.core.misses import Misses
 from shoal.exchange.packing import exchange_framed
@@ -138,7 +137,7 @@ def verify(reader: Reader) -> Verified:
         digest
         for one in readers
         for bucket in one.blocks.buckets
-        if _tells(bucket, one.blocks.part)
+        if one.blocks.part.is_first(bucket.division)
         for digest in _digests_read(one, bucket)
     )
     for one in readers:
@@ -150,11 +149,6 @@ def verify(reader: Reader) -> Verified:
     misses = Misses.from_runs(manifest.blocks, manifest.missed)
     digest = total_of(manifest.step, manifest.blocks, digests, buffers, misses)
     return Verified(reader.bytes_read + sum(one.bytes_read for one in readers), digest)
-
-
-def _tells(bucket: Bucket, part: CellPart) -> bool:
-    """Whether a coordinate is the first one that has it."""
-    return part.share(bucket.division)[0] == 0
 
 
 def _digests_read(reader: Reader, bucket: Bucket) -> Iterator[tuple[int, bytes]]:

@@ -18,7 +18,7 @@ from shoal.blocks.loaded_state import AVERAGE, MASTER
 from shoal.checkpoint.manifest import Manifest, buffer_tensor
 from shoal.checkpoint.reader import Reader, Window
 from shoal.core.container import DTYPES
-from shoal.core.layout import Bucket, Layout
+from shoal.core.layout import Bucket, Layout, slots_of_all_stages
 from shoal.core.misses import Misses
 from shoal.core.units import named_state
 from shoal.optim.state_form import is_packed
@@ -40,9 +40,7 @@ def names(manifest: Manifest) -> dict[str, Known]:
     """All tensors of the model, of all stages: trained parameters, frozen ones, persistent buffers."""
     found = {
         slot.parameter.name: Known(slot.parameter.whole_shape(manifest.blocks.part.parts), slot.parameter.dtype)
-        for buckets in manifest.blocks.by_stage
-        for bucket in buckets
-        for slot in bucket.slots
+        for slot in slots_of_all_stages(manifest.blocks)
     }
     beside = dict(manifest.frozen.tensors) if manifest.frozen is not None else {}
     for name in manifest.buffers:
@@ -101,17 +99,22 @@ def _buffers(reader: Reader) -> dict[str, Tensor]:
 
 def check_cuts(layout: Layout, of: str) -> None:
     """Raises `UserError` where nothing says how the parts of a cell's processes make a whole."""
-    slots = [slot.parameter for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots]
+    slots = [slot.parameter for slot in slots_of_all_stages(layout)]
     if expert := next((one.name for one in slots if one.division.by_expert), ""):
         raise UserError(
             f'cannot export {of}: each place of the experts has some of them, as parameter "{expert}" is of one, and '
             "they are not joined yet; let the script of each place save its part."
         )
     if uncut := next((one.name for one in slots if one.own and one.cut is None), ""):
-        raise UserError(
-            f'cannot export {of}: each process of a cell has a part of parameter "{uncut}", and nothing says '
-            "along which dimension it is cut; mark it by shoal.sharded(parameter, dim=…) and save anew."
-        )
+        raise UserError(f"cannot export {of}: {without_cut(uncut)}")
+
+
+def without_cut(name: str) -> str:
+    """Why the parts of a parameter make no whole, and what to do."""
+    return (
+        f'each process of a cell has a part of parameter "{name}", and nothing says along which dimension it is cut; '
+        "mark it by shoal.sharded(parameter, dim=…) and save anew."
+    )
 
 
 def check_alike(name: str, is_alike: bool, of: str) -> None:

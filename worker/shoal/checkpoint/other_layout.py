@@ -26,7 +26,7 @@ from shoal.checkpoint.manifest import Manifest, StateEntry, buffer_tensor
 from shoal.checkpoint.named import Known, names, tied_names
 from shoal.checkpoint.reader import Reader
 from shoal.checkpoint.snapshot import PARAMETERS
-from shoal.core.layout import Bucket, Layout, Slot
+from shoal.core.layout import Bucket, Layout, Slot, slots_of_all_stages
 from shoal.core.units import named_parameters
 from shoal.exchange.module_buffers import persistent_buffers
 
@@ -65,7 +65,7 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None
     """What keeps blocks from being read as they are, one sentence; None where nothing does."""
     if manifest.kind == "model":
         return "it holds a model without a training state."
-    theirs, ours = _slots(manifest.blocks), _slots(layout)
+    theirs, ours = list(slots_of_all_stages(manifest.blocks)), list(slots_of_all_stages(layout))
     for found, wanted in zip_longest(theirs, ours):
         sentence = _parameters_differ(found, wanted)
         if sentence:
@@ -75,10 +75,6 @@ def difference(manifest: Manifest, layout: Layout, optimizer: str) -> str | None
     if manifest.optimizer != optimizer:
         return f"its optimizer is {manifest.optimizer}, this job's is {optimizer}."
     return None
-
-
-def _slots(layout: Layout) -> list[Slot]:
-    return [slot for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots]
 
 
 def _blocks_differ(theirs: Layout, ours: Layout) -> str:

@@ -26,6 +26,7 @@ from shoal.checkpoint import snapshot
 from shoal.checkpoint.catalogue import Found, SaveName, delete, look_into
 from shoal.checkpoint.fingerprint import verify
 from shoal.checkpoint.manifest import FrozenEntry, Manifest, PieceEntry, buffer_tensor
+from shoal.checkpoint.named import without_cut
 from shoal.checkpoint.reader import Reader, are_alike
 from shoal.checkpoint.saver import write_frozen
 from shoal.checkpoint.snapshot import PARAMETERS, Kind, MadeContent, Small, made_content
@@ -36,7 +37,7 @@ from shoal.core.checkpoint_errors import StorageFailed
 from shoal.core.container import DTYPES
 from shoal.core.cuts import Divided
 from shoal.core.laying_out import lay_out
-from shoal.core.layout import Bucket, Layout, Trainable
+from shoal.core.layout import Bucket, Layout, Trainable, slots_of_all_stages
 from shoal.core.manifest_parts import LayoutEntry
 from shoal.core.misses import Misses, MissRun
 
@@ -195,10 +196,7 @@ def _at_places(parameters: Sequence[Sequence[Trainable]], places: int) -> list[l
 def _check(one: Trainable, parts: int, tensor: int, where: str) -> None:
     """Raises `UserError` for a parameter that cannot be divided so."""
     if one.own and one.cut is None:
-        raise UserError(
-            f'cannot reshape {where}: each process of a cell has a part of parameter "{one.name}", and nothing says '
-            "along which dimension it is cut; mark it by shoal.sharded(parameter, dim=…) and save anew."
-        )
+        raise UserError(f"cannot reshape {where}: {without_cut(one.name)}")
     whole = one.whole_shape(parts)
     if one.cut is not None and not one.cut.divides(whole, tensor):
         stride = f" with {one.cut.stride} pieces each" if one.cut.stride > 1 else ""
@@ -289,8 +287,7 @@ class _Source:
     def content(self, coordinate: int, small: Small) -> MadeContent:
         """What a coordinate writes: its blocks that none before it has, and `small`."""
         layout = self._layout.at(coordinate)
-        first = coordinate - layout.part.mates[0]
-        buckets = [one for one in layout.buckets if first < (layout.part.parts if one.division.by_tensor else 1)]
+        buckets = [one for one in layout.buckets if layout.part.is_first(one.division)]
 
         def kinds(bucket: Bucket) -> Mapping[str, Kind]:
             return self._state(bucket.slots[0].parameter.name)
@@ -327,12 +324,8 @@ class _Source:
 def _missed(old: Manifest, layout: Layout) -> tuple[MissRun, ...]:
     """In the order of the new layout."""
     of = Misses.from_runs(old.blocks, old.missed).of
-    by_name = dict(zip((one.name for one in _parameters(old.blocks)), of, strict=True))
-    return Misses(tuple(by_name[one.name] for one in _parameters(layout))).runs()
-
-
-def _parameters(layout: Layout) -> Iterator[Trainable]:
-    return (slot.parameter for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
+    by_name = dict(zip((slot.parameter.name for slot in slots_of_all_stages(old.blocks)), of, strict=True))
+    return Misses(tuple(by_name[slot.parameter.name] for slot in slots_of_all_stages(layout))).runs()
 
 
 Buffers = Mapping[tuple[str, int], str]

@@ -128,6 +128,10 @@ class CellPart:
         count = self.of_stage // self.pieces(division)
         return (holders % count if division.by_expert else holders), count
 
+    def is_first(self, division: Division) -> bool:
+        """Whether it is the first of the coordinates that have that part."""
+        return self.share(division)[0] == 0
+
     def holders(self, division: Division) -> list[int]:
         """These coordinates, in their order."""
         among = self.mates[self.coordinate % self.parts :: self.parts] if division.by_tensor else self.mates

@@ -25,7 +25,7 @@ import hashlib
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -365,6 +365,11 @@ class Layout:
 def _share(blocks: int, index: int, of: int) -> Span:
     """One of several equal shares."""
     return blocks * index // of, blocks * (index + 1) // of
+
+
+def slots_of_all_stages(layout: Layout) -> Iterator[Slot]:
+    """In the order of stages and buckets."""
+    return (slot for buckets in layout.by_stage for bucket in buckets for slot in bucket.slots)
 
 
 def overlaps(stretches: Sequence[Stretch], held: Stretch) -> list[Stretch]:
