@@ -3,7 +3,7 @@
 An entry is a line of JSON, the same in a worker and in the controller, or text in a terminal. Workers' logs have what
 the script prints as well; commands tell the two apart by `is_entry`.
 
-What nobody takes is lost, and holds up nobody. A pipe whose reader has stopped (a pager, a collector of logs that
+What is not taken is lost, and holds nothing up. A pipe whose reader has stopped (a pager, a collector of logs that
 hangs) and a terminal that was stopped with Ctrl-S take nothing, and all that write to them wait without end: a
 controller with all its heartbeats, a training thread with all that train with it. So each piece is written only where
 there is room for it. Both sides' logs and the display use it, and what a controller writes to standard output.

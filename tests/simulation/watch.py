@@ -179,7 +179,7 @@ class Watch:
             self._seats(plan)
 
     def _gives_again(self, plan: Plan, known: Plan) -> None:
-        """A store that was put back gives a number again that nobody who lives knows of, or could mistake."""
+        """A store that was put back gives a number again that no living worker knows of, or could mistake."""
         number = plan.generation
         if not self.was_put_back or any(one.alive for one in map(self.simulation.process_of, known.members) if one):
             self.violated("two plans have one number", number)

@@ -50,11 +50,11 @@ class Fleet:
     def __init__(self, clock: Clock, job: SimulatedJob, paces: Paces) -> None:
         self.clock, self.job, self.paces = clock, job, paces
         self.members: dict[int, SimulatedMember] = {}
-        """By connection: whoever lives."""
+        """By connection, those that live."""
         self.world = SteppingWorld(clock, job, paces, self)
         self.host = MachineHost(clock, job.spec(), self, paces.latency)
         self.look_is_due = False
-        """At the next barrier: in the middle of a step nobody knows what becomes of its seconds."""
+        """At the next barrier: in the middle of a step it is not known what becomes of its seconds."""
         self._connections = 0
         self._on: dict[int, SimulatedMember] = {}
         """By machine."""

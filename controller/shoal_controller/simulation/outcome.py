@@ -114,7 +114,7 @@ def _settle(clock: Clock, fleet: Fleet) -> None:
 
 
 def _finish(clock: Clock, fleet: Fleet, until: float) -> None:
-    """Until the step under way is done, if one is: in its middle nobody knows what becomes of its seconds."""
+    """Until the step under way is done, if one is: in its middle it is not known what becomes of its seconds."""
     while fleet.look_is_due and clock.next_at <= until:
         clock.step()
     clock.run_until(clock.now)

@@ -31,7 +31,7 @@ class Aims:
     price: float = 0.0
     """Of a machine, an hour."""
     steps: int = 0
-    """That the job is to make; 0: nobody has said."""
+    """That the job is to make; 0: that is not given."""
     deadline: float | None = None
     """Seconds in which they are to be made."""
     budget: float | None = None
@@ -53,7 +53,7 @@ class GridRow:
 
     @property
     def seconds(self) -> float | None:
-        """Return how long the wanted steps take at this pace; None: nobody wants a number, or none is made."""
+        """Return how long the wanted steps take at this pace; None: no number is wanted, or none is made."""
         if not (self.aims.steps and self.outcome.steps) or self.outcome.failure:
             return None
         return self.aims.steps / self.outcome.steps * self.outcome.seconds

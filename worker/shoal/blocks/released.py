@@ -57,7 +57,7 @@ def looks_at_no_value(function: F) -> F:
 
 
 class Released:
-    """A parameter whose storage is empty, whatever class it is of otherwise."""
+    """A parameter whose storage is empty, of any class otherwise."""
 
     about = frozenset(ABOUT)
     otherwise: type[Tensor]

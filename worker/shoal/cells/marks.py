@@ -28,8 +28,9 @@ _MARK, _TIE = "_shoal_mark", "_shoal_tie"
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a parameter is to the places of a cell's tensor dimension. To those of others it is
-    common, but for experts."""
+    """What a parameter is to the places of a cell's tensor dimension. Those of others have it in common, but for
+    experts.
+    """
 
     is_own: bool = False
     """A shard that no other place has; else all have the same."""
