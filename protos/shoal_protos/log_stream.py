@@ -16,22 +16,22 @@ import re
 import select
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
-
-import structlog
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shoal_protos.text import number
 
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor
+
 ENTRY = re.compile(r'\{.*"logger": "shoal["._]')
 
-Processors = Sequence[structlog.typing.Processor]
 PATIENCE_MILLISECONDS = 500
 """How long a reader may be behind, once: after that no entry waits until there is room again."""
 PIECE = 1024
 """Characters that surely fit where there is room at all: 4096 bytes, as a pipe has it."""
 
 
-def in_short(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def in_short(_: object, __: str, entry: EventDict) -> EventDict:
     """Return an entry with its numbers rounded for people."""
     return {key: _short(value) for key, value in entry.items()}
 
@@ -44,17 +44,16 @@ def _short(value: Any) -> Any:
     return float(number(value)) if isinstance(value, float) else value
 
 
-LINES: Processors = (structlog.processors.format_exc_info, structlog.processors.JSONRenderer())
-TEXT: Processors = (
-    in_short,
-    structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
-)
-"""Plain tracebacks here too: rich ones take seconds to draw, in which no heartbeat is heard."""
+def rendering(for_people: bool) -> Sequence[Processor]:
+    """Return the last processors of an entry. `for_people`: it goes to a terminal.
 
+    Plain tracebacks there too: rich ones take seconds to draw, in which no heartbeat is heard.
+    """
+    from structlog import dev, processors  # with rich and asyncio, which commands go without
 
-def rendering(for_people: bool) -> Processors:
-    """The last processors of an entry. `for_people`: it goes to a terminal."""
-    return TEXT if for_people else LINES
+    if for_people:
+        return in_short, dev.ConsoleRenderer(exception_formatter=dev.plain_traceback)
+    return processors.format_exc_info, processors.JSONRenderer()
 
 
 def is_entry(line: str) -> bool:
